@@ -1,0 +1,74 @@
+# The one entrance. Every target does its own set-up; the second time is quick.
+SHELL := /bin/bash -euo pipefail
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= $(shell nproc)
+
+ENGINE := $(shell find include src python/src cmake -type f 2>/dev/null) CMakeLists.txt
+PIP := $(BIN)/pip install -q --disable-pip-version-check
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+.PHONY: help demo build test test-all test-cpp test-python bench lint format asan tsan clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: build  ## train, average, swap, save, resume at another world size, report (about 3 minutes)
+	$(BIN)/python -m examples.digits $(ARGS)
+
+build: build/.installed  ## set-up and build
+
+test: build test-cpp test-python asan tsan  ## every test
+
+test-all: test  ## the tests and their full matrices
+	SHARDOW_ALL=1 $(BIN)/python -m pytest
+
+test-cpp: build
+	$(BIN)/ctest --test-dir build/release --output-on-failure
+
+test-python: build
+	$(BIN)/python -m pytest
+
+bench: build  ## side-by-side tables; writes docs/performance.md
+	$(BIN)/python -m benchmarks $(ARGS)
+
+asan tsan: build/.venv  ## C++ tests under sanitizers
+	$(BIN)/cmake --preset $@ >/dev/null
+	$(BIN)/cmake --build --preset $@
+	$(BIN)/ctest --preset $@
+
+lint: build build/.lint  ## clang-format, clang-tidy, ruff, mypy
+	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu')
+	clang-tidy-14 --quiet -p build/release $$(git ls-files 'src/*.cc' | grep -v -e _test.cc -e _bench.cc -e cpu -e limits)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: build/.venv build/.lint  ## rewrite sources in house style
+	clang-format-14 -i $$(git ls-files '*.h' '*.cc' '*.cu')
+	$(BIN)/ruff check --fix -q . || true
+	$(BIN)/ruff format -q .
+
+clean:
+	rm -rf build out dist
+
+build/.system: tools/packages.txt
+	tools/install-packages $<
+	@mkdir -p build && touch $@
+
+build/.lint: tools/packages-lint.txt
+	tools/install-packages $<
+	@mkdir -p build && touch $@
+
+build/.venv: tools/requirements.txt build/.system
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP) -r tools/requirements.txt
+	$(PIP) --no-deps -r tools/requirements-peers.txt
+	@touch $@
+
+# One build serves the Python extension, the C++ tests and the benchmarks.
+build/.installed: build/.venv pyproject.toml $(ENGINE)
+	$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
+	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON
+	@touch $@

@@ -1,0 +1,13 @@
+# The Python extension: thin lambdas over the engine, one file per area.
+find_package(Python 3.9 REQUIRED COMPONENTS Interpreter Development.Module OPTIONAL_COMPONENTS Development.SABIModule)
+if(NOT SKBUILD)
+  execute_process(COMMAND ${Python_EXECUTABLE} -m nanobind --cmake_dir OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE nanobind_ROOT)
+endif()
+find_package(nanobind CONFIG REQUIRED)
+file(GLOB SHARDOW_PYTHON_SOURCES CONFIGURE_DEPENDS python/src/*.cc)
+nanobind_add_module(_core STABLE_ABI NB_STATIC NOMINSIZE ${SHARDOW_PYTHON_SOURCES})
+target_include_directories(_core PRIVATE src)
+target_link_libraries(_core PRIVATE shardow)
+nanobind_add_stub(_core_stub MODULE _core OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/_core.pyi PYTHON_PATH $<TARGET_FILE_DIR:_core> DEPENDS _core)
+install(TARGETS _core LIBRARY DESTINATION shardow)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/_core.pyi DESTINATION shardow)

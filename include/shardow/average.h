@@ -1,0 +1,129 @@
+// Average: exponential moving averages of the parameters that this rank holds.
+//
+//   e <- e + w (p - e)          w = 1 - decay, from a Schedule, in float64, rounded once
+//
+// One pass reads every parameter once, in its own dtype, and reads and writes every average once: (size(p) + 8 K) bytes an element for K
+// fp32 averages. No communication, no allocation, no temporaries. The result depends on neither topology, threads, instruction set nor device.
+// One thread uses an Average at a time.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardow/group.h"
+#include "shardow/schedule.h"
+#include "shardow/tensor_view.h"
+
+namespace shardow {
+
+/// How the new average is rounded together; bit for bit what the named origin computes.
+enum class Rule {
+  kLerp,         ///< fma(w, p - e, e), for w >= 0.5 fma(w - 1, p - e, p): the accurate one (torch.lerp)
+  kMulAdd,       ///< fma(p, 1-d, round(e d)): mul_().add_(), biased for long decays
+  kTwoProducts,  ///< round(e d) + round(p (1-d)): timm's ModelEma
+};
+
+enum class Rounding {
+  kAuto,        ///< stochastic where w < 5e-5, else to nearest
+  kNearest,
+  kStochastic,  ///< of the increment, by a counter (seed, step, global element): the same for any topology
+};
+
+/// What a NaN or Inf in a parameter does to its average.
+enum class NonFinite {
+  kHold,       ///< the element keeps its average and is counted
+  kPropagate,  ///< ordinary arithmetic
+  kRaise,      ///< hold, then throw kInvalidArgument naming the first tensor
+};
+
+struct AverageOptions {
+  std::vector<Schedule> schedules = {Schedule::constant(0.9999)};  ///< one average per schedule, all in one pass; 1 to 8
+  DType dtype = DType::kF32;  ///< of the averages: kF32, kF64; kBF16 and kF16 only with stochastic rounding and kLerp
+  Rule rule = Rule::kLerp;
+  Rounding rounding = Rounding::kAuto;
+  NonFinite non_finite = NonFinite::kHold;
+  int64_t update_every = 1;   ///< average every n-th step, with decay^n
+  int64_t start_step = 0;     ///< an update at a step <= start_step copies the parameters
+  uint64_t seed = 0;          ///< of stochastic rounding
+  int num_threads = 0;        ///< 0: what OMP_NUM_THREADS and the affinity mask allow
+  Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
+  std::chrono::milliseconds timeout{600'000};  ///< of the exchanges with `replicas` in swap()
+};
+
+struct UpdateReport {
+  bool applied = false;       ///< false between the update_every-th steps
+  int64_t non_finite = 0;     ///< elements held in this update, CPU views; CUDA views are counted by stats()
+  int64_t bytes_moved = 0;
+  Factors factors{1, 0};      ///< of the first schedule
+};
+
+/// What an Average holds and did.
+struct AverageStats {
+  int64_t step = 0, updates = 0;
+  int64_t parameters = 0, elements = 0;  ///< elements that this rank averages, of one average
+  int64_t bytes = 0;                     ///< memory of all averages on this rank
+  int64_t bytes_moved = 0;               ///< by the last update
+  double seconds = 0;                    ///< of the last update; CUDA: of its launch
+  int64_t held_non_finite = 0;           ///< elements, since the start
+};
+
+class Average {
+ public:
+  /// Begins with averages equal to `parameters`. `averages[k]` is the memory of the k-th average: one view per parameter with the same name, the
+  /// region that this rank averages and dtype options.dtype; it is the caller's, aligned to 64 bytes for full speed.
+  /// Throws kInvalidArgument where names, regions, dtypes or options do not fit, before anything is written.
+  Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options = {});
+
+  /// The same, with memory of its own, each average aligned to 64 bytes.
+  explicit Average(std::span<const TensorView> parameters, AverageOptions options = {});
+
+  Average(Average&&) noexcept;
+  Average& operator=(Average&&) noexcept;
+  ~Average();
+
+  /// After an optimizer step, on the parameters as last bound. Without `step` it counts itself; a given step must exceed the last one.
+  /// `samples`: training samples seen so far, for schedules in samples. CUDA views: enqueued on the view's stream, nothing waits.
+  UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
+
+  /// The same, after bind(parameters).
+  UpdateReport update(std::span<const TensorView> parameters, std::optional<int64_t> step = std::nullopt, double samples = 0);
+
+  /// Parameters as at construction, in the same order; only addresses and streams may have changed. Throws kInvalidArgument otherwise.
+  /// Costs one comparison per view where nothing moved.
+  void bind(std::span<const TensorView> parameters);
+
+  /// Copies the bound parameters into every average, exactly as at construction; steps and counters stay.
+  void reset();
+
+  /// Exchanges the k-th averages and the bound parameters, element by element, in place; a second call undoes it bit for bit.
+  /// Parameters of another dtype receive rounded averages; what rounding cut off is kept aside, so that the way back is exact. (bfloat16 weights with
+  /// float32 averages need no memory for that; ties then round away from zero.) With options.replicas: collective, and every replica
+  /// ends with the whole weights.
+  void swap(size_t k = 0);
+  /// The same with weights that are not the bound parameters, where a master copy of another dtype is averaged: same names and regions, same order.
+  /// The call that undoes it takes the same ones.
+  void swap(std::span<const TensorView> weights, size_t k = 0);
+  bool swapped() const noexcept;
+
+  size_t size() const noexcept;  ///< K, the number of averages of each parameter
+  /// The k-th averages, in the parameters' order. Throws kInvalidArgument while swapped.
+  std::span<const TensorView> views(size_t k = 0) const;
+  AverageStats stats() const;  ///< CUDA: waits for the last update's counter
+
+  /// Steps, updates, samples, schedules, rule, rounding and seed as JSON: with the averages themselves all that is needed to go on bit-identically.
+  std::string state() const;
+  /// Takes counters, schedules and seed from `json`. Throws kCorrupt or kInvalidArgument (another number of averages) before anything changes.
+  void set_state(std::string_view json);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace shardow

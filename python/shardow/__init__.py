@@ -1,0 +1,38 @@
+"""Shardow: the averaged (EMA) weights of models that train on many ranks; sharded, exact, resumable.
+
+``shardow.EMA`` keeps the averages of a PyTorch model; ``shardow.schedules`` says how much of the old average survives each step. Importing this package imports neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardow._core import Schedule
+from shardow._errors import Error
+
+if TYPE_CHECKING:
+    from shardow import schedules
+    from shardow.ema import EMA
+
+__version__ = "0.1.0"
+__all__ = ["EMA", "Error", "Schedule", "__version__", "schedules"]
+
+
+def __getattr__(name: str) -> Any:
+    """EMA needs torch, so it is imported where it is first used."""
+    import importlib
+
+    if name == "schedules":
+        return importlib.import_module("shardow.schedules")
+    if name == "EMA":
+        try:
+            return importlib.import_module("shardow.ema").EMA
+        except ModuleNotFoundError as error:
+            if error.name == "torch":
+                raise ImportError("shardow.EMA needs PyTorch: pip install torch (2.6 or later)") from None
+            raise
+    raise AttributeError(f"module 'shardow' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,160 @@
+"""Full tensors from everybody's pieces, one at a time, on rank 0 alone.
+
+Numbered, as the code below:
+
+1. rank 0 learns every rank's regions, once; it picks for each tensor the ranks whose regions cover it exactly once, and tells them
+2. tensor by tensor, the picked ranks send, in blocks of at most 16 MiB; rank 0 places each block
+3. rank 0 hands out the whole tensor before it makes the next: no rank ever holds two
+
+Facts (1) travel as objects over the process group, data (2) as torch tensors, point to point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardow import _core, _errors
+
+_BLOCK = 16 << 20  # bytes of one message
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of one global tensor: ``flat`` are region.size elements, 1-D."""
+
+    name: str
+    flat: torch.Tensor
+    region: _core.Region
+
+
+class Gatherer:
+    """Streams full tensors of ``parts`` to rank 0 of ``group``; None: this process alone. ``parts`` are the same names in the same order on every rank."""
+
+    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
+        self._parts = list(parts)
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._shapes = {part.name: tuple(part.region.shape) for part in parts}
+        self._dtypes = {part.name: part.flat.dtype for part in parts}
+        self._senders, self._mine = self._plan()
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(name, full CPU tensor) on rank 0, (name, None) elsewhere. Collective: every rank must exhaust it."""
+        for i, part in enumerate(self._parts):
+            if self._rank == 0:
+                yield part.name, self._receive(i)
+            else:
+                if self._mine[i]:
+                    for block in _blocks(part.region, part.flat):
+                        dist.send(block.contiguous(), group_dst=0, group=self._group)
+                yield part.name, None
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
+
+    def _plan(self) -> tuple[list[list[tuple[int, _core.Region]]], list[bool]]:
+        """(senders of each tensor with their regions: rank 0 only; whether this rank sends)."""
+        own = [(part.name, part.region.encode()) for part in self._parts]
+        if self._group is None:
+            gathered: list[list[tuple[str, bytes]] | None] | None = [own]
+        else:
+            gathered = [None] * dist.get_world_size(self._group) if self._rank == 0 else None
+            dist.gather_object(own, gathered, group_dst=0, group=self._group)
+        orders: list[object] = []
+        senders: list[list[tuple[int, _core.Region]]] = []
+        if gathered is not None:
+            try:
+                senders = [_pick(i, part.name, gathered) for i, part in enumerate(self._parts)]
+                orders = [[any(rank == r for rank, _ in who) for who in senders] for r in range(len(gathered))]
+            except Exception as error:
+                orders = [error] * len(gathered)
+        mine = self._told(orders)
+        if isinstance(mine, Exception):
+            raise mine
+        return senders, list(mine)  # type: ignore[call-overload]
+
+    def _told(self, orders: list[object]) -> object:
+        if self._group is None:
+            return orders[0]
+        answer: list[object] = [None]
+        dist.scatter_object_list(answer, orders or None, group_src=0, group=self._group)
+        return answer[0]
+
+    def _receive(self, i: int) -> torch.Tensor:
+        part = self._parts[i]
+        full = torch.empty(part.region.shape, dtype=part.flat.dtype)
+        for rank, region in self._senders[i]:
+            if rank == 0:
+                place(part.flat.cpu(), region, full)
+                continue
+            for window in _windows(region, full.element_size()):
+                block = torch.empty(window.size, dtype=part.flat.dtype, device=part.flat.device)
+                dist.recv(block, group_src=rank, group=self._group)
+                place(block.cpu(), window, full)
+        return full
+
+
+def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]] | None]) -> list[tuple[int, _core.Region]]:
+    """Ranks that together hold tensor i exactly once; ranks that hold the same as an earlier one are passed over."""
+    picked: list[tuple[int, _core.Region]] = []
+    seen: set[bytes] = set()
+    for rank, parts in enumerate(gathered):
+        assert parts is not None
+        if i >= len(parts) or parts[i][0] != name:
+            there = parts[i][0] if i < len(parts) else "nothing"
+            raise _errors.make("invalid_argument", f"rank {rank} has {there!r} where rank 0 has {name!r}; all ranks must hold the same tensors", 0)
+        region = _core.Region.decode(parts[i][1])
+        if region.size > 0 and parts[i][1] not in seen:
+            picked.append((rank, region))
+            seen.add(parts[i][1])
+    regions = [region for _, region in picked] or [_core.Region.decode(gathered[0][i][1])]  # type: ignore[index]
+    if not _core.covers_once(regions):
+        held = sum(region.size for region in regions)
+        raise _errors.make("invalid_argument", f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)", 0)
+    return picked
+
+
+def _windows(region: _core.Region, itemsize: int) -> Iterator[_core.Region]:
+    step = max(_BLOCK // itemsize, 1)
+    for begin in range(0, region.size, step):
+        yield region.window(begin, min(begin + step, region.size))
+
+
+def _blocks(region: _core.Region, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    at = 0
+    for window in _windows(region, flat.element_size()):
+        yield flat[at : at + window.size]
+        at += window.size
+
+
+def place(flat: torch.Tensor, region: _core.Region, full: torch.Tensor) -> None:
+    """full[region] = flat."""
+    for offsets, sizes, begin in region.boxes():
+        count = _count(sizes)
+        box(full, offsets, sizes).copy_(flat[begin : begin + count].view(sizes))
+
+
+def take(full: torch.Tensor, region: _core.Region, flat: torch.Tensor) -> None:
+    """flat = full[region], cast to flat's dtype."""
+    for offsets, sizes, begin in region.boxes():
+        count = _count(sizes)
+        flat[begin : begin + count].view(sizes).copy_(box(full, offsets, sizes))
+
+
+def box(full: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The sub-tensor of ``full`` at offsets, of sizes; a view."""
+    return full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+
+
+def _count(sizes: Sequence[int]) -> int:
+    count = 1
+    for size in sizes:
+        count *= size
+    return count

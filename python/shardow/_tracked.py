@@ -1,0 +1,117 @@
+"""What is averaged: each tensor's local memory, the part of it that this rank averages, and the averages' own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardow import _core
+from shardow._options import DTYPES, Options, invalid, unsupported
+
+if TYPE_CHECKING:
+    from shardow.torch.local import LocalTensor
+
+_ALIGN = 64  # bytes; the engine's kernels like averages to start there
+
+
+@dataclass
+class Tracked:
+    """One averaged tensor on this rank.
+
+    ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it unless replicas split the work), which begins at
+    element ``begin`` of the local memory; ``averages[k]`` are 1-D tensors of region.size elements, views into the arena.
+    """
+
+    local: LocalTensor
+    region: _core.Region
+    begin: int
+    source: torch.Tensor  # what is averaged, 1-D, all of the local region: local.tensor, or what `source=` names
+    averages: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.local.name
+
+    def weights(self) -> torch.Tensor:
+        """The part of the live weights that this rank averages, 1-D, a view."""
+        return self.local.tensor.view(-1)[self.begin : self.begin + self.region.size]
+
+
+def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
+    """(region, begin): the part of ``local`` that this rank averages. Nested replica groups divide what the one before left."""
+    region, begin = local.region, 0
+    if replicas == "split":
+        for _, index, count in local.replicas:
+            begin += sum(region.part(i, count).size for i in range(index))
+            region = region.part(index, count)
+    return region, begin
+
+
+def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, torch.Tensor] | None) -> list[Tracked]:
+    """Everything that is averaged, with memory for the averages; nothing is copied yet."""
+    locals_ = list(locals_)
+    sources = _sources(locals_, source or {})
+    tracked = [Tracked(local, *divide(local, options.replicas), sources[local.name]) for local in locals_]
+    for one in tracked:
+        device = one.source.device
+        if options.device is not None and options.device.type != device.type:
+            raise unsupported(f"device={str(options.device)!r}: averages live where their weights are ({device}, '{one.name}'); offload is not built yet")
+    for device in dict.fromkeys(one.source.device for one in tracked):
+        _allocate([one for one in tracked if one.source.device == device], device, options)
+    return tracked
+
+
+def _sources(locals_: Sequence[LocalTensor], source: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    unknown = set(source) - {local.name for local in locals_}
+    if unknown:
+        raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
+    found = {}
+    for local in locals_:
+        tensor = source.get(local.name, local.tensor)
+        tensor = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor's memory on this rank
+        if tensor.numel() != local.region.size or not tensor.is_contiguous() or tensor.device != local.tensor.device:
+            raise invalid(
+                f"source= of '{local.name}' has {tensor.numel()} elements on {tensor.device}; "
+                f"it must be contiguous, with the {local.region.size} of this rank's part, on {local.tensor.device}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise invalid(f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
+        found[local.name] = tensor.view(-1)
+    return found
+
+
+def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
+    """One arena for all averages on a device: one mapping, every average 64-byte aligned."""
+    unit = _ALIGN // options.dtype.itemsize
+    padded = [-(-one.region.size // unit) * unit for one in tracked]
+    arena = torch.empty(sum(padded) * len(options.schedules), dtype=options.dtype, device=device)
+    at = 0
+    for _ in options.schedules:
+        for one, size in zip(tracked, padded, strict=True):
+            one.averages.append(arena[at : at + one.region.size])
+            at += size
+
+
+def view_of(name: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
+    """The engine's description of contiguous torch memory."""
+    device, stream = tensor.device, 0
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+    elif device.type != "cpu":
+        raise unsupported(f"'{name}' is on {device}; averages are kept on cpu and cuda devices")
+    return _core.TensorView(name, DTYPES[tensor.dtype], region, tensor.data_ptr(), device.type, device.index or 0, stream)
+
+
+def source_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:
+    return [view_of(one.name, one.source[one.begin : one.begin + one.region.size], one.region) for one in tracked]
+
+
+def weight_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:
+    return [view_of(one.name, one.weights(), one.region) for one in tracked]
+
+
+def average_views(tracked: Iterable[Tracked], k: int) -> list[_core.TensorView]:
+    return [view_of(one.name, one.averages[k], one.region) for one in tracked]

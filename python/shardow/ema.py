@@ -1,0 +1,380 @@
+"""EMA: the averaged weights of a PyTorch model, sharded as the model is."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow import _core, _errors, _files, _gather, _replicas, _state, _tracked
+from shardow._gather import Gatherer, Part
+from shardow._keys import choose, keys_of
+from shardow._options import Params, invalid, make_options
+from shardow._team import Team
+from shardow.torch.find import bump_versions, find
+from shardow.torch.local import LocalTensor
+
+
+class EMA:
+    """Exponential moving averages of ``model``'s parameters: e <- decay * e + (1 - decay) * p after every optimizer step.
+
+    Each rank averages what it holds, in place, in one pass, with no communication: 4 P / N bytes a rank. The averages are bit-identical at any world size, sharding
+    and thread count. Finds plain, DDP, FSDP1, FSDP2, HSDP and TP parameters by itself, through torch.compile and checkpoint wrappers.
+
+    Construction is collective over the ranks that share the model, after it has been wrapped and its weights are in place; the averages begin equal to the weights.
+
+    Args:
+        model: any module. Names are those of the unwrapped model.
+        decay: weight kept on the old average per step, in [0, 1]; a Schedule of shardow.schedules; or a list of up to 8, all averaged in one pass.
+        dtype: of the averages; float32 whatever the weights are.
+        device: where the averages live; None: with their weights.
+        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide the work and the memory; "copy": each averages everything it holds.
+        params: "trainable", "all", or a predicate of (name, parameter).
+        buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves them out. Integer buffers are only copied.
+        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)) or "two_products" (e*d + (1-d)*p): bit-equal to those forms.
+        stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would lose it.
+        nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise" (held, then ValueError).
+        update_every: average every n-th step, with decay^n.
+        start_step: an update at a step <= start_step copies the weights, the next one averages.
+        seed: of stochastic rounding.
+        source: {name: tensor} averaged in a parameter's place (an optimizer's float32 master copy), same local shape.
+        group: process group of ranks that hold replicas of a plain model, or the ranks of a model whose groups cannot be told from its meshes.
+        threads: CPU threads; 0: what OMP_NUM_THREADS and the affinity mask allow, at most 4.
+        overlap: not built yet.
+        timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
+
+    Raises:
+        ValueError: an option out of range, ranks that disagree, weights on meta.
+        NotImplementedError: what this build or placement cannot do.
+        TimeoutError, ConnectionError: another rank is missing or failed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float | _core.Schedule | Sequence[float | _core.Schedule] = 0.9999,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        replicas: str = "split",
+        params: Params = "trainable",
+        buffers: str = "copy",
+        rule: str = "lerp",
+        stochastic: bool | str = "auto",
+        nonfinite: str = "hold",
+        update_every: int = 1,
+        start_step: int = 0,
+        seed: int = 0,
+        source: Mapping[str, torch.Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+        threads: int = 0,
+        overlap: bool = False,
+        timeout: float | timedelta | None = None,
+        **unknown: Any,
+    ) -> None:
+        _refuse(unknown)
+        options = make_options(
+            decay=decay, dtype=dtype, device=device, replicas=replicas, params=params, buffers=buffers, rule=rule, stochastic=stochastic,
+            nonfinite=nonfinite, update_every=update_every, start_step=start_step, seed=seed, threads=threads, overlap=overlap, timeout=timeout,
+        )  # fmt: skip
+        self._options = options
+        self._keys = keys_of(options.schedules)
+        self._view = find(model, group=group)
+        self._team = Team(self._view.process_group, options.timeout)
+        self._average, self._tracked = self._team.agree("EMA(...)", lambda: self._build(source))
+        self._team.same("EMA(...)", self._facts())
+        self._attached = 0
+        self._in: int | None = None  # which average is swapped in
+        self._warned = False
+
+    def _build(self, source: Mapping[str, torch.Tensor] | None) -> tuple[_core.Average, list[_tracked.Tracked]]:
+        self._view.reshard()
+        tracked = _tracked.track(self._chosen(), self._options, source)
+        averages = [_tracked.average_views(tracked, k) for k in range(len(self._keys))]
+        return _core.Average(_tracked.source_views(tracked), averages, self._options.engine()), tracked
+
+    def _chosen(self) -> list[LocalTensor]:
+        """Parameters, and buffers where they are averaged, in the model's order."""
+        wanted = self._options.params
+        chosen = [one for one in self._view.parameters if _wants(wanted, one)]
+        if not chosen:
+            raise invalid(f"no parameter is averaged: params={wanted!r} chose none of {len(self._view.parameters)}")
+        if self._options.buffers == "average":
+            chosen += [one for one in self._view.buffers if one.tensor.is_floating_point()]
+        return chosen
+
+    def _facts(self) -> dict[str, Any]:
+        tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in self._tracked}
+        return {"tensors": tensors, "options": self._average.state(), "order": list(tensors), "replicas": self._options.replicas}
+
+    # ---- training
+
+    @torch.no_grad()
+    def update(self, step: int | None = None, samples: float = 0.0) -> None:
+        """After an optimizer step: one pass over this rank's weights; no communication.
+
+        Args:
+            step: optimizer steps taken so far; None: one more than before. A step is counted once; skipped ones are made up for by decay^n.
+            samples: training samples seen so far, for schedules in samples.
+        """
+        if self._attached:
+            raise invalid("update() while attached to an optimizer would count each step twice; call neither, or handle.remove() first")
+        self._update(step, samples)
+
+    def _update(self, step: int | None, samples: float) -> None:
+        if self._in is not None:
+            raise invalid("update() inside swapped(): the weights are averages now; leave the block first")
+        if not self._view.unchanged():
+            self._rebind()
+        _, held = self._average.update(step, samples)
+        if held and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{held} weights on this rank are NaN or Inf; their averages keep their last values (nonfinite={self._options.nonfinite!r}). "
+                "stats()['held_nonfinite'] counts them; this warning is given once",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _rebind(self) -> None:
+        """A changed parameter is an error; one that is merely unsharded for a while, or whose memory moved, is not."""
+        self._view.reshard()
+        if self._view.unchanged():
+            return
+        why = self._view.explain_change()
+        raise invalid(why or "the model's parameters have changed since this EMA was made; make a new one and load the old one's state_dict()")
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
+        """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Steps that a GradScaler skips are not counted."""
+        if self._attached:
+            raise invalid("attached to an optimizer already; each step would count twice")
+        handle = optimizer.register_step_post_hook(lambda *_: self._update(None, 0.0))
+        self._attached += 1
+        return _Handle(handle, self)
+
+    # ---- evaluation
+
+    @contextlib.contextmanager
+    def swapped(self, decay: float | str | _core.Schedule | None = None) -> Iterator[None]:
+        """Inside the block the model holds the averages; after it, whatever happened, its weights again, bit for bit.
+
+        Collective where ranks share the model. In place, without a second copy of the weights: state_dict() and the like wait until the block ends. ``decay`` chooses among
+        several averages. A backward through activations from before the block raises, where autograd can see it.
+        """
+        k = choose(self._keys, decay)
+        self._team.agree("swapped()", self._ready_to_swap)
+        self._swap(k)
+        self._in = k
+        try:
+            yield
+        finally:
+            self._swap_back(k)
+
+    def _ready_to_swap(self) -> None:
+        if self._in is not None:
+            raise invalid("swapped() inside swapped(): the weights are averages already; leave the outer block first")
+        if not self._view.unchanged():
+            self._rebind()
+
+    def _swap_back(self, k: int) -> None:
+        self._view.reshard()
+        if not self._view.unchanged():
+            self._view.reshard()
+        if self._splits():
+            self._team.agree("leaving swapped()", lambda: None)
+        self._swap(k)
+        self._in = None
+
+    def _swap(self, k: int) -> None:
+        """Own parts in place, then what other replicas own; nothing of the old weights may survive in an unsharded copy."""
+        self._view.reshard()
+        self._average.swap(_tracked.weight_views(self._tracked), k)
+        if self._splits():
+            with torch.no_grad():
+                _replicas.exchange(self._tracked)
+        bump_versions(self._view)
+        self._view.reshard()
+
+    def _splits(self) -> bool:
+        return self._options.replicas == "split" and any(one.local.replicas for one in self._tracked)
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module, decay: float | str | _core.Schedule | None = None) -> None:
+        """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective."""
+        k = choose(self._keys, decay)
+        target = find(model, group=self._view.process_group)
+        names = {one.name for one in self._tracked}
+        self._team.agree("copy_to()", lambda: self._check_copy(target.parameters, names))
+        _state.copy_streamed(self._gatherer(k, complete=True), target, self._team)
+        bump_versions(target)
+
+    def _check_copy(self, parameters: Sequence[LocalTensor], names: set[str]) -> None:
+        self._not_swapped("copy_to()")
+        shapes = {one.name: tuple(one.local.region.shape) for one in self._tracked}
+        theirs = {one.name: tuple(one.region.shape) for one in parameters}
+        wrong = [f"'{n}': {theirs.get(n, 'missing')} there, {s} here" for n, s in shapes.items() if theirs.get(n) != s]
+        if wrong:
+            raise invalid(f"copy_to(): the other model does not fit: {'; '.join(wrong)}")
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; ready for torch.distributed.checkpoint.
+
+        With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this EMA's own memory: what changes them changes it.
+        """
+        self._not_swapped("state_dict()")
+        return _state.make(self._tracked, self._keys, self._average.state())
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what state_dict() gave: pieces of the same sharding, or full tensors of the global shape. Collective.
+
+        Everything is checked on every rank first, and everything that does not fit is listed; then averages, counters and schedules are replaced.
+        """
+        def check() -> list[tuple[torch.Tensor, torch.Tensor, _core.Region | None]]:
+            self._not_swapped("load_state_dict()")
+            copies = _state.check(state, self._tracked, self._keys)
+            self._average.set_state(_state.engine_state(state))
+            return copies
+
+        for target, value, region in self._team.agree("load_state_dict()", check):
+            _state.copy(target, value, region)
+
+    def full_state_dict(self, decay: float | str | _core.Schedule | None = None, complete: bool = False) -> dict[str, torch.Tensor]:
+        """Full averages by name, fresh CPU tensors, on rank 0; {} elsewhere. Collective; one tensor at a time travels.
+
+        ``complete=True`` adds frozen weights, buffers and every tied name: a dict for load_state_dict(strict=True) of the unwrapped model.
+        """
+        k = choose(self._keys, decay)
+        self._team.agree("full_state_dict()", lambda: self._not_swapped("full_state_dict()"))
+        aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in self._gatherer(k, complete).stream():
+            if tensor is not None:
+                full[name] = tensor
+                full.update(dict.fromkeys(aliases.get(name, ()), tensor))
+        return full
+
+    def _gatherer(self, k: int, complete: bool) -> Gatherer:
+        parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]
+        if complete:
+            self._view.reshard()
+            averaged = {one.name for one in self._tracked}
+            rest = [one for one in self._view.parameters if one.name not in averaged]
+            if self._options.buffers != "ignore":
+                rest += [one for one in self._view.buffers if one.name not in averaged]
+            parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in rest]
+        return Gatherer(parts, self._team.process_group)
+
+    # ---- files
+
+    def save(self, path: str | Path) -> None:
+        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them. Collective; resumable by load()."""
+        self._team.agree("save()", lambda: self._not_swapped("save()"))
+        _files.save(Path(path), self._keys, self._average.state(), lambda k: self._gatherer(k, complete=False), self._team)
+
+    @torch.no_grad()
+    def load(self, path: str | Path) -> None:
+        """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective."""
+        def check() -> tuple[list[tuple[torch.Tensor, Any, _core.Region | None]], str]:
+            self._not_swapped("load()")
+            return _files.check(Path(path), self._tracked, self._keys)
+
+        copies, state = self._team.agree("load()", check)
+        self._team.agree("load()", lambda: self._average.set_state(state))
+        for target, value, region in copies:
+            _state.copy(target, value, region)
+
+    def export(
+        self,
+        path: str | Path,
+        dtype: torch.dtype | str | None = None,
+        max_shard_size: int | str | None = None,
+        decay: float | str | _core.Schedule | None = None,
+    ) -> None:
+        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one .safetensors file. Collective.
+
+        ``dtype`` casts floating tensors ("bfloat16" or torch.bfloat16); ``max_shard_size`` in bytes or like "5GB".
+        """
+        k = choose(self._keys, decay)
+        self._team.agree("export()", lambda: self._not_swapped("export()"))
+        _files.export(Path(path), self._gatherer(k, complete=True), self._team, dtype, max_shard_size)
+
+    # ---- figures
+
+    def stats(self) -> dict[str, float]:
+        """What this rank holds and did, a flat dict of numbers for a logger.
+
+        step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters, elements and bytes of the averages on this rank, bytes_moved and
+        seconds of the last update, held_nonfinite: elements kept because their weight was NaN or Inf, since the start.
+        """
+        stats: dict[str, float] = dict(self._average.stats())
+        for k, decay in enumerate(self._decays()):
+            stats["decay" if len(self._keys) == 1 else f"decay/{k}"] = decay
+        return stats
+
+    def _decays(self) -> list[float]:
+        return _state.current_decays(self._average.state())
+
+    @torch.no_grad()
+    def distance(self, decay: float | str | _core.Schedule | None = None) -> float:
+        """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
+        k = choose(self._keys, decay)
+        self._team.agree("distance()", lambda: self._not_swapped("distance()"))
+        return _state.distance(self._tracked, k, self._team)
+
+    def __repr__(self) -> str:
+        stats = self._average.stats()
+        return (
+            f"EMA(decay=[{', '.join(self._keys)}], {stats['parameters']} tensors, {stats['elements']:,} elements on this rank of {self._team.size}, "
+            f"{stats['bytes']:,} bytes, step {stats['step']})"
+        )
+
+    def _not_swapped(self, what: str) -> None:
+        if self._in is not None:
+            raise invalid(f"{what} inside swapped(): the averages are in the model now; leave the block first")
+
+
+class _Handle:
+    """Detaches an EMA from its optimizer, once."""
+
+    def __init__(self, handle: torch.utils.hooks.RemovableHandle, ema: EMA) -> None:
+        self._handle, self._ema = handle, ema
+
+    def remove(self) -> None:
+        if self._ema._attached:
+            self._handle.remove()
+            self._ema._attached -= 1
+
+    def __enter__(self) -> _Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _wants(params: Params, local: LocalTensor) -> bool:
+    if callable(params):
+        return bool(params(local.name, local.tensor))
+    return params == "all" or local.requires_grad
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    if not unknown:
+        return
+    if "momentum" in unknown:
+        value = unknown["momentum"]
+        hint = f" (momentum={value} as a weight of the new value is decay={1 - value})" if isinstance(value, float) else ""
+        raise _errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
+    raise _errors.UnknownOptionError(f"EMA() got unknown option(s) {', '.join(sorted(unknown))}; see help(shardow.EMA)")
+
+
+__all__ = ["EMA"]

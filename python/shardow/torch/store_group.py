@@ -1,0 +1,100 @@
+"""The Group of a torch process group: facts go through its store, whose waits time out without harming the process group.
+
+Each collective is a round with one atomic verdict, which late ranks read too, so that every rank, the late one included, sees the same outcome:
+
+1. a rank writes its bytes under ``round/rank``
+2. it waits for everybody's, at most until its deadline
+3. it proposes what it saw, all there or who is missing; the first proposal is the verdict (``compare_set``)
+4. all ranks return everybody's bytes, or raise the same error
+
+A rank begins round r only when it has finished round r - 1, so a round that succeeds lets the keys of the one before it be deleted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardow import _core, _errors
+
+_ALL_THERE = b"ok"
+
+# How many groups were made of the same ranks: every rank makes them in the same order, so the count names the same group everywhere.
+_made: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+
+class StoreGroup(_core.Group):
+    """Ranks of ``process_group``. Collective calls happen in the same order on every rank; one thread uses a group at a time."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.process_group = process_group
+        self.ranks: list[int] = dist.get_process_group_ranks(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.size = len(self.ranks)
+        key = tuple(self.ranks)
+        self._prefix = f"shardow/{_digest(key)}/{_made[key]}"
+        _made[key] += 1
+        self._store = dist.PrefixStore(self._prefix, dist.distributed_c10d._get_default_store())
+        self._round = 0
+
+    def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
+        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time."""
+        began, this = time.monotonic(), self._round
+        self._round += 1
+        keys = [f"{this}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], mine)
+        try:
+            self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
+            seen = _ALL_THERE
+        except dist.DistStoreError:
+            missing = [rank for rank in range(self.size) if not self._store.check([keys[rank]])]
+            seen = _ALL_THERE if not missing else repr([self.ranks[rank] for rank in missing]).encode()
+        verdict = bytes(self._store.compare_set(f"{this}/verdict", "", seen.decode()))
+        if verdict != _ALL_THERE:
+            raise _errors.make("timeout", f"rank(s) {verdict.decode()} did not take part within {time.monotonic() - began:.1f} s", 0)
+        gathered = [bytes(value) for value in self._store.multi_get(keys)]
+        self._forget(this - 1)
+        return gathered
+
+    def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
+        """Combines 64-bit words in place: op is "sum", "max" or "xor"."""
+        words = values.cast("B").cast("Q")
+        combine = {"sum": lambda a, b: (a + b) & (2**64 - 1), "max": max, "xor": lambda a, b: a ^ b}[op]
+        result = [0] * len(words)
+        for one in self.all_gather(bytes(values), seconds):
+            result = [combine(a, b) for a, b in zip(result, memoryview(one).cast("Q"), strict=True)]
+        for i, word in enumerate(result):
+            words[i] = word
+
+    def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
+        """Copies root's bytes into everybody's, through the process group."""
+        work = dist.broadcast(_tensor(data), group_src=root, group=self.process_group, async_op=True)
+        work.wait(timedelta(seconds=seconds))
+
+    def send(self, data: memoryview, to: int, seconds: float) -> None:
+        dist.isend(_tensor(data), group_dst=to, group=self.process_group).wait(timedelta(seconds=seconds))
+
+    def recv(self, data: memoryview, source: int, seconds: float) -> None:
+        dist.irecv(_tensor(data), group_src=source, group=self.process_group).wait(timedelta(seconds=seconds))
+
+    def _forget(self, past: int) -> None:
+        if past < 0:
+            return
+        self._store.delete_key(f"{past}/{self.rank}")
+        if self.rank == 0:
+            self._store.delete_key(f"{past}/verdict")
+
+
+def _digest(ranks: tuple[int, ...]) -> str:
+    if ranks == tuple(range(len(ranks))):
+        return f"0-{len(ranks) - 1}"
+    return "-".join(map(str, ranks))
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)

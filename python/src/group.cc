@@ -1,0 +1,111 @@
+// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass (shardow.torch.group.TorchGroup) fills the interface for C++.
+#include <nanobind/stl/chrono.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+#include <nanobind/trampoline.h>
+
+#include "core.h"
+#include "shardow/group.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shardow::python {
+namespace {
+
+double seconds_left(Deadline deadline) { return std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count(); }
+
+Deadline in_seconds(double seconds) {
+  return std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+/// What a Python subclass provides: rank and size properties, all_gather(bytes, seconds) -> list of bytes, broadcast and so on over buffers.
+struct PyGroup final : Group {
+  NB_TRAMPOLINE(Group, 2);
+
+  int rank() const noexcept override { return number("rank"); }
+  int size() const noexcept override { return number("size"); }
+
+  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
+    nb::gil_scoped_acquire gil;
+    nb::list answer = nb::cast<nb::list>(self().attr("all_gather")(nb::bytes(mine.data(), mine.size()), seconds_left(deadline)));
+    std::vector<std::string> all;
+    for (nb::handle one : answer) {
+      const auto bytes = nb::cast<nb::bytes>(one);
+      all.emplace_back(bytes.c_str(), bytes.size());
+    }
+    return all;
+  }
+
+  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
+    nb::gil_scoped_acquire gil;
+    const char* name = op == Op::kSum ? "sum" : op == Op::kMax ? "max" : "xor";
+    self().attr("all_reduce")(view(std::as_writable_bytes(values)), name, seconds_left(deadline));
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
+    nb::gil_scoped_acquire gil;
+    self().attr("broadcast")(view(bytes), root, seconds_left(deadline));
+  }
+
+  void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
+    nb::gil_scoped_acquire gil;
+    self().attr("send")(view({const_cast<std::byte*>(bytes.data()), bytes.size()}), to, seconds_left(deadline));
+  }
+
+  void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
+    nb::gil_scoped_acquire gil;
+    self().attr("recv")(view(bytes), from, seconds_left(deadline));
+  }
+
+ private:
+  nb::handle self() const { return nb_trampoline.base(); }
+
+  int number(const char* name) const noexcept {
+    nb::gil_scoped_acquire gil;
+    return nb::cast<int>(self().attr(name));
+  }
+
+  /// Borrowed: valid during the call alone.
+  static nb::object view(std::span<std::byte> bytes) {
+    return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(bytes.data()), static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));
+  }
+};
+
+std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double timeout) {
+  std::vector<std::string> all;
+  {
+    const std::string_view data(mine.c_str(), mine.size());
+    nb::gil_scoped_release release;
+    all = group.all_gather(data, in_seconds(timeout));
+  }
+  std::vector<nb::bytes> result;
+  for (const std::string& one : all) result.emplace_back(one.data(), one.size());
+  return result;
+}
+
+void agree_python(Group& group, double timeout, const nb::callable& fn) {
+  agree(group, in_seconds(timeout), [&] { fn(); });
+}
+
+}  // namespace
+
+void bind_group(nb::module_& m) {
+  nb::class_<Group, PyGroup>(m, "Group", "The ranks that act together.").def(nb::init<>());
+  m.def("solo", &solo, "A group of one rank, which never waits.");
+  m.def("threads", [](int n) {
+    nb::list groups;
+    for (auto& one : threads(n)) groups.append(nb::cast(std::move(one)));
+    return groups;
+  }, "n"_a, "n ranks in this process, for one thread each.");
+  m.def("group_rank", [](const Group& g) { return g.rank(); }, "group"_a);
+  m.def("group_size", [](const Group& g) { return g.size(); }, "group"_a);
+  m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a, "Every rank's bytes, indexed by rank. Collective.");
+  m.def("agree", &agree_python, "group"_a, "timeout"_a, "fn"_a,
+        "Runs fn on every rank, then raises on all ranks if it raised on any: its own error where it did, ConnectionError elsewhere. Collective; timeout in seconds.");
+}
+
+}  // namespace shardow::python

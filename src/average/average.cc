@@ -1,0 +1,292 @@
+// An update is a pure function of (schedules, counters, parameters, averages): plan_step() turns where training stands into the few numbers that a kernel needs,
+// dispatch() hands them to each device once. Everything that could fail or allocate happens in bind().
+#include "shardow/average.h"
+
+#include <algorithm>
+#include <cmath>
+#include <chrono>
+
+#include "average/checks.h"
+#include "average/impl.h"
+#include "average/plan.h"
+#include "average/replicas.h"
+#include "base/errors.h"
+#include "tensor/dtype.h"
+
+namespace shardow {
+
+using average::NonFiniteCount;
+using base::fail;
+using kernels::Form;
+
+namespace {
+
+/// Below this weight the increment of a quiet float32 weight is lost to rounding (docs/numerics.md), so kAuto rounds it stochastically.
+constexpr double kStochasticBelow = 5e-5;
+constexpr int64_t kAlignment = 64;
+
+bool same_device(const Device& a, const Device& b) { return a.kind == b.kind && a.index == b.index && a.stream == b.stream; }
+
+bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const TensorView& x, const TensorView& y) { return x.data == y.data && same_device(x.device, y.device); });
+}
+
+std::vector<TensorView> on(const Device& device, std::span<const TensorView> views, std::span<const TensorView> where) {
+  std::vector<TensorView> found;
+  for (size_t i = 0; i < views.size(); ++i) {
+    if (same_device(where[i].device, device)) found.push_back(views[i]);
+  }
+  return found;
+}
+
+}  // namespace
+
+Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chosen) : options(std::move(chosen)) {
+  average::check_options(options);
+  average::check_parameters(parameters);
+  bind(parameters);
+  for (const TensorView& part : parts) {
+    elements += part.region.size();
+    const auto averaged = static_cast<int64_t>(options.schedules.size());
+    bytes_per_update += byte_size(part.dtype, part.region.size()) + 2 * averaged * byte_size(options.dtype, part.region.size());
+  }
+}
+
+void Average::Impl::bind(std::span<const TensorView> parameters) {
+  whole.assign(parameters.begin(), parameters.end());
+  parts = divide(whole);
+}
+
+/// The parts of `views` that this rank averages.
+std::vector<TensorView> Average::Impl::divide(std::span<const TensorView> views) const {
+  if (options.replicas == nullptr) return {views.begin(), views.end()};
+  return average::parts_of(views, options.replicas->rank(), options.replicas->size());
+}
+
+/// One arena for all averages of all parameters, each starting at a multiple of 64 bytes.
+void Average::Impl::allocate() {
+  const Device device = parts.empty() ? Device{} : parts[0].device;
+  int64_t bytes = 0;
+  averages.assign(options.schedules.size(), parts);
+  for (std::vector<TensorView>& average : averages) {
+    for (TensorView& view : average) {
+      if (view.device.kind != device.kind || view.device.index != device.index) {
+        fail(Code::kUnsupported, "'{}' is on another device than '{}'; give the averages' memory yourself", view.name, parts[0].name);
+      }
+      view.dtype = options.dtype;
+      view.data = reinterpret_cast<void*>(bytes);  // an offset, until the arena is there
+      bytes += (byte_size(options.dtype, view.region.size()) + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+  memory = average::Memory(static_cast<size_t>(bytes), device);
+  for (std::vector<TensorView>& average : averages) {
+    for (TensorView& view : average) view.data = memory.data() + reinterpret_cast<intptr_t>(view.data);
+  }
+}
+
+void Average::Impl::make_backends() {
+  backends.clear();
+  std::vector<Device> devices;
+  for (const TensorView& part : parts) {
+    if (std::none_of(devices.begin(), devices.end(), [&](const Device& known) { return same_device(known, part.device); })) {
+      devices.push_back(part.device);
+    }
+  }
+  const bool noisy = options.rounding != Rounding::kNearest && options.rule == Rule::kLerp && options.dtype != DType::kF64;
+  for (const Device& device : devices) {
+    const std::vector<TensorView> here = on(device, parts, parts);
+    std::vector<std::vector<TensorView>> averaged;
+    for (const auto& average : averages) averaged.push_back(on(device, average, parts));
+    average::Chunks chunks;
+    chunks.memory = average::make_chunks(here, averaged, average::Cut::kMemory);
+    if (noisy && average::has_jumps(here)) chunks.runs = average::make_chunks(here, averaged, average::Cut::kRuns);
+    backends.push_back(average::make_backend(device, std::move(chunks), options.num_threads));
+  }
+}
+
+void Average::Impl::copy_parameters() {
+  for (const std::vector<TensorView>& average : averages) {
+    for (size_t i = 0; i < parts.size(); ++i) average::cast(parts[i], average[i]);
+  }
+}
+
+int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
+  if (!step) return counters.step + 1;
+  if (*step <= counters.step) {
+    fail(Code::kInvalidArgument, "update(step={}): step {} has been counted already; pass the number of optimizer steps taken, each once", *step, counters.step);
+  }
+  return *step;
+}
+
+UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples) {
+  if (swapped) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
+  const int64_t now = next_step(step);
+  UpdateReport report;
+  const bool copies = now <= options.start_step;
+  if (!copies && now - counters.applied_step < options.update_every) {
+    counters.step = now;
+    return report;
+  }
+  const auto began = std::chrono::steady_clock::now();
+  apply(report, now, samples);
+  seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  return report;
+}
+
+void Average::Impl::apply(UpdateReport& report, int64_t step, double samples) {
+  const kernels::Step planned = plan_step(step, samples, &report.factors);
+  report.applied = true;
+  report.bytes_moved = bytes_per_update;
+  const NonFiniteCount met = dispatch(planned);
+  report.non_finite = met.elements;
+  counters.step = step;
+  counters.applied_step = step;
+  counters.applied_samples = samples;
+  if (step > options.start_step) ++counters.updates;
+  if (options.non_finite != NonFinite::kPropagate) counters.held_non_finite += met.elements;
+  if (options.non_finite == NonFinite::kRaise && met.elements > 0) raise_non_finite(met, step);
+}
+
+/// Where training stands, in the numbers that a kernel needs. Throws what schedules throw, before anything has changed.
+kernels::Step Average::Impl::plan_step(int64_t step, double samples, Factors* first) const {
+  kernels::Step planned{};
+  planned.num_averages = static_cast<int32_t>(options.schedules.size());
+  planned.hold = options.non_finite != NonFinite::kPropagate;
+  planned.seed = options.seed;
+  planned.step = step;
+  const Progress progress{step, counters.updates, step - counters.applied_step, samples, samples - counters.applied_samples};
+  for (size_t k = 0; k < options.schedules.size(); ++k) {
+    if (step <= options.start_step) {
+      planned.averages[k] = {Form::kCopy, 0, 1};
+    } else {
+      planned.averages[k] = plan_one(options.schedules[k].factors(progress));
+    }
+  }
+  *first = {planned.averages[0].decay, planned.averages[0].weight};
+  return planned;
+}
+
+kernels::Step::One Average::Impl::plan_one(const Factors& factors) const {
+  const auto [decay, weight] = factors;
+  switch (options.rule) {
+    case Rule::kMulAdd: return {Form::kMulAdd, decay, weight};
+    case Rule::kTwoProducts: return {Form::kTwoProducts, decay, weight};
+    case Rule::kLerp: break;
+  }
+  if (weight == 1) return {Form::kCopy, decay, weight};
+  const bool stochastic = options.rounding == Rounding::kStochastic || (options.rounding == Rounding::kAuto && weight < kStochasticBelow);
+  return {stochastic && weight > 0 ? Form::kStochastic : Form::kLerp, decay, weight};
+}
+
+NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
+  const auto needs_runs = [](const kernels::Step::One& one) { return one.form == Form::kStochastic || one.form == Form::kLerp; };
+  const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
+  const std::span<const kernels::Step::One> used(step.averages.data(), options.schedules.size());
+  const bool by_runs = std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
+  NonFiniteCount total;
+  for (const auto& backend : backends) {
+    NonFiniteCount met = backend->update(step, by_runs);
+    if (options.non_finite == NonFinite::kRaise && met.elements == 0) met = backend->read_count();  // CUDA: the price of raising is a wait
+    total.elements += met.elements;
+    if (total.first == nullptr) total.first = met.first;
+  }
+  return total;
+}
+
+void Average::Impl::raise_non_finite(const NonFiniteCount& met, int64_t step) const {
+  const auto holds = [&](const TensorView& view) {
+    const auto* begin = static_cast<const std::byte*>(view.data);
+    const auto* at = static_cast<const std::byte*>(met.first);
+    return at >= begin && at < begin + byte_size(view.dtype, view.region.size());
+  };
+  const auto found = std::find_if(parts.begin(), parts.end(), holds);
+  fail(Code::kInvalidArgument, "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'; their averages are unchanged", step, met.elements,
+       found == parts.end() ? "?" : found->name);
+}
+
+Average::Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options)
+    : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
+  average::check_averages(impl_->parts, averages, impl_->options);
+  impl_->averages.assign(averages.begin(), averages.end());
+  impl_->make_backends();
+  impl_->copy_parameters();
+}
+
+Average::Average(std::span<const TensorView> parameters, AverageOptions options) : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
+  impl_->allocate();
+  impl_->make_backends();
+  impl_->copy_parameters();
+}
+
+Average::Average(Average&&) noexcept = default;
+Average& Average::operator=(Average&&) noexcept = default;
+Average::~Average() = default;
+
+UpdateReport Average::update(std::optional<int64_t> step, double samples) { return impl_->update(step, samples); }
+
+UpdateReport Average::update(std::span<const TensorView> parameters, std::optional<int64_t> step, double samples) {
+  bind(parameters);
+  return impl_->update(step, samples);
+}
+
+void Average::bind(std::span<const TensorView> parameters) {
+  average::check_same(impl_->whole, parameters);
+  if (same_addresses(impl_->whole, parameters)) return;
+  if (impl_->swapped) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
+  impl_->bind(parameters);
+  impl_->make_backends();
+}
+
+void Average::reset() {
+  if (impl_->swapped) fail(Code::kInvalidArgument, "reset() while weights and averages are swapped; swap back first");
+  impl_->copy_parameters();
+}
+
+size_t Average::size() const noexcept { return impl_->averages.size(); }
+
+std::span<const TensorView> Average::views(size_t k) const {
+  if (impl_->swapped) fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
+  if (k >= size()) fail(Code::kInvalidArgument, "average {} of {}", k, size());
+  return impl_->averages[k];
+}
+
+AverageStats Average::stats() const {
+  const bool holds = impl_->options.non_finite != NonFinite::kPropagate;
+  for (const auto& backend : impl_->backends) {
+    const int64_t met = backend->read_count().elements;
+    if (holds) impl_->counters.held_non_finite += met;
+  }
+  const average::Counters& counters = impl_->counters;
+  const auto averaged = static_cast<int64_t>(size());
+  return {.step = counters.step,
+          .updates = counters.updates,
+          .parameters = static_cast<int64_t>(impl_->parts.size()),
+          .elements = impl_->elements,
+          .bytes = averaged * byte_size(impl_->options.dtype, impl_->elements),
+          .bytes_moved = counters.applied_step > 0 ? impl_->bytes_per_update : 0,
+          .seconds = impl_->seconds,
+          .held_non_finite = counters.held_non_finite};
+}
+
+std::string Average::state() const {
+  stats();  // brings the count up to date
+  return average::to_json(impl_->options, impl_->counters);
+}
+
+void Average::set_state(std::string_view json) {
+  if (impl_->swapped) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
+  average::State state = average::state_from_json(json);
+  if (state.schedules.size() != size()) {
+    fail(Code::kInvalidArgument, "the saved state has {} averages of each parameter, this one keeps {}; make it with the same number of decays",
+         state.schedules.size(), size());
+  }
+  if (state.update_every < 1) fail(Code::kCorrupt, "saved state: update_every is {}", state.update_every);
+  impl_->counters = state.counters;
+  impl_->options.schedules = std::move(state.schedules);
+  impl_->options.seed = state.seed;
+  impl_->options.update_every = state.update_every;
+  impl_->options.start_step = state.start_step;
+}
+
+}  // namespace shardow

@@ -1,0 +1,61 @@
+// Backend: where averages live and are computed, one per device. The rest of the layer speaks of views and never asks which device.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "shardow/tensor_view.h"
+
+namespace shardow::average {
+
+/// Parameter elements that were NaN or Inf.
+struct NonFiniteCount {
+  int64_t elements = 0;
+  const void* first = nullptr;  ///< start of the first chunk that has one; null if none
+};
+
+/// The views of one device, bound and ready to be updated.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  /// One dispatch over every chunk. `by_runs`: the step draws noise. CPU: returns what it met; CUDA: enqueues, and returns nothing yet.
+  virtual NonFiniteCount update(const kernels::Step& step, bool by_runs) = 0;
+  /// What updates met since the last call of this; CUDA waits for it. Always empty on a CPU, whose update() has told it.
+  virtual NonFiniteCount read_count() = 0;
+};
+
+/// The two tables of one device: `memory` for rounding to nearest, `runs` for noise; `runs` is empty where both are the same.
+struct Chunks {
+  std::vector<kernels::Chunk> memory, runs;
+};
+
+/// `num_threads` 0: what the process is allowed. Small tables are served by the caller's thread alone.
+std::unique_ptr<Backend> make_backend(Device device, Chunks chunks, int num_threads);
+
+/// to <- from, converted, rounded to nearest even. One device, equal sizes.
+void cast(const TensorView& from, const TensorView& to);
+
+/// Exchanges a parameter with its average; kernels::swaps_in_place(dtypes) must hold.
+void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction);
+
+/// Memory of a device, aligned to 64 bytes or more, uninitialised; released with the object.
+class Memory {
+ public:
+  Memory() = default;
+  Memory(size_t bytes, Device device);
+  Memory(Memory&& other) noexcept;
+  Memory& operator=(Memory&& other) noexcept;
+  ~Memory();
+  std::byte* data() const noexcept { return data_; }
+  size_t bytes() const noexcept { return bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;  // null if and only if empty
+  size_t bytes_ = 0;
+  Device device_;
+};
+
+}  // namespace shardow::average

@@ -1,0 +1,119 @@
+#include "average/checks.h"
+
+#include <set>
+#include <string_view>
+
+#include "base/errors.h"
+#include "kernels/kernels.h"
+#include "tensor/dtype.h"
+
+namespace shardow::average {
+namespace {
+
+using base::fail;
+
+void check_at_least(const char* name, int64_t value, int64_t least) {
+  if (value < least) fail(Code::kInvalidArgument, "{} is {}; it must be at least {}", name, value, least);
+}
+
+void check_rounding(const AverageOptions& options) {
+  const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
+  if (options.rounding == Rounding::kStochastic && options.rule != Rule::kLerp) {
+    fail(Code::kInvalidArgument, "stochastic rounding is of the lerp rule's increment; use rule lerp, or rounding auto or nearest");
+  }
+  if (options.rounding == Rounding::kStochastic && options.dtype == DType::kF64) {
+    fail(Code::kInvalidArgument, "F64 averages do not stall and are never rounded stochastically; use rounding auto or nearest, or dtype F32");
+  }
+  if (narrow && (options.rounding == Rounding::kNearest || options.rule != Rule::kLerp)) {
+    fail(Code::kInvalidArgument, "{} averages stand still when rounded to nearest; use dtype F32, or rule lerp with stochastic rounding",
+         dtype_name(options.dtype));
+  }
+}
+
+bool same_place(const Device& a, const Device& b) { return a.kind == b.kind && (a.kind == Device::Kind::kCpu || a.index == b.index); }
+
+void check_fits(const TensorView& part, const TensorView& average, DType dtype) {
+  if (average.name != part.name) fail(Code::kInvalidArgument, "average '{}' stands where '{}' belongs", average.name, part.name);
+  if (average.dtype != dtype) {
+    fail(Code::kInvalidArgument, "average '{}' is {}, options.dtype is {}", part.name, dtype_name(average.dtype), dtype_name(dtype));
+  }
+  if (!(average.region == part.region)) {
+    fail(Code::kInvalidArgument, "average '{}' has region {}, this rank averages {}", part.name, average.region.to_string(), part.region.to_string());
+  }
+  if (!same_place(average.device, part.device)) {
+    fail(Code::kUnsupported, "average '{}' is on another device than its parameter; keep both on one", part.name);
+  }
+}
+
+void check_memory(const TensorView& view) {
+  if (view.data == nullptr && view.region.size() > 0) fail(Code::kInvalidArgument, "'{}' has {} elements and no memory", view.name, view.region.size());
+}
+
+}  // namespace
+
+void check_options(const AverageOptions& options) {
+  if (options.schedules.empty() || options.schedules.size() > kernels::kMaxAverages) {
+    fail(Code::kInvalidArgument, "{} schedules; 1 to {} averages are kept in one pass", options.schedules.size(), kernels::kMaxAverages);
+  }
+  if (!kernels::is_averaged_dtype(options.dtype)) fail(Code::kInvalidArgument, "averages cannot be {}; use F32", dtype_name(options.dtype));
+  check_at_least("update_every", options.update_every, 1);
+  check_at_least("start_step", options.start_step, 0);
+  check_at_least("num_threads", options.num_threads, 0);
+  check_rounding(options);
+}
+
+void check_parameters(std::span<const TensorView> parameters) {
+  std::set<std::string_view> names;
+  for (const TensorView& view : parameters) {
+    if (!names.insert(view.name).second) fail(Code::kInvalidArgument, "two parameters are named '{}'", view.name);
+    if (!kernels::is_averaged_dtype(view.dtype)) {
+      fail(Code::kInvalidArgument, "'{}' is {}; only F32, BF16, F16 and F64 are averaged, leave it out", view.name, dtype_name(view.dtype));
+    }
+    check_memory(view);
+  }
+}
+
+void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages, const AverageOptions& options) {
+  if (averages.size() != options.schedules.size()) {
+    fail(Code::kInvalidArgument, "{} averages for {} schedules", averages.size(), options.schedules.size());
+  }
+  for (const std::vector<TensorView>& average : averages) {
+    if (average.size() != parts.size()) fail(Code::kInvalidArgument, "{} averages for {} parameters", average.size(), parts.size());
+    for (size_t i = 0; i < parts.size(); ++i) {
+      check_fits(parts[i], average[i], options.dtype);
+      check_memory(average[i]);
+    }
+  }
+}
+
+namespace {
+
+void check_shape(std::span<const TensorView> bound, std::span<const TensorView> now) {
+  if (now.size() != bound.size()) fail(Code::kInvalidArgument, "{} parameters; the averages were made for {}", now.size(), bound.size());
+  for (size_t i = 0; i < bound.size(); ++i) {
+    const TensorView &was = bound[i], &is = now[i];
+    if (is.name != was.name) fail(Code::kInvalidArgument, "parameter {} is '{}'; the averages were made with '{}' there", i, is.name, was.name);
+    if (!(is.region == was.region)) {
+      fail(Code::kInvalidArgument, "'{}' has region {}; it was {} when the averages were made", is.name, is.region.to_string(), was.region.to_string());
+    }
+    if (!same_place(is.device, was.device)) fail(Code::kInvalidArgument, "'{}' has moved to another device; make a new Average there", is.name);
+    check_memory(is);
+  }
+}
+
+}  // namespace
+
+void check_same(std::span<const TensorView> bound, std::span<const TensorView> now) {
+  check_shape(bound, now);
+  for (size_t i = 0; i < bound.size(); ++i) {
+    if (now[i].dtype == bound[i].dtype) continue;
+    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were made", now[i].name, dtype_name(now[i].dtype), dtype_name(bound[i].dtype));
+  }
+}
+
+void check_swappable(std::span<const TensorView> bound, std::span<const TensorView> weights) {
+  check_shape(bound, weights);
+  check_parameters(weights);
+}
+
+}  // namespace shardow::average

@@ -1,0 +1,25 @@
+// What an Average refuses, each with the name, the numbers and the way out, before anything has changed.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "shardow/average.h"
+
+namespace shardow::average {
+
+void check_options(const AverageOptions& options);
+
+/// Names unique, dtypes averaged, memory there.
+void check_parameters(std::span<const TensorView> parameters);
+
+/// `averages` fit `parts`, the views that this rank averages.
+void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages, const AverageOptions& options);
+
+/// `now` may differ from `bound` in addresses and streams alone.
+void check_same(std::span<const TensorView> bound, std::span<const TensorView> now);
+
+/// `weights` have the names and regions of `bound`; dtypes may differ (a master copy is averaged, the weights are evaluated).
+void check_swappable(std::span<const TensorView> bound, std::span<const TensorView> weights);
+
+}  // namespace shardow::average

@@ -1,0 +1,57 @@
+// The inside of Average, shared by its two source files: average.cc (life, update, state) and swap.cc.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "average/backend.h"
+#include "average/counters.h"
+#include "shardow/average.h"
+
+namespace shardow {
+
+/// Invariants: parts and averages[k] are parallel and have equal regions; whole is parallel to parts, and equal to it without replicas.
+struct Average::Impl {
+  AverageOptions options;
+  average::Counters counters;
+  std::vector<TensorView> whole;                  // parameters as bound
+  std::vector<TensorView> parts;                  // what this rank averages of them
+  std::vector<std::vector<TensorView>> averages;  // [k][parameter]
+  average::Memory memory;                         // of the averages, where they are our own
+  std::vector<std::unique_ptr<average::Backend>> backends;
+
+  struct Swapped {
+    size_t k;                           // which averages are in the weights' memory
+    std::vector<TensorView> weights;    // where they are; parallel to parts
+    std::vector<average::Memory> kept;  // parallel to parts: weights whose dtype does not swap in place, else empty
+  };
+  std::optional<Swapped> swapped;
+
+  int64_t elements = 0;  // of one average
+  int64_t bytes_per_update = 0;
+  double seconds = 0;
+
+  Impl(std::span<const TensorView> parameters, AverageOptions chosen);
+
+  void allocate();
+  void bind(std::span<const TensorView> parameters);
+  void make_backends();
+  void copy_parameters();
+  UpdateReport update(std::optional<int64_t> step, double samples);
+  std::vector<TensorView> divide(std::span<const TensorView> views) const;
+  void swap(std::span<const TensorView> weights, size_t k);
+
+ private:
+  int64_t next_step(std::optional<int64_t> step) const;
+  void apply(UpdateReport& report, int64_t step, double samples);
+  kernels::Step plan_step(int64_t step, double samples, Factors* first) const;
+  kernels::Step::One plan_one(const Factors& factors) const;
+  average::NonFiniteCount dispatch(const kernels::Step& step);
+  [[noreturn]] void raise_non_finite(const average::NonFiniteCount& met, int64_t step) const;
+  Swapped exchange_in(std::vector<TensorView> weights, size_t k);
+  void exchange_out(const Swapped& in);
+};
+
+}  // namespace shardow

@@ -1,0 +1,19 @@
+// Replicas: ranks that hold the same views and divide the work of averaging them.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "shardow/group.h"
+#include "shardow/tensor_view.h"
+
+namespace shardow::average {
+
+/// The part of `view` that member `index` of `count` averages: its region and memory, 16-element cuts.
+TensorView part_of(const TensorView& view, int index, int count);
+std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);
+
+/// Collective. Each member's part of every view is copied into the other members'; host memory only.
+void exchange_parts(Group& replicas, std::span<const TensorView> views, Deadline deadline);
+
+}  // namespace shardow::average

@@ -1,0 +1,48 @@
+// std::mutex with the annotations that libstdc++ lacks, so that clang refuses to touch guarded data without the lock.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+
+#include "base/thread_annotations.h"
+
+namespace shardow::base {
+
+class SHARDOW_CAPABILITY Mutex {
+ public:
+  void lock() SHARDOW_ACQUIRE() { mutex_.lock(); }
+  void unlock() SHARDOW_RELEASE() { mutex_.unlock(); }
+
+ private:
+  friend class Condition;
+  std::mutex mutex_;
+};
+
+class SHARDOW_SCOPED_CAPABILITY Lock {
+ public:
+  explicit Lock(Mutex& mutex) SHARDOW_ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
+  ~Lock() SHARDOW_RELEASE() { mutex_.unlock(); }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  Mutex& mutex_;
+};
+
+class Condition {
+ public:
+  /// Lets go of `mutex` until notified or until `deadline`; may wake early, so callers look again. False if the deadline has passed.
+  bool wait_until(Mutex& mutex, std::chrono::steady_clock::time_point deadline) SHARDOW_REQUIRES(mutex) {
+    std::unique_lock<std::mutex> held(mutex.mutex_, std::adopt_lock);
+    const bool in_time = condition_.wait_until(held, deadline) == std::cv_status::no_timeout;
+    held.release();  // the caller still holds it
+    return in_time;
+  }
+  void notify_all() noexcept { condition_.notify_all(); }
+
+ private:
+  std::condition_variable condition_;
+};
+
+}  // namespace shardow::base

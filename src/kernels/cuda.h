@@ -1,0 +1,39 @@
+// The same kernels on CUDA devices. cuda.cu fills this where a toolkit is found, no_cuda.cc elsewhere: callers have no #ifdef.
+//
+// Everything is enqueued on the given stream; nothing waits except read_tally(). Functions throw kUnsupported without a toolkit or a device, kInternal
+// with the runtime's message when a launch fails.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "kernels/kernels.h"
+
+namespace shardow::kernels::cuda {
+
+bool built() noexcept;      ///< compiled with a CUDA toolkit
+bool available() noexcept;  ///< built, and a device answers
+const char* why_not() noexcept;  ///< one sentence for messages where !available()
+
+/// The chunks of one binding, uploaded once, with the step block and the tally beside them in device memory.
+class Table {
+ public:
+  virtual ~Table() = default;
+  /// One kernel launch for all chunks. The step travels through pinned memory in the same stream, so that a captured graph replays with the
+  /// step of the latest set_step().
+  virtual void update(const Step& step) = 0;
+  virtual void set_step(const Step& step) = 0;  ///< for graph replays: the next replay uses it
+  virtual Tally read_tally() = 0;               ///< waits; counts since the last call of read_tally()
+  virtual void set_stream(void* stream) = 0;
+};
+
+std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device);
+
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction, Device device);
+void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device);
+
+void* allocate(size_t bytes, int index);  ///< 256-byte aligned
+void release(void* memory, int index) noexcept;
+
+}  // namespace shardow::kernels::cuda

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "average/plan.h"
 #include "core.h"
 #include "kernels/cuda.h"
 #include "kernels/kernels.h"
@@ -36,6 +37,11 @@ AverageOptions make_options(std::vector<Schedule> schedules, const std::string& 
   options.num_threads = num_threads;
   return options;
 }
+
+struct Limit {
+  std::vector<kernels::Chunk> chunks;
+  int num_averages;
+};
 
 nb::dict stats_dict(const Average& average) {
   const AverageStats stats = average.stats();
@@ -99,6 +105,11 @@ void bind_average(nb::module_& m) {
       .def("stats", &stats_dict)
       .def("state", &Average::state, "Counters, schedules and seed as JSON.")
       .def("set_state", &Average::set_state, "json"_a);
+  nb::class_<Limit>(m, "Limit", "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
+      .def("__init__", [](Limit* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages) {
+             new (self) Limit{average::make_chunks(parameters, averages, average::Cut::kMemory), static_cast<int>(averages.size())};
+           }, "parameters"_a, "averages"_a)
+      .def("update", [](const Limit& self) { kernels::limits::update(self.chunks, self.num_averages); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
   m.def("cuda_built", &kernels::cuda::built);
   m.def("simd_target", &kernels::cpu::target, "The instruction set that the CPU kernels use here.");

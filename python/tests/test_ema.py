@@ -1,0 +1,475 @@
+"""shardow.EMA on one process: what it computes, keeps, refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardow
+
+DECAY = 0.99
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 5, bias=False))
+    return model.to(dtype)
+
+
+def train(model: nn.Module, steps: int = 1, after: Callable[[], Any] = lambda: None, seed: int = 1) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(9, 7, generator=generator).to(dtype)).square().mean().backward()
+        optimizer.step()
+        after()
+
+
+def clone(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a)
+
+
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "lerp": lambda e, p: e.lerp(p, 1 - DECAY),
+    "mul_add": lambda e, p: e.mul(DECAY).add_(p, alpha=1 - DECAY),
+    "two_products": lambda e, p: e * DECAY + (1.0 - DECAY) * p,
+}
+
+
+@pytest.mark.parametrize("rule", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rule_is_bit_equal_to_its_origin(rule: str, dtype: torch.dtype) -> None:
+    model = make_model(dtype=dtype)
+    ema = shardow.EMA(model, DECAY, rule=rule, dtype=dtype)
+    expected = clone(model)
+
+    def step() -> None:
+        ema.update()
+        for name, p in model.named_parameters():
+            expected[name] = FORMS[rule](expected[name], p.detach())
+
+    train(model, 30, step)
+    assert equal(ema.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("rule", FORMS)
+def test_a_rule_widens_bfloat16_weights_first(rule: str) -> None:
+    model = make_model(dtype=torch.bfloat16)
+    ema = shardow.EMA(model, DECAY, rule=rule)
+    expected = {name: p.float() for name, p in clone(model).items()}
+
+    def step() -> None:
+        ema.update()
+        for name, p in model.named_parameters():
+            expected[name] = FORMS[rule](expected[name], p.detach().float())
+
+    train(model, 10, step)
+    assert equal(ema.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.999, 0.99999])
+def test_error_against_float64_is_small(decay: float) -> None:
+    """Stochastic where 1 - decay < 5e-5. Bounds: ten times what docs/numerics.md tabulates."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    ema = shardow.EMA(model, decay)
+    exact = {name: p.double() for name, p in clone(model).items()}
+    for _ in range(3000):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(1 + 0.1 * torch.randn_like(p))
+        ema.update()
+        for name, p in model.named_parameters():
+            exact[name].lerp_(p.detach().double(), 1 - decay)
+    worst = max(float((ema.full_state_dict()[n].double() - e).square().mean().sqrt()) for n, e in exact.items())
+    assert worst < {0.9: 1e-6, 0.999: 6e-6, 0.99999: 8e-5}[decay]
+
+
+def test_attach_updates_after_every_step_until_removed() -> None:
+    model, by_hand = make_model(), make_model()
+    ema, reference = shardow.EMA(model, DECAY), shardow.EMA(by_hand, DECAY)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ema.attach(optimizer)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(ValueError, match="twice"):
+        ema.update()
+    handle.remove()
+    handle.remove()
+    optimizer.step()
+    assert ema.stats()["step"] == 1
+    ema.update()
+    with torch.no_grad():
+        for _ in range(1):
+            for p in by_hand.parameters():
+                p.sub_(0.1)
+            reference.update()
+            for p in by_hand.parameters():
+                p.sub_(0.1)
+            reference.update()
+    assert equal(ema.full_state_dict(), reference.full_state_dict())
+
+
+class TestSwapped:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    def test_restores_weights_and_averages_bit_for_bit(self, dtype: torch.dtype) -> None:
+        model = make_model(dtype=dtype if dtype != torch.float16 else torch.float32).to(dtype)
+        ema = shardow.EMA(model, DECAY)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+        ema.update()
+        weights, averages = clone(model), ema.full_state_dict()
+        with ema.swapped():
+            inside = clone(model)
+        assert equal(clone(model), weights)
+        assert equal(ema.full_state_dict(), averages)
+        assert all((inside[n].double() - averages[n].double()).abs().max() <= averages[n].abs().max() * torch.finfo(dtype).eps for n in inside)
+
+    def test_also_when_the_body_raises(self) -> None:
+        model = make_model()
+        ema = shardow.EMA(model, DECAY)
+        train(model, 3, ema.update)
+        weights = clone(model)
+        with pytest.raises(ZeroDivisionError), ema.swapped():
+            raise ZeroDivisionError
+        assert equal(clone(model), weights)
+        train(model, 1, ema.update)
+
+    def test_chooses_among_several(self) -> None:
+        model = make_model()
+        ema = shardow.EMA(model, [0.5, 0.9])
+        train(model, 3, ema.update)
+        for decay in (0.5, "0.9"):
+            with ema.swapped(decay=decay):
+                inside = clone(model)
+            assert equal(inside, ema.full_state_dict(decay=decay))
+        with pytest.raises(ValueError, match=r"0\.5, 0\.9"), ema.swapped():
+            pass
+
+    def test_moves_version_counters(self) -> None:
+        model = nn.Linear(4, 4)
+        ema = shardow.EMA(model, DECAY)
+        loss = model(model(torch.ones(1, 4))).sum()
+        with ema.swapped():
+            pass
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    @pytest.mark.parametrize("call", ["update", "state_dict", "full_state_dict", "distance", "save", "swapped", "copy_to"])
+    def test_refuses_what_would_read_or_write_the_averages(self, call: str, tmp_path: Path) -> None:
+        model = make_model()
+        ema = shardow.EMA(model, DECAY)
+        calls: dict[str, Callable[[], Any]] = {
+            "save": lambda: ema.save(tmp_path / "x.safetensors"),
+            "swapped": lambda: ema.swapped().__enter__(),
+            "copy_to": lambda: ema.copy_to(copy.deepcopy(model)),
+        }
+        with ema.swapped(), pytest.raises(ValueError, match="leave the"):
+            calls.get(call, getattr(ema, call))()
+        ema.update()
+
+
+class TestNonFinite:
+    def test_holds_counts_and_warns_once(self) -> None:
+        model = nn.Linear(4, 4)
+        ema = shardow.EMA(model, DECAY)
+        before = ema.full_state_dict()
+        with torch.no_grad():
+            model.weight[1, 2] = math.nan
+            model.bias[0] = -math.inf
+        with pytest.warns(RuntimeWarning, match="2 weights"):
+            ema.update()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ema.update()
+        after = ema.full_state_dict()
+        assert after["weight"][1, 2] == before["weight"][1, 2]
+        assert all(t.isfinite().all() for t in after.values())
+        assert ema.stats()["held_nonfinite"] == 4
+
+    def test_raise_names_the_tensor(self) -> None:
+        model = nn.Linear(4, 4)
+        ema = shardow.EMA(model, DECAY, nonfinite="raise")
+        with torch.no_grad():
+            model.bias[0] = math.nan
+        with pytest.raises(ValueError, match="'bias'"):
+            ema.update()
+
+    def test_propagate_is_ordinary_arithmetic(self) -> None:
+        model = nn.Linear(4, 4)
+        ema = shardow.EMA(model, DECAY, nonfinite="propagate")
+        with torch.no_grad():
+            model.bias[0] = math.nan
+        ema.update()
+        assert ema.full_state_dict()["bias"].isnan().tolist() == [True, False, False, False]
+
+
+class TestState:
+    @pytest.mark.parametrize("decay", [0.9, [0.9, 0.99999]])
+    def test_a_resumed_run_is_bit_identical(self, decay: Any) -> None:
+        model = make_model()
+        straight = shardow.EMA(model, decay, update_every=2)
+        half = shardow.EMA(model, decay, update_every=2)
+        train(model, 5, lambda: (straight.update(), half.update()))
+        resumed = shardow.EMA(make_model(3), decay, update_every=2)
+        resumed.load_state_dict(copy.deepcopy(half.state_dict()))
+        assert resumed.stats()["step"] == 5
+        other = shardow.EMA(model, decay, update_every=2)
+        other.load_state_dict(half.state_dict())
+        train(model, 5, lambda: (straight.update(), other.update()))
+        for key in straight._keys:
+            assert equal(straight.full_state_dict(key), other.full_state_dict(key))
+
+    def test_saves_and_loads_files(self, tmp_path: Path) -> None:
+        model = make_model()
+        ema = shardow.EMA(model, [0.5, 0.99])
+        train(model, 3, ema.update)
+        ema.save(tmp_path / "ema")
+        other = shardow.EMA(make_model(9), [0.5, 0.99])
+        other.load(tmp_path / "ema")
+        for key in (0.5, 0.99):
+            assert equal(other.full_state_dict(key), ema.full_state_dict(key))
+        assert other.stats() | {"seconds": 0, "bytes_moved": 0} == ema.stats() | {"seconds": 0, "bytes_moved": 0}
+
+    def test_exports_a_complete_model(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file
+
+        model = make_model()
+        model[0].weight.requires_grad_(False)
+        ema = shardow.EMA(model, 0.5)
+        train(model, 3, ema.update)
+        ema.export(tmp_path / "out", dtype="bfloat16")
+        loaded = load_file(tmp_path / "out" / "model.safetensors")
+        assert loaded.keys() == model.state_dict().keys()
+        fresh = make_model(5).to(torch.bfloat16)
+        fresh.load_state_dict(loaded, strict=True)
+        assert loaded["3.weight"].dtype == torch.bfloat16
+        assert loaded["1.num_batches_tracked"].dtype == torch.int64
+
+    def test_everything_that_does_not_fit_is_listed_and_nothing_loaded(self) -> None:
+        model = make_model()
+        ema = shardow.EMA(model, DECAY)
+        before = {n: t.clone() for n, t in ema.full_state_dict().items()}
+        state = ema.state_dict()
+        averages = {n: t.clone() + 1 for n, t in state["averages"].items()}
+        averages["extra"] = averages.pop("0.weight")
+        averages["0.bias"] = torch.zeros(99)
+        with pytest.raises(ValueError, match=r"(?s)missing '0.weight'.*unexpected 'extra'.*'0.bias' has shape \(99,\), expected \(13,\)"):
+            ema.load_state_dict({**state, "averages": averages})
+        assert equal(ema.full_state_dict(), before)
+
+    def test_tied_weights_are_averaged_once_and_exported_under_every_name(self) -> None:
+        model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+        model["b"].weight = model["a"].weight
+        ema = shardow.EMA(model, DECAY)
+        assert list(ema.full_state_dict()) == ["a.weight"]
+        assert sorted(ema.full_state_dict(complete=True)) == ["a.weight", "b.weight"]
+
+    def test_copy_to_fills_another_module(self) -> None:
+        model = make_model()
+        ema = shardow.EMA(model, 0.5)
+        train(model, 3, ema.update)
+        other = make_model(4)
+        ema.copy_to(other)
+        full = ema.full_state_dict(complete=True)
+        assert all(torch.equal(t, full[n]) for n, t in other.state_dict().items())
+
+
+class TestBuffers:
+    def test_average_follows_float_buffers_and_copies_integers(self) -> None:
+        model = make_model()
+        ema = shardow.EMA(model, 0.5, buffers="average")
+        expected = model[1].running_mean.clone()
+
+        def step() -> None:
+            ema.update()
+            expected.lerp_(model[1].running_mean, 0.5) if 0.5 < 0.5 else expected.copy_(torch.lerp(expected, model[1].running_mean, 0.5))
+
+        train(model, 3, step)
+        full = ema.full_state_dict(complete=True)
+        assert torch.equal(full["1.running_mean"], expected)
+        assert full["1.num_batches_tracked"] == 3
+
+    def test_ignore_leaves_them_out(self) -> None:
+        ema = shardow.EMA(make_model(), 0.5, buffers="ignore")
+        assert "1.running_mean" not in ema.full_state_dict(complete=True)
+
+
+def test_frozen_parameters_are_not_averaged_unless_asked() -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    assert "0.weight" not in shardow.EMA(model, DECAY).full_state_dict()
+    assert "0.weight" in shardow.EMA(model, DECAY, params="all").full_state_dict()
+    assert list(shardow.EMA(model, DECAY, params=lambda name, _: name == "3.weight").full_state_dict()) == ["3.weight"]
+
+
+def test_source_is_averaged_in_place_of_the_weight_and_the_weight_is_swapped() -> None:
+    model = make_model(dtype=torch.bfloat16)
+    master = {name: p.float() + 1e-4 for name, p in clone(model).items()}
+    ema = shardow.EMA(model, 0.5, source=master)
+    expected = {name: p.clone() for name, p in master.items()}
+    for p in master.values():
+        p.mul_(1.01)
+    ema.update()
+    for name in expected:
+        expected[name] = torch.lerp(expected[name], master[name], 0.5)
+    assert equal(ema.full_state_dict(), expected)
+    weights = clone(model)
+    with ema.swapped():
+        assert all((p.float() - expected[n]).abs().max() < 0.01 for n, p in model.named_parameters())
+    assert equal(clone(model), weights)
+    assert equal(ema.full_state_dict(), expected)
+
+
+def test_stats_is_a_flat_dict_of_numbers() -> None:
+    model = make_model()
+    ema = shardow.EMA(model, [0.5, shardow.schedules.half_life(100)])
+    train(model, 2, ema.update)
+    stats = ema.stats()
+    assert all(isinstance(value, (int, float)) for value in stats.values())
+    elements = sum(p.numel() for p in model.parameters())
+    assert stats["elements"] == elements
+    assert stats["bytes"] == 2 * 4 * elements
+    assert stats["bytes_moved"] == (4 + 2 * 8) * elements
+    assert stats["decay/0"] == 0.5
+    assert stats["decay/1"] == pytest.approx(0.5**0.01)
+    assert 0 < stats["seconds"] < 10
+
+
+def test_distance_is_the_relative_euclidean_norm() -> None:
+    model = make_model()
+    ema = shardow.EMA(model, 0.9)
+    assert ema.distance() == 0
+    train(model, 3, ema.update)
+    full = ema.full_state_dict()
+    apart = math.fsum(float((full[n].double() - p.detach().double()).square().sum()) for n, p in model.named_parameters())
+    length = math.fsum(float(p.detach().double().square().sum()) for p in model.parameters())
+    assert ema.distance() == pytest.approx(math.sqrt(apart / length), rel=1e-12)
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"decay": 1.5}, ValueError, "1.5"),
+    ({"decay": -0.1}, ValueError, "-0.1"),
+    ({"decay": math.nan}, ValueError, "nan"),
+    ({"decay": []}, ValueError, ""),
+    ({"decay": [0.9, 0.9]}, ValueError, "twice"),
+    ({"decay": "fast"}, (ValueError, TypeError), "fast"),  # type: ignore[list-item]
+    ({"momentum": 0.1}, TypeError, r"decay=0\.9"),
+    ({"colour": 1}, TypeError, "colour"),
+    ({"dtype": torch.int32}, ValueError, "int32"),
+    ({"replicas": "share"}, ValueError, "'split', 'copy'"),
+    ({"params": "some"}, ValueError, "'trainable', 'all'"),
+    ({"params": lambda *_: False}, ValueError, "no parameter"),
+    ({"buffers": "yes"}, ValueError, "'copy'"),
+    ({"rule": "sum"}, ValueError, "'lerp'"),
+    ({"stochastic": "maybe"}, ValueError, "'auto'"),
+    ({"rule": "mul_add", "stochastic": True}, ValueError, "lerp"),
+    ({"nonfinite": "zero"}, ValueError, "'hold'"),
+    ({"update_every": 0}, ValueError, "at least 1"),
+    ({"start_step": -1}, ValueError, "at least 0"),
+    ({"threads": -1}, ValueError, "at least 0"),
+    ({"timeout": 0}, ValueError, "more than 0"),
+    ({"overlap": True}, NotImplementedError, "overlap"),
+    ({"device": "cuda"}, NotImplementedError, "cuda"),
+    ({"source": {"nothing": torch.ones(1)}}, ValueError, "nothing"),
+    ({"source": {"3.weight": torch.ones(1)}}, ValueError, "3.weight"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "says"), BAD_OPTIONS, ids=[str(sorted(case[0].items()))[:40] for case in BAD_OPTIONS])
+def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says) as caught:
+        shardow.EMA(make_model(), **options)
+    if options.get("decay") != "fast":
+        assert isinstance(caught.value, shardow.Error)
+
+
+def test_a_small_decay_warns_that_it_looks_like_a_lerp_weight() -> None:
+    with pytest.warns(UserWarning, match="lerp"):
+        shardow.EMA(make_model(), 0.001)
+
+
+def _replace(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def _narrow(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def _reshape(model: nn.Module) -> None:
+    model[0].weight.data = torch.zeros(5, 5)
+
+
+@pytest.mark.parametrize(("change", "says"), [(_replace, r"0\.weight"), (_narrow, "bfloat16"), (_reshape, r"0\.weight")])
+@pytest.mark.parametrize("call", ["update", "swapped"])
+def test_a_changed_model_is_an_error_before_anything_changes(change: Callable[[nn.Module], None], says: str, call: str) -> None:
+    model = make_model()
+    ema = shardow.EMA(model, DECAY)
+    before = ema.full_state_dict()
+    change(model)
+    with pytest.raises(ValueError, match=says):
+        ema.update() if call == "update" else ema.swapped().__enter__()
+    assert equal(ema.full_state_dict(), before)
+    assert ema.stats()["step"] == 0
+
+
+def test_memory_that_moved_under_the_same_parameters_is_followed() -> None:
+    model = make_model()
+    ema = shardow.EMA(model, DECAY)
+    expected = {n: torch.lerp(p, p * 2, 1 - DECAY) for n, p in clone(model).items()}
+    for p in model.parameters():
+        p.data = p.data * 2
+    ema.update()
+    assert equal(ema.full_state_dict(), expected)
+    weights = clone(model)
+    with ema.swapped():
+        assert equal(clone(model), expected)
+    assert equal(clone(model), weights)
+
+
+def test_a_step_is_counted_once_and_gaps_are_made_up_for() -> None:
+    model = nn.Linear(3, 3)
+    ema = shardow.EMA(model, 0.9)
+    start = clone(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    ema.update(step=7)
+    w = -math.expm1(7 * math.log(0.9))
+    assert equal(ema.full_state_dict(), {n: torch.lerp(start[n], p.detach(), w) for n, p in model.named_parameters()})
+    with pytest.raises(ValueError, match="7"):
+        ema.update(step=7)
+
+
+def test_an_update_allocates_nothing_in_python() -> None:
+    import tracemalloc
+
+    model = nn.ModuleList([nn.Linear(16, 16) for _ in range(50)])
+    ema = shardow.EMA(model, DECAY)
+    for _ in range(3):
+        ema.update()
+    tracemalloc.start()
+    ema.update()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(20):
+        ema.update()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 1024

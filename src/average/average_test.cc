@@ -1,0 +1,391 @@
+// What an Average promises, on host memory, with the reference recursion written out beside it.
+#include "shardow/average.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "base/allocations.h"
+#include "kernels/cuda.h"
+
+namespace shardow {
+namespace {
+
+constexpr int64_t kRows = 37, kColumns = 11;
+
+/// A float32 tensor with memory of its own, all of it held.
+struct Owned {
+  std::vector<float> values;
+  TensorView view;
+
+  Owned(std::string name, Shape shape, uint32_t seed) : Owned(std::move(name), Region::whole(std::move(shape)), seed) {}
+  Owned(std::string name, const Region& region, uint32_t seed) : values(static_cast<size_t>(region.size())), view{std::move(name), DType::kF32, region, nullptr} {
+    fill(seed);
+    view.data = values.data();
+  }
+
+  void fill(uint32_t seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (float& value : values) value = normal(random);
+  }
+};
+
+std::vector<float> copy_of(const TensorView& view) {
+  const auto* data = static_cast<const float*>(view.data);
+  return {data, data + view.region.size()};
+}
+
+/// The lerp rule, one element at a time.
+void lerp(std::vector<float>& average, const std::vector<float>& parameter, double weight) {
+  const auto w = static_cast<float>(weight);
+  for (size_t i = 0; i < average.size(); ++i) {
+    const float p = parameter[i], e = average[i];
+    average[i] = w < 0.5f ? std::fmaf(w, p - e, e) : std::fmaf(w - 1, p - e, p);
+  }
+}
+
+AverageOptions with_decay(double decay) { return {.schedules = {Schedule::constant(decay)}}; }
+
+template <typename Fn>
+std::string message_of(Fn&& fn, Code code) {
+  try {
+    fn();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {};
+}
+
+TEST(Average, BeginsEqualToTheParameters) {
+  Owned p("p", {kRows, kColumns}, 1);
+  const Average ema(std::vector{p.view});
+  EXPECT_EQ(copy_of(ema.views()[0]), p.values);
+}
+
+TEST(Average, FollowsTheRecursionBitForBit) {
+  Owned p("p", {kRows, kColumns}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.99));
+  std::vector<float> expected = p.values;
+  for (uint32_t step = 0; step < 30; ++step) {
+    p.fill(100 + step);
+    EXPECT_TRUE(ema.update().applied);
+    lerp(expected, p.values, 1 - 0.99);
+  }
+  EXPECT_EQ(copy_of(ema.views()[0]), expected);
+  EXPECT_EQ(ema.stats().step, 30);
+  EXPECT_EQ(ema.stats().updates, 30);
+}
+
+TEST(Average, KeepsSeveralDecaysInOnePass) {
+  Owned p("p", {kRows}, 1), q("q", {5}, 2);
+  AverageOptions options{.schedules = {Schedule::constant(0.5), Schedule::constant(0.9), Schedule::constant(0.999)}};
+  Average ema(std::vector{p.view, q.view}, options);
+  const std::vector<double> decays = {0.5, 0.9, 0.999};
+  std::vector<std::vector<float>> expected(3, p.values);
+  for (uint32_t step = 0; step < 5; ++step) {
+    p.fill(step);
+    ema.update();
+    for (size_t k = 0; k < 3; ++k) lerp(expected[k], p.values, 1 - decays[k]);
+  }
+  for (size_t k = 0; k < 3; ++k) EXPECT_EQ(copy_of(ema.views(k)[0]), expected[k]) << k;
+}
+
+TEST(Average, EveryKthStepAppliesDecayToTheKth) {
+  Owned p("p", {kRows}, 1);
+  AverageOptions options = with_decay(0.9);
+  options.update_every = 3;
+  Average ema(std::vector{p.view}, options);
+  std::vector<float> expected = p.values;
+  for (uint32_t step = 1; step <= 7; ++step) {
+    p.fill(step);
+    EXPECT_EQ(ema.update().applied, step % 3 == 0);
+    if (step % 3 == 0) lerp(expected, p.values, -std::expm1(3 * std::log(0.9)));
+  }
+  EXPECT_EQ(copy_of(ema.views()[0]), expected);
+}
+
+TEST(Average, SkippedStepsAreMadeUpFor) {
+  Owned p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  std::vector<float> expected = p.values;
+  p.fill(2);
+  ema.update(5);
+  lerp(expected, p.values, -std::expm1(5 * std::log(0.9)));
+  EXPECT_EQ(copy_of(ema.views()[0]), expected);
+}
+
+TEST(Average, CopiesUntilStartStep) {
+  Owned p("p", {kRows}, 1);
+  AverageOptions options = with_decay(0.9);
+  options.start_step = 2;
+  Average ema(std::vector{p.view}, options);
+  for (uint32_t step = 1; step <= 2; ++step) {
+    p.fill(step);
+    ema.update();
+    EXPECT_EQ(copy_of(ema.views()[0]), p.values);
+  }
+  std::vector<float> expected = p.values;
+  p.fill(3);
+  ema.update();
+  lerp(expected, p.values, 1 - 0.9);
+  EXPECT_EQ(copy_of(ema.views()[0]), expected);
+  EXPECT_EQ(ema.stats().updates, 1);
+}
+
+TEST(Average, TheSameWithOneThreadOrMany) {
+  Owned p("p", {3, 1 << 20}, 1);
+  std::vector<std::vector<float>> results;
+  for (const int threads : {1, 2, 3, 7}) {
+    p.fill(1);
+    AverageOptions options = with_decay(0.99999);
+    options.num_threads = threads;
+    Average ema(std::vector{p.view}, options);
+    p.fill(2);
+    ema.update();
+    results.push_back(copy_of(ema.views()[0]));
+  }
+  for (const auto& result : results) EXPECT_EQ(result, results[0]);
+}
+
+TEST(Average, AnUpdateAllocatesNothing) {
+  Owned p("p", {3, 1 << 20}, 1);
+  AverageOptions options{.schedules = {Schedule::constant(0.999), Schedule::constant(0.99999)}};
+  options.num_threads = 2;
+  Average ema(std::vector{p.view}, options);
+  ema.update();
+  EXPECT_EQ(base::allocations_of([&] { ema.update(); }), 0);
+}
+
+/// The union of the averages of `count` ranks under a cut, as one global tensor.
+std::vector<float> averaged_globally(const Shape& shape, const std::vector<Region>& regions, const std::vector<float>& before, const std::vector<float>& after,
+                                     AverageOptions options) {
+  std::vector<float> result(before.size());
+  for (const Region& region : regions) {
+    Owned local("p", region, 0);
+    const auto scatter = [&](const std::vector<float>& global) {
+      region.for_each_run([&](const Run& run) { std::copy_n(global.begin() + run.global_begin, run.length, local.values.begin() + run.local_begin); });
+    };
+    scatter(before);
+    Average ema(std::vector{local.view}, options);
+    scatter(after);
+    ema.update();
+    const std::vector<float> average = copy_of(ema.views()[0]);
+    region.for_each_run([&](const Run& run) { std::copy_n(average.begin() + run.local_begin, run.length, result.begin() + run.global_begin); });
+  }
+  EXPECT_EQ(shape, regions[0].shape());
+  return result;
+}
+
+TEST(Average, TopologyNeverChangesTheNumbers) {
+  const Shape shape = {kRows, kColumns};
+  const Owned before("p", shape, 1), after("p", shape, 2);
+  std::vector<std::vector<Region>> cuts = {{Region::whole(shape)}};
+  for (int ranks = 2; ranks <= 8; ++ranks) {
+    std::vector<Region> flat, columns;
+    for (int rank = 0; rank < ranks; ++rank) {
+      flat.push_back(Region::whole(shape).part(rank, ranks, 1));
+      columns.push_back(Region::grid(shape, {{{0, kRows}}, {{kColumns * rank / ranks, kColumns * (rank + 1) / ranks}}}));
+    }
+    cuts.push_back(flat);
+    cuts.push_back(columns);
+  }
+  for (const double decay : {0.9, 0.99999}) {  // the second rounds stochastically
+    const auto whole = averaged_globally(shape, cuts[0], before.values, after.values, with_decay(decay));
+    for (const auto& cut : cuts) EXPECT_EQ(averaged_globally(shape, cut, before.values, after.values, with_decay(decay)), whole) << decay;
+  }
+}
+
+TEST(Average, SwapExchangesAndUndoesBitForBit) {
+  Owned p("p", {kRows}, 1), q("q", {0, 4}, 2);
+  Average ema(std::vector{p.view, q.view}, with_decay(0.9));
+  p.fill(2);
+  ema.update();
+  const std::vector<float> weights = p.values, average = copy_of(ema.views()[0]);
+  ema.swap();
+  EXPECT_TRUE(ema.swapped());
+  EXPECT_EQ(p.values, average);
+  ema.swap();
+  EXPECT_FALSE(ema.swapped());
+  EXPECT_EQ(p.values, weights);
+  EXPECT_EQ(copy_of(ema.views()[0]), average);
+}
+
+TEST(Average, SwapOfOtherDtypesIsExactBothWays) {
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF64}) {
+    std::vector<uint64_t> memory(64), before;
+    std::mt19937_64 random(7);
+    for (uint64_t& word : memory) word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
+    const Region region = Region::whole({64});
+    const TensorView view{"p", dtype, region, memory.data()};
+    Average ema(std::vector{view}, with_decay(0.5));
+    for (uint64_t& word : memory) word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
+    ema.update();
+    before = memory;
+    const std::vector<float> average = copy_of(ema.views()[0]);
+    ema.swap();
+    EXPECT_NE(memory, before);
+    ema.swap();
+    EXPECT_EQ(memory, before);
+    EXPECT_EQ(copy_of(ema.views()[0]), average);
+  }
+}
+
+TEST(Average, HoldsNonFiniteElementsAndCountsThem) {
+  Owned p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  const std::vector<float> start = p.values;
+  p.fill(2);
+  p.values[3] = std::numeric_limits<float>::quiet_NaN();
+  p.values[9] = -std::numeric_limits<float>::infinity();
+  EXPECT_EQ(ema.update().non_finite, 2);
+  const std::vector<float> average = copy_of(ema.views()[0]);
+  EXPECT_EQ(average[3], start[3]);
+  EXPECT_EQ(average[9], start[9]);
+  EXPECT_NE(average[4], start[4]);
+  EXPECT_EQ(ema.stats().held_non_finite, 2);
+}
+
+TEST(Average, RaisesForNonFiniteElementsNamingTheTensor) {
+  Owned p("first", {kRows}, 1), q("second", {kRows}, 2);
+  AverageOptions options = with_decay(0.9);
+  options.non_finite = NonFinite::kRaise;
+  Average ema(std::vector{p.view, q.view}, options);
+  q.values[0] = std::numeric_limits<float>::infinity();
+  EXPECT_NE(message_of([&] { ema.update(); }, Code::kInvalidArgument).find("'second'"), std::string::npos);
+}
+
+TEST(Average, ResumesBitIdentically) {
+  Owned p("p", {kRows}, 1);
+  AverageOptions options{.schedules = {Schedule::constant(0.9), Schedule::constant(0.99999)}};
+  options.update_every = 2;
+  options.seed = ~uint64_t{0};
+  Average straight(std::vector{p.view}, options), first(std::vector{p.view}, options);
+  for (uint32_t step = 0; step < 5; ++step) {
+    p.fill(step);
+    straight.update();
+    first.update();
+  }
+  Average resumed(std::vector{p.view}, {.schedules = {Schedule::constant(0.1), Schedule::constant(0.2)}});
+  for (size_t k = 0; k < 2; ++k) std::copy_n(static_cast<float*>(first.views(k)[0].data), kRows, static_cast<float*>(resumed.views(k)[0].data));
+  resumed.set_state(first.state());
+  EXPECT_EQ(resumed.state(), first.state());
+  for (uint32_t step = 5; step < 11; ++step) {
+    p.fill(step);
+    straight.update();
+    resumed.update();
+  }
+  for (size_t k = 0; k < 2; ++k) EXPECT_EQ(copy_of(resumed.views(k)[0]), copy_of(straight.views(k)[0]));
+}
+
+TEST(Average, BindsParametersThatMoved) {
+  Owned p("p", {kRows}, 1), moved("p", {kRows}, 2);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  std::vector<float> expected = p.values;
+  ema.update(std::vector{moved.view});
+  lerp(expected, moved.values, 1 - 0.9);
+  EXPECT_EQ(copy_of(ema.views()[0]), expected);
+}
+
+TEST(Average, ReplicasDivideTheWorkAndSwapWhole) {
+  constexpr int kMost = 8;
+  for (int ranks = 1; ranks <= kMost; ++ranks) {
+    Owned start("p", {kRows, kColumns}, 1), dense_p("p", {kRows, kColumns}, 1);
+    Average dense(std::vector{dense_p.view}, with_decay(0.9));
+    dense_p.fill(2);
+    dense.update();
+    auto groups = threads(ranks);
+    std::vector<std::unique_ptr<Owned>> local;
+    for (int rank = 0; rank < ranks; ++rank) local.push_back(std::make_unique<Owned>("p", Shape{kRows, kColumns}, 1));
+    std::vector<int64_t> elements(static_cast<size_t>(ranks));
+    std::vector<std::vector<float>> inside(static_cast<size_t>(ranks));
+    std::vector<std::thread> workers;
+    for (int rank = 0; rank < ranks; ++rank) {
+      workers.emplace_back([&, rank] {
+        const auto at = static_cast<size_t>(rank);
+        AverageOptions options = with_decay(0.9);
+        options.replicas = groups[at].get();
+        Average ema(std::vector{local[at]->view}, options);
+        local[at]->fill(2);
+        ema.update();
+        elements[at] = ema.stats().elements;
+        ema.swap();
+        inside[at] = local[at]->values;
+        ema.swap();
+      });
+    }
+    for (std::thread& worker : workers) worker.join();
+    int64_t total = 0;
+    for (size_t rank = 0; rank < static_cast<size_t>(ranks); ++rank) {
+      EXPECT_EQ(inside[rank], copy_of(dense.views()[0]));
+      EXPECT_EQ(local[rank]->values, dense_p.values);
+      EXPECT_LE(elements[rank], kRows * kColumns / ranks + 16);
+      total += elements[rank];
+    }
+    EXPECT_EQ(total, kRows * kColumns);
+  }
+}
+
+TEST(Average, WrongUseIsAClearErrorBeforeAnythingChanges) {
+  Owned p("p", {kRows}, 1), other("other", {kRows}, 1), shorter("p", {kRows - 1}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  const std::vector<float> start = copy_of(ema.views()[0]);
+  TensorView narrow = p.view;
+  narrow.dtype = DType::kBF16;
+  const struct {
+    std::function<void()> call;
+    const char* says;
+  } cases[] = {
+      {[&] { ema.update(std::vector{other.view}); }, "'other'"},
+      {[&] { ema.update(std::vector{shorter.view}); }, "region"},
+      {[&] { ema.update(std::vector{narrow}); }, "BF16"},
+      {[&] { ema.update(std::vector<TensorView>{}); }, "0 parameters"},
+      {[&] { ema.update(0); }, "step 0"},
+      {[&] { ema.swap(1); }, "1 averages"},
+      {[&] { Average(std::vector{p.view, p.view}); }, "two parameters"},
+      {[&] { Average(std::vector{p.view}, {.schedules = {}}); }, "0 schedules"},
+      {[&] { Average(std::vector{p.view}, {.update_every = 0}); }, "update_every"},
+      {[&] { Average(std::vector{p.view}, {.dtype = DType::kBF16, .rounding = Rounding::kNearest}); }, "BF16"},
+      {[&] { Average(std::vector{p.view}, {.rule = Rule::kMulAdd, .rounding = Rounding::kStochastic}); }, "lerp"},
+      {[&] { Average(std::vector{p.view}, {.dtype = DType::kI32}); }, "I32"},
+  };
+  for (const auto& [call, says] : cases) EXPECT_NE(message_of(call, Code::kInvalidArgument).find(says), std::string::npos) << says;
+  EXPECT_EQ(copy_of(ema.views()[0]), start);
+  EXPECT_EQ(ema.stats().step, 0);
+}
+
+TEST(Average, IsNotUpdatedOrReadWhileSwapped) {
+  Owned p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  ema.swap();
+  message_of([&] { ema.update(); }, Code::kInvalidArgument);
+  message_of([&] { (void)ema.views(); }, Code::kInvalidArgument);
+  message_of([&] { ema.reset(); }, Code::kInvalidArgument);
+  message_of([&] { ema.set_state(ema.state()); }, Code::kInvalidArgument);
+}
+
+TEST(Average, RefusesAStateThatDoesNotFit) {
+  Owned p("p", {kRows}, 1);
+  Average one(std::vector{p.view}), two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});
+  message_of([&] { one.set_state(two.state()); }, Code::kInvalidArgument);
+  message_of([&] { one.set_state("{}"); }, Code::kCorrupt);
+  message_of([&] { one.set_state("not json"); }, Code::kCorrupt);
+}
+
+TEST(Average, CudaViewsAreRefusedWhereNoDeviceAnswers) {
+  if (kernels::cuda::available()) GTEST_SKIP() << "a CUDA device is here: cuda_test covers it";
+  const TensorView view{"p", DType::kF32, Region::whole({4}), nullptr, {Device::Kind::kCuda, 0, nullptr}};
+  std::vector<float> memory(4);
+  TensorView somewhere = view;
+  somewhere.data = memory.data();  // never read: the device is asked first
+  message_of([&] { Average(std::vector{somewhere}); }, Code::kUnsupported);
+}
+
+}  // namespace
+}  // namespace shardow

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/allocations.h"
+#include "shardow/error.h"
 #include "kernels/cuda.h"
 
 namespace shardow {

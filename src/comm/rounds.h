@@ -1,0 +1,78 @@
+// Rounds: what ranks in one process share to act together. Each rank brings bytes to a round and takes everybody's away, or the verdict that it failed.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "shardow/error.h"
+#include "shardow/group.h"
+
+namespace shardow::comm {
+
+/// A sequence of rounds between the same members, each of which comes to them in the same order.
+struct Lane {
+  enum class Kind { kAll, kPair } kind;  ///< collectives of all ranks, or blocks from members[0] to members[1]
+  std::vector<int> members;
+  auto operator<=>(const Lane&) const = default;
+};
+
+/// What one rank brings: its call, as it stands in messages, must be equal for all members.
+struct Offer {
+  std::string call, bytes;
+};
+
+/// Thread-safe. A round's verdict is given once, by whoever first knows it, and read by all its members:
+///
+///   complete         the last member has arrived, and all made the same call
+///   kInvalidArgument the last member has arrived, but the calls differ
+///   kTimeout         a waiting member's deadline passed
+///   kPeerFailed      a member that has not arrived is gone
+class Rounds {
+ public:
+  /// What the members brought, in the members' order. Never changes once the verdict is given.
+  using Bytes = std::vector<std::string>;
+
+  explicit Rounds(int num_ranks) : next_round_(static_cast<size_t>(num_ranks)), gone_(static_cast<size_t>(num_ranks), false) {}
+
+  /// The next round of the lane for `rank`, one of its members. Throws the verdict, unless that is complete.
+  std::shared_ptr<const Bytes> exchange(int rank, const Lane& lane, Offer offer, Deadline deadline);
+
+  /// The rank will come to no further round.
+  void leave(int rank);
+
+ private:
+  struct Round {
+    explicit Round(size_t num_members) : calls(num_members), bytes(std::make_shared<Bytes>(num_members)) {}
+
+    std::vector<std::optional<std::string>> calls;
+    std::shared_ptr<Bytes> bytes;
+    size_t num_arrived = 0;
+    bool decided = false;
+    std::optional<Error> failure;  // of a decided round
+  };
+
+  struct Key {
+    Lane lane;
+    uint64_t number;
+    auto operator<=>(const Key&) const = default;
+  };
+
+  void arrive(const Lane& lane, Round& round, int rank, Offer offer) SHARDOW_REQUIRES(mutex_);
+  void fail_if_one_is_gone(const Lane& lane, Round& round) SHARDOW_REQUIRES(mutex_);
+  void decide(Round& round, std::optional<Error> failure) SHARDOW_REQUIRES(mutex_);
+  void forget_finished(const Lane& lane) SHARDOW_REQUIRES(mutex_);
+
+  base::Mutex mutex_;
+  base::Condition changed_;
+  std::map<Key, std::shared_ptr<Round>> rounds_ SHARDOW_GUARDED_BY(mutex_);  // that some member may still come to
+  std::vector<std::map<Lane, uint64_t>> next_round_ SHARDOW_GUARDED_BY(mutex_);  // per rank
+  std::vector<bool> gone_ SHARDOW_GUARDED_BY(mutex_);
+};
+
+}  // namespace shardow::comm

@@ -1,0 +1,181 @@
+#include <gtest/gtest.h>
+
+#include <latch>
+#include <thread>
+
+#include "comm/conformance.h"
+#include "shardow/group.h"
+
+namespace shardow {
+namespace {
+
+using comm::caught;
+using comm::Caught;
+using comm::far;
+using comm::near;
+
+using Groups = std::vector<std::unique_ptr<Group>>;
+
+/// body(rank's group), each rank on a thread of its own; all are destroyed afterwards, or earlier by the body.
+void on_every_rank(Groups& groups, const std::function<void(std::unique_ptr<Group>&)>& body) {
+  std::vector<std::jthread> ranks;
+  for (auto& group : groups) ranks.emplace_back([&] { body(group); });
+}
+
+class ThreadGroups : public testing::TestWithParam<std::tuple<comm::Conformance, int>> {};
+
+TEST_P(ThreadGroups, Conform) {
+  Groups groups = threads(std::get<1>(GetParam()));
+  on_every_rank(groups, [](auto& group) { std::get<0>(GetParam()).body(*group); });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ThreadGroups, testing::Combine(testing::ValuesIn(comm::conformance_cases()), testing::Values(1, 2, 3, 8)),
+                         [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
+
+class SoloGroup : public testing::TestWithParam<comm::Conformance> {};
+
+TEST_P(SoloGroup, Conforms) { GetParam().body(*solo()); }
+
+INSTANTIATE_TEST_SUITE_P(All, SoloGroup, testing::ValuesIn(comm::conformance_cases()), [](const auto& test) { return test.param.name; });
+
+TEST(Threads, KnowTheirRankAndSize) {
+  const Groups groups = threads(5);
+  for (int r = 0; r < 5; ++r) {
+    EXPECT_EQ(groups[static_cast<size_t>(r)]->rank(), r);
+    EXPECT_EQ(groups[static_cast<size_t>(r)]->size(), 5);
+  }
+  EXPECT_EQ(caught([] { threads(0); }).code, Code::kInvalidArgument);
+}
+
+TEST(Threads, EveryMissingRankIsNamedAtTheDeadline) {
+  Groups groups = threads(4);
+  std::latch given_up(1);
+  on_every_rank(groups, [&](auto& group) {
+    if (group->rank() != 1) given_up.wait();
+    const Caught got = caught([&] { group->all_gather("", group->rank() == 1 ? near() : far()); });
+    EXPECT_EQ(got.code, Code::kTimeout);
+    EXPECT_EQ(got.message, "all_gather(): ranks 0, 2, 3 did not come before the deadline; every rank must make this call");
+    if (group->rank() == 1) given_up.count_down();
+  });
+}
+
+TEST(Threads, RanksMayBeSeveralRoundsApart) {
+  Groups groups = threads(2);
+  std::latch given_up(1);
+  on_every_rank(groups, [&](auto& group) {
+    const bool late = group->rank() == 1;
+    if (late) given_up.wait();
+    for (int round = 0; round < 3; ++round) {
+      EXPECT_EQ(caught([&] { group->all_gather("", late ? far() : near()); }).code, Code::kTimeout);
+    }
+    if (!late) given_up.count_down();
+    EXPECT_EQ(group->all_gather("now", far()), (std::vector<std::string>{"now", "now"}));
+  });
+}
+
+TEST(Threads, ARoundThatCompletesIsTakenEvenPastTheDeadline) {
+  EXPECT_EQ(threads(1)[0]->all_gather("a", Deadline::min()), std::vector<std::string>{"a"});
+}
+
+TEST(Threads, AGoneRankEndsWaitingAtOnce) {
+  struct Case {
+    const char* name;
+    void (*call)(Group&);
+  };
+  constexpr Case kCases[] = {
+      {"all_gather", [](Group& g) { g.all_gather("", far()); }},
+      {"broadcast", [](Group& g) { g.broadcast({}, 1, far()); }},
+      {"recv", [](Group& g) { g.recv({}, 1, far()); }},
+      {"send", [](Group& g) { g.send({}, 1, far()); }},
+      {"agree", [](Group& g) { agree(g, far(), [] {}); }},
+  };
+  for (const Case& c : kCases) {
+    Groups groups = threads(3);
+    on_every_rank(groups, [&](auto& group) {
+      if (group->rank() == 1) return group.reset();
+      for (int again = 0; again < 2; ++again) {  // whether it left before or after the call began
+        const Caught got = caught([&] { c.call(*group); });
+        EXPECT_EQ(got.code, Code::kPeerFailed) << c.name;
+        EXPECT_NE(got.message.find("rank 1 is gone"), std::string::npos) << got.message;
+      }
+    });
+  }
+}
+
+TEST(Threads, AGoneRankIsSeenByThoseThatWaitAlready) {
+  Groups groups = threads(2);
+  std::jthread waiting([&] { EXPECT_EQ(caught([&] { groups[0]->all_gather("", far()); }).code, Code::kPeerFailed); });
+  groups[1].reset();
+}
+
+TEST(Threads, WhatARankDidBeforeItLeftCounts) {
+  Groups groups = threads(3);
+  on_every_rank(groups, [&](auto& group) {
+    EXPECT_EQ(group->all_gather("here", far()).size(), 3u);
+    if (group->rank() == 1) group.reset();
+  });
+  std::byte token{};
+  std::jthread sender([&] { groups[0]->send({&token, 1}, 2, far()); });
+  groups[2]->recv({&token, 1}, 0, far());  // the others still have each other
+}
+
+TEST(Threads, CallsThatDoNotFitAreRefusedOnEveryRank) {
+  struct Case {
+    void (*call)(Group&);
+    const char* message;
+  };
+  constexpr Case kCases[] = {
+      {[](Group& g) {
+         std::vector<uint64_t> values(g.rank() == 1 ? 2 : 3);
+         g.all_reduce(values, Group::Op::kSum, far());
+       },
+       "rank 1 calls all_reduce(sum, 2 values) where rank 0 calls all_reduce(sum, 3 values)"},
+      {[](Group& g) { g.all_reduce({}, g.rank() == 2 ? Group::Op::kMax : Group::Op::kXor, far()); },
+       "rank 2 calls all_reduce(max, 0 values) where rank 0 calls all_reduce(xor, 0 values)"},
+      {[](Group& g) { g.broadcast({}, g.rank() == 0 ? 1 : 0, far()); },
+       "rank 1 calls broadcast(0 bytes from rank 0) where rank 0 calls broadcast(0 bytes from rank 1)"},
+      {[](Group& g) { g.rank() == 0 ? static_cast<void>(g.all_gather("", far())) : g.broadcast({}, 0, far()); },
+       "rank 1 calls broadcast(0 bytes from rank 0) where rank 0 calls all_gather()"},
+  };
+  for (const Case& c : kCases) {
+    Groups groups = threads(3);
+    on_every_rank(groups, [&](auto& group) {
+      const Caught got = caught([&] { c.call(*group); });
+      EXPECT_EQ(got.code, Code::kInvalidArgument);
+      EXPECT_EQ(got.message, c.message);
+      comm::conformance::all_gather_is_indexed_by_rank(*group);
+    });
+  }
+}
+
+TEST(Threads, BlocksOfDifferentLengthAreRefusedOnBothSides) {
+  Groups groups = threads(2);
+  on_every_rank(groups, [&](auto& group) {
+    std::vector<std::byte> bytes(group->rank() == 0 ? 4 : 5);
+    const Caught got = caught([&] { group->rank() == 0 ? group->send(bytes, 1, far()) : group->recv(bytes, 0, far()); });
+    EXPECT_EQ(got.code, Code::kInvalidArgument);
+    EXPECT_NE(got.message.find("5 bytes"), std::string::npos) << got.message;
+  });
+}
+
+TEST(Threads, ASenderWithoutReceiverTimesOut) {
+  Groups groups = threads(2);
+  const Caught got = caught([&] { groups[0]->send({}, 1, near()); });
+  EXPECT_EQ(got.code, Code::kTimeout);
+  EXPECT_NE(got.message.find("rank 1 did not come"), std::string::npos) << got.message;
+  EXPECT_EQ(caught([&] { groups[1]->recv({}, 0, far()); }).code, Code::kTimeout) << "the late receiver gets the same verdict";
+}
+
+TEST(Threads, PairsDoNotDisturbCollectives) {
+  Groups groups = threads(2);
+  on_every_rank(groups, [&](auto& group) {
+    EXPECT_EQ(group->all_gather("1", far()).size(), 2u);
+    std::byte token{static_cast<unsigned char>(group->rank())};
+    group->rank() == 0 ? group->send({&token, 1}, 1, far()) : group->recv({&token, 1}, 0, far());
+    EXPECT_EQ(token, std::byte{0});
+    EXPECT_EQ(group->all_gather("2", far()), (std::vector<std::string>{"2", "2"}));
+  });
+}
+
+}  // namespace
+}  // namespace shardow

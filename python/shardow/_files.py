@@ -141,14 +141,14 @@ def _open(path: Path) -> tuple[dict[str, _Slice], str]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise _errors.make("not_found", f"no file {path}; save() writes one", 0)
+        raise _errors.make("not_found", f"no file {path}; save() writes one")
     try:
         file = safe_open(path, framework="pt")
         metadata = file.metadata() or {}
     except SafetensorError as error:
-        raise _errors.make("corrupt", f"{path}: {error}", 0) from None
+        raise _errors.make("corrupt", f"{path}: {error}") from None
     if _STATE not in metadata:
-        raise _errors.make("corrupt", f"{path} is not a saved EMA: its metadata has no {_STATE!r}; use load_state_dict() for weights alone", 0)
+        raise _errors.make("corrupt", f"{path} is not a saved EMA: its metadata has no {_STATE!r}; use load_state_dict() for weights alone")
     return {name: _Slice(file.get_slice(name)) for name in file.keys()}, metadata[_STATE]  # noqa: SIM118
 
 

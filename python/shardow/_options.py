@@ -20,11 +20,11 @@ Params = Literal["trainable", "all"] | Callable[[str, torch.Tensor], bool]
 
 
 def invalid(message: str) -> Exception:
-    return _errors.make("invalid_argument", message, 0)
+    return _errors.make("invalid_argument", message)
 
 
 def unsupported(message: str) -> Exception:
-    return _errors.make("unsupported", message, 0)
+    return _errors.make("unsupported", message)
 
 
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:

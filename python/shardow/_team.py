@@ -36,7 +36,6 @@ class Team:
                 raise _errors.make(
                     "timeout",
                     f"{what} is collective, every rank must call it: {error}. Call it on all ranks (not under `if rank == 0`), or look for the rank that died",
-                    0,
                 ) from None
             raise
         return result[0]
@@ -49,14 +48,14 @@ class Team:
         if len(set(self.gather(what, digest))) == 1:
             return
         everybody = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
-        raise _errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(everybody)}", 0)
+        raise _errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(everybody)}")
 
     def gather(self, what: str, mine: bytes) -> list[bytes]:
         gathered: list[bytes] = []
         try:
             gathered = _core.group_all_gather(self.group, mine, self.timeout)
         except TimeoutError as error:
-            raise _errors.make("timeout", f"{what} is collective, every rank must call it: {error}", 0) from None
+            raise _errors.make("timeout", f"{what} is collective, every rank must call it: {error}") from None
         return gathered
 
 

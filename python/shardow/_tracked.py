@@ -29,11 +29,17 @@ class Tracked:
     region: _core.Region
     begin: int
     source: torch.Tensor  # what is averaged, 1-D, all of the local region: local.tensor, or what `source=` names
+    mastered: bool = False  # `source=` names it
     averages: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.local.name
+
+    def follow(self) -> None:
+        """After the model's memory has moved."""
+        if not self.mastered:
+            self.source = self.local.tensor.view(-1)
 
     def weights(self) -> torch.Tensor:
         """The part of the live weights that this rank averages, 1-D, a view."""
@@ -54,7 +60,7 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     """Everything that is averaged, with memory for the averages; nothing is copied yet."""
     locals_ = list(locals_)
     sources = _sources(locals_, source or {})
-    tracked = [Tracked(local, *divide(local, options.replicas), sources[local.name]) for local in locals_]
+    tracked = [Tracked(local, *divide(local, options.replicas), sources[local.name], local.name in (source or {})) for local in locals_]
     for one in tracked:
         device = one.source.device
         if options.device is not None and options.device.type != device.type:

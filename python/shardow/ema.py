@@ -18,7 +18,7 @@ from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
 from shardow._options import Params, invalid, make_options
 from shardow._team import Team
-from shardow.torch.find import bump_versions, find
+from shardow.torch.find import find
 from shardow.torch.local import LocalTensor
 
 
@@ -148,8 +148,11 @@ class EMA:
         self._view.reshard()
         if self._view.unchanged():
             return
-        why = self._view.explain_change()
-        raise invalid(why or "the model's parameters have changed since this EMA was made; make a new one and load the old one's state_dict()")
+        if not self._view.follow_moves():
+            raise invalid(self._view.explain_change())
+        for one in self._tracked:
+            one.follow()
+        self._average.bind(_tracked.source_views(self._tracked))
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Steps that a GradScaler skips are not counted."""
@@ -184,9 +187,6 @@ class EMA:
             self._rebind()
 
     def _swap_back(self, k: int) -> None:
-        self._view.reshard()
-        if not self._view.unchanged():
-            self._view.reshard()
         if self._splits():
             self._team.agree("leaving swapped()", lambda: None)
         self._swap(k)
@@ -199,7 +199,7 @@ class EMA:
         if self._splits():
             with torch.no_grad():
                 _replicas.exchange(self._tracked)
-        bump_versions(self._view)
+        self._view.bump_versions()
         self._view.reshard()
 
     def _splits(self) -> bool:
@@ -213,7 +213,7 @@ class EMA:
         names = {one.name for one in self._tracked}
         self._team.agree("copy_to()", lambda: self._check_copy(target.parameters, names))
         _state.copy_streamed(self._gatherer(k, complete=True), target, self._team)
-        bump_versions(target)
+        target.bump_versions()
 
     def _check_copy(self, parameters: Sequence[LocalTensor], names: set[str]) -> None:
         self._not_swapped("copy_to()")

@@ -56,7 +56,7 @@ class StoreGroup(_core.Group):
             seen = _ALL_THERE if not missing else repr([self.ranks[rank] for rank in missing]).encode()
         verdict = bytes(self._store.compare_set(f"{this}/verdict", "", seen.decode()))
         if verdict != _ALL_THERE:
-            raise _errors.make("timeout", f"rank(s) {verdict.decode()} did not take part within {time.monotonic() - began:.1f} s", 0)
+            raise _errors.make("timeout", f"rank(s) {verdict.decode()} did not take part within {time.monotonic() - began:.1f} s")
         gathered = [bytes(value) for value in self._store.multi_get(keys)]
         self._forget(this - 1)
         return gathered

@@ -1,0 +1,11 @@
+# Benchmarks beside the sources they measure: foo_bench.cc becomes the program foo_bench.
+find_package(benchmark REQUIRED)
+foreach(layer kernels)
+  file(GLOB benches CONFIGURE_DEPENDS src/${layer}/*_bench.cc)
+  foreach(source ${benches})
+    get_filename_component(name ${source} NAME_WE)
+    add_executable(${name} ${source})
+    target_include_directories(${name} PRIVATE src)
+    target_link_libraries(${name} PRIVATE shardow shardow_options benchmark::benchmark_main Threads::Threads)
+  endforeach()
+endforeach()

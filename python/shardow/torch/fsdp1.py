@@ -1,0 +1,120 @@
+"""FSDP1: flat parameters, of which each rank holds a padded stretch; infos beside them say which elements of which parameter lie where.
+
+All of it is private to torch (``_handle``, ``_shard_param_infos``, ``_local_shard``): FSDP1 is in maintenance, and nothing public tells a shard's range.
+After a forward under no_grad the root keeps an unsharded copy that the next forward uses, and nothing in its parameters shows it: handles are resharded before and after shards are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from shardow import _core
+from shardow.torch.local import LocalTensor, Replicas, Slot
+from shardow.torch.names import join, strip, walk
+
+
+@dataclass(eq=False)
+class FlatTensor(LocalTensor):
+    """A parameter inside a flat shard: ``offset`` elements from its start."""
+
+    handle: Any = None
+    offset: int = 0
+
+    def memory(self) -> torch.Tensor:
+        return shard_of(self.handle)[self.offset : self.offset + self.region.size]
+
+
+def shard_of(handle: Any) -> torch.Tensor:
+    """This rank's stretch of a flat parameter: before the first forward flat_param itself, after it _local_shard, the same memory."""
+    flat = handle.flat_param
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat.data) if handle.uses_sharded_strategy else flat.data
+    return shard.detach()
+
+
+class Fsdp1Adapter:
+    def __init__(self, model: nn.Module) -> None:
+        self._wrappers = _wrappers(model)
+        self._locals = [local for name, module in self._wrappers for local in _flat_tensors(name, module)]
+        self._owned = {id(p) for _, module in self._wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))}
+
+    def claims(self, slot: Slot) -> bool:
+        return id(slot.recorded) in self._owned
+
+    def local(self, slot: Slot) -> None:
+        return None
+
+    def memory(self, slot: Slot) -> torch.Tensor:
+        raise AssertionError("FSDP1's memory is found through its handles")
+
+    def others(self) -> Sequence[FlatTensor]:
+        return self._locals
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [module.process_group for _, module in self._wrappers]
+
+    def shards(self) -> list[torch.Tensor]:
+        """One per flat parameter: their addresses show whether anything moved."""
+        return [shard_of(module._handle) for _, module in self._wrappers]
+
+    def flat_parameters(self) -> list[torch.Tensor]:
+        return [module._handle.flat_param for _, module in self._wrappers]
+
+    def reshard(self) -> None:
+        for _, module in self._wrappers:
+            if hasattr(module._handle.flat_param, "_local_shard"):  # before the first forward there is nothing to free, and reshard() would raise
+                module._handle.reshard(True)
+                module._handle.post_reshard()
+
+
+def _wrappers(model: nn.Module) -> list[tuple[str, Any]]:
+    found = {id(module): (name, module) for name, module in walk(model) if isinstance(module, FullyShardedDataParallel) and module._handle is not None}
+    return list(found.values())
+
+
+def _flat_tensors(name: str, module: Any) -> Iterator[FlatTensor]:
+    handle = module._handle
+    flat, whole = handle.flat_param, not handle.uses_sharded_strategy
+    requires_grad = [p.requires_grad for p in flat._params] if flat._params is not None else [flat.requires_grad] * len(flat._fqns)
+    aliases, replicas, offsets = _aliases(name, flat), _replicas(module), _offsets(flat)
+    for i, (fqn, shape, info) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
+        begin, count, offset = 0, 0, 0
+        if whole:
+            begin, count, offset = 0, shape.numel(), offsets[i]
+        elif info.in_shard:
+            begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
+        clean = strip(join(name, fqn))
+        region = _core.Region.whole(list(shape)).window(begin, begin + count)
+        memory = shard_of(handle)[offset : offset + count]
+        yield FlatTensor(clean, memory, region, requires_grad[i], replicas, True, aliases.get(clean, ()), handle, offset)
+
+
+def _offsets(flat: Any) -> list[int]:
+    """Where each parameter begins in an unsharded flat parameter: alignment padding may lie between."""
+    offsets, at = [], 0
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            offsets.append(at)
+        at += numel
+    return offsets
+
+
+def _aliases(name: str, flat: Any) -> dict[str, tuple[str, ...]]:
+    aliases: dict[str, tuple[str, ...]] = {}
+    for info in flat._shared_param_infos:
+        primary = strip(join(name, join(info.prim_module_name, info.prim_param_name)))
+        aliases[primary] = (*aliases.get(primary, ()), strip(join(name, join(info.module_name, info.param_name))))
+    return aliases
+
+
+def _replicas(module: Any) -> Replicas:
+    group = getattr(module, "_inter_node_pg", None) if module._handle.uses_sharded_strategy else module.process_group
+    if group is None or dist.get_world_size(group) == 1:
+        return ()
+    return ((group, dist.get_rank(group), dist.get_world_size(group)),)

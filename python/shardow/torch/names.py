@@ -1,0 +1,49 @@
+"""Names without wrappers: what the unwrapped model calls its modules and parameters.
+
+Which components to drop is decided by the wrapper modules themselves, since a user's own submodule may be called ``module``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+#: (class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and tie us to their private homes.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """The name of the child that ``module`` is only a wrapper of; None for an ordinary module."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    for cls in type(module).__mro__:
+        child = _WRAPPERS.get(cls.__name__)
+        if child is not None and child in module._modules:
+            return child
+    return None
+
+
+def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(clean name, module) for every module of the tree, wrappers included under the name of what they wrap; tied modules under every name."""
+    yield prefix, module
+    wrapped = wrapped_child(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from walk(child, prefix if name == wrapped else join(prefix, name))
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def strip(name: str) -> str:
+    """Without the components that only wrappers make, anywhere. For names that torch hands out as strings; ``module`` is left in, since it may be a user's own."""
+    wrapped = set(_WRAPPERS.values())
+    return ".".join(part for part in name.split(".") if part not in wrapped)

@@ -143,7 +143,7 @@ class ModelView:
         ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
         if len(ranks) < 2:
             return None
-        if ranks == set(range(dist.get_world_size())):
+        if self._fsdp1.spans_world() or ranks == set(range(dist.get_world_size())):
             return dist.group.WORLD
         groups += [mesh.get_group(0) for mesh in meshes if mesh.ndim == 1]
         for group in groups:

@@ -6,6 +6,7 @@ After a forward under no_grad the root keeps an unsharded copy that the next for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,12 @@ class Fsdp1Adapter:
     def groups(self) -> list[dist.ProcessGroup]:
         return [module.process_group for _, module in self._wrappers]
 
+    def spans_world(self) -> bool:
+        """Hybrid sharding is a product of two groups, of which each rank knows its own row and column only."""
+        world = dist.get_world_size() if self._wrappers else 0
+        rows = (dist.get_world_size(module.process_group) * math.prod(size for _, _, size in _replicas(module)) for _, module in self._wrappers)
+        return any(size == world for size in rows)
+
     def shards(self) -> list[torch.Tensor]:
         """One per flat parameter: their addresses show whether anything moved."""
         return [shard_of(module._handle) for _, module in self._wrappers]
@@ -68,9 +75,10 @@ class Fsdp1Adapter:
 
     def reshard(self) -> None:
         for _, module in self._wrappers:
-            if hasattr(module._handle.flat_param, "_local_shard"):  # before the first forward there is nothing to free, and reshard() would raise
-                module._handle.reshard(True)
-                module._handle.post_reshard()
+            handle = module._handle
+            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
+                handle.reshard(True)
+                handle.post_reshard()
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, Any]]:

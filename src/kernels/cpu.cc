@@ -1,0 +1,106 @@
+// Dispatch: this file is compiled once per instruction set, and the best that the processor has is taken at run time. Where an instruction set lacks a fused
+// multiply-add, the reference does the work, so that the bits are the same everywhere.
+#include <cstring>
+
+#include "kernels/kernels.h"
+#include "kernels/row.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+#include "hwy/highway.h"
+#include "kernels/move-inl.h"
+#include "kernels/update-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace shardow::kernels::HWY_NAMESPACE {
+
+#if SHARDOW_VECTORS
+
+template <class P>
+int64_t update_parameter(const Chunk& chunk, const Step& step) {
+  switch (chunk.average_dtype) {
+    case DType::kF32: return update_row(Row<P, float>(chunk, step));
+    case DType::kBF16: return update_row(Row<P, BF16>(chunk, step));
+    case DType::kF16: return update_row(Row<P, F16>(chunk, step));
+    case DType::kF64: return update_row(Row<P, double>(chunk, step));
+    default: return 0;
+  }
+}
+
+int64_t update_chunk(const Chunk& chunk, const Step& step) {
+  switch (chunk.parameter_dtype) {
+    case DType::kF32: return update_parameter<float>(chunk, step);
+    case DType::kBF16: return update_parameter<BF16>(chunk, step);
+    case DType::kF16: return update_parameter<F16>(chunk, step);
+    case DType::kF64: return update_parameter<double>(chunk, step);
+    default: return 0;
+  }
+}
+
+Tally update(std::span<const Chunk> chunks, const Step& step) {
+  Tally tally;
+  for (size_t c = 0; c < chunks.size(); ++c) add(tally, update_chunk(chunks[c], step), c);
+  return tally;
+}
+
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) {
+  if (parameter_dtype == average_dtype) {
+    with_dtype(parameter_dtype, [&]<class P>() {
+      swap_words(static_cast<uint16_t*>(parameter), static_cast<uint16_t*>(average), static_cast<size_t>(count) * (sizeof(P) / 2));
+    });
+  } else if (swaps_in_place(parameter_dtype, average_dtype)) {
+    exchange_all(static_cast<uint16_t*>(parameter), static_cast<uint32_t*>(average), static_cast<size_t>(count), direction);
+  }
+}
+
+void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) {
+  with_dtype(from_dtype, [&]<class From>() {
+    with_dtype(to_dtype, [&]<class To>() {
+      if constexpr (std::is_same_v<From, To>) {
+        if (count > 0) std::memmove(to, from, static_cast<size_t>(count) * sizeof(To));
+      } else {
+        cast_all(static_cast<const From*>(from), static_cast<To*>(to), static_cast<size_t>(count));
+      }
+    });
+  });
+}
+
+const char* target() { return hwy::TargetName(HWY_TARGET); }
+
+#else
+
+Tally update(std::span<const Chunk> chunks, const Step& step) { return reference::update(chunks, step); }
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) {
+  reference::swap(parameter, parameter_dtype, average, average_dtype, count, direction);
+}
+void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) { reference::cast(from, from_dtype, to, to_dtype, count); }
+const char* target() { return "reference"; }
+
+#endif
+
+}  // namespace shardow::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace shardow::kernels {
+
+HWY_EXPORT(update);
+HWY_EXPORT(swap);
+HWY_EXPORT(cast);
+HWY_EXPORT(target);
+
+Tally cpu::update(std::span<const Chunk> chunks, const Step& step) noexcept { return HWY_DYNAMIC_DISPATCH(update)(chunks, step); }
+
+void cpu::swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) noexcept {
+  HWY_DYNAMIC_DISPATCH(swap)(parameter, parameter_dtype, average, average_dtype, count, direction);
+}
+
+void cpu::cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) noexcept {
+  HWY_DYNAMIC_DISPATCH(cast)(from, from_dtype, to, to_dtype, count);
+}
+
+const char* cpu::target() noexcept { return HWY_DYNAMIC_DISPATCH(target)(); }
+
+}  // namespace shardow::kernels
+#endif  // HWY_ONCE

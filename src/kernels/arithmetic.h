@@ -40,7 +40,7 @@ struct Rule {
   T decay;
 };
 
-constexpr bool draws(Op op) { return op == Op::kStochastic || op == Op::kIntegerStep; }
+SHARDOW_HD constexpr bool draws(Op op) { return op == Op::kStochastic || op == Op::kIntegerStep; }
 
 template <class S>
 SHARDOW_HD Rule<Computing<S>> resolve(const Step::One& one) {
@@ -114,24 +114,43 @@ SHARDOW_HD float stochastic_lerp(float weight, float p, float e, uint32_t noise)
   return e + fused(weight, difference, shift);
 }
 
-/// The new average. `noise` is read only where draws(rule.op).
+/// The new average under an operation known at compile time. `noise` is read only where draws(kOp).
+template <Op kOp, class S, class T = Computing<S>>
+SHARDOW_HD S next_as(T w, T decay, T p, S average, uint32_t noise) {
+  if constexpr (kOp == Op::kCopy) {
+    return convert<S>(p);
+  } else if constexpr (is_16_bit<S>) {
+    return integer_step<S>(w, p, to_float(average), noise);
+  } else if constexpr (kOp == Op::kLerpFromParameter) {
+    return canonical(fused(w, p - average, p));
+  } else if constexpr (kOp == Op::kMulAdd) {
+    return canonical(fused(p, w, average * decay));
+  } else if constexpr (kOp == Op::kTwoProducts) {
+    return canonical(average * decay + p * w);
+  } else if constexpr (kOp == Op::kStochastic && std::is_same_v<S, float>) {
+    return canonical(stochastic_lerp(w, p, average, noise));
+  } else {
+    return canonical(fused(w, p - average, average));
+  }
+}
+
+/// Calls visit.template operator()<op>() with the operation as a constant: one switch, outside of any loop over elements.
+template <class Visit>
+SHARDOW_HD auto with_op(Op op, Visit&& visit) {
+  switch (op) {
+    case Op::kCopy: return visit.template operator()<Op::kCopy>();
+    case Op::kLerpFromParameter: return visit.template operator()<Op::kLerpFromParameter>();
+    case Op::kMulAdd: return visit.template operator()<Op::kMulAdd>();
+    case Op::kTwoProducts: return visit.template operator()<Op::kTwoProducts>();
+    case Op::kStochastic: return visit.template operator()<Op::kStochastic>();
+    case Op::kIntegerStep: return visit.template operator()<Op::kIntegerStep>();
+    default: return visit.template operator()<Op::kLerp>();
+  }
+}
+
 template <class S, class T = Computing<S>>
 SHARDOW_HD S next(const Rule<T>& rule, T p, S average, uint32_t noise) {
-  if (rule.op == Op::kCopy) return convert<S>(p);
-  if constexpr (is_16_bit<S>) {
-    return integer_step<S>(rule.weight, p, to_float(average), noise);
-  } else {
-    const T w = rule.weight, e = average;
-    switch (rule.op) {
-      case Op::kLerpFromParameter: return canonical(fused(w, p - e, p));
-      case Op::kMulAdd: return canonical(fused(p, w, e * rule.decay));
-      case Op::kTwoProducts: return canonical(e * rule.decay + p * w);
-      case Op::kStochastic:
-        if constexpr (std::is_same_v<S, float>) return canonical(stochastic_lerp(w, p, e, noise));
-        [[fallthrough]];
-      default: return canonical(fused(w, p - e, e));
-    }
-  }
+  return with_op(rule.op, [&]<Op kOp>() { return next_as<kOp, S>(rule.weight, rule.decay, p, average, noise); });
 }
 
 }  // namespace shardow::kernels

@@ -1,0 +1,118 @@
+"""Small models with awkward sizes, every way to share them among ranks, and a way to look at the whole weights that is not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+INPUTS = 6
+
+
+def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """Rows 7, 5, 1 and 4: uneven on 2 to 4 ranks, and empty on some."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(INPUTS, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 1), nn.Linear(1, 4), nn.BatchNorm1d(4)
+    )
+    return model.to(dtype)
+
+
+def make_even(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """Sizes that tensor parallelism divides."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4)).to(dtype)
+
+
+def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Sequential, int], nn.Module]:
+    def apply(model: nn.Sequential, world: int) -> nn.Module:
+        options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy}
+        if strategy is ShardingStrategy.HYBRID_SHARD:
+            options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
+        model[0] = FullyShardedDataParallel(model[0], **options)
+        model[3] = FullyShardedDataParallel(model[3], **options)
+        return FullyShardedDataParallel(model, **options)
+
+    return apply
+
+
+def _fsdp2(model: nn.Sequential, world: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[3], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _hsdp(model: nn.Sequential, world: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _tp_fsdp2(model: nn.Sequential, world: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def _wrapped(model: nn.Sequential, world: int) -> nn.Module:
+    """What a name goes through in practice: checkpoint wrappers, FSDP2, torch.compile (not run: its wrapper renames)."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model[0] = checkpoint_wrapper(model[0])
+    model[3] = checkpoint_wrapper(model[3])
+    _fsdp2(model, world)
+    return torch.compile(model, backend="eager")
+
+
+PARALLEL: dict[str, Callable[[nn.Sequential, int], nn.Module]] = {
+    "plain": lambda model, world: model,
+    "ddp": lambda model, world: DistributedDataParallel(model),
+    "fsdp1": _fsdp1(ShardingStrategy.FULL_SHARD, True),
+    "fsdp1-flat": _fsdp1(ShardingStrategy.FULL_SHARD, False),
+    "fsdp1-grad-op": _fsdp1(ShardingStrategy.SHARD_GRAD_OP, True),
+    "fsdp1-no-shard": _fsdp1(ShardingStrategy.NO_SHARD, True),
+    "fsdp1-hybrid": _fsdp1(ShardingStrategy.HYBRID_SHARD, True),
+    "fsdp2": _fsdp2,
+    "hsdp": _hsdp,
+    "tp+fsdp2": _tp_fsdp2,
+    "wrapped": _wrapped,
+}
+
+_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def build(kind: str, world: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    model = make_even(dtype, seed) if kind == "tp+fsdp2" else make(dtype, seed)
+    return PARALLEL[kind](model, world)
+
+
+def plain_twin(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return make_even(dtype) if kind == "tp+fsdp2" else make(dtype)
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Fresh full tensors by clean name, through torch's own gathering. Collective; leaves FSDP2 resharded."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {_clean(name): p.detach().clone() for name, p in model.named_parameters()}
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    return {_clean(name): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in model.named_parameters()}
+
+
+def _clean(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name.removeprefix("module.")
+
+
+def batch(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(8, INPUTS, generator=generator).to(dtype)

@@ -1,0 +1,124 @@
+"""Real ranks for tests: processes with gloo, kept from case to case, since importing torch costs more than most cases.
+
+``run(world, fn, *args)`` calls ``fn(*args)`` on ranks 0 .. world - 1 at once, each in a process group of that size, and returns their results by rank. A rank's exception is raised here with its
+traceback. Nothing hangs: at the timeout, and after any failure, all processes are killed and fresh ones made for the next case.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import itertools
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("spawn")
+_case = itertools.count()
+
+
+class RankError(AssertionError):
+    """What failed on which rank."""
+
+
+class _Worker:
+    def __init__(self, port: int) -> None:
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, port), daemon=True)
+        self.process.start()
+        theirs.close()
+
+
+class Pool:
+    """The processes, and the store that they meet in, which outlives every rank as a launcher's does."""
+
+    def __init__(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: list[_Worker] = []
+
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
+        """``may_die``: a rank that ends without an answer gives None, and so does one that is still busy when all others have answered."""
+        while len(self._workers) < world:
+            self._workers.append(_Worker(self._store.port))
+        workers = self._workers[:world]
+        name = f"case{next(_case)}"
+        for rank, worker in enumerate(workers):
+            worker.pipe.send((name, rank, world, fn, args))
+        try:
+            answers = _collect(workers, timeout, may_die)
+        except BaseException:
+            self.stop()
+            raise
+        if may_die:
+            self.stop()
+        return answers
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+        self._workers = []
+
+
+def _collect(workers: list[_Worker], timeout: float, may_die: bool) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    pending: dict[Connection, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    answers: list[Any] = [None] * len(workers)
+    failed: list[str] = []
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()) if not failed else 5.0)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = pending.pop(pipe)  # type: ignore[arg-type, index]
+            try:
+                fine, answer = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                fine, answer = may_die, None if may_die else "the process died"
+            answers[rank] = answer
+            if not fine:
+                failed.append(f"rank {rank}: {answer}")
+    if failed:
+        raise RankError("\n".join(failed))
+    if pending and not may_die:
+        raise RankError(f"rank(s) {sorted(pending.values())} had no answer after {timeout} s")
+    return answers
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "2"
+    torch.set_num_threads(1)
+    while True:
+        try:
+            name, rank, world, fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world)
+            answer = (True, fn(*args))
+            gc.collect()
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+_pool: Pool | None = None
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
+    global _pool
+    if _pool is None:
+        _pool = Pool()
+        atexit.register(_pool.stop)
+    return _pool.run(world, fn, *args, timeout=timeout, may_die=may_die)

@@ -1,0 +1,293 @@
+// The host's side of the CUDA kernels: tables in device memory, one launch per update, errors.
+//
+// How a step reaches the kernel: an update() outside of a capture passes it by value, so there is nothing to copy and nothing to wait for. A captured update()
+// passes the address of a step in device memory besides; set_step() writes that one through pinned memory, in stream order: after every earlier replay, before
+// every later one. Pinned slots are used in turn, so that the host waits only when it is kSlots replays ahead.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda.h"
+#include "kernels/cuda_move.cuh"
+#include "kernels/cuda_update.cuh"
+#include "kernels/row.h"
+#include "shardow/error.h"
+
+namespace shardow::kernels::cuda {
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // an error that is not sticky must not be reported twice
+  throw Error(Code::kInternal, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
+}
+
+void require_device() {
+  if (!available()) throw Error(Code::kUnsupported, why_not());
+}
+
+/// Makes a device current, and the previous one on the way out.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int index) {
+    require_device();
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    check(cudaSetDevice(index), "cudaSetDevice");
+  }
+  ~DeviceGuard() { static_cast<void>(cudaSetDevice(previous_)); }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+};
+
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(size_t count) {
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
+    data_ = static_cast<T*>(memory);
+  }
+  ~DeviceArray() { static_cast<void>(cudaFree(data_)); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  T* get() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+template <class T>
+class PinnedArray {
+ public:
+  explicit PinnedArray(size_t count) {
+    void* memory = nullptr;
+    check(cudaMallocHost(&memory, count * sizeof(T)), "cudaMallocHost");
+    data_ = static_cast<T*>(memory);
+  }
+  ~PinnedArray() { static_cast<void>(cudaFreeHost(data_)); }
+  PinnedArray(const PinnedArray&) = delete;
+  PinnedArray& operator=(const PinnedArray&) = delete;
+  T* get() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+class Event {
+ public:
+  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate"); }
+  ~Event() { static_cast<void>(cudaEventDestroy(event_)); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
+  void wait() { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+/// Elements per tile: enough tiles to give every warp of the device one, but none so small that its preparation shows.
+uint32_t tile_elements(std::span<const Chunk> chunks, int multiprocessors) {
+  constexpr int64_t kLeast = 2 * kGroup, kMost = 16 * kGroup, kWarpsEach = 32;
+  int64_t total = 0;
+  for (const Chunk& chunk : chunks) total += chunk.count;
+  const int64_t share = total / (multiprocessors * kWarpsEach) / kLeast * kLeast;
+  return static_cast<uint32_t>(std::clamp(share, kLeast, kMost));
+}
+
+std::vector<Tile> make_tiles(std::span<const Chunk> chunks, uint32_t elements) {
+  std::vector<Tile> tiles;
+  for (size_t c = 0; c < chunks.size(); ++c) {
+    for (int64_t begin = 0; begin < chunks[c].count; begin += elements) {
+      tiles.push_back({static_cast<uint32_t>(c), static_cast<uint32_t>(std::min<int64_t>(elements, chunks[c].count - begin)), begin});
+    }
+  }
+  return tiles;
+}
+
+using Kernel = void (*)(Work, Step, const Step*);
+
+/// The kernel for a table: of one pair of dtypes where all chunks share it.
+Kernel kernel_for(std::span<const Chunk> chunks) {
+  Kernel kernel = update_kernel<Mixed, Mixed>;
+  const auto differs = [&](const Chunk& chunk) {
+    return chunk.parameter_dtype != chunks[0].parameter_dtype || chunk.average_dtype != chunks[0].average_dtype;
+  };
+  if (chunks.empty() || std::any_of(chunks.begin(), chunks.end(), differs)) return kernel;
+  const DType parameter = chunks[0].parameter_dtype, average = chunks[0].average_dtype;
+  if (average == DType::kF32 && parameter == DType::kF32) kernel = update_kernel<float, float>;
+  if (average == DType::kF32 && parameter == DType::kBF16) kernel = update_kernel<BF16, float>;
+  if (average == DType::kF32 && parameter == DType::kF16) kernel = update_kernel<F16, float>;
+  return kernel;
+}
+
+int multiprocessors(int device) {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
+
+class TableImpl final : public Table {
+ public:
+  TableImpl(std::span<const Chunk> chunks, Device device)
+      : TableImpl(chunks, make_tiles(chunks, tile_elements(chunks, multiprocessors(device.index))), device) {}
+
+  ~TableImpl() override { static_cast<void>(cudaSetDevice(device_.index)); }  // members free their memory on it
+
+  void update(const Step& step) override {
+    if (num_tiles_ == 0) return;
+    const DeviceGuard guard(device_.index);
+    const Work work{chunks_.get(), tiles_.get(), num_tiles_, tally_.get()};
+    const unsigned blocks = (num_tiles_ + kWarps - 1) / kWarps;
+    kernel_<<<blocks, kThreads, 0, stream()>>>(work, step, capturing() ? step_.get() : nullptr);
+    check(cudaGetLastError(), "launch of update");
+  }
+
+  void set_step(const Step& step) override {
+    const DeviceGuard guard(device_.index);
+    if (capturing()) throw Error(Code::kInvalidArgument, "set_step() belongs before a replay, not into the capture: it would be replayed with it");
+    const size_t slot = next_slot_++ % kSlots;
+    written_[slot].wait();
+    std::memcpy(pinned_.get() + slot, &step, sizeof(Step));
+    check(cudaMemcpyAsync(step_.get(), pinned_.get() + slot, sizeof(Step), cudaMemcpyHostToDevice, stream()), "copy of the step");
+    written_[slot].record(stream());
+  }
+
+  Tally read_tally() override {
+    const DeviceGuard guard(device_.index);
+    check(cudaMemcpyAsync(read_.get(), tally_.get(), sizeof(DeviceTally), cudaMemcpyDeviceToHost, stream()), "copy of the tally");
+    check(cudaMemsetAsync(tally_.get(), 0, sizeof(DeviceTally), stream()), "reset of the tally");
+    check(cudaStreamSynchronize(stream()), "update");
+    const DeviceTally& read = *read_.get();
+    return {static_cast<int64_t>(read.non_finite), read.non_finite > 0 ? static_cast<int64_t>(0xffffffffu - read.last_chunk) : -1};
+  }
+
+  void set_stream(void* stream) override { device_.stream = stream; }
+
+ private:
+  static constexpr size_t kSlots = 16;
+
+  TableImpl(std::span<const Chunk> chunks, const std::vector<Tile>& tiles, Device device)
+      : device_(device),
+        kernel_(kernel_for(chunks)),
+        num_tiles_(static_cast<uint32_t>(tiles.size())),
+        chunks_(chunks.size()),
+        tiles_(tiles.size()),
+        tally_(1),
+        step_(1),
+        pinned_(kSlots),
+        read_(1),
+        written_(kSlots) {
+    if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
+    check(cudaMemcpy(chunks_.get(), chunks.data(), chunks.size_bytes(), cudaMemcpyHostToDevice), "copy of the chunks");
+    check(cudaMemcpy(tiles_.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice), "copy of the tiles");
+    check(cudaMemset(tally_.get(), 0, sizeof(DeviceTally)), "reset of the tally");
+    check(cudaMemset(step_.get(), 0, sizeof(Step)), "reset of the step");
+    check(cudaDeviceSynchronize(), "upload");  // before anything on a stream that does not wait for the default one
+  }
+
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(device_.stream); }
+
+  bool capturing() const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (device_.stream != nullptr) check(cudaStreamIsCapturing(stream(), &status), "cudaStreamIsCapturing");  // the default stream can't be captured
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  Device device_;
+  Kernel kernel_;
+  uint32_t num_tiles_;
+  DeviceArray<Chunk> chunks_;
+  DeviceArray<Tile> tiles_;
+  DeviceArray<DeviceTally> tally_;
+  DeviceArray<Step> step_;
+  PinnedArray<Step> pinned_;
+  PinnedArray<DeviceTally> read_;
+  std::vector<Event> written_;
+  size_t next_slot_ = 0;
+};
+
+/// Enough threads to fill any device; the kernels stride over the rest.
+unsigned blocks_for(int64_t count) {
+  return static_cast<unsigned>(std::clamp<int64_t>((count + kThreads * kPerLane - 1) / (kThreads * kPerLane), 1, 4096));
+}
+
+/// Empty where a device answers.
+std::string reason() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess && count > 0) return {};
+  static_cast<void>(cudaGetLastError());
+  return std::string("no CUDA device answers: ") + (status == cudaSuccess ? "none is installed" : cudaGetErrorString(status));
+}
+
+const std::string& cached_reason() {
+  static const std::string text = reason();
+  return text;
+}
+
+}  // namespace
+
+bool built() noexcept { return true; }
+bool available() noexcept { return cached_reason().empty(); }
+const char* why_not() noexcept { return cached_reason().c_str(); }
+
+std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
+  const DeviceGuard guard(device.index);
+  return std::make_unique<TableImpl>(chunks, device);
+}
+
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction, Device device) {
+  const DeviceGuard guard(device.index);
+  if (count == 0) return;
+  const auto stream = static_cast<cudaStream_t>(device.stream);
+  auto* const a = static_cast<uint16_t*>(parameter);
+  if (parameter_dtype == average_dtype) {
+    with_dtype(parameter_dtype, [&]<class P>() {
+      const int64_t words = count * static_cast<int64_t>(sizeof(P) / 2);
+      swap_kernel<<<blocks_for(words), kThreads, 0, stream>>>(a, static_cast<uint16_t*>(average), words);
+    });
+  } else if (swaps_in_place(parameter_dtype, average_dtype)) {
+    exchange_kernel<<<blocks_for(count), kThreads, 0, stream>>>(a, static_cast<uint32_t*>(average), count, direction);
+  }
+  check(cudaGetLastError(), "launch of swap");
+}
+
+void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device) {
+  const DeviceGuard guard(device.index);
+  if (count == 0) return;
+  const auto stream = static_cast<cudaStream_t>(device.stream);
+  with_dtype(from_dtype, [&]<class From>() {
+    with_dtype(to_dtype, [&]<class To>() {
+      if constexpr (std::is_same_v<From, To>) {
+        check(cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(To), cudaMemcpyDeviceToDevice, stream), "copy");
+      } else {
+        cast_kernel<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const From*>(from), static_cast<To*>(to), count);
+      }
+    });
+  });
+  check(cudaGetLastError(), "launch of cast");
+}
+
+void* allocate(size_t bytes, int index) {
+  const DeviceGuard guard(index);
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, bytes), "cudaMalloc");
+  return memory;
+}
+
+void release(void* memory, int index) noexcept {
+  int previous = 0;
+  static_cast<void>(cudaGetDevice(&previous));
+  static_cast<void>(cudaSetDevice(index));
+  static_cast<void>(cudaFree(memory));
+  static_cast<void>(cudaSetDevice(previous));
+}
+
+}  // namespace shardow::kernels::cuda

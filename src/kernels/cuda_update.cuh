@@ -1,0 +1,191 @@
+// update() on the device. The unit of work is a tile: a stretch of one chunk, handled by one warp. Tiles of any chunks share a block, so thousands of tiny
+// tensors fill the machine as well as one large one, and everything that differs between chunks (dtypes, pointers, noise keys) is uniform in a warp.
+//
+//   1. The warp reads its tile and chunk, and its first lanes resolve the rules and draw the keys into shared memory.
+//   2. Groups of 256 elements, eight per lane: the parameters are loaded and converted once; then per average one switch. The next average is on its way
+//      while one is computed, so that a lane always has 32 bytes or more of averages in flight, a multiprocessor 64 KB.
+//   3. What is left, less than a group, element by element.
+#pragma once
+
+#include "kernels/arithmetic.h"
+#include "kernels/cuda_access.cuh"
+
+namespace shardow::kernels::cuda {
+
+inline constexpr int kThreads = 256, kWarps = kThreads / kLanes, kBlocks = 4;  // blocks per multiprocessor: 64 registers a thread
+
+struct Tile {
+  uint32_t chunk, count;
+  int64_t begin;
+};
+
+/// In device memory. `last_chunk` is 2^32 - 1 - (index of the first chunk with a value that is not finite), so that zero means none.
+struct DeviceTally {
+  unsigned long long non_finite;
+  unsigned int last_chunk;
+};
+
+/// What update_kernel reads and writes; all of it in device memory.
+struct Work {
+  const Chunk* chunks;
+  const Tile* tiles;
+  uint32_t num_tiles;
+  DeviceTally* tally;
+};
+
+/// One warp's tile, made ready; in shared memory.
+struct Prepared {
+  const void* parameter;
+  void* averages[kMaxAverages];
+  double weights[kMaxAverages], decays[kMaxAverages];  // values of the computing type
+  NoiseKey keys[kMaxAverages];
+  Op ops[kMaxAverages];
+};
+
+template <class P, class S>
+struct Body {
+  using T = Computing<S>;
+
+  const Prepared& tile;
+  int64_t count;
+  uint32_t low;  ///< of the global index of the tile's first element
+  int num_averages;
+  bool hold;
+  Access access;
+
+  __device__ S* average(int k) const { return static_cast<S*>(tile.averages[k]); }
+
+  /// The whole group from element `begin` on. Returns how many parameters of this lane were not finite.
+  __device__ int group(int64_t begin) const {
+    P raw[kPerLane];
+    S e[kPerLane], following[kPerLane];
+    access.load(static_cast<const P*>(tile.parameter) + begin, raw);
+    access.load(average(0) + begin, e);
+    T p[kPerLane];
+    uint32_t held = 0;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      p[j] = convert<T>(raw[j]);
+      if (!is_finite(p[j])) held |= 1u << j;
+    }
+    const int non_finite = __popc(held);
+    if (!hold) held = 0;
+#pragma unroll 1
+    for (int k = 0; k < num_averages; ++k) {
+      if (k + 1 < num_averages) access.load(average(k + 1) + begin, following);
+      with_op(tile.ops[k], [&]<Op kOp>() { next_all<kOp>(k, low + static_cast<uint32_t>(begin + access.first), p, held, e); });
+      access.store(average(k) + begin, e);
+      memcpy(e, following, sizeof(e));
+    }
+    return non_finite;
+  }
+
+  template <Op kOp>
+  __device__ void next_all(int k, uint32_t index, const T (&p)[kPerLane], uint32_t held, S (&e)[kPerLane]) const {
+    const T weight = static_cast<T>(tile.weights[k]), decay = static_cast<T>(tile.decays[k]);
+    const NoiseKey key = tile.keys[k];
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const uint32_t noise = draws(kOp) ? noise_bits(key, index + static_cast<uint32_t>(j * access.stride)) : 0;
+      const S value = next_as<kOp, S>(weight, decay, p[j], e[j], noise);
+      if (!(held >> j & 1)) e[j] = value;
+    }
+  }
+
+  __device__ int element(int64_t i) const {
+    const T p = convert<T>(static_cast<const P*>(tile.parameter)[i]);
+    const bool finite = is_finite(p);
+    if (!finite && hold) return 1;
+#pragma unroll 1
+    for (int k = 0; k < num_averages; ++k) {
+      S& e = average(k)[i];
+      const Rule<T> rule{tile.ops[k], static_cast<T>(tile.weights[k]), static_cast<T>(tile.decays[k])};
+      e = next<S>(rule, p, e, draws(rule.op) ? noise_bits(tile.keys[k], low + static_cast<uint32_t>(i)) : 0);
+    }
+    return finite ? 0 : 1;
+  }
+
+  __device__ int run(int lane) const {
+    int non_finite = 0;
+    int64_t i = 0;
+#pragma unroll 1
+    for (; i + kGroup <= count; i += kGroup) non_finite += group(i);
+#pragma unroll 1
+    for (i += lane; i < count; i += kLanes) non_finite += element(i);
+    return non_finite;
+  }
+};
+
+/// Fills the warp's Prepared, lane k for average k. Returns whether all pointers allow 16-byte accesses.
+template <class P, class S>
+__device__ bool prepare(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& out) {
+  bool good = true;
+  if (lane == 0) {
+    out.parameter = static_cast<const P*>(chunk.parameter) + tile.begin;
+    good = aligned(out.parameter);
+  }
+  if (lane < step.num_averages) {
+    const Rule<Computing<S>> rule = resolve<S>(step.averages.data()[lane]);
+    void* const average = static_cast<S*>(chunk.averages.data()[lane]) + tile.begin;
+    out.averages[lane] = average;
+    out.ops[lane] = rule.op;
+    out.weights[lane] = static_cast<double>(rule.weight);
+    out.decays[lane] = static_cast<double>(rule.decay);
+    out.keys[lane] = noise_key(step.seed, step.step, chunk.tensor, lane, static_cast<uint32_t>(chunk.global_begin >> 32));
+    good = good && aligned(average);
+  }
+  __syncwarp();
+  return __all_sync(0xffffffffu, good);
+}
+
+template <class P, class S>
+__device__ int update_tile(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
+  const bool contiguous = prepare<P, S>(chunk, tile, step, lane, prepared);
+  const uint32_t low = static_cast<uint32_t>(chunk.global_begin + tile.begin);
+  return Body<P, S>{prepared, tile.count, low, step.num_averages, step.hold, Access(contiguous, lane)}.run(lane);
+}
+
+/// The storage types of a table whose chunks have different ones.
+struct Mixed {};
+
+template <class P>
+__device__ int update_mixed(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
+  switch (chunk.average_dtype) {
+    case DType::kF32: return update_tile<P, float>(chunk, tile, step, lane, prepared);
+    case DType::kBF16: return update_tile<P, BF16>(chunk, tile, step, lane, prepared);
+    case DType::kF16: return update_tile<P, F16>(chunk, tile, step, lane, prepared);
+    case DType::kF64: return update_tile<P, double>(chunk, tile, step, lane, prepared);
+    default: return 0;
+  }
+}
+
+template <>
+__device__ int update_tile<Mixed, Mixed>(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
+  switch (chunk.parameter_dtype) {
+    case DType::kF32: return update_mixed<float>(chunk, tile, step, lane, prepared);
+    case DType::kBF16: return update_mixed<BF16>(chunk, tile, step, lane, prepared);
+    case DType::kF16: return update_mixed<F16>(chunk, tile, step, lane, prepared);
+    case DType::kF64: return update_mixed<double>(chunk, tile, step, lane, prepared);
+    default: return 0;
+  }
+}
+
+/// `latest` (device memory) replaces `step` where it has been set: a captured graph replays with it.
+template <class P, class S>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Step* latest) {
+  __shared__ Prepared prepared[kWarps];
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
+  const uint64_t index = uint64_t{blockIdx.x} * kWarps + static_cast<uint64_t>(warp);
+  if (index >= work.num_tiles) return;
+  const Tile tile = work.tiles[index];
+  const Step& used = latest != nullptr && latest->num_averages > 0 ? *latest : step;
+  const int mine = update_tile<P, S>(work.chunks[tile.chunk], tile, used, lane, prepared[warp]);
+  const unsigned non_finite = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(mine));
+  if (lane == 0 && non_finite > 0) {
+    atomicAdd(&work.tally->non_finite, static_cast<unsigned long long>(non_finite));
+    atomicMax(&work.tally->last_chunk, 0xffffffffu - tile.chunk);
+  }
+}
+
+}  // namespace shardow::kernels::cuda

@@ -14,6 +14,8 @@ if(NOT SHARDOW_CUDA STREQUAL "OFF")
     endif()
     enable_language(CUDA)
     set(CMAKE_CUDA_STANDARD 20)
+    # --fmad=false: the device rounds where the host rounds; every fused multiply-add is written out.
+    string(APPEND CMAKE_CUDA_FLAGS " --fmad=false --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra,-ffp-contract=off,-fvisibility=hidden")
     find_package(CUDAToolkit REQUIRED)
     set(SHARDOW_HAVE_CUDA ON)
   elseif(SHARDOW_CUDA STREQUAL "ON")

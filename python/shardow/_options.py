@@ -51,7 +51,6 @@ class Options:
     start_step: int
     seed: int
     threads: int
-    timeout: float | None
 
     def engine(self) -> _core.AverageOptions:
         return _core.AverageOptions(
@@ -83,7 +82,6 @@ def make_options(
     seed: int,
     threads: int,
     overlap: bool,
-    timeout: float | timedelta | None,
 ) -> Options:
     if overlap:
         raise unsupported("overlap=True (averaging in the background) is not built yet; leave it out")
@@ -96,10 +94,6 @@ def make_options(
         )
     if not callable(params):
         one_of("params", params, ("trainable", "all"))
-    if timeout is not None:
-        timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        if not timeout > 0:
-            raise invalid(f"timeout={timeout} s; it must be more than 0")
     return Options(
         schedules=as_schedules(decay),
         dtype=dtype,
@@ -114,8 +108,17 @@ def make_options(
         start_step=whole("start_step", start_step, 0),
         seed=whole("seed", seed, 0),
         threads=whole("threads", threads, 0),
-        timeout=timeout,
     )
+
+
+def seconds(timeout: float | timedelta | None) -> float | None:
+    """A deadline as seconds; None: the process group's own."""
+    if timeout is None:
+        return None
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not value > 0:
+        raise invalid(f"timeout={timeout}; it must be more than 0 seconds")
+    return value
 
 
 def whole(name: str, value: Any, least: int) -> int:

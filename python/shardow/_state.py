@@ -109,7 +109,7 @@ def current_decays(engine_state: str) -> list[float]:
     for numbers in state["schedules"]:
         schedule = _core.Schedule.from_json(json.dumps(numbers))
         try:
-            decay, _ = schedule.factors(state["step"] + 1, state["updates"], 1, state["applied_samples"] + 1, 1.0)
+            decay, _ = schedule.factors(max(state["step"] + 1 - state["start_step"], 1), state["updates"], 1, state["applied_samples"] + 1, 1.0)
         except ValueError:
             decay = math.nan
         decays.append(decay)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import _core, _errors
-from shardow.torch.store_group import StoreGroup
+from shardow.torch.store_group import store_group
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ class Team:
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> None:
         self.process_group = process_group
-        self.group: _core.Group = _core.solo() if process_group is None else StoreGroup(process_group)
+        self.group: _core.Group = _core.solo() if process_group is None else store_group(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.timeout = timeout if timeout is not None else _default_timeout(process_group)

@@ -16,7 +16,7 @@ from torch import nn
 from shardow import _core, _errors, _files, _gather, _replicas, _state, _tracked
 from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
-from shardow._options import Params, invalid, make_options
+from shardow._options import Options, Params, invalid, make_options, seconds
 from shardow._team import Team
 from shardow.torch.find import find
 from shardow.torch.local import LocalTensor
@@ -79,34 +79,35 @@ class EMA:
         timeout: float | timedelta | None = None,
         **unknown: Any,
     ) -> None:
-        _refuse(unknown)
-        options = make_options(
-            decay=decay, dtype=dtype, device=device, replicas=replicas, params=params, buffers=buffers, rule=rule, stochastic=stochastic,
-            nonfinite=nonfinite, update_every=update_every, start_step=start_step, seed=seed, threads=threads, overlap=overlap, timeout=timeout,
-        )  # fmt: skip
-        self._options = options
-        self._keys = keys_of(options.schedules)
         self._view = find(model, group=group)
-        self._team = Team(self._view.process_group, options.timeout)
-        self._average, self._tracked = self._team.agree("EMA(...)", lambda: self._build(source))
+        self._team = Team(self._view.process_group, seconds(timeout))
+
+        def build() -> tuple[Options, list[str], list[_tracked.Tracked], _core.Average]:
+            _refuse(unknown)
+            options = make_options(
+                decay=decay, dtype=dtype, device=device, replicas=replicas, params=params, buffers=buffers, rule=rule, stochastic=stochastic,
+                nonfinite=nonfinite, update_every=update_every, start_step=start_step, seed=seed, threads=threads, overlap=overlap,
+            )  # fmt: skip
+            return options, keys_of(options.schedules), *self._build(options, source)
+
+        self._options, self._keys, self._tracked, self._average = self._team.agree("EMA(...)", build)
         self._team.same("EMA(...)", self._facts())
         self._attached = 0
         self._in: int | None = None  # which average is swapped in
         self._warned = False
 
-    def _build(self, source: Mapping[str, torch.Tensor] | None) -> tuple[_core.Average, list[_tracked.Tracked]]:
+    def _build(self, options: Options, source: Mapping[str, torch.Tensor] | None) -> tuple[list[_tracked.Tracked], _core.Average]:
         self._view.reshard()
-        tracked = _tracked.track(self._chosen(), self._options, source)
-        averages = [_tracked.average_views(tracked, k) for k in range(len(self._keys))]
-        return _core.Average(_tracked.source_views(tracked), averages, self._options.engine()), tracked
+        tracked = _tracked.track(self._chosen(options), options, source)
+        averages = [_tracked.average_views(tracked, k) for k in range(len(options.schedules))]
+        return tracked, _core.Average(_tracked.source_views(tracked), averages, options.engine())
 
-    def _chosen(self) -> list[LocalTensor]:
+    def _chosen(self, options: Options) -> list[LocalTensor]:
         """Parameters, and buffers where they are averaged, in the model's order."""
-        wanted = self._options.params
-        chosen = [one for one in self._view.parameters if _wants(wanted, one)]
+        chosen = [one for one in self._view.parameters if _wants(options.params, one)]
         if not chosen:
-            raise invalid(f"no parameter is averaged: params={wanted!r} chose none of {len(self._view.parameters)}")
-        if self._options.buffers == "average":
+            raise invalid(f"no parameter is averaged: params={options.params!r} chose none of {len(self._view.parameters)}")
+        if options.buffers == "average":
             chosen += [one for one in self._view.buffers if one.tensor.is_floating_point()]
         return chosen
 

@@ -1,9 +1,145 @@
+"""Schedules: how much of the old average survives each update. Every function returns a Schedule, a value that is saved with the averages.
+
+n is the optimizer step since averaging began, 1 at the first update; d the decay of that update. Where an average is made only every k-th step, the decays of the k steps are multiplied.
+"""
+
 from __future__ import annotations
-from shardow import _core
-def half_life(steps): return _core.Schedule.make("constant", {"decay": 0.5 ** (1/steps)})
-def as_schedules(decay):
-    import warnings
-    ds = decay if isinstance(decay, (list, tuple)) else [decay]
-    for d in ds:
-        if isinstance(d, float) and d < .5: warnings.warn("looks like a lerp weight")
-    return [d if isinstance(d, _core.Schedule) else _core.Schedule.make("constant", {"decay": d}) for d in ds]
+
+import math
+import warnings
+from collections.abc import Sequence
+
+from shardow import _errors
+from shardow._core import Schedule
+
+
+def constant(decay: float) -> Schedule:
+    """d = decay, in [0, 1]."""
+    return Schedule.make("constant", {"decay": decay})
+
+
+def half_life(steps: float) -> Schedule:
+    """The old average halves in ``steps`` optimizer steps: d = 2^(-1 / steps)."""
+    return Schedule.make("half_life", {"steps": steps})
+
+
+def half_life_in_samples(samples: float) -> Schedule:
+    """The old average halves in ``samples`` training samples; ``update(samples=)`` must tell how many have been seen. Independent of the batch size."""
+    return Schedule.make("half_life_in_samples", {"samples": samples})
+
+
+def half_life_fraction(fraction: float, max_steps: float = math.inf) -> Schedule:
+    """A half-life of min(max_steps, fraction * n) steps: EDM2's traditional EMA, with 0.09 there (Karras et al., arXiv 2312.02696)."""
+    numbers = {"fraction": fraction}
+    return Schedule.make("half_life_fraction", numbers if math.isinf(max_steps) else {**numbers, "max_steps": max_steps})
+
+
+def inverse_gamma(inv_gamma: float = 1.0, power: float = 1.0, min_decay: float = 0.0, max_decay: float = 1.0, start: int = 0) -> Schedule:
+    """k-diffusion's EMAWarmup (K. Crowson): m = max(0, n - 1 - start), d = 1 - (1 + m / inv_gamma)^-power, into [min_decay, max_decay].
+
+    power 2/3 reaches 0.999 at 31.6 thousand steps, 3/4 at 10 thousand; (1, 1) is the running mean.
+    """
+    return Schedule.make("inverse_gamma", {"inv_gamma": inv_gamma, "power": power, "min_decay": min_decay, "max_decay": max_decay, "start": start})
+
+
+def warmup(decay: float) -> Schedule:
+    """d = min(decay, (1 + n) / (10 + n)): torch-ema with use_num_updates, which counts before it uses."""
+    return Schedule.make("warmup", {"decay": decay})
+
+
+def tf_warmup(decay: float) -> Schedule:
+    """d = min(decay, n / (9 + n)): tf.train.ExponentialMovingAverage with num_updates = n - 1, a global step that is not yet increased."""
+    return Schedule.make("tf_warmup", {"decay": decay})
+
+
+def timm(
+    decay: float, min_decay: float = 0.0, update_after_step: int = 0, use_warmup: bool = False, gamma: float = 100.0, power: float = 2 / 3
+) -> Schedule:
+    """timm's ModelEmaV3.get_decay(n): m = n - update_after_step - 1; 0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay."""
+    numbers = {"decay": decay, "min_decay": min_decay, "update_after_step": update_after_step, "use_warmup": use_warmup, "gamma": gamma, "power": power}
+    return Schedule.make("timm", numbers)
+
+
+def dist_ema(
+    decay: float, warmup: bool = False, power: float = 2 / 3, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0
+) -> Schedule:
+    """DistEMA: m = max(0, n - 1 - update_after_step - 1), since it counts after it uses; max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)). The first two updates copy."""
+    numbers = {
+        "decay": decay, "warmup": warmup, "power": power, "min_decay": min_decay, "inv_gamma": inv_gamma, "update_after_step": update_after_step,
+    }  # fmt: skip
+    return Schedule.make("dist_ema", numbers)
+
+
+def diffusers(
+    decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0, use_ema_warmup: bool = False, inv_gamma: float = 1.0, power: float = 2 / 3
+) -> Schedule:
+    """diffusers' EMAModel.get_decay(n): m = n - update_after_step - 1; 0 for m <= 0; 1 - (1 + m / inv_gamma)^-power, or (1 + m) / (10 + m), into [min_decay, decay]."""
+    numbers = {
+        "decay": decay, "min_decay": min_decay, "update_after_step": update_after_step, "use_ema_warmup": use_ema_warmup, "inv_gamma": inv_gamma, "power": power,
+    }  # fmt: skip
+    return Schedule.make("diffusers", numbers)
+
+
+def ema_pytorch(beta: float = 0.9999, update_after_step: int = 100, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0) -> Schedule:
+    """ema-pytorch's get_current_decay() at its n-th update: m = n - update_after_step - 1; 0 for m <= 0, else 1 - (1 + m / inv_gamma)^-power in [min_value, beta].
+
+    The origin computes in float32; this is within one rounding of it.
+    """
+    numbers = {"beta": beta, "update_after_step": update_after_step, "inv_gamma": inv_gamma, "power": power, "min_value": min_value}
+    return Schedule.make("ema_pytorch", numbers)
+
+
+def linear(start: float, end: float, steps: int) -> Schedule:
+    """From ``start`` at step 1 in a straight line to ``end`` at step ``steps``, and there on."""
+    return Schedule.make("linear", {"from": start, "to": end, "steps": steps})
+
+
+def cosine(start: float, end: float, steps: int) -> Schedule:
+    """From ``start`` to ``end`` on half a cosine: end - (end - start) (cos(pi m) + 1) / 2 (BYOL, DINO)."""
+    return Schedule.make("cosine", {"from": start, "to": end, "steps": steps})
+
+
+def mean() -> Schedule:
+    """Equal weights, 1 / (updates + 1): SWA (torch.optim.swa_utils.get_swa_avg_fn). Counts updates, not steps."""
+    return Schedule.make("mean", {})
+
+
+def power(sigma_rel: float) -> Schedule:
+    """Power-function profile of relative width sigma_rel in (0, 0.28]: d = (1 - 1/n)^(gamma + 1) (EDM2, Karras et al., arXiv 2312.02696, eq. 121 ff.)."""
+    return Schedule.make("power", {"sigma_rel": sigma_rel})
+
+
+def debiased(decay: float) -> Schedule:
+    """Adam's debiased mean as one lerp: 1 - d_n = (1 - decay) / (1 - decay^n); the first update copies."""
+    return Schedule.make("debiased", {"decay": decay})
+
+
+def as_schedules(decay: float | Schedule | Sequence[float | Schedule]) -> list[Schedule]:
+    """One schedule or several, from numbers, schedules or a mixture of both.
+
+    Raises:
+        ValueError: a decay outside [0, 1], or no decay at all.
+        TypeError: something that is neither.
+    """
+    given = list(decay) if isinstance(decay, Sequence) and not isinstance(decay, str) else [decay]
+    if not 1 <= len(given) <= 8:
+        raise _errors.make("invalid_argument", f"{len(given)} decays; 1 to 8 averages are kept in one pass")
+    return [_as_schedule(one) for one in given]
+
+
+def _as_schedule(decay: object) -> Schedule:
+    if isinstance(decay, Schedule):
+        return decay
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)):
+        raise _errors.UnknownOptionError(f"decay={decay!r}; give a number in [0, 1] or a schedule of shardow.schedules")
+    if not 0 <= decay <= 1:
+        raise _errors.make("invalid_argument", f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999")
+    if decay < 0.5:
+        warnings.warn(f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose decay is {1 - decay}", stacklevel=7)
+    return constant(float(decay))
+
+
+__all__ = [
+    "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life", "half_life_fraction", "half_life_in_samples",
+    "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup",
+]  # fmt: skip

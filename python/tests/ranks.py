@@ -105,11 +105,15 @@ def _serve(pipe: Connection, port: int) -> None:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world)
             answer = (True, fn(*args))
-            gc.collect()
-            dist.barrier()
-            dist.destroy_process_group()
         except BaseException:
             answer = (False, traceback.format_exc())
+        gc.collect()
+        try:
+            dist.barrier()
+            dist.destroy_process_group()
+        except Exception:  # a peer has died or failed; this process is no use for another case
+            pipe.send(answer)
+            return
         pipe.send(answer)
 
 

@@ -155,7 +155,7 @@ kernels::Step Average::Impl::plan_step(int64_t step, double samples, Factors* fi
   planned.hold = options.non_finite != NonFinite::kPropagate;
   planned.seed = options.seed;
   planned.step = step;
-  const Progress progress{step, counters.updates, step - counters.applied_step, samples, samples - counters.applied_samples};
+  const Progress progress{std::max<int64_t>(step - options.start_step, 1), counters.updates, step - counters.applied_step, samples, samples - counters.applied_samples};
   for (size_t k = 0; k < options.schedules.size(); ++k) {
     if (step <= options.start_step) {
       planned.averages[k] = {Form::kCopy, 0, 1};

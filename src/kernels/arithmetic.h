@@ -94,13 +94,19 @@ SHARDOW_HD F16 round_stochastically_f16(float x, uint32_t draw) {
   return to_f16(float_of(sign | bits_of(rounded)));
 }
 
+/// A step up from the largest bfloat16 would leave float's range.
+SHARDOW_HD float clamped(float x) {
+  constexpr float kLargest = 0x1.fffffep127f;
+  return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x;
+}
+
 template <class S>
 SHARDOW_HD S integer_step(float weight, float p, float e, uint32_t noise) {
   const uint32_t binade = binade_bits<S>(e);
   const float ulp = float_of(binade) * Grid<S>::kUlpOfOne, difference = p - e;
   const float q = weight * (difference * float_of(Grid<S>::kInverse - binade));
   const float draw = static_cast<float>(odd_draw(noise)) * 0x1p-17f;
-  const float sum = q > -1.0f && q < 1.0f ? e + rintf(q + draw) * ulp : fused(weight, difference, e);
+  const float sum = q > -1.0f && q < 1.0f ? clamped(e + rintf(q + draw) * ulp) : fused(weight, difference, e);
   if constexpr (std::is_same_v<S, BF16>) {
     return round_stochastically_bf16(sum, second_draw(noise));
   } else {

@@ -113,18 +113,23 @@ std::vector<Tile> make_tiles(std::span<const Chunk> chunks, uint32_t elements) {
 
 using Kernel = void (*)(Work, Step, const Step*);
 
-/// The kernel for a table: of one pair of dtypes where all chunks share it.
+/// The kernel for a table: of one pair of dtypes for the common ones, else one that looks at each chunk.
 Kernel kernel_for(std::span<const Chunk> chunks) {
-  Kernel kernel = update_kernel<Mixed, Mixed>;
-  const auto differs = [&](const Chunk& chunk) {
-    return chunk.parameter_dtype != chunks[0].parameter_dtype || chunk.average_dtype != chunks[0].average_dtype;
+  const auto all = [&](auto&& property) {
+    return std::all_of(chunks.begin(), chunks.end(), [&](const Chunk& chunk) { return property(chunk) == property(chunks[0]); });
   };
-  if (chunks.empty() || std::any_of(chunks.begin(), chunks.end(), differs)) return kernel;
-  const DType parameter = chunks[0].parameter_dtype, average = chunks[0].average_dtype;
-  if (average == DType::kF32 && parameter == DType::kF32) kernel = update_kernel<float, float>;
-  if (average == DType::kF32 && parameter == DType::kBF16) kernel = update_kernel<BF16, float>;
-  if (average == DType::kF32 && parameter == DType::kF16) kernel = update_kernel<F16, float>;
-  return kernel;
+  if (chunks.empty() || !all([](const Chunk& chunk) { return chunk.average_dtype; })) return update_kernel<Mixed, Mixed>;
+  Kernel kernel = nullptr;
+  const bool one_pair = all([](const Chunk& chunk) { return chunk.parameter_dtype; });
+  with_dtype(chunks[0].average_dtype, [&]<class S>() {
+    kernel = update_kernel<Mixed, S>;
+    if constexpr (std::is_same_v<S, float>) {
+      if (one_pair && chunks[0].parameter_dtype == DType::kF32) kernel = update_kernel<float, S>;
+      if (one_pair && chunks[0].parameter_dtype == DType::kBF16) kernel = update_kernel<BF16, S>;
+      if (one_pair && chunks[0].parameter_dtype == DType::kF16) kernel = update_kernel<F16, S>;
+    }
+  });
+  return kernel != nullptr ? kernel : update_kernel<Mixed, Mixed>;
 }
 
 int multiprocessors(int device) {
@@ -141,7 +146,7 @@ class TableImpl final : public Table {
   ~TableImpl() override { static_cast<void>(cudaSetDevice(device_.index)); }  // members free their memory on it
 
   void update(const Step& step) override {
-    if (num_tiles_ == 0) return;
+    if (num_tiles_ == 0 || step.num_averages == 0) return;
     const DeviceGuard guard(device_.index);
     const Work work{chunks_.get(), tiles_.get(), num_tiles_, tally_.get()};
     const unsigned blocks = (num_tiles_ + kWarps - 1) / kWarps;

@@ -12,7 +12,7 @@
 
 namespace shardow::kernels::cuda {
 
-inline constexpr int kThreads = 256, kWarps = kThreads / kLanes, kBlocks = 4;  // blocks per multiprocessor: 64 registers a thread
+inline constexpr int kThreads = 256, kWarps = kThreads / kLanes;
 
 struct Tile {
   uint32_t chunk, count;
@@ -145,34 +145,39 @@ __device__ int update_tile(const Chunk& chunk, const Tile& tile, const Step& ste
   return Body<P, S>{prepared, tile.count, low, step.num_averages, step.hold, Access(contiguous, lane)}.run(lane);
 }
 
-/// The storage types of a table whose chunks have different ones.
+/// A storage type that differs between the chunks of a table.
 struct Mixed {};
 
-template <class P>
-__device__ int update_mixed(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
-  switch (chunk.average_dtype) {
-    case DType::kF32: return update_tile<P, float>(chunk, tile, step, lane, prepared);
-    case DType::kBF16: return update_tile<P, BF16>(chunk, tile, step, lane, prepared);
-    case DType::kF16: return update_tile<P, F16>(chunk, tile, step, lane, prepared);
-    case DType::kF64: return update_tile<P, double>(chunk, tile, step, lane, prepared);
-    default: return 0;
+template <class P, class S>
+__device__ int update_any(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
+  if constexpr (std::is_same_v<S, Mixed>) {
+    switch (chunk.average_dtype) {
+      case DType::kF32: return update_any<P, float>(chunk, tile, step, lane, prepared);
+      case DType::kBF16: return update_any<P, BF16>(chunk, tile, step, lane, prepared);
+      case DType::kF16: return update_any<P, F16>(chunk, tile, step, lane, prepared);
+      case DType::kF64: return update_any<P, double>(chunk, tile, step, lane, prepared);
+      default: return 0;
+    }
+  } else if constexpr (std::is_same_v<P, Mixed>) {
+    switch (chunk.parameter_dtype) {
+      case DType::kF32: return update_tile<float, S>(chunk, tile, step, lane, prepared);
+      case DType::kBF16: return update_tile<BF16, S>(chunk, tile, step, lane, prepared);
+      case DType::kF16: return update_tile<F16, S>(chunk, tile, step, lane, prepared);
+      case DType::kF64: return update_tile<double, S>(chunk, tile, step, lane, prepared);
+      default: return 0;
+    }
+  } else {
+    return update_tile<P, S>(chunk, tile, step, lane, prepared);
   }
 }
 
-template <>
-__device__ int update_tile<Mixed, Mixed>(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
-  switch (chunk.parameter_dtype) {
-    case DType::kF32: return update_mixed<float>(chunk, tile, step, lane, prepared);
-    case DType::kBF16: return update_mixed<BF16>(chunk, tile, step, lane, prepared);
-    case DType::kF16: return update_mixed<F16>(chunk, tile, step, lane, prepared);
-    case DType::kF64: return update_mixed<double>(chunk, tile, step, lane, prepared);
-    default: return 0;
-  }
-}
+/// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of narrow types; more types in one kernel need more.
+template <class P, class S>
+inline constexpr int kBlocks = std::is_same_v<S, double> || std::is_same_v<S, Mixed> ? 2 : std::is_same_v<P, Mixed> ? 3 : 4;
 
 /// `latest` (device memory) replaces `step` where it has been set: a captured graph replays with it.
 template <class P, class S>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocks<P, S>)
     update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Step* latest) {
   __shared__ Prepared prepared[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
@@ -180,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (index >= work.num_tiles) return;
   const Tile tile = work.tiles[index];
   const Step& used = latest != nullptr && latest->num_averages > 0 ? *latest : step;
-  const int mine = update_tile<P, S>(work.chunks[tile.chunk], tile, used, lane, prepared[warp]);
+  const int mine = update_any<P, S>(work.chunks[tile.chunk], tile, used, lane, prepared[warp]);
   const unsigned non_finite = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(mine));
   if (lane == 0 && non_finite > 0) {
     atomicAdd(&work.tally->non_finite, static_cast<unsigned long long>(non_finite));

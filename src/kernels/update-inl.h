@@ -99,7 +99,9 @@ HWY_INLINE V integer_step_lanes(D d, V weight, V p, V e, VU noise) {
   const auto q = hn::Mul(weight, hn::Mul(difference, inverse));
   const auto draw = hn::Mul(odd_lanes(d, noise), hn::Set(d, 0x1p-17f));
   const auto step = hn::Add(e, hn::Mul(hn::Round(hn::Add(q, draw)), ulp));
-  return hn::IfThenElse(hn::Lt(hn::Abs(q), hn::Set(d, 1.0f)), step, hn::MulAdd(weight, difference, e));
+  const auto largest = hn::Set(d, 0x1.fffffep127f);
+  const auto clamped_step = hn::Min(hn::Max(step, hn::Neg(largest)), largest);
+  return hn::IfThenElse(hn::Lt(hn::Abs(q), hn::Set(d, 1.0f)), clamped_step, hn::MulAdd(weight, difference, e));
 }
 
 template <class S, class D, class A>

@@ -7,13 +7,14 @@ Each collective is a round with one atomic verdict, which late ranks read too, s
 3. it proposes what it saw, all there or who is missing; the first proposal is the verdict (``compare_set``)
 4. all ranks return everybody's bytes, or raise the same error
 
-A rank begins round r only when it has finished round r - 1, so a round that succeeds lets the keys of the one before it be deleted.
+A rank begins round r only when it has finished round r - 1, so a round that succeeds lets the keys of the one before it be deleted. Rounds are counted for the life of a process group, not of
+whoever uses it: a rank that missed a call meets the verdict of that call next, and is then in step again.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+import weakref
 from datetime import timedelta
 
 import torch
@@ -23,8 +24,14 @@ from shardow import _core, _errors
 
 _ALL_THERE = b"ok"
 
-# How many groups were made of the same ranks: every rank makes them in the same order, so the count names the same group everywhere.
-_made: defaultdict[tuple[int, ...], int] = defaultdict(int)
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreGroup] = weakref.WeakKeyDictionary()
+
+
+def store_group(process_group: dist.ProcessGroup) -> StoreGroup:
+    """The one StoreGroup of a process group: all that act together count the same rounds."""
+    if process_group not in _groups:
+        _groups[process_group] = StoreGroup(process_group)
+    return _groups[process_group]
 
 
 class StoreGroup(_core.Group):
@@ -32,14 +39,11 @@ class StoreGroup(_core.Group):
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.process_group = process_group
+        self._process_group = weakref.ref(process_group)
         self.ranks: list[int] = dist.get_process_group_ranks(process_group)
         self.rank = dist.get_rank(process_group)
         self.size = len(self.ranks)
-        key = tuple(self.ranks)
-        self._prefix = f"shardow/{_digest(key)}/{_made[key]}"
-        _made[key] += 1
-        self._store = dist.PrefixStore(self._prefix, dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore(f"shardow/{process_group.group_name}", dist.distributed_c10d._get_default_store())
         self._round = 0
 
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
@@ -73,14 +77,14 @@ class StoreGroup(_core.Group):
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
         """Copies root's bytes into everybody's, through the process group."""
-        work = dist.broadcast(_tensor(data), group_src=root, group=self.process_group, async_op=True)
+        work = dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True)
         work.wait(timedelta(seconds=seconds))
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
-        dist.isend(_tensor(data), group_dst=to, group=self.process_group).wait(timedelta(seconds=seconds))
+        dist.isend(_tensor(data), group_dst=to, group=self._process_group()).wait(timedelta(seconds=seconds))
 
     def recv(self, data: memoryview, source: int, seconds: float) -> None:
-        dist.irecv(_tensor(data), group_src=source, group=self.process_group).wait(timedelta(seconds=seconds))
+        dist.irecv(_tensor(data), group_src=source, group=self._process_group()).wait(timedelta(seconds=seconds))
 
     def _forget(self, past: int) -> None:
         if past < 0:
@@ -88,12 +92,6 @@ class StoreGroup(_core.Group):
         self._store.delete_key(f"{past}/{self.rank}")
         if self.rank == 0:
             self._store.delete_key(f"{past}/verdict")
-
-
-def _digest(ranks: tuple[int, ...]) -> str:
-    if ranks == tuple(range(len(ranks))):
-        return f"0-{len(ranks) - 1}"
-    return "-".join(map(str, ranks))
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

@@ -1,0 +1,137 @@
+// A schedule is a row of the table and its numbers; making, checking, writing and reading one are the same for every kind.
+#include "shardow/schedule.h"
+
+#include <fmt/format.h>
+#include <simdjson.h>
+
+#include <cmath>
+#include <set>
+
+#include "average/schedule_table.h"
+#include "base/errors.h"
+
+namespace shardow {
+namespace {
+
+using average::Kind;
+using average::Parameter;
+using base::fail;
+
+size_t find_kind(std::string_view name) {
+  const auto table = average::schedule_table();
+  for (size_t i = 0; i < table.size(); ++i) {
+    if (table[i].name == name) return i;
+  }
+  fail(Code::kInvalidArgument, "no schedule is called '{}'; there are {}", name, fmt::join(Schedule::kinds(), ", "));
+}
+
+void check(const Kind& kind, const Parameter& parameter, double value) {
+  const auto& [least, most, whole, positive] = parameter.range;
+  const bool defaulted = value == parameter.otherwise;  // a default may be infinite
+  const bool fits = value >= least && value <= most && !(positive && value == least) && !(whole && value != std::floor(value)) && std::isfinite(value);
+  if (!fits && !defaulted) {
+    fail(Code::kInvalidArgument, "schedule {}: {} is {}; it must be {} in {}{}, {}]", kind.name, parameter.name, value, whole ? "a whole number" : "a number",
+         positive ? "(" : "[", least, most);
+  }
+}
+
+[[noreturn]] void corrupt(std::string_view json, std::string_view why) { fail(Code::kCorrupt, "not a schedule, {}: {}", why, json); }
+
+}  // namespace
+
+Schedule Schedule::make(std::string_view kind, const Numbers& numbers) {
+  const size_t row = find_kind(kind);
+  const Kind& known = average::schedule_table()[row];
+  std::vector<double> values;
+  for (const Parameter& parameter : known.parameters) {
+    const auto given = numbers.find(parameter.name);
+    if (given == numbers.end() && std::isnan(parameter.otherwise)) fail(Code::kInvalidArgument, "schedule {} needs {}", kind, parameter.name);
+    values.push_back(given == numbers.end() ? parameter.otherwise : given->second);
+    check(known, parameter, values.back());
+  }
+  for (const auto& [name, value] : numbers) {
+    const auto named = [&](const Parameter& parameter) { return parameter.name == name; };
+    if (std::none_of(known.parameters.begin(), known.parameters.end(), named)) fail(Code::kInvalidArgument, "schedule {} has no number '{}'", kind, name);
+  }
+  return {row, std::move(values)};
+}
+
+std::vector<std::string_view> Schedule::kinds() {
+  std::vector<std::string_view> names;
+  for (const Kind& kind : average::schedule_table()) names.push_back(kind.name);
+  return names;
+}
+
+std::string Schedule::to_json() const {
+  const Kind& kind = average::schedule_table()[kind_];
+  std::string json = fmt::format(R"({{"kind":"{}")", kind.name);
+  for (size_t i = 0; i < numbers_.size(); ++i) {
+    if (std::isfinite(numbers_[i])) json += fmt::format(R"(,"{}":{})", kind.parameters[i].name, numbers_[i]);
+  }
+  return json + "}";
+}
+
+Schedule Schedule::from_json(std::string_view json) {
+  simdjson::dom::parser parser;
+  simdjson::dom::object object;
+  const simdjson::padded_string padded(json);
+  if (parser.parse(padded).get(object) != simdjson::SUCCESS) corrupt(json, "no JSON object");
+  std::string_view kind;
+  if (object["kind"].get(kind) != simdjson::SUCCESS) corrupt(json, "no \"kind\"");
+  Numbers numbers;
+  std::set<std::string_view> seen;
+  for (const auto field : object) {
+    if (!seen.insert(field.key).second) corrupt(json, "a key stands twice");
+    if (field.key == "kind") continue;
+    double value = 0;
+    if (field.value.get(value) != simdjson::SUCCESS) corrupt(json, "a value is no number");
+    numbers.emplace(field.key, value);
+  }
+  try {
+    return make(kind, numbers);
+  } catch (const Error& error) {
+    corrupt(json, error.what());
+  }
+}
+
+Factors Schedule::factors(const Progress& progress) const {
+  if (progress.step < 1 || progress.delta < 1 || progress.updates < 0) {
+    fail(Code::kInvalidArgument, "step {}, delta {}, updates {}: steps count from 1", progress.step, progress.delta, progress.updates);
+  }
+  return average::schedule_table()[kind_].factors(numbers_, progress);
+}
+
+Schedule Schedule::constant(double decay) { return make("constant", {{"decay", decay}}); }
+Schedule Schedule::half_life(double steps) { return make("half_life", {{"steps", steps}}); }
+Schedule Schedule::half_life_in_samples(double samples) { return make("half_life_in_samples", {{"samples", samples}}); }
+Schedule Schedule::half_life_fraction(double fraction, double max_steps) {
+  return make("half_life_fraction", {{"fraction", fraction}, {"max_steps", max_steps}});
+}
+Schedule Schedule::inverse_gamma(double inv_gamma, double power, double min_decay, double max_decay, double start) {
+  return make("inverse_gamma", {{"inv_gamma", inv_gamma}, {"power", power}, {"min_decay", min_decay}, {"max_decay", max_decay}, {"start", start}});
+}
+Schedule Schedule::warmup(double decay) { return make("warmup", {{"decay", decay}}); }
+Schedule Schedule::tf_warmup(double decay) { return make("tf_warmup", {{"decay", decay}}); }
+Schedule Schedule::timm(double decay, double min_decay, int64_t update_after_step, bool use_warmup, double gamma, double power) {
+  return make("timm", {{"decay", decay}, {"min_decay", min_decay}, {"update_after_step", static_cast<double>(update_after_step)},
+                       {"use_warmup", use_warmup}, {"gamma", gamma}, {"power", power}});
+}
+Schedule Schedule::dist_ema(double decay, bool warmup, double power, double min_decay, double inv_gamma, int64_t update_after_step) {
+  return make("dist_ema", {{"decay", decay}, {"warmup", warmup}, {"power", power}, {"min_decay", min_decay}, {"inv_gamma", inv_gamma},
+                           {"update_after_step", static_cast<double>(update_after_step)}});
+}
+Schedule Schedule::diffusers(double decay, double min_decay, int64_t update_after_step, bool use_ema_warmup, double inv_gamma, double power) {
+  return make("diffusers", {{"decay", decay}, {"min_decay", min_decay}, {"update_after_step", static_cast<double>(update_after_step)},
+                            {"use_ema_warmup", use_ema_warmup}, {"inv_gamma", inv_gamma}, {"power", power}});
+}
+Schedule Schedule::ema_pytorch(double beta, int64_t update_after_step, double inv_gamma, double power, double min_value) {
+  return make("ema_pytorch", {{"beta", beta}, {"update_after_step", static_cast<double>(update_after_step)}, {"inv_gamma", inv_gamma}, {"power", power},
+                              {"min_value", min_value}});
+}
+Schedule Schedule::linear(double from, double to, int64_t steps) { return make("linear", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}}); }
+Schedule Schedule::cosine(double from, double to, int64_t steps) { return make("cosine", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}}); }
+Schedule Schedule::mean() { return make("mean", {}); }
+Schedule Schedule::power(double sigma_rel) { return make("power", {{"sigma_rel", sigma_rel}}); }
+Schedule Schedule::debiased(double decay) { return make("debiased", {{"decay", decay}}); }
+
+}  // namespace shardow

@@ -1,0 +1,181 @@
+// Formulas keep the order of operations of their origins: in float64 they are equal to them bit for bit. Each origin's own code is run beside them in
+// python/tests/schedules.
+#include "average/schedule_table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "base/errors.h"
+
+namespace shardow::average {
+namespace {
+
+using In = std::span<const double>;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr Range kDecay{0, 1};
+constexpr Range kPositive{0, kInfinity, false, true};
+constexpr Range kCount{0, 9007199254740992.0, true};
+constexpr Range kSteps{1, 9007199254740992.0, true};
+constexpr Range kFlag{0, 1, true};
+
+double crowson(double m, double inv_gamma, double power) { return 1 - std::pow(1 + m / inv_gamma, -power); }
+
+Factors one_step(double decay) { return {decay, 1 - decay}; }
+
+Factors from_log(double log_decay) { return {std::exp(log_decay), -std::expm1(log_decay)}; }
+
+/// The decays of the steps since the last update, multiplied. `decay(n)` is that of step n.
+template <typename Decay>
+Factors over_steps(const Progress& progress, Decay decay) {
+  if (progress.delta == 1) return one_step(decay(progress.step));
+  double log_decay = 0;
+  for (int64_t n = std::max<int64_t>(progress.step - progress.delta, 0) + 1; n <= progress.step; ++n) log_decay += std::log(decay(n));
+  return from_log(log_decay);
+}
+
+Factors constant(In x, const Progress& progress) {
+  if (progress.delta == 1) return one_step(x[0]);
+  return from_log(static_cast<double>(progress.delta) * std::log(x[0]));
+}
+
+Factors half_life(double elapsed, double half) { return from_log(-std::numbers::ln2 * (elapsed / half)); }
+
+Factors half_life_in_steps(In x, const Progress& progress) { return half_life(static_cast<double>(progress.delta), x[0]); }
+
+Factors half_life_in_samples(In x, const Progress& progress) {
+  if (!(progress.delta_samples > 0)) {
+    base::fail(Code::kInvalidArgument, "a half-life in samples needs update(samples=), the training samples seen so far, and more of them at every update; got {} after {}",
+               progress.samples, progress.samples - progress.delta_samples);
+  }
+  return half_life(progress.delta_samples, x[0]);
+}
+
+Factors half_life_fraction(In x, const Progress& progress) {
+  return half_life(static_cast<double>(progress.delta), std::max(std::min(x[1], x[0] * static_cast<double>(progress.step)), 1e-8));
+}
+
+Factors inverse_gamma(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) {
+    const double epoch = std::max(0.0, static_cast<double>(n - 1) - x[4]);
+    return std::min(x[3], std::max(x[2], crowson(epoch, x[0], x[1])));
+  });
+}
+
+Factors warmup(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) { return std::min(x[0], static_cast<double>(1 + n) / static_cast<double>(10 + n)); });
+}
+
+Factors tf_warmup(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) { return std::min(x[0], static_cast<double>(n) / static_cast<double>(9 + n)); });
+}
+
+Factors timm(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) {
+    const double m = static_cast<double>(n) - x[2] - 1;
+    if (m <= 0) return 0.0;
+    return x[3] == 0 ? x[0] : std::max(std::min(crowson(m, x[4], x[5]), x[0]), x[1]);
+  });
+}
+
+Factors dist_ema(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) {
+    if (x[1] == 0) return x[0];
+    const double m = std::max(0.0, static_cast<double>(n - 1) - x[5] - 1);
+    return std::max(x[3], std::min(crowson(m, x[4], x[2]), x[0]));
+  });
+}
+
+Factors diffusers(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) {
+    const double m = static_cast<double>(n) - x[2] - 1;
+    if (m <= 0) return 0.0;
+    return std::max(std::min(x[3] != 0 ? crowson(m, x[4], x[5]) : (1 + m) / (10 + m), x[0]), x[1]);
+  });
+}
+
+Factors ema_pytorch(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) {
+    const double m = static_cast<double>(n) - x[1] - 1;
+    return m <= 0 ? 0.0 : std::min(std::max(crowson(m, x[2], x[3]), x[4]), x[0]);
+  });
+}
+
+/// 0 at step 1, 1 from step `steps` on.
+double ramp(int64_t n, double steps) { return steps <= 1 ? 1 : std::min(1.0, static_cast<double>(n - 1) / (steps - 1)); }
+
+Factors linear(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) { return x[0] + (x[1] - x[0]) * ramp(n, x[2]); });
+}
+
+Factors cosine(In x, const Progress& progress) {
+  return over_steps(progress, [&](int64_t n) { return x[1] - (x[1] - x[0]) * (std::cos(std::numbers::pi * ramp(n, x[2])) + 1) / 2; });
+}
+
+Factors mean(In, const Progress& progress) {
+  const double count = static_cast<double>(progress.updates) + 1;
+  return {1 - 1 / count, 1 / count};
+}
+
+Factors power(In x, const Progress& progress) {
+  const double t = static_cast<double>(progress.step), delta = static_cast<double>(std::min(progress.delta, progress.step));
+  const double exponent = power_gamma(x[0]) + 1;
+  return {std::pow(1 - delta / t, exponent), -std::expm1(exponent * std::log1p(-delta / t))};
+}
+
+Factors debiased(In x, const Progress& progress) {
+  const double d = x[0], n = static_cast<double>(progress.step), delta = static_cast<double>(progress.delta);
+  if (d == 1) return {1 - delta / n, delta / n};  // the limit: a mean over the steps
+  const double weight = std::expm1(delta * std::log(d)) / std::expm1(n * std::log(d));
+  return {1 - weight, weight};
+}
+
+}  // namespace
+
+/// Newton's method from above on a polynomial that is convex there, so that it falls to the largest root.
+double power_gamma(double sigma_rel) {
+  const double s = 1 / (sigma_rel * sigma_rel);
+  double g = std::max(s, 4.0);
+  for (int i = 0; i < 200; ++i) {
+    const double value = ((g + 7) * g + (16 - s)) * g + (12 - s), slope = (3 * g + 14) * g + (16 - s);
+    const double next = g - value / slope;
+    if (next == g) break;
+    g = next;
+  }
+  return g;
+}
+
+std::span<const Kind> schedule_table() {
+  static const std::vector<Kind> table = {
+      {"constant", {{"decay", kDecay}}, constant},
+      {"half_life", {{"steps", kPositive}}, half_life_in_steps},
+      {"half_life_in_samples", {{"samples", kPositive}}, half_life_in_samples},
+      {"half_life_fraction", {{"fraction", kPositive}, {"max_steps", kPositive, kInfinity}}, half_life_fraction},
+      {"inverse_gamma",
+       {{"inv_gamma", kPositive, 1}, {"power", kPositive, 1}, {"min_decay", kDecay, 0}, {"max_decay", kDecay, 1}, {"start", kCount, 0}},
+       inverse_gamma},
+      {"warmup", {{"decay", kDecay}}, warmup},
+      {"tf_warmup", {{"decay", kDecay}}, tf_warmup},
+      {"timm",
+       {{"decay", kDecay}, {"min_decay", kDecay, 0}, {"update_after_step", kCount, 0}, {"use_warmup", kFlag, 0}, {"gamma", kPositive, 100}, {"power", kPositive, 2.0 / 3}},
+       timm},
+      {"dist_ema",
+       {{"decay", kDecay}, {"warmup", kFlag, 0}, {"power", kPositive, 2.0 / 3}, {"min_decay", kDecay, 0}, {"inv_gamma", kPositive, 1}, {"update_after_step", kCount, 0}},
+       dist_ema},
+      {"diffusers",
+       {{"decay", kDecay}, {"min_decay", kDecay, 0}, {"update_after_step", kCount, 0}, {"use_ema_warmup", kFlag, 0}, {"inv_gamma", kPositive, 1}, {"power", kPositive, 2.0 / 3}},
+       diffusers},
+      {"ema_pytorch",
+       {{"beta", kDecay, 0.9999}, {"update_after_step", kCount, 100}, {"inv_gamma", kPositive, 1}, {"power", kPositive, 2.0 / 3}, {"min_value", kDecay, 0}},
+       ema_pytorch},
+      {"linear", {{"from", kDecay}, {"to", kDecay}, {"steps", kSteps}}, linear},
+      {"cosine", {{"from", kDecay}, {"to", kDecay}, {"steps", kSteps}}, cosine},
+      {"mean", {}, mean},
+      {"power", {{"sigma_rel", {0, 0.28, false, true}}}, power},
+      {"debiased", {{"decay", kDecay}}, debiased},
+  };
+  return table;
+}
+
+}  // namespace shardow::average

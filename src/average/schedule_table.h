@@ -1,0 +1,38 @@
+// The table of schedules: a row is all there is to a kind.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "shardow/schedule.h"
+
+namespace shardow::average {
+
+/// What a number may be; all ranges are inclusive, and whole numbers are checked as such.
+struct Range {
+  double least, most;
+  bool whole = false;
+  bool positive = false;  ///< `least` itself is excluded
+};
+
+struct Parameter {
+  std::string_view name;
+  Range range;
+  double otherwise = std::numeric_limits<double>::quiet_NaN();  ///< default; NaN: it must be given
+};
+
+struct Kind {
+  std::string_view name;
+  std::vector<Parameter> parameters;
+  Factors (*factors)(std::span<const double> numbers, const Progress& progress);
+};
+
+std::span<const Kind> schedule_table();
+
+/// gamma of the power function with this relative width.
+double power_gamma(double sigma_rel);
+
+}  // namespace shardow::average

@@ -1,0 +1,102 @@
+// Formulas at their edges, and JSON. python/tests/schedules runs the origins' own code beside them.
+#include "shardow/schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "average/schedule_table.h"
+#include "shardow/error.h"
+
+namespace shardow {
+namespace {
+
+Code code_of(const std::function<void()>& fn) {
+  try {
+    fn();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Code::kInternal;
+}
+
+/// A valid schedule of every kind, numbers away from their defaults where the ranges allow.
+std::vector<Schedule> one_of_each() {
+  std::vector<Schedule> all;
+  for (const average::Kind& kind : average::schedule_table()) {
+    Schedule::Numbers numbers;
+    for (const average::Parameter& parameter : kind.parameters) {
+      const bool whole = parameter.range.whole;
+      numbers.emplace(parameter.name, whole ? 1 : std::min(parameter.range.most, 1.0) * 0.7 + 0.01 * static_cast<double>(numbers.size()));
+    }
+    all.push_back(Schedule::make(kind.name, numbers));
+  }
+  return all;
+}
+
+TEST(Schedule, ConstantKeepsDecayAndWeightExact) {
+  for (const double d : {0.0, 0.1, 0.999, 0.9999999, 1.0}) {
+    const Factors factors = Schedule::constant(d).factors({.step = 5});
+    EXPECT_EQ(factors.decay, d);
+    EXPECT_EQ(factors.weight, 1 - d);
+  }
+}
+
+TEST(Schedule, SeveralStepsAtOnceKeepTheDigitsOfASmallWeight) {
+  const Factors factors = Schedule::constant(1 - 1e-12).factors({.step = 3, .delta = 3});
+  EXPECT_NEAR(factors.weight, 3e-12, 3e-16);
+  EXPECT_EQ(Schedule::constant(0).factors({.step = 3, .delta = 3}).weight, 1);
+  EXPECT_EQ(Schedule::constant(1).factors({.step = 3, .delta = 3}).weight, 0);
+}
+
+TEST(Schedule, PowerFunctionSolvesForGamma) {
+  const struct { double sigma, gamma; } known[] = {{0.05, 16.97}, {0.10, 6.94}, {0.15, 3.56}, {0.25, 0.72}};
+  for (const auto& [sigma, gamma] : known) {
+    const double g = average::power_gamma(sigma);
+    EXPECT_NEAR(g, gamma, 0.01);
+    EXPECT_NEAR(std::sqrt((g + 1) / ((g + 2) * (g + 2) * (g + 3))), sigma, 1e-14);
+  }
+}
+
+TEST(Schedule, MeanCountsUpdates) {
+  EXPECT_EQ(Schedule::mean().factors({.step = 100, .updates = 0, .delta = 100}).weight, 1);
+  EXPECT_EQ(Schedule::mean().factors({.step = 400, .updates = 3, .delta = 100}).weight, 0.25);
+}
+
+TEST(Schedule, EveryKindStaysInRange) {
+  for (const Schedule& schedule : one_of_each()) {
+    for (const int64_t step : {int64_t{1}, int64_t{2}, int64_t{3}, int64_t{50}, int64_t{1000000}}) {
+      for (const int64_t delta : {int64_t{1}, std::min<int64_t>(step, 20)}) {
+        const Factors factors = schedule.factors({step, step - 1, delta, static_cast<double>(step), static_cast<double>(delta)});
+        EXPECT_GE(factors.weight, 0) << schedule.to_json() << step;
+        EXPECT_LE(factors.weight, 1) << schedule.to_json() << step;
+        EXPECT_NEAR(factors.weight + factors.decay, 1, 1e-12) << schedule.to_json() << step;
+      }
+    }
+  }
+}
+
+TEST(Schedule, JsonRoundTripsEveryKind) {
+  for (const Schedule& schedule : one_of_each()) {
+    EXPECT_EQ(Schedule::from_json(schedule.to_json()), schedule) << schedule.to_json();
+  }
+  EXPECT_EQ(Schedule::constant(0.1 + 0.2).to_json(), R"({"kind":"constant","decay":0.30000000000000004})");
+  const Schedule unbounded = Schedule::half_life_fraction(0.09, std::numeric_limits<double>::infinity());
+  EXPECT_EQ(unbounded.to_json(), R"({"kind":"half_life_fraction","fraction":0.09})");
+  EXPECT_EQ(Schedule::from_json(unbounded.to_json()), unbounded);
+}
+
+TEST(Schedule, RefusesWhatIsNoSchedule) {
+  for (const char* json : {"", "[]", "{}", R"({"kind":"none"})", R"({"kind":"constant"})", R"({"kind":"constant","decay":"0.9"})",
+                           R"({"kind":"constant","decay":2})", R"({"kind":"constant","decay":0.9,"decay":0.8})", R"({"kind":"constant","decay":0.9,"x":1})"}) {
+    EXPECT_EQ(code_of([&] { Schedule::from_json(json); }), Code::kCorrupt) << json;
+  }
+  EXPECT_EQ(code_of([] { Schedule::constant(-0.1); }), Code::kInvalidArgument);
+  EXPECT_EQ(code_of([] { Schedule::half_life_in_samples(10).factors({}); }), Code::kInvalidArgument);
+  EXPECT_EQ(code_of([] { Schedule::constant(0.9).factors({.step = 0}); }), Code::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace shardow

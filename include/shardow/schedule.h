@@ -55,7 +55,7 @@ class Schedule {
   static Schedule tf_warmup(double decay);
 
   /// timm ModelEmaV3.get_decay(step = n): m = n - update_after_step - 1; m <= 0: 0; use_warmup: clamp(1 - (1 + m / gamma)^-power) into [min_decay, decay]; else decay.
-  static Schedule timm(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_warmup = false, double gamma = 100, double power = 2.0 / 3);
+  static Schedule timm(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_warmup = false, double gamma = 1, double power = 2.0 / 3);
 
   /// DistEMA: m = max(0, n - 1 - update_after_step - 1), since it counts after it uses: d = max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)); without warmup: decay.
   static Schedule dist_ema(double decay, bool warmup = false, double power = 2.0 / 3, double min_decay = 0, double inv_gamma = 1, int64_t update_after_step = 0);

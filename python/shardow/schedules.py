@@ -53,7 +53,7 @@ def tf_warmup(decay: float) -> Schedule:
 
 
 def timm(
-    decay: float, min_decay: float = 0.0, update_after_step: int = 0, use_warmup: bool = False, gamma: float = 100.0, power: float = 2 / 3
+    decay: float, min_decay: float = 0.0, update_after_step: int = 0, use_warmup: bool = False, gamma: float = 1.0, power: float = 2 / 3
 ) -> Schedule:
     """timm's ModelEmaV3.get_decay(n): m = n - update_after_step - 1; 0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay."""
     numbers = {"decay": decay, "min_decay": min_decay, "update_after_step": update_after_step, "use_warmup": use_warmup, "gamma": gamma, "power": power}

@@ -158,7 +158,7 @@ std::span<const Kind> schedule_table() {
       {"warmup", {{"decay", kDecay}}, warmup},
       {"tf_warmup", {{"decay", kDecay}}, tf_warmup},
       {"timm",
-       {{"decay", kDecay}, {"min_decay", kDecay, 0}, {"update_after_step", kCount, 0}, {"use_warmup", kFlag, 0}, {"gamma", kPositive, 100}, {"power", kPositive, 2.0 / 3}},
+       {{"decay", kDecay}, {"min_decay", kDecay, 0}, {"update_after_step", kCount, 0}, {"use_warmup", kFlag, 0}, {"gamma", kPositive, 1}, {"power", kPositive, 2.0 / 3}},
        timm},
       {"dist_ema",
        {{"decay", kDecay}, {"warmup", kFlag, 0}, {"power", kPositive, 2.0 / 3}, {"min_decay", kDecay, 0}, {"inv_gamma", kPositive, 1}, {"update_after_step", kCount, 0}},

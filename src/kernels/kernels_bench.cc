@@ -1,9 +1,10 @@
-// Updates beside their limit: the same stream of loads and stores with one max in place of the average. What counts is the ratio of neighbouring lines, e.g.
-//   kernels_bench --benchmark_repetitions=9 --benchmark_enable_random_interleaving=true --benchmark_report_aggregates_only=true
+// Updates of averages in float32 beside their limit, the same stream of loads and stores with one max in place of the average. The two take turns within each
+// benchmark, and what counts is `of_limit`, the ratio of their speeds. On a busy machine: --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
-#include <cstdlib>
 #include <memory>
 #include <new>
 #include <random>
@@ -79,6 +80,9 @@ std::vector<int64_t> many_small() {
   return tensors;
 }
 
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+/// Times the update; `of_limit` is the median of the ratios of its speed to that of the limit run just before it, over the same memory.
 template <class P>
 void update(benchmark::State& state, const std::vector<int64_t>& tensors, int num_averages, Form form) {
   const Model<P> model(tensors, num_averages);
@@ -86,34 +90,38 @@ void update(benchmark::State& state, const std::vector<int64_t>& tensors, int nu
   step.num_averages = num_averages;
   step.hold = true;
   step.averages.fill({form, 1 - 1e-4, 1e-4});
+  std::vector<double> ratios;
   for (auto _ : state) {
     ++step.step;
+    const double begin = seconds();
+    limits::update(model.chunks, num_averages);
+    const double middle = seconds();
     benchmark::DoNotOptimize(cpu::update(model.chunks, step));
+    const double end = seconds();
+    state.SetIterationTime(end - middle);
+    ratios.push_back((middle - begin) / (end - middle));
   }
+  std::nth_element(ratios.begin(), ratios.begin() + static_cast<std::ptrdiff_t>(ratios.size() / 2), ratios.end());
+  state.counters["of_limit"] = ratios[ratios.size() / 2];
   state.SetBytesProcessed(state.iterations() * model.bytes);
 }
 
-template <class P>
-void limit(benchmark::State& state, const std::vector<int64_t>& tensors, int num_averages) {
-  const Model<P> model(tensors, num_averages);
-  for (auto _ : state) limits::update(model.chunks, num_averages);
-  state.SetBytesProcessed(state.iterations() * model.bytes);
+void update_f32(benchmark::State& state, const std::vector<int64_t>& tensors, int num_averages, Form form) {
+  update<float>(state, tensors, num_averages, form);
+}
+void update_bf16(benchmark::State& state, const std::vector<int64_t>& tensors, int num_averages, Form form) {
+  update<BF16>(state, tensors, num_averages, form);
 }
 
-BENCHMARK_CAPTURE(limit<float>, f32_from_f32, one_large(), 1);
-BENCHMARK_CAPTURE(update<float>, f32_from_f32, one_large(), 1, Form::kLerp);
-BENCHMARK_CAPTURE(update<float>, f32_from_f32_stochastic, one_large(), 1, Form::kStochastic);
-BENCHMARK_CAPTURE(limit<BF16>, f32_from_bf16, one_large(), 1);
-BENCHMARK_CAPTURE(update<BF16>, f32_from_bf16, one_large(), 1, Form::kLerp);
-BENCHMARK_CAPTURE(update<BF16>, f32_from_bf16_stochastic, one_large(), 1, Form::kStochastic);
-BENCHMARK_CAPTURE(limit<float>, four_f32_from_f32, one_large(), 4);
-BENCHMARK_CAPTURE(update<float>, four_f32_from_f32, one_large(), 4, Form::kLerp);
-BENCHMARK_CAPTURE(limit<BF16>, four_f32_from_bf16, one_large(), 4);
-BENCHMARK_CAPTURE(update<BF16>, four_f32_from_bf16, one_large(), 4, Form::kLerp);
-BENCHMARK_CAPTURE(update<BF16>, four_f32_from_bf16_stochastic, one_large(), 4, Form::kStochastic);
-BENCHMARK_CAPTURE(limit<float>, many_small, many_small(), 1);
-BENCHMARK_CAPTURE(update<float>, many_small, many_small(), 1, Form::kLerp);
-BENCHMARK_CAPTURE(update<float>, many_small_stochastic, many_small(), 1, Form::kStochastic);
+BENCHMARK_CAPTURE(update_f32, one_average, one_large(), 1, Form::kLerp)->UseManualTime();
+BENCHMARK_CAPTURE(update_f32, one_average_stochastic, one_large(), 1, Form::kStochastic)->UseManualTime();
+BENCHMARK_CAPTURE(update_f32, four_averages, one_large(), 4, Form::kLerp)->UseManualTime();
+BENCHMARK_CAPTURE(update_f32, many_small, many_small(), 1, Form::kLerp)->UseManualTime();
+BENCHMARK_CAPTURE(update_f32, many_small_stochastic, many_small(), 1, Form::kStochastic)->UseManualTime();
+BENCHMARK_CAPTURE(update_bf16, one_average, one_large(), 1, Form::kLerp)->UseManualTime();
+BENCHMARK_CAPTURE(update_bf16, one_average_stochastic, one_large(), 1, Form::kStochastic)->UseManualTime();
+BENCHMARK_CAPTURE(update_bf16, four_averages, one_large(), 4, Form::kLerp)->UseManualTime();
+BENCHMARK_CAPTURE(update_bf16, four_averages_stochastic, one_large(), 4, Form::kStochastic)->UseManualTime();
 
 }  // namespace
 }  // namespace shardow::kernels

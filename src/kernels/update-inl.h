@@ -64,18 +64,18 @@ HWY_INLINE BitsOf<D> binade_lanes(D d, hn::Vec<D> x) {
   return hn::Max(hn::And(hn::BitCast(du, x), hn::Set(du, 0x7f800000u)), hn::Set(du, Grid<S>::kLeastBinade));
 }
 
-/// round_stochastically_bf16(): the sixteen bits of each lane.
+/// round_stochastically_bf16(): the value of each lane.
 template <class D, class VU>
-HWY_INLINE VU rounded_lanes(BF16 /*format*/, D d, hn::Vec<D> x, VU draw) {
+HWY_INLINE hn::Vec<D> rounded_lanes(BF16 /*format*/, D d, hn::Vec<D> x, VU draw) {
   const hn::RebindToUnsigned<D> du;
   const auto bits = hn::BitCast(du, x), magnitude = hn::And(bits, hn::Set(du, 0x7fffffffu));
   const auto up = hn::Min(hn::Add(magnitude, draw), hn::Set(du, 0x7f7fffffu));
   const auto rounded = hn::IfThenElse(hn::Eq(magnitude, hn::Set(du, 0x7f800000u)), magnitude, up);
-  const auto signed_bits = hn::Or(rounded, hn::And(bits, hn::Set(du, 0x80000000u)));
-  return hn::ShiftRight<16>(hn::IfThenElse(hn::RebindMask(du, hn::Eq(x, x)), signed_bits, hn::Set(du, 0x7fc00000u)));
+  const auto signed_bits = hn::And(hn::Or(rounded, hn::And(bits, hn::Set(du, 0x80000000u))), hn::Set(du, 0xffff0000u));
+  return canonical_lanes(d, hn::IfThenElse(hn::Eq(x, x), hn::BitCast(d, signed_bits), x));
 }
 
-/// round_stochastically_f16(): the value of each lane, for a store that has nothing left to round.
+/// round_stochastically_f16(): the value of each lane.
 template <class D, class VU>
 HWY_INLINE hn::Vec<D> rounded_lanes(F16 /*format*/, D d, hn::Vec<D> x, VU draw) {
   const hn::RebindToUnsigned<D> du;
@@ -104,61 +104,62 @@ HWY_INLINE V integer_step_lanes(D d, V weight, V p, V e, VU noise) {
   return hn::IfThenElse(hn::Lt(hn::Abs(q), hn::Set(d, 1.0f)), clamped_step, hn::MulAdd(weight, difference, e));
 }
 
+/// Lanes that are values of S: nothing is left to round. (DemoteTo does what is left for float16.)
 template <class S, class D, class A>
-HWY_INLINE void store_rounded(D d, A access, hn::Vec<D> sum, BitsOf<D> noise, S* to) {
-  const auto draw = hn::And(noise, hn::Set(hn::RebindToUnsigned<D>(), 0xffffu));
+HWY_INLINE void store_value(D d, A access, hn::Vec<D> v, S* to) {
   if constexpr (std::is_same_v<S, BF16>) {
-    store_16_bits(d, access, rounded_lanes(S{}, d, sum, draw), reinterpret_cast<uint16_t*>(to));
+    store_16_bits(d, access, hn::ShiftRight<16>(hn::BitCast(hn::RebindToUnsigned<D>(), v)), reinterpret_cast<uint16_t*>(to));
   } else {
-    store(d, access, rounded_lanes(S{}, d, sum, draw), to);
+    store(d, access, v, to);
   }
 }
 
-/// Average k of one block, whose parameters are all finite.
-template <int kVectors, class P, class S, class D, class A>
-HWY_INLINE void update_average(D d, A access, const Row<P, S>& row, int k, int64_t begin, const hn::Vec<D> (&p)[kVectors]) {
-  const size_t lanes = hn::Lanes(d);
-  const auto& rule = row.rules[k];
-  S* const to = row.averages[k] + begin;
-  const auto weight = hn::Set(d, rule.weight);
-  if (rule.op == Op::kCopy) {
-    for (int j = 0; j < kVectors; ++j) store(d, access, p[j], to + static_cast<size_t>(j) * lanes);
-    return;
-  }
-  hn::Vec<D> e[kVectors];
-  for (int j = 0; j < kVectors; ++j) e[j] = load(d, access, to + static_cast<size_t>(j) * lanes);
-  const uint32_t low = row.low + static_cast<uint32_t>(begin);
+/// next_as() for one block: e becomes the new averages. `low` is the global index of the first lane.
+template <int kVectors, class S, class D>
+HWY_INLINE void next_block(D d, const Rule<hn::TFromD<D>>& rule, NoiseKey key, uint32_t low, const hn::Vec<D> (&p)[kVectors], hn::Vec<D> (&e)[kVectors]) {
+  const hn::Rebind<uint32_t, D> du;
+  const auto lanes = static_cast<uint32_t>(hn::Lanes(d));
+  const auto weight = hn::Set(d, rule.weight), decay = hn::Set(d, rule.decay);
   if constexpr (is_16_bit<S>) {
     for (int j = 0; j < kVectors; ++j) {
-      const auto noise = noise_lanes(hn::RebindToUnsigned<D>(), row.keys[k], low + static_cast<uint32_t>(static_cast<size_t>(j) * lanes));
+      const auto noise = noise_lanes(du, key, low + static_cast<uint32_t>(j) * lanes);
       const auto sum = integer_step_lanes<S>(d, weight, p[j], e[j], noise);
-      store_rounded(d, access, sum, noise, to + static_cast<size_t>(j) * lanes);
+      e[j] = rounded_lanes(S{}, d, sum, hn::And(noise, hn::Set(du, 0xffffu)));
     }
-  } else {
-    const auto decay = hn::Set(d, rule.decay);
-    switch (rule.op) {
-      case Op::kLerpFromParameter:
-        for (int j = 0; j < kVectors; ++j) e[j] = hn::MulAdd(weight, hn::Sub(p[j], e[j]), p[j]);
-        break;
-      case Op::kMulAdd:
-        for (int j = 0; j < kVectors; ++j) e[j] = hn::MulAdd(p[j], weight, hn::Mul(e[j], decay));
-        break;
-      case Op::kTwoProducts:
-        for (int j = 0; j < kVectors; ++j) e[j] = hn::Add(hn::Mul(e[j], decay), hn::Mul(p[j], weight));
-        break;
-      case Op::kStochastic:
-        if constexpr (std::is_same_v<S, float>) {
-          for (int j = 0; j < kVectors; ++j) {
-            const auto noise = noise_lanes(hn::RebindToUnsigned<D>(), row.keys[k], low + static_cast<uint32_t>(static_cast<size_t>(j) * lanes));
-            e[j] = stochastic_lerp_lanes(d, weight, p[j], e[j], noise);
-          }
+    return;
+  }
+  switch (rule.op) {
+    case Op::kLerpFromParameter:
+      for (int j = 0; j < kVectors; ++j) e[j] = hn::MulAdd(weight, hn::Sub(p[j], e[j]), p[j]);
+      break;
+    case Op::kMulAdd:
+      for (int j = 0; j < kVectors; ++j) e[j] = hn::MulAdd(p[j], weight, hn::Mul(e[j], decay));
+      break;
+    case Op::kTwoProducts:
+      for (int j = 0; j < kVectors; ++j) e[j] = hn::Add(hn::Mul(e[j], decay), hn::Mul(p[j], weight));
+      break;
+    case Op::kStochastic:
+      if constexpr (std::is_same_v<S, float>) {
+        for (int j = 0; j < kVectors; ++j) {
+          e[j] = stochastic_lerp_lanes(d, weight, p[j], e[j], noise_lanes(du, key, low + static_cast<uint32_t>(j) * lanes));
         }
-        break;
-      default:
-        for (int j = 0; j < kVectors; ++j) e[j] = hn::MulAdd(weight, hn::Sub(p[j], e[j]), e[j]);
-        break;
+      }
+      break;
+    default:
+      for (int j = 0; j < kVectors; ++j) e[j] = hn::MulAdd(weight, hn::Sub(p[j], e[j]), e[j]);
+      break;
+  }
+  for (int j = 0; j < kVectors; ++j) e[j] = canonical_lanes(d, e[j]);
+}
+
+template <int kVectors, class S, class D>
+HWY_INLINE void copy_block(D d, const hn::Vec<D> (&p)[kVectors], hn::Vec<D> (&e)[kVectors]) {
+  for (int j = 0; j < kVectors; ++j) {
+    if constexpr (std::is_same_v<S, BF16>) {
+      e[j] = hn::BitCast(d, bf16_bits(d, p[j]));
+    } else {
+      e[j] = p[j];
     }
-    for (int j = 0; j < kVectors; ++j) store(d, access, canonical_lanes(d, e[j]), to + static_cast<size_t>(j) * lanes);
   }
 }
 
@@ -166,10 +167,24 @@ HWY_INLINE void update_average(D d, A access, const Row<P, S>& row, int k, int64
 template <int kVectors, class P, class S, class A>
 HWY_INLINE int64_t update_block(const Row<P, S>& row, A access, int64_t begin, int64_t count) {
   const hn::ScalableTag<Computing<S>> d;
-  hn::Vec<decltype(d)> p[kVectors];
-  for (int j = 0; j < kVectors; ++j) p[j] = load(d, access, row.parameter + begin + static_cast<size_t>(j) * hn::Lanes(d));
+  const size_t lanes = hn::Lanes(d);
+  hn::Vec<decltype(d)> p[kVectors], e[kVectors], old[kVectors];
+  for (int j = 0; j < kVectors; ++j) p[j] = load(d, access, row.parameter + begin + static_cast<size_t>(j) * lanes);
   if (HWY_UNLIKELY(!all_finite<kVectors>(d, p))) return update_elements(row, begin, begin + count);
-  for (int k = 0; k < row.num_averages; ++k) update_average<kVectors>(d, access, row, k, begin, p);
+  for (int j = 0; j < kVectors; ++j) old[j] = load(d, access, row.averages[0] + begin + static_cast<size_t>(j) * lanes);
+  for (int k = 0; k < row.num_averages; ++k) {
+    for (int j = 0; j < kVectors; ++j) e[j] = old[j];
+    if (row.rules[k].op == Op::kCopy) {
+      copy_block<kVectors, S>(d, p, e);
+    } else {
+      next_block<kVectors, S>(d, row.rules[k], row.keys[k], row.low + static_cast<uint32_t>(begin), p, e);
+    }
+    // The next average is loaded before this one is stored: arenas often lie a multiple of 4 KiB apart, where a load waits for an earlier store.
+    if (k + 1 < row.num_averages) {
+      for (int j = 0; j < kVectors; ++j) old[j] = load(d, access, row.averages[k + 1] + begin + static_cast<size_t>(j) * lanes);
+    }
+    for (int j = 0; j < kVectors; ++j) store_value(d, access, e[j], row.averages[k] + begin + static_cast<size_t>(j) * lanes);
+  }
   return 0;
 }
 

@@ -126,14 +126,19 @@ HWY_INLINE void store_16_bits(D /*float*/, A access, BitsOf<D> bits, uint16_t* t
   access.store(narrow_bits, hn::DemoteTo(narrow_bits, hn::BitCast(hn::RebindToSigned<D>(), bits)), to);
 }
 
+/// The bits of floats, rounded to bfloat16: sixteen in the upper half, nothing below.
+template <OfFloats D>
+HWY_INLINE BitsOf<D> bf16_bits(D d, hn::Vec<D> v) {
+  const hn::RebindToUnsigned<D> du;
+  const auto bits = hn::BitCast(du, v), upper_half = hn::Set(du, 0xffff0000u);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
+  const auto rounded = hn::Add(hn::Add(bits, odd), hn::Set(du, 0x7fff)), quiet = hn::Or(bits, hn::Set(du, 0x400000));
+  return hn::And(hn::IfThenElse(hn::RebindMask(du, hn::Eq(v, v)), rounded, quiet), upper_half);
+}
+
 template <OfFloats D, class A>
 HWY_INLINE void store(D d, A access, hn::Vec<D> v, BF16* to) {
-  const hn::RebindToUnsigned<D> du;
-  const auto bits = hn::BitCast(du, v), upper = hn::ShiftRight<16>(bits);
-  const auto odd = hn::And(upper, hn::Set(du, 1));
-  const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, odd), hn::Set(du, 0x7fff)));
-  const auto quiet = hn::Or(upper, hn::Set(du, 0x40));
-  store_16_bits(d, access, hn::IfThenElse(hn::RebindMask(du, hn::Eq(v, v)), rounded, quiet), reinterpret_cast<uint16_t*>(to));
+  store_16_bits(d, access, hn::ShiftRight<16>(bf16_bits(d, v)), reinterpret_cast<uint16_t*>(to));
 }
 
 template <OfFloats D, class A>

@@ -1,0 +1,56 @@
+"""The real data: scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, and the batches that are drawn from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SIDE = 8
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Digits:
+    """images: (n, 1, 8, 8) float32 in [-1, 1]; labels: (n,) int64."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def take(self, index: torch.Tensor) -> Digits:
+        return Digits(self.images[index], self.labels[index])
+
+
+def load() -> Digits:
+    """All digits in an order of our own: the file lists them by writer, a split of it would not be fair."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).div(8).sub(1).unsqueeze(1)
+    labels = torch.tensor(found.target, dtype=torch.int64)
+    return Digits(images, labels).take(torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch. ``size`` is the global one."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    noise: torch.Tensor
+    time: torch.Tensor
+    size: int
+
+
+def batch(digits: Digits, size: int, seed: int, step: int, rank: int, world: int) -> Batch:
+    """The global batch depends on seed and step alone, so that training takes the same course at any world size."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    index = torch.randint(len(digits), (size,), generator=generator)
+    noise = torch.randn(size, 1, SIDE, SIDE, generator=generator)
+    time = torch.randn(size, generator=generator).sigmoid()
+    mine = torch.arange(size).tensor_split(world)[rank]
+    part = digits.take(index[mine])
+    return Batch(part.images, part.labels, noise[mine], time[mine], size)

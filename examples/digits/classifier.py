@@ -1,4 +1,4 @@
-"""The judge: a small convolutional classifier of the real digits. Its last hidden layer is the space in which samples are compared with them."""
+"""The judge: a small convolutional classifier of the real digits. Samples are compared with them in the space of its last hidden layer."""
 
 from __future__ import annotations
 

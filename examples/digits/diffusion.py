@@ -1,6 +1,7 @@
-"""Rectified flow (Liu et al., arXiv 2209.03003): a straight path x_t = (1 - t) image + t noise, whose velocity noise - image the model learns.
+"""Rectified flow (Liu et al., arXiv 2209.03003): on a straight path x_t = (1 - t) image + t noise, the velocity is learned.
 
-On this path an Euler step of the sampling equation is a step of DDIM (Song et al., arXiv 2010.02502): deterministic, the same noise gives the same image.
+On this path an Euler step of the sampling equation is a step of DDIM (Song et al., arXiv 2010.02502): deterministic, the same noise gives
+the same image.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from . import data
 
 
 def loss(model: nn.Module, batch: data.Batch, world: int) -> torch.Tensor:
-    """Squared error per pixel. The mean of this over the ranks is the mean over the global batch, also where the ranks' parts are uneven."""
+    """Squared error per pixel. Its mean over the ranks is the mean over the global batch, also where the ranks' parts are uneven."""
     t = batch.time[:, None, None, None]
     velocity = model((1 - t) * batch.images + t * batch.noise, batch.time, batch.labels)
     errors = (velocity - (batch.noise - batch.images)).square().mean(dim=(1, 2, 3))

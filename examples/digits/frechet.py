@@ -1,4 +1,7 @@
-"""The Frechet distance of two point clouds taken as Gaussians (Heusel et al., arXiv 1706.08500): |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))."""
+"""The Frechet distance of two point clouds taken as Gaussians: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)).
+
+Heusel et al., arXiv 1706.08500, who take the space from a large classifier.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small diffusion transformer (DiT; Peebles and Xie, arXiv 2212.09748): patches of an image, adaLN-zero conditioning on time and class."""
+"""A small diffusion transformer (DiT; Peebles and Xie, arXiv 2212.09748): patches, adaLN-zero conditioning on time and class."""
 
 from __future__ import annotations
 

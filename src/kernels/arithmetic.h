@@ -1,18 +1,21 @@
-// The arithmetic of one element, defined once: what "bit-identical" means here. Host and CUDA compile this very code (without contraction: every fused
-// multiply-add is written out), and the Highway kernels are tested against it bit for bit.
+// The arithmetic of one element, defined once: what "bit-identical" means here. Host and CUDA compile this very code (without contraction:
+// every fused multiply-add is written out), and the Highway kernels are tested against it bit for bit.
 //
-// T is the computing type: double for float64 averages, float for all others. p and e are the parameter and the average in T, W = T(weight), D = T(decay).
-// n is a draw of noise, an odd integer times 2^-17: 16 bits, in (-1/2, 1/2), symmetric, so that its mean is exactly 0.
+// T is the computing type: double for float64 averages, float for all others. p and e are the parameter and the average in T, W =
+// T(weight), D = T(decay). n is a draw of noise, an odd integer times 2^-17: 16 bits, in (-1/2, 1/2), symmetric, so that its mean is
+// exactly 0.
 //
 //   kCopy         p, rounded to nearest even
 //   kLerp         W < 1/2: fma(W, p - e, e)     else fma(W - 1, p - e, p)      torch.lerp
 //   kMulAdd       fma(p, W, round(e D))                                        e.mul_(d).add_(p, alpha=1-d)
 //   kTwoProducts  round(e D) + round(p W)                                      e*d + (1.-d)*p (timm's ModelEma)
-//   kStochastic   float32 averages, W < 1/2: e + fma(W, p - e, n ulp(e)); without noise where p = e, so that a weight at rest keeps its average.
+//   kStochastic   float32 averages, W < 1/2: e + fma(W, p - e, n ulp(e)); without noise where p = e, so that a weight at rest keeps its
+//   average.
 //                 W >= 1/2 and float64 averages: kLerp.
-//   16-bit averages (every form but kCopy): q = W (p - e) / ulp(e); |q| < 1: e + rint(q + n) ulp(e), else fma(W, p - e, e); then stochastically rounded with
-//                 a second draw, for where a power of two was crossed. A finite result never rounds to Inf. q never passes through the sum e + W (p - e),
-//                 whose own rounding would swallow it.
+//   16-bit averages (every form but kCopy): q = W (p - e) / ulp(e); |q| < 1: e + rint(q + n) ulp(e), else fma(W, p - e, e); then
+//   stochastically rounded with
+//                 a second draw, for where a power of two was crossed. A finite result never rounds to Inf. q never passes through the sum
+//                 e + W (p - e), whose own rounding would swallow it.
 //
 // A NaN result is the canonical quiet NaN: which operand's payload survives, and the sign of Inf - Inf, differ between processors.
 #pragma once
@@ -40,7 +43,9 @@ struct Rule {
   T decay;
 };
 
-SHARDOW_HD constexpr bool draws(Op op) { return op == Op::kStochastic || op == Op::kIntegerStep; }
+SHARDOW_HD constexpr bool draws(Op op) {
+  return op == Op::kStochastic || op == Op::kIntegerStep;
+}
 
 template <class S>
 SHARDOW_HD Rule<Computing<S>> resolve(const Step::One& one) {
@@ -55,11 +60,15 @@ SHARDOW_HD Rule<Computing<S>> resolve(const Step::One& one) {
   return {stochastic ? Op::kStochastic : Op::kLerp, weight, decay};
 }
 
-SHARDOW_HD float canonical(float x) { return x == x ? x : float_of(0x7fc00000u); }
-SHARDOW_HD double canonical(double x) { return x == x ? x : double_of(0x7ff8000000000000u); }
+SHARDOW_HD float canonical(float x) {
+  return x == x ? x : float_of(0x7fc00000u);
+}
+SHARDOW_HD double canonical(double x) {
+  return x == x ? x : double_of(0x7ff8000000000000u);
+}
 
-/// The spacing of a 16-bit format around a float: 2^exponent, where exponents below the format's own (or below 2^-119 for bfloat16, to keep 1 / ulp a float)
-/// count as the least.
+/// The spacing of a 16-bit format around a float: 2^exponent, where exponents below the format's own (or below 2^-119 for bfloat16, to keep
+/// 1 / ulp a float) count as the least.
 template <class S>
 struct Grid {
   static constexpr int kMantissaBits = std::is_same_v<S, BF16> ? 7 : 10;
@@ -144,13 +153,20 @@ SHARDOW_HD S next_as(T w, T decay, T p, S average, uint32_t noise) {
 template <class Visit>
 SHARDOW_HD auto with_op(Op op, Visit&& visit) {
   switch (op) {
-    case Op::kCopy: return visit.template operator()<Op::kCopy>();
-    case Op::kLerpFromParameter: return visit.template operator()<Op::kLerpFromParameter>();
-    case Op::kMulAdd: return visit.template operator()<Op::kMulAdd>();
-    case Op::kTwoProducts: return visit.template operator()<Op::kTwoProducts>();
-    case Op::kStochastic: return visit.template operator()<Op::kStochastic>();
-    case Op::kIntegerStep: return visit.template operator()<Op::kIntegerStep>();
-    default: return visit.template operator()<Op::kLerp>();
+    case Op::kCopy:
+      return visit.template operator()<Op::kCopy>();
+    case Op::kLerpFromParameter:
+      return visit.template operator()<Op::kLerpFromParameter>();
+    case Op::kMulAdd:
+      return visit.template operator()<Op::kMulAdd>();
+    case Op::kTwoProducts:
+      return visit.template operator()<Op::kTwoProducts>();
+    case Op::kStochastic:
+      return visit.template operator()<Op::kStochastic>();
+    case Op::kIntegerStep:
+      return visit.template operator()<Op::kIntegerStep>();
+    default:
+      return visit.template operator()<Op::kLerp>();
   }
 }
 

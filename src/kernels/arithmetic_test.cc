@@ -42,7 +42,8 @@ TYPED_TEST(Forms, EqualTheirFormulas) {
 
 TYPED_TEST(Forms, GiveOneNanWhicheverWayItArose) {
   using T = TypeParam;
-  const T infinity = static_cast<T>(HUGE_VAL), nan = std::is_same_v<T, float> ? T(float_of(0xffc12345u)) : T(double_of(0xfff8123456789abcu));
+  const T infinity = static_cast<T>(HUGE_VAL),
+          nan = std::is_same_v<T, float> ? T(float_of(0xffc12345u)) : T(double_of(0xfff8123456789abcu));
   const auto canonical_bits = bits_of(std::is_same_v<T, float> ? T(float_of(0x7fc00000u)) : T(double_of(0x7ff8000000000000u)));
   for (const Form form : {Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kStochastic}) {
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, nan, T(1))), canonical_bits);
@@ -76,7 +77,9 @@ TEST(Stochastic, EqualsItsFormula) {
 }
 
 template <class S>
-S value_of(double x) { return convert<S>(x); }
+S value_of(double x) {
+  return convert<S>(x);
+}
 
 template <class S>
 class Rounding : public ::testing::Test {};
@@ -98,15 +101,18 @@ TYPED_TEST(Rounding, HasNoBias) {
   using S = TypeParam;
   constexpr int kDraws = 1 << 20;
   // Average, distance to the parameter in units of the average, weight. Increments from a thousandth of an ulp to several.
-  const double cases[][3] = {{1.2345, 1e-2, 1e-4}, {1.2345, -0.3, 1e-5}, {-0.71, 0.9, 1e-3}, {100.3, -1.0, 1e-2}, {0.0123, 5.0, 0.2}, {-1.7, 1e-5, 1e-3}};
+  const double cases[][3] = {{1.2345, 1e-2, 1e-4}, {1.2345, -0.3, 1e-5}, {-0.71, 0.9, 1e-3},
+                             {100.3, -1.0, 1e-2},  {0.0123, 5.0, 0.2},   {-1.7, 1e-5, 1e-3}};
   for (const auto& [center, relative, weight] : cases) {
     const S average = value_of<S>(center);
-    const double e = convert<double>(average), ulp = std::fabs(convert<double>(value_of<S>(e * (std::is_same_v<S, float> ? 1 + 1.5e-7 : 1.01))) - e);
+    const double e = convert<double>(average),
+                 ulp = std::fabs(convert<double>(value_of<S>(e * (std::is_same_v<S, float> ? 1 + 1.5e-7 : 1.01))) - e);
     const auto p = static_cast<float>(e * (1 + relative));
     const double exact = weight * (static_cast<double>(p) - e);
     double sum = 0, squares = 0;
     for (int i = 0; i < kDraws; ++i) {
-      const double change = convert<double>(updated<S>(Form::kStochastic, weight, p, average, noise_bits({77, 78}, static_cast<uint32_t>(i)))) - e;
+      const double change =
+          convert<double>(updated<S>(Form::kStochastic, weight, p, average, noise_bits({77, 78}, static_cast<uint32_t>(i)))) - e;
       sum += change;
       squares += change * change;
     }
@@ -124,15 +130,16 @@ TYPED_TEST(Rounding, FollowsWhereRoundingToNearestStandsStill) {
   for (int step = 0; step < kSteps; ++step) {
     const NoiseKey key = noise_key(5, step, 6, 0, 0);
     for (int i = 0; i < kElements; ++i) {
-      averages[static_cast<size_t>(i)] =
-          updated<S>(Form::kStochastic, weight, static_cast<float>(target), averages[static_cast<size_t>(i)], noise_bits(key, static_cast<uint32_t>(i)));
+      averages[static_cast<size_t>(i)] = updated<S>(Form::kStochastic, weight, static_cast<float>(target), averages[static_cast<size_t>(i)],
+                                                    noise_bits(key, static_cast<uint32_t>(i)));
     }
   }
   double mean = 0;
   for (const S average : averages) mean += convert<double>(average) / kElements;
   const double exact = target + (start - target) * std::pow(1 - weight, kSteps);
   const double ulp = std::ldexp(1.0, std::is_same_v<S, float> ? -23 : std::is_same_v<S, BF16> ? -7 : -10);
-  // A step adds at most ulp^2 q to the variance, q = its expected increment in ulps, at most all the way; and 16 bits of noise leave up to 2^-17 ulp a step.
+  // A step adds at most ulp^2 q to the variance, q = its expected increment in ulps, at most all the way; and 16 bits of noise leave up to
+  // 2^-17 ulp a step.
   const double sigma = std::sqrt(ulp * (exact - start) / kElements);
   EXPECT_NEAR(mean, exact, 5 * sigma + kSteps * ulp * 0x1p-17);
   EXPECT_GT(exact - start, 5 * sigma + kSteps * ulp * 0x1p-17) << "standing still would pass";

@@ -1,6 +1,6 @@
-// Floating formats by their bits: bfloat16 and float16 without compiler support (clang 14 has no _Float16), and conversions that give the same bits on every
-// device. Rounding is to nearest, ties to even. A NaN keeps its sign and the upper bits of its payload, becomes quiet, and never becomes Inf; only the
-// widening of bfloat16, a plain shift, leaves it as it is.
+// Floating formats by their bits: bfloat16 and float16 without compiler support (clang 14 has no _Float16), and conversions that give the
+// same bits on every device. Rounding is to nearest, ties to even. A NaN keeps its sign and the upper bits of its payload, becomes quiet,
+// and never becomes Inf; only the widening of bfloat16, a plain shift, leaves it as it is.
 #pragma once
 
 #include <cmath>
@@ -23,10 +23,18 @@ struct F16 {
   uint16_t bits;
 };
 
-SHARDOW_HD uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
-SHARDOW_HD uint64_t bits_of(double x) { return __builtin_bit_cast(uint64_t, x); }
-SHARDOW_HD float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
-SHARDOW_HD double double_of(uint64_t bits) { return __builtin_bit_cast(double, bits); }
+SHARDOW_HD uint32_t bits_of(float x) {
+  return __builtin_bit_cast(uint32_t, x);
+}
+SHARDOW_HD uint64_t bits_of(double x) {
+  return __builtin_bit_cast(uint64_t, x);
+}
+SHARDOW_HD float float_of(uint32_t bits) {
+  return __builtin_bit_cast(float, bits);
+}
+SHARDOW_HD double double_of(uint64_t bits) {
+  return __builtin_bit_cast(double, bits);
+}
 
 SHARDOW_HD float fused(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
@@ -43,8 +51,12 @@ SHARDOW_HD double fused(double a, double b, double c) {
 #endif
 }
 
-SHARDOW_HD bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
-SHARDOW_HD bool is_finite(double x) { return (bits_of(x) & 0x7ff0000000000000u) != 0x7ff0000000000000u; }
+SHARDOW_HD bool is_finite(float x) {
+  return (bits_of(x) & 0x7f800000u) != 0x7f800000u;
+}
+SHARDOW_HD bool is_finite(double x) {
+  return (bits_of(x) & 0x7ff0000000000000u) != 0x7ff0000000000000u;
+}
 
 SHARDOW_HD double widen(float x) {
   if (x == x) return static_cast<double>(x);
@@ -67,7 +79,9 @@ SHARDOW_HD float narrow_to_odd(double x) {
   return float_of((bits_of(nearest) - (back_magnitude > magnitude ? 1 : 0)) | 1);
 }
 
-SHARDOW_HD float to_float(BF16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+SHARDOW_HD float to_float(BF16 x) {
+  return float_of(static_cast<uint32_t>(x.bits) << 16);
+}
 
 SHARDOW_HD float to_float(F16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;

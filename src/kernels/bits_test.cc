@@ -1,4 +1,5 @@
-// Conversions against an oracle that knows only the formats' definitions: every value of a 16-bit format by ldexp, rounding by looking at the two neighbours.
+// Conversions against an oracle that knows only the formats' definitions: every value of a 16-bit format by ldexp, rounding by looking at
+// the two neighbours.
 #include "kernels/bits.h"
 
 #include <gtest/gtest.h>
@@ -108,8 +109,10 @@ TYPED_TEST(Narrow, KeepsNanQuietWithItsSign) {
   for (const uint32_t payload : {1u, 0x1fffu, 0x2000u, 0xffffu, 0x10000u, 0x400000u, 0x7fffffu}) {
     for (const uint32_t sign : {0u, 0x80000000u}) {
       const float nan = float_of(sign | 0x7f800000u | payload);
-      const int quiet = (this->format().infinity >> this->format().mantissa_bits << this->format().mantissa_bits) | 1 << (this->format().mantissa_bits - 1);
-      EXPECT_EQ(convert<TypeParam>(nan).bits, (sign >> 16) | static_cast<uint32_t>(quiet) | payload >> (23 - this->format().mantissa_bits)) << payload;
+      const int quiet = (this->format().infinity >> this->format().mantissa_bits << this->format().mantissa_bits) |
+                        1 << (this->format().mantissa_bits - 1);
+      EXPECT_EQ(convert<TypeParam>(nan).bits, (sign >> 16) | static_cast<uint32_t>(quiet) | payload >> (23 - this->format().mantissa_bits))
+          << payload;
       EXPECT_EQ(convert<TypeParam>(widen(nan)).bits, convert<TypeParam>(nan).bits);
     }
   }

@@ -1,5 +1,5 @@
-// Dispatch: this file is compiled once per instruction set, and the best that the processor has is taken at run time. Where an instruction set lacks a fused
-// multiply-add, the reference does the work, so that the bits are the same everywhere.
+// Dispatch: this file is compiled once per instruction set, and the best that the processor has is taken at run time. Where an instruction
+// set lacks a fused multiply-add, the reference does the work, so that the bits are the same everywhere.
 #include <cstring>
 
 #include "kernels/kernels.h"
@@ -20,21 +20,31 @@ namespace shardow::kernels::HWY_NAMESPACE {
 template <class P>
 int64_t update_parameter(const Chunk& chunk, const Step& step) {
   switch (chunk.average_dtype) {
-    case DType::kF32: return update_row(Row<P, float>(chunk, step));
-    case DType::kBF16: return update_row(Row<P, BF16>(chunk, step));
-    case DType::kF16: return update_row(Row<P, F16>(chunk, step));
-    case DType::kF64: return update_row(Row<P, double>(chunk, step));
-    default: return 0;
+    case DType::kF32:
+      return update_row(Row<P, float>(chunk, step));
+    case DType::kBF16:
+      return update_row(Row<P, BF16>(chunk, step));
+    case DType::kF16:
+      return update_row(Row<P, F16>(chunk, step));
+    case DType::kF64:
+      return update_row(Row<P, double>(chunk, step));
+    default:
+      return 0;
   }
 }
 
 int64_t update_chunk(const Chunk& chunk, const Step& step) {
   switch (chunk.parameter_dtype) {
-    case DType::kF32: return update_parameter<float>(chunk, step);
-    case DType::kBF16: return update_parameter<BF16>(chunk, step);
-    case DType::kF16: return update_parameter<F16>(chunk, step);
-    case DType::kF64: return update_parameter<double>(chunk, step);
-    default: return 0;
+    case DType::kF32:
+      return update_parameter<float>(chunk, step);
+    case DType::kBF16:
+      return update_parameter<BF16>(chunk, step);
+    case DType::kF16:
+      return update_parameter<F16>(chunk, step);
+    case DType::kF64:
+      return update_parameter<double>(chunk, step);
+    default:
+      return 0;
   }
 }
 
@@ -66,16 +76,24 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
   });
 }
 
-const char* target() { return hwy::TargetName(HWY_TARGET); }
+const char* target() {
+  return hwy::TargetName(HWY_TARGET);
+}
 
 #else
 
-Tally update(std::span<const Chunk> chunks, const Step& step) { return reference::update(chunks, step); }
+Tally update(std::span<const Chunk> chunks, const Step& step) {
+  return reference::update(chunks, step);
+}
 void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) {
   reference::swap(parameter, parameter_dtype, average, average_dtype, count, direction);
 }
-void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) { reference::cast(from, from_dtype, to, to_dtype, count); }
-const char* target() { return "reference"; }
+void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) {
+  reference::cast(from, from_dtype, to, to_dtype, count);
+}
+const char* target() {
+  return "reference";
+}
 
 #endif
 
@@ -90,7 +108,9 @@ HWY_EXPORT(swap);
 HWY_EXPORT(cast);
 HWY_EXPORT(target);
 
-Tally cpu::update(std::span<const Chunk> chunks, const Step& step) noexcept { return HWY_DYNAMIC_DISPATCH(update)(chunks, step); }
+Tally cpu::update(std::span<const Chunk> chunks, const Step& step) noexcept {
+  return HWY_DYNAMIC_DISPATCH(update)(chunks, step);
+}
 
 void cpu::swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) noexcept {
   HWY_DYNAMIC_DISPATCH(swap)(parameter, parameter_dtype, average, average_dtype, count, direction);
@@ -100,7 +120,9 @@ void cpu::cast(const void* from, DType from_dtype, void* to, DType to_dtype, int
   HWY_DYNAMIC_DISPATCH(cast)(from, from_dtype, to, to_dtype, count);
 }
 
-const char* cpu::target() noexcept { return HWY_DYNAMIC_DISPATCH(target)(); }
+const char* cpu::target() noexcept {
+  return HWY_DYNAMIC_DISPATCH(target)();
+}
 
 }  // namespace shardow::kernels
 #endif  // HWY_ONCE

@@ -1,11 +1,10 @@
 // Every instruction set that this processor has, against the reference: equal, not close.
-#include "hwy/highway.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <numeric>
 
+#include "hwy/highway.h"
 #include "kernels/kernels.h"
 #include "kernels/test_data.h"
 
@@ -62,7 +61,8 @@ TEST_P(Cpu, UpdateEqualsReferenceForEveryFormAndNumberOfAverages) {
             Step step = make_step(num_averages, hold, random);
             step.averages.fill(one(form, weight));
             for (const Values values : {Values::kFinite, Values::kFewNotFinite, Values::kAnyBits}) {
-              expect_equals_reference(Problem(pair.first, pair.second, num_averages, 333, random() % 8, random() % 8, values, random), step);
+              expect_equals_reference(Problem(pair.first, pair.second, num_averages, 333, random() % 8, random() % 8, values, random),
+                                      step);
             }
             if (HasFailure()) return;
           }
@@ -76,7 +76,8 @@ TEST_P(Cpu, UpdateEqualsReferenceOnLongChunks) {
   Random random(3);
   for (const Pair& pair : all_pairs()) {
     for (const int64_t count : {1000, 4097, 65536}) {
-      expect_equals_reference(Problem(pair.first, pair.second, 2, count, 1, 3, Values::kFewNotFinite, random), random_step(pair.second, 2, true, random));
+      expect_equals_reference(Problem(pair.first, pair.second, 2, count, 1, 3, Values::kFewNotFinite, random),
+                              random_step(pair.second, 2, true, random));
     }
   }
 }
@@ -94,7 +95,8 @@ TEST_P(Cpu, NoiseDoesNotDependOnHowARangeIsCut) {
       length = std::min<int64_t>(1 + static_cast<int64_t>(random() % 97), problem.count - begin);
       Chunk piece = cut.chunk();
       piece.parameter = static_cast<const std::byte*>(piece.parameter) + begin * 2;
-      for (size_t k = 0; k < 2; ++k) piece.averages[k] = static_cast<std::byte*>(piece.averages[k]) + static_cast<size_t>(begin) * size_of(average);
+      for (size_t k = 0; k < 2; ++k)
+        piece.averages[k] = static_cast<std::byte*>(piece.averages[k]) + static_cast<size_t>(begin) * size_of(average);
       piece.count = length;
       piece.global_begin += begin;
       static_cast<void>(cpu::update({&piece, 1}, step));
@@ -113,7 +115,10 @@ TEST_P(Cpu, HeldElementsKeepEveryBitAndAreCounted) {
       std::vector<size_t> places = {0, 1, 15, 16, 63, 64, 77, 128, 198, 199};
       for (size_t i = 0; i < places.size(); ++i) std::memcpy(problem.parameter.data() + places[i] * 4, &bad[i % 3], 4);
       // The averages there are signalling NaNs, which any conversion would change.
-      const uint64_t signalling = average == DType::kF64 ? 0x7ff0000000000001u : average == DType::kF32 ? 0x7f800001u : average == DType::kF16 ? 0x7c01u : 0x7f81u;
+      const uint64_t signalling = average == DType::kF64   ? 0x7ff0000000000001u
+                                  : average == DType::kF32 ? 0x7f800001u
+                                  : average == DType::kF16 ? 0x7c01u
+                                                           : 0x7f81u;
       const size_t size = size_of(average);
       for (const size_t place : places) std::memcpy(problem.averages[0].data() + place * size, &signalling, size);
       Step step = make_step(1, hold, random);
@@ -122,7 +127,8 @@ TEST_P(Cpu, HeldElementsKeepEveryBitAndAreCounted) {
       const Tally tally = cpu::update({&chunk, 1}, step);
       EXPECT_EQ(tally.non_finite, 10);
       for (const size_t place : places) {
-        EXPECT_EQ(std::memcmp(problem.averages[0].data() + place * size, &signalling, size) == 0, hold) << name_of(average) << " at " << place;
+        EXPECT_EQ(std::memcmp(problem.averages[0].data() + place * size, &signalling, size) == 0, hold)
+            << name_of(average) << " at " << place;
       }
     }
   }
@@ -131,7 +137,8 @@ TEST_P(Cpu, HeldElementsKeepEveryBitAndAreCounted) {
 TEST_P(Cpu, TallyNamesTheFirstChunk) {
   Random random(6);
   std::vector<Problem> problems;
-  for (int i = 0; i < 6; ++i) problems.emplace_back(i % 2 == 0 ? DType::kF32 : DType::kF16, DType::kF32, 1, 100, 0, 0, Values::kFinite, random);
+  for (int i = 0; i < 6; ++i)
+    problems.emplace_back(i % 2 == 0 ? DType::kF32 : DType::kF16, DType::kF32, 1, 100, 0, 0, Values::kFinite, random);
   const float infinity = HUGE_VALF;
   const uint16_t half_nan = 0x7e00;
   std::memcpy(problems[3].parameter.data() + 20, &half_nan, 2);
@@ -179,7 +186,8 @@ TEST_P(Cpu, CastEqualsReference) {
 TEST_P(Cpu, CastRoundsEveryFloatAroundEvery16BitValueAsTheReference) {
   std::vector<float> values;
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    for (const uint32_t lower : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0x0fffu, 0x1000u, 0x1001u}) values.push_back(float_of(bits << 16 | lower));
+    for (const uint32_t lower : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0x0fffu, 0x1000u, 0x1001u})
+      values.push_back(float_of(bits << 16 | lower));
     values.push_back(to_float(F16{static_cast<uint16_t>(bits)}));
   }
   for (const DType to : {DType::kBF16, DType::kF16}) {
@@ -192,7 +200,9 @@ TEST_P(Cpu, CastRoundsEveryFloatAroundEvery16BitValueAsTheReference) {
 
 TEST(Kernels, OnlySomePairsSwapInPlace) {
   for (const Pair& pair : all_pairs()) {
-    EXPECT_EQ(swaps_in_place(pair.first, pair.second), pair.first == pair.second || (pair.first == DType::kBF16 && pair.second == DType::kF32)) << pair;
+    EXPECT_EQ(swaps_in_place(pair.first, pair.second),
+              pair.first == pair.second || (pair.first == DType::kBF16 && pair.second == DType::kF32))
+        << pair;
   }
   EXPECT_FALSE(swaps_in_place(DType::kI64, DType::kI64));
   EXPECT_FALSE(is_averaged_dtype(DType::kF8E4M3));

@@ -1,8 +1,9 @@
 // The host's side of the CUDA kernels: tables in device memory, one launch per update, errors.
 //
-// How a step reaches the kernel: an update() outside of a capture passes it by value, so there is nothing to copy and nothing to wait for. A captured update()
-// passes the address of a step in device memory besides; set_step() writes that one through pinned memory, in stream order: after every earlier replay, before
-// every later one. Pinned slots are used in turn, so that the host waits only when it is kSlots replays ahead.
+// How a step reaches the kernel: an update() outside of a capture passes it by value, so there is nothing to copy and nothing to wait for.
+// A captured update() passes the address of a step in device memory besides; set_step() writes that one through pinned memory, in stream
+// order: after every earlier replay, before every later one. Pinned slots are used in turn, so that the host waits only when it is kSlots
+// replays ahead.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -156,7 +157,8 @@ class TableImpl final : public Table {
 
   void set_step(const Step& step) override {
     const DeviceGuard guard(device_.index);
-    if (capturing()) throw Error(Code::kInvalidArgument, "set_step() belongs before a replay, not into the capture: it would be replayed with it");
+    if (capturing())
+      throw Error(Code::kInvalidArgument, "set_step() belongs before a replay, not into the capture: it would be replayed with it");
     const size_t slot = next_slot_++ % kSlots;
     written_[slot].wait();
     std::memcpy(pinned_.get() + slot, &step, sizeof(Step));
@@ -201,7 +203,8 @@ class TableImpl final : public Table {
 
   bool capturing() const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    if (device_.stream != nullptr) check(cudaStreamIsCapturing(stream(), &status), "cudaStreamIsCapturing");  // the default stream can't be captured
+    if (device_.stream != nullptr)
+      check(cudaStreamIsCapturing(stream(), &status), "cudaStreamIsCapturing");  // the default stream can't be captured
     return status != cudaStreamCaptureStatusNone;
   }
 
@@ -239,9 +242,15 @@ const std::string& cached_reason() {
 
 }  // namespace
 
-bool built() noexcept { return true; }
-bool available() noexcept { return cached_reason().empty(); }
-const char* why_not() noexcept { return cached_reason().c_str(); }
+bool built() noexcept {
+  return true;
+}
+bool available() noexcept {
+  return cached_reason().empty();
+}
+const char* why_not() noexcept {
+  return cached_reason().c_str();
+}
 
 std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
   const DeviceGuard guard(device.index);

@@ -1,7 +1,7 @@
 // The same kernels on CUDA devices. cuda.cu fills this where a toolkit is found, no_cuda.cc elsewhere: callers have no #ifdef.
 //
-// Everything is enqueued on the given stream; nothing waits except read_tally(). Functions throw kUnsupported without a toolkit or a device, kInternal
-// with the runtime's message when a launch fails.
+// Everything is enqueued on the given stream; nothing waits except read_tally(). Functions throw kUnsupported without a toolkit or a
+// device, kInternal with the runtime's message when a launch fails.
 #pragma once
 
 #include <cstddef>
@@ -12,19 +12,20 @@
 
 namespace shardow::kernels::cuda {
 
-bool built() noexcept;      ///< compiled with a CUDA toolkit
-bool available() noexcept;  ///< built, and a device answers
+bool built() noexcept;           ///< compiled with a CUDA toolkit
+bool available() noexcept;       ///< built, and a device answers
 const char* why_not() noexcept;  ///< one sentence for messages where !available()
 
 /// The chunks of one binding, uploaded once, with the step block and the tally beside them in device memory.
 class Table {
  public:
   virtual ~Table() = default;
-  /// One kernel launch for all chunks. The step travels through pinned memory in the same stream, so that a captured graph replays with the
-  /// step of the latest set_step().
+  /// One kernel launch for all chunks, and nothing else: the step is an argument of the kernel. Captured into a graph, it replays with the
+  /// step of the latest set_step(), or with this one where there was none.
   virtual void update(const Step& step) = 0;
-  virtual void set_step(const Step& step) = 0;  ///< for graph replays: the next replay uses it
-  virtual Tally read_tally() = 0;               ///< waits; counts since the last call of read_tally()
+  /// For graph replays: those launched on the stream after this use the step. Not to be captured itself: kInvalidArgument.
+  virtual void set_step(const Step& step) = 0;
+  virtual Tally read_tally() = 0;  ///< waits; counts since the last call of read_tally()
   virtual void set_stream(void* stream) = 0;
 };
 

@@ -1,5 +1,6 @@
-// How a warp reads and writes: eight elements per lane and group, streaming (each byte is touched once per update, so it should not displace the model in
-// the L2 cache). Contiguous where every pointer allows 16-byte accesses, else strided by the warp, which coalesces as well, in narrower accesses.
+// How a warp reads and writes: eight elements per lane and group, streaming (each byte is touched once per update, so it should not
+// displace the model in the L2 cache). Contiguous where every pointer allows 16-byte accesses, else strided by the warp, which coalesces as
+// well, in narrower accesses.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,9 @@ namespace shardow::kernels::cuda {
 
 inline constexpr int kLanes = 32, kPerLane = 8, kGroup = kLanes * kPerLane;  // elements of a lane's group, of a warp's
 
-__device__ inline bool aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
+__device__ inline bool aligned(const void* pointer) {
+  return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
+}
 
 template <class T>
 using Word = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;

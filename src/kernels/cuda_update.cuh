@@ -1,8 +1,10 @@
-// update() on the device. The unit of work is a tile: a stretch of one chunk, handled by one warp. Tiles of any chunks share a block, so thousands of tiny
-// tensors fill the machine as well as one large one, and everything that differs between chunks (dtypes, pointers, noise keys) is uniform in a warp.
+// update() on the device. The unit of work is a tile: a stretch of one chunk, handled by one warp. Tiles of any chunks share a block, so
+// thousands of tiny tensors fill the machine as well as one large one, and everything that differs between chunks (dtypes, pointers, noise
+// keys) is uniform in a warp.
 //
 //   1. The warp reads its tile and chunk, and its first lanes resolve the rules and draw the keys into shared memory.
-//   2. Groups of 256 elements, eight per lane: the parameters are loaded and converted once; then per average one switch. The next average is on its way
+//   2. Groups of 256 elements, eight per lane: the parameters are loaded and converted once; then per average one switch. The next average
+//   is on its way
 //      while one is computed, so that a lane always has 32 bytes or more of averages in flight, a multiprocessor 64 KB.
 //   3. What is left, less than a group, element by element.
 #pragma once
@@ -152,19 +154,29 @@ template <class P, class S>
 __device__ int update_any(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
   if constexpr (std::is_same_v<S, Mixed>) {
     switch (chunk.average_dtype) {
-      case DType::kF32: return update_any<P, float>(chunk, tile, step, lane, prepared);
-      case DType::kBF16: return update_any<P, BF16>(chunk, tile, step, lane, prepared);
-      case DType::kF16: return update_any<P, F16>(chunk, tile, step, lane, prepared);
-      case DType::kF64: return update_any<P, double>(chunk, tile, step, lane, prepared);
-      default: return 0;
+      case DType::kF32:
+        return update_any<P, float>(chunk, tile, step, lane, prepared);
+      case DType::kBF16:
+        return update_any<P, BF16>(chunk, tile, step, lane, prepared);
+      case DType::kF16:
+        return update_any<P, F16>(chunk, tile, step, lane, prepared);
+      case DType::kF64:
+        return update_any<P, double>(chunk, tile, step, lane, prepared);
+      default:
+        return 0;
     }
   } else if constexpr (std::is_same_v<P, Mixed>) {
     switch (chunk.parameter_dtype) {
-      case DType::kF32: return update_tile<float, S>(chunk, tile, step, lane, prepared);
-      case DType::kBF16: return update_tile<BF16, S>(chunk, tile, step, lane, prepared);
-      case DType::kF16: return update_tile<F16, S>(chunk, tile, step, lane, prepared);
-      case DType::kF64: return update_tile<double, S>(chunk, tile, step, lane, prepared);
-      default: return 0;
+      case DType::kF32:
+        return update_tile<float, S>(chunk, tile, step, lane, prepared);
+      case DType::kBF16:
+        return update_tile<BF16, S>(chunk, tile, step, lane, prepared);
+      case DType::kF16:
+        return update_tile<F16, S>(chunk, tile, step, lane, prepared);
+      case DType::kF64:
+        return update_tile<double, S>(chunk, tile, step, lane, prepared);
+      default:
+        return 0;
     }
   } else {
     return update_tile<P, S>(chunk, tile, step, lane, prepared);
@@ -173,7 +185,9 @@ __device__ int update_any(const Chunk& chunk, const Tile& tile, const Step& step
 
 /// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of narrow types; more types in one kernel need more.
 template <class P, class S>
-inline constexpr int kBlocks = std::is_same_v<S, double> || std::is_same_v<S, Mixed> ? 2 : std::is_same_v<P, Mixed> ? 3 : 4;
+inline constexpr int kBlocks = std::is_same_v<S, double> || std::is_same_v<S, Mixed> ? 2
+                               : std::is_same_v<P, Mixed>                            ? 3
+                                                                                     : 4;
 
 /// `latest` (device memory) replaces `step` where it has been set: a captured graph replays with it.
 template <class P, class S>

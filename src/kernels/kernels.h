@@ -1,8 +1,9 @@
 // The averaging kernels: what the average layer asks of a device.
 //
-// A chunk is a stretch of elements contiguous in memory and, where noise is drawn, in the global tensor. One update is one call with a table of chunks: every
-// parameter is read once, every average read and written once. Kernels are noexcept, allocate nothing and know neither names nor ranks.
-// The arithmetic is defined once, in arithmetic.h; reference.cc applies it element by element and every other kernel equals it bit for bit.
+// A chunk is a stretch of elements contiguous in memory and, where noise is drawn, in the global tensor. One update is one call with a
+// table of chunks: every parameter is read once, every average read and written once. Kernels are noexcept, allocate nothing and know
+// neither names nor ranks. The arithmetic is defined once, in arithmetic.h; reference.cc applies it element by element and every other
+// kernel equals it bit for bit.
 #pragma once
 
 #include <array>
@@ -26,9 +27,9 @@ struct Step {
   };
   std::array<One, kMaxAverages> averages;
   int32_t num_averages;
-  bool hold;      ///< elements whose parameter is not finite keep their averages
+  bool hold;  ///< elements whose parameter is not finite keep their averages
   uint64_t seed;
-  int64_t step;   ///< the counter of the noise
+  int64_t step;  ///< the counter of the noise
 };
 
 struct Chunk {

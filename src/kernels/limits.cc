@@ -17,7 +17,8 @@ template <int kVectors, class P, class S, class A>
 HWY_INLINE void limit_block(const Chunk& chunk, int num_averages, A access, int64_t begin) {
   const hn::ScalableTag<S> d;
   hn::Vec<decltype(d)> p[kVectors], e[kVectors];
-  for (int j = 0; j < kVectors; ++j) p[j] = load(d, access, static_cast<const P*>(chunk.parameter) + begin + static_cast<size_t>(j) * hn::Lanes(d));
+  for (int j = 0; j < kVectors; ++j)
+    p[j] = load(d, access, static_cast<const P*>(chunk.parameter) + begin + static_cast<size_t>(j) * hn::Lanes(d));
   for (int k = 0; k < num_averages; ++k) {
     S* const to = static_cast<S*>(chunk.averages[static_cast<size_t>(k)]) + begin;
     for (int j = 0; j < kVectors; ++j) e[j] = load(d, access, to + static_cast<size_t>(j) * hn::Lanes(d));
@@ -75,7 +76,9 @@ namespace shardow::kernels {
 
 HWY_EXPORT(limit);
 
-void limits::update(std::span<const Chunk> chunks, int num_averages) noexcept { HWY_DYNAMIC_DISPATCH(limit)(chunks, num_averages); }
+void limits::update(std::span<const Chunk> chunks, int num_averages) noexcept {
+  HWY_DYNAMIC_DISPATCH(limit)(chunks, num_averages);
+}
 
 }  // namespace shardow::kernels
 #endif  // HWY_ONCE

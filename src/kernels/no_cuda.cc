@@ -8,21 +8,35 @@ namespace {
 constexpr const char* kWhyNot =
     "this build of shardow has no CUDA kernels; build it where nvcc is found (or set CMAKE_CUDA_COMPILER), with SHARDOW_CUDA=ON to insist";
 
-[[noreturn]] void refuse() { throw Error(Code::kUnsupported, kWhyNot); }
+[[noreturn]] void refuse() {
+  throw Error(Code::kUnsupported, kWhyNot);
+}
 
 }  // namespace
 
-bool built() noexcept { return false; }
-bool available() noexcept { return false; }
-const char* why_not() noexcept { return kWhyNot; }
+bool built() noexcept {
+  return false;
+}
+bool available() noexcept {
+  return false;
+}
+const char* why_not() noexcept {
+  return kWhyNot;
+}
 
-std::unique_ptr<Table> upload(std::span<const Chunk> /*chunks*/, Device /*device*/) { refuse(); }
-void swap(void* /*parameter*/, DType /*parameter_dtype*/, void* /*average*/, DType /*average_dtype*/, int64_t /*count*/, Direction /*direction*/,
-          Device /*device*/) {
+std::unique_ptr<Table> upload(std::span<const Chunk> /*chunks*/, Device /*device*/) {
   refuse();
 }
-void cast(const void* /*from*/, DType /*from_dtype*/, void* /*to*/, DType /*to_dtype*/, int64_t /*count*/, Device /*device*/) { refuse(); }
-void* allocate(size_t /*bytes*/, int /*index*/) { refuse(); }
+void swap(void* /*parameter*/, DType /*parameter_dtype*/, void* /*average*/, DType /*average_dtype*/, int64_t /*count*/,
+          Direction /*direction*/, Device /*device*/) {
+  refuse();
+}
+void cast(const void* /*from*/, DType /*from_dtype*/, void* /*to*/, DType /*to_dtype*/, int64_t /*count*/, Device /*device*/) {
+  refuse();
+}
+void* allocate(size_t /*bytes*/, int /*index*/) {
+  refuse();
+}
 void release(void* /*memory*/, int /*index*/) noexcept {}
 
 }  // namespace shardow::kernels::cuda

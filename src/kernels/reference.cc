@@ -1,5 +1,5 @@
-// The oracle: plain loops over arithmetic.h and exchange.h, element by element. Slow and obvious; every other kernel is tested against it bit for bit, and
-// processors without a fused multiply-add run it (std::fma in software is slow, but right).
+// The oracle: plain loops over arithmetic.h and exchange.h, element by element. Slow and obvious; every other kernel is tested against it
+// bit for bit, and processors without a fused multiply-add run it (std::fma in software is slow, but right).
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -24,9 +24,8 @@ Tally update(std::span<const Chunk> chunks, const Step& step) noexcept {
   Tally tally;
   for (size_t c = 0; c < chunks.size(); ++c) {
     with_dtype(chunks[c].parameter_dtype, [&]<class P>() {
-      with_dtype(chunks[c].average_dtype, [&]<class S>() {
-        add(tally, update_elements(Row<P, S>(chunks[c], step), 0, chunks[c].count), c);
-      });
+      with_dtype(chunks[c].average_dtype,
+                 [&]<class S>() { add(tally, update_elements(Row<P, S>(chunks[c], step), 0, chunks[c].count), c); });
     });
   }
   return tally;

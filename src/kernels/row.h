@@ -1,6 +1,6 @@
-// A chunk made ready for the body of one (parameter dtype, average dtype) pair: rules resolved, noise keys drawn. The bodies are templates on the storage
-// types; with_dtype() is the one place where a DType becomes a type. update_elements() is the scalar body: all of the reference, and what the vector kernels
-// do with a block that holds a parameter that is not finite.
+// A chunk made ready for the body of one (parameter dtype, average dtype) pair: rules resolved, noise keys drawn. The bodies are templates
+// on the storage types; with_dtype() is the one place where a DType becomes a type. update_elements() is the scalar body: all of the
+// reference, and what the vector kernels do with a block that holds a parameter that is not finite.
 #pragma once
 
 #include <cstdint>
@@ -58,11 +58,16 @@ inline int64_t update_elements(const Row<P, S>& row, int64_t begin, int64_t end)
 template <class Visit>
 inline void with_dtype(DType dtype, Visit&& visit) {
   switch (dtype) {
-    case DType::kF32: return visit.template operator()<float>();
-    case DType::kBF16: return visit.template operator()<BF16>();
-    case DType::kF16: return visit.template operator()<F16>();
-    case DType::kF64: return visit.template operator()<double>();
-    default: return;
+    case DType::kF32:
+      return visit.template operator()<float>();
+    case DType::kBF16:
+      return visit.template operator()<BF16>();
+    case DType::kF16:
+      return visit.template operator()<F16>();
+    case DType::kF64:
+      return visit.template operator()<double>();
+    default:
+      return;
   }
 }
 

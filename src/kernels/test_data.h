@@ -1,6 +1,8 @@
-// Memory and values for the kernels' tests: guarded, deliberately misaligned buffers, filled with the values that arithmetic trips over. A Problem is copied, each
-// copy is updated by one implementation, and the copies, guards included, must then be equal byte for byte.
+// Memory and values for the kernels' tests: guarded, deliberately misaligned buffers, filled with the values that arithmetic trips over. A
+// Problem is copied, each copy is updated by one implementation, and the copies, guards included, must then be equal byte for byte.
 #pragma once
+
+#include <fmt/format.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -19,7 +21,9 @@ using Random = std::mt19937_64;
 inline constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
 inline constexpr Form kForms[] = {Form::kCopy, Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kStochastic};
 
-inline size_t size_of(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
+inline size_t size_of(DType dtype) {
+  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+}
 
 inline const char* name_of(DType dtype) {
   return dtype == DType::kF64 ? "f64" : dtype == DType::kF32 ? "f32" : dtype == DType::kBF16 ? "bf16" : "f16";
@@ -52,8 +56,8 @@ class Buffer {
 };
 
 inline double special_value(Random& random) {
-  static constexpr double kSpecial[] = {0.0,     -0.0,     1.0,      -1.0,     0x1p-149, -0x1p-140, 0x1p-126, 0x1.8p-24, 6e-8,    0x1p-14, 65504.0,
-                                        65519.9, -65520.0, 1e30,     3.38e38,  3.4e38,   -3.4e38,   0x1p-133, 0x1p-120,  2.0,     0.5,     1e-30};
+  static constexpr double kSpecial[] = {0.0,     -0.0,     1.0,  -1.0,    0x1p-149, -0x1p-140, 0x1p-126, 0x1.8p-24, 6e-8, 0x1p-14, 65504.0,
+                                        65519.9, -65520.0, 1e30, 3.38e38, 3.4e38,   -3.4e38,   0x1p-133, 0x1p-120,  2.0,  0.5,     1e-30};
   return kSpecial[random() % std::size(kSpecial)];
 }
 
@@ -86,14 +90,18 @@ inline void fill(Buffer& buffer, DType dtype, Values values, Random& random, con
 
 /// One chunk and its memory.
 struct Problem {
-  Problem(DType parameter_dtype_, DType average_dtype_, int num_averages, int64_t count_, size_t parameter_offset, size_t average_offset, Values values,
-          Random& random)
-      : parameter_dtype(parameter_dtype_), average_dtype(average_dtype_), count(count_), parameter(bytes(parameter_dtype), parameter_offset * size_of(parameter_dtype)) {
+  Problem(DType parameter_dtype_, DType average_dtype_, int num_averages, int64_t count_, size_t parameter_offset, size_t average_offset,
+          Values values, Random& random)
+      : parameter_dtype(parameter_dtype_),
+        average_dtype(average_dtype_),
+        count(count_),
+        parameter(bytes(parameter_dtype), parameter_offset * size_of(parameter_dtype)) {
     std::vector<double> centers(31);
     for (double& center : centers) center = std::uniform_real_distribution(-2.0, 2.0)(random);
     fill(parameter, parameter_dtype, values, random, centers);
     for (int k = 0; k < num_averages; ++k) {
-      averages.emplace_back(bytes(average_dtype), (average_offset + static_cast<size_t>(k > 0 ? k : 0)) * size_of(average_dtype));
+      averages.emplace_back(bytes(average_dtype),
+                            (average_offset == 0 ? 0 : average_offset + static_cast<size_t>(k)) * size_of(average_dtype));
       fill(averages.back(), average_dtype, random() % 4 == 0 ? Values::kFewNotFinite : Values::kFinite, random, centers);
     }
     global_begin = static_cast<int64_t>(random() % (uint64_t{1} << 31)) + static_cast<int64_t>(random() % 3) * (int64_t{1} << 32);
@@ -124,7 +132,9 @@ struct Problem {
   uint64_t tensor;
 };
 
-inline Step::One one(Form form, double weight) { return {form, 1 - weight, weight}; }
+inline Step::One one(Form form, double weight) {
+  return {form, 1 - weight, weight};
+}
 
 inline Step::One random_one(DType average_dtype, Random& random) {
   static constexpr double kWeights[] = {0.1, 1e-3, 1e-4, 1e-5, 0.5, 0.75, 0.49999, 1e-7};
@@ -150,18 +160,22 @@ inline Step random_step(DType average_dtype, int num_averages, bool hold, Random
 }
 
 inline std::string describe(const Problem& problem, const Step& step) {
-  std::string text = std::string(name_of(problem.average_dtype)) + " <- " + name_of(problem.parameter_dtype) + ", " + std::to_string(problem.count) + " elements, forms";
+  std::string forms;
   for (int k = 0; k < step.num_averages; ++k) {
-    text += " " + std::to_string(static_cast<int>(step.averages[static_cast<size_t>(k)].form)) + "/" + std::to_string(step.averages[static_cast<size_t>(k)].weight);
+    const Step::One& one = step.averages[static_cast<size_t>(k)];
+    forms += fmt::format(" {}/{}", static_cast<int>(one.form), one.weight);
   }
-  return text + (step.hold ? ", hold" : "") + ", offsets " + std::to_string(problem.parameter.offset() % 64) + " and " +
-         std::to_string(problem.averages.empty() ? 0 : problem.averages[0].offset() % 64);
+  return fmt::format("{} <- {}, {} elements, forms{}{}, offsets {} and {}", name_of(problem.average_dtype),
+                     name_of(problem.parameter_dtype), problem.count, forms, step.hold ? ", hold" : "", problem.parameter.offset() % 64,
+                     problem.averages.empty() ? 0 : problem.averages[0].offset() % 64);
 }
 
 /// Every pair of dtypes, or of different ones.
 struct Pair {
   DType first, second;
-  friend std::ostream& operator<<(std::ostream& out, const Pair& pair) { return out << name_of(pair.first) << " and " << name_of(pair.second); }
+  friend std::ostream& operator<<(std::ostream& out, const Pair& pair) {
+    return out << name_of(pair.first) << " and " << name_of(pair.second);
+  }
 };
 
 inline std::vector<Pair> all_pairs() {

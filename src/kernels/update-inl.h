@@ -1,9 +1,10 @@
 // The vector body of update(): one template for every pair of storage types.
 //
-// A row is walked in blocks of four vectors. A block converts its parameters once, tests them once, and then runs over the averages: load, one switch on the
-// operation, store; so nothing is multiplied by the number of averages or by the operations, and every operand is in a register when it is needed. K passes
-// over blocks kept in L1 were measured slower than this; prefetch and non-temporal stores gain nothing in place. The first step is a partial one that
-// brings the first average (a store stream) to a vector's boundary, the last one is partial too.
+// A row is walked in blocks of four vectors. A block converts its parameters once, tests them once, and then runs over the averages: load,
+// one switch on the operation, store; so nothing is multiplied by the number of averages or by the operations, and every operand is in a
+// register when it is needed. K passes over blocks kept in L1 were measured slower than this; prefetch and non-temporal stores gain nothing
+// in place. The first step is a partial one that brings the first average (a store stream) to a vector's boundary, the last one is partial
+// too.
 #include "kernels/row.h"
 #include "kernels/vectors-inl.h"
 
@@ -116,7 +117,8 @@ HWY_INLINE void store_value(D d, A access, hn::Vec<D> v, S* to) {
 
 /// next_as() for one block: e becomes the new averages. `low` is the global index of the first lane.
 template <int kVectors, class S, class D>
-HWY_INLINE void next_block(D d, const Rule<hn::TFromD<D>>& rule, NoiseKey key, uint32_t low, const hn::Vec<D> (&p)[kVectors], hn::Vec<D> (&e)[kVectors]) {
+HWY_INLINE void next_block(D d, const Rule<hn::TFromD<D>>& rule, NoiseKey key, uint32_t low, const hn::Vec<D> (&p)[kVectors],
+                           hn::Vec<D> (&e)[kVectors]) {
   const hn::Rebind<uint32_t, D> du;
   const auto lanes = static_cast<uint32_t>(hn::Lanes(d));
   const auto weight = hn::Set(d, rule.weight), decay = hn::Set(d, rule.decay);
@@ -179,7 +181,8 @@ HWY_INLINE int64_t update_block(const Row<P, S>& row, A access, int64_t begin, i
     } else {
       next_block<kVectors, S>(d, row.rules[k], row.keys[k], row.low + static_cast<uint32_t>(begin), p, e);
     }
-    // The next average is loaded before this one is stored: arenas often lie a multiple of 4 KiB apart, where a load waits for an earlier store.
+    // The next average is loaded before this one is stored: arenas often lie a multiple of 4 KiB apart, where a load waits for an earlier
+    // store.
     if (k + 1 < row.num_averages) {
       for (int j = 0; j < kVectors; ++j) old[j] = load(d, access, row.averages[k + 1] + begin + static_cast<size_t>(j) * lanes);
     }

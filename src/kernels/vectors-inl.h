@@ -1,5 +1,5 @@
-// Loads and stores of every storage type as vectors of the computing type, whole or the first n lanes. A partial access touches no byte outside its n
-// elements: neighbours may belong to another thread.
+// Loads and stores of every storage type as vectors of the computing type, whole or the first n lanes. A partial access touches no byte
+// outside its n elements: neighbours may belong to another thread.
 #include "hwy/highway.h"
 #include "kernels/bits.h"
 #include "kernels/kernels.h"
@@ -30,9 +30,13 @@ namespace hn = hwy::HWY_NAMESPACE;
 /// All lanes of a vector.
 struct Whole {
   template <class D, class T = hn::TFromD<D>>
-  HWY_INLINE hn::Vec<D> load(D d, const T* from) const { return hn::LoadU(d, from); }
+  HWY_INLINE hn::Vec<D> load(D d, const T* from) const {
+    return hn::LoadU(d, from);
+  }
   template <class D, class T = hn::TFromD<D>>
-  HWY_INLINE void store(D d, hn::Vec<D> v, T* to) const { hn::StoreU(v, d, to); }
+  HWY_INLINE void store(D d, hn::Vec<D> v, T* to) const {
+    hn::StoreU(v, d, to);
+  }
   HWY_INLINE Whole after(size_t /*lanes*/) const { return {}; }
 };
 
@@ -69,9 +73,11 @@ struct First {
 };
 
 template <class D>
-concept OfFloats = std::is_same_v<hn::TFromD<D>, float>;
+concept OfFloats = std::is_same_v < hn::TFromD<D>,
+float > ;
 template <class D>
-concept OfDoubles = std::is_same_v<hn::TFromD<D>, double>;
+concept OfDoubles = std::is_same_v < hn::TFromD<D>,
+double > ;
 
 template <class D>
 using BitsOf = hn::Vec<hn::RebindToUnsigned<D>>;
@@ -107,8 +113,7 @@ HWY_INLINE hn::Vec<D> load(D d, A access, const double* from) {
 }
 
 template <OfDoubles D, class A, class From>
-  requires(!std::is_same_v<From, double>)
-HWY_INLINE hn::Vec<D> load(D d, A access, const From* from) {
+requires(!std::is_same_v<From, double>) HWY_INLINE hn::Vec<D> load(D d, A access, const From* from) {
   return hn::PromoteTo(d, load(hn::Rebind<float, D>(), access, from));
 }
 

@@ -1,0 +1,1 @@
+"""Examples of Shardow; digits is the demo of `make demo`."""

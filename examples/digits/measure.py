@@ -1,0 +1,77 @@
+"""What the averages cost: memory on every rank, and the time of an update beside the ways in which it is done elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardow
+
+from . import shard
+from .options import Options
+
+ROUNDS = 60
+SHARDOW, FOREACH, SOURCES = "shardow", "torch foreach lerp", "mul_().add_() per tensor"
+
+
+def costs(model: torch.nn.Module, ema: shardow.EMA, options: Options) -> dict[str, Any]:
+    """Collective. Bytes are what EMA.stats() reports on each rank; a full copy is float32 for every parameter and decay."""
+    return {
+        "bytes": bytes_per_rank(ema),
+        "full_copy": 4 * parameters(ema) * len(options.decays),
+        "parameters": parameters(ema),
+        "seconds": update_seconds(model, options),
+        "threads": torch.get_num_threads(),
+        "rounds": ROUNDS,
+    }
+
+
+def bytes_per_rank(ema: shardow.EMA) -> list[int]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, int(ema.stats()["bytes"]))
+    return found
+
+
+def parameters(ema: shardow.EMA) -> int:
+    """Of the whole model: the elements of the first average's tensors by their global shapes."""
+    averages = ema.state_dict()["averages"]
+    first = next(iter(averages.values()))
+    return sum(tensor.size().numel() for tensor in (first.values() if isinstance(first, dict) else averages.values()))
+
+
+def update_seconds(model: torch.nn.Module, options: Options) -> dict[str, list[float]]:
+    """Each way in turn, round after round, on this rank's shards with the same threads: what disturbs one disturbs all. ``model`` is only read."""
+    decays, threads = options.decays, torch.get_num_threads()
+    ema = shardow.EMA(model, decay=list(decays), group=shard.ema_group(options.shard), threads=threads)
+    weights = [shard.local(p) for p in model.parameters() if p.requires_grad]
+    copies = [[w.clone() for w in weights] for _ in decays]
+
+    def foreach() -> None:
+        for decay, averages in zip(decays, copies, strict=True):
+            torch._foreach_lerp_(averages, weights, 1 - decay)
+
+    def sources() -> None:
+        for decay, averages in zip(decays, copies, strict=True):
+            for average, weight in zip(averages, weights, strict=True):
+                average.mul_(decay).add_(weight, alpha=1 - decay)
+
+    return _in_turn({SHARDOW: ema.update, FOREACH: foreach, SOURCES: sources})
+
+
+@torch.no_grad()
+def _in_turn(ways: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Lower quartile, median and upper quartile of each, in seconds."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(ROUNDS + 5):
+        dist.barrier()
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            if i >= 5:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.quantiles(values, n=4) for name, values in seconds.items()}

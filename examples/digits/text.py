@@ -1,0 +1,209 @@
+"""The words of the report. Every number in them is computed from the run."""
+
+from __future__ import annotations
+
+import statistics
+
+from .evaluate import RAW, Evaluation
+from .figures import Run, sample_sets
+from .measure import FOREACH, SHARDOW, SOURCES
+from .options import Options
+
+HOW = {
+    "fsdp2": "FSDP2 (<code>fully_shard</code> on every block and the root)",
+    "fsdp1": "FSDP1 (<code>FullyShardedDataParallel</code> around every block and the root)",
+    "ddp": "DDP, the averages split among the replicas",
+    "hsdp": "HSDP (<code>fully_shard</code> on a mesh of replicas and shards)",
+    "plain": "plain replicas whose gradients are averaged by hand, the averages split among them",
+}
+
+
+def ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+def last(run: Run) -> Evaluation:
+    found: Evaluation = run["train"]["evaluations"][-1]
+    return found
+
+
+def best(run: Run) -> str:
+    """The average whose samples are nearest to the real digits at the checkpoint."""
+    return min((name for name in last(run).frechet if name != RAW), key=lambda name: last(run).frechet[name])
+
+
+def is_equal(run: Run) -> bool:
+    equal: bool = run["train"]["hashes"] == run["resume"]["hashes"] == run["resume"]["file_hashes"]
+    return equal
+
+
+def step_milliseconds(run: Run) -> float:
+    return 1e3 * statistics.median(run["train"]["step_seconds"])
+
+
+def intro(run: Run) -> str:
+    options: Options = run["options"]
+    count = len(options.decays)
+    return (
+        f"A diffusion transformer of {run['train']['costs']['parameters']:,} parameters learned scikit-learn's 1,797 handwritten digits "
+        f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}: {options.steps:,} steps of {options.batch} images, "
+        f"{step_milliseconds(run):.0f} ms each (median). Shardow kept {count} average{'s' if count > 1 else ''} of its weights on the way, "
+        f"each rank a part of every one. The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
+    )
+
+
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """(number, words, kind)"""
+    options: Options = run["options"]
+    costs, scores, name = run["train"]["costs"], last(run).frechet, best(run)
+    seconds = {way: values[1] for way, values in costs["seconds"].items()}
+    equal = is_equal(run)
+    resumed = f"averages loaded on {ranks(options.resume_ranks)}, against what {ranks(options.ranks)} saved"
+    held = f"of averages on the fullest of {ranks(options.ranks)}; a full copy takes {megabytes(costs['full_copy'])} on each"
+    faster = f"the speed of <code>mul_().add_()</code> per tensor: {1e3 * seconds[SHARDOW]:.3f} ms for an update of all averages"
+    return [
+        (f"{scores[name]:.3f} vs {scores[RAW]:.3f}", f"Fréchet distance from real digits, {name} vs raw weights; lower is better", ""),
+        ("bit-equal" if equal else "DIFFERENT", resumed, "good" if equal else "bad"),
+        (megabytes(max(costs["bytes"])), held, ""),
+        (f"{seconds[SOURCES] / seconds[SHARDOW]:.1f}×", faster, ""),
+    ]
+
+
+def samples(run: Run) -> str:
+    options: Options = run["options"]
+    exact = "checked in this run" if run["train"]["swap"] else "<strong>NOT so in this run</strong>"
+    return (
+        f"After {options.steps:,} steps, from the same noise and for the same classes, in {options.sample_steps} steps of a deterministic "
+        "sampler. A column is a class, 0 to 9. The averages are put into the sharded model by <code>with ema.swapped(decay=...)</code>; "
+        f"after the block the weights are back, bit for bit ({exact})."
+    )
+
+
+def growth(run: Run) -> str:
+    return (
+        "The same noise sampled as training goes on, for a three and an eight. A long average lags behind at the start; "
+        "later it is steadier than the weights."
+    )
+
+
+def captions(run: Run) -> dict[str, str]:
+    """By figure, in the order of the report."""
+    grids = {f"samples_{name.replace(' ', '_')}": _grid_caption(run, name) for name in sample_sets(run)}
+    return {
+        **grids,
+        "growth": "From left to right the evaluations by optimizer step, at most eight of them.",
+        "frechet": _frechet_caption(run),
+        "distance": _distance_caption(run),
+        "decay": _decay_caption(run),
+        "loss": (
+            "<strong>Training loss</strong>, mean over all ranks, every tenth step. A batch depends on the seed and the step, not on the ranks, "
+            "so the curve goes on after the resume where it stood."
+        ),
+        "memory": _memory_caption(run),
+        "update_time": _update_caption(run),
+    }
+
+
+def _grid_caption(run: Run, name: str) -> str:
+    if name not in last(run).frechet:
+        return f"<strong>{name.capitalize()}</strong>, for comparison"
+    score, named = last(run).frechet[name], last(run).named[name]
+    return f"<strong>{name.capitalize()}</strong>: Fréchet distance {score:.3f}; the classifier sees the class that was asked for in {named:.1%}"
+
+
+def _frechet_caption(run: Run) -> str:
+    scale, judge = run["train"]["real"], run["train"]["judge"]
+    return (
+        f"<strong>Fréchet distance</strong> of {run['options'].samples} samples from all real digits, in the space of the last hidden layer of a "
+        f"classifier that names {judge:.1%} of held-out digits rightly. As many real digits, drawn again with replacement, are {scale['mean']:.3f} "
+        f"away on average (band: {scale['least']:.3f} to {scale['most']:.3f} in 20 draws). Hollow points: after the resume."
+    )
+
+
+def _distance_caption(run: Run) -> str:
+    apart = ", ".join(f"{name} {100 * value:.1f} %" for name, value in last(run).apart.items())
+    return (
+        f"<strong>How far the averages are from the weights</strong>, by <code>ema.distance()</code>; at the checkpoint: {apart}. "
+        "It is the noise that the last steps added to the weights, and the way that the average lags behind."
+    )
+
+
+def _decay_caption(run: Run) -> str:
+    targets = zip(run["train"]["decay"][-1][1:], run["options"].decays, strict=True)
+    reached = ", ".join(f"{decay:.4f} ({1 / (1 - decay):.0f} steps) of {target:g}" for decay, target in targets)
+    return (
+        "<strong>Decay of every step</strong>, and its window, 1 / (1 − decay). The debiased schedule begins as a plain mean, so that the first "
+        f"weights don't stay in a long average, and tends to the decay that was asked for. At the checkpoint: {reached}. "
+        "The schedule's state is in the checkpoint, and the resume continues it."
+    )
+
+
+def _memory_caption(run: Run) -> str:
+    options: Options = run["options"]
+    held, full = run["train"]["costs"]["bytes"], run["train"]["costs"]["full_copy"]
+    return (
+        f"<strong>Memory of the averages</strong> ({len(options.decays)}, float32), <code>ema.stats()['bytes']</code> on every rank: "
+        f"{megabytes(sum(held))} on {ranks(len(held))} together. With a full copy on every rank, 4 bytes for each parameter and decay, it would be "
+        f"{megabytes(len(held) * full)}."
+    )
+
+
+def _update_caption(run: Run) -> str:
+    costs = run["train"]["costs"]
+    low, middle, high = (1e3 * s for s in costs["seconds"][SHARDOW])
+    ratios = {way: costs["seconds"][way][1] / costs["seconds"][SHARDOW][1] for way in (FOREACH, SOURCES)}
+    return (
+        f"<strong>Time of an update</strong> of all averages on rank 0's part, threads: {costs['threads']}, each way in turn for "
+        f"{costs['rounds']} rounds, while the other ranks do the same. Shardow: {middle:.3f} ms (quartiles {low:.3f} to {high:.3f}), its checks of "
+        f"every parameter included; foreach lerp takes {ratios[FOREACH]:.1f}×, <code>mul_().add_()</code> per tensor {ratios[SOURCES]:.1f}× as long. "
+        f"An update is {middle / step_milliseconds(run):.2%} of a training step. So small a model shows overhead more than bandwidth: "
+        "<code>make bench</code> has large ones."
+    )
+
+
+def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
+    """(head, rows) of a table: both measures of every set of weights, at every evaluation."""
+    names = list(last(run).frechet)
+    head = ["step", *[f"Fréchet, {name}" for name in names], *[f"as asked, {name}" for name in names]]
+    rows = []
+    for part, mark in (("train", ""), ("resume", " *")):
+        for e in run[part]["evaluations"]:
+            rows.append([f"{e.step:,}{mark}", *[f"{e.frechet[n]:.3f}" for n in names], *[f"{e.named[n]:.1%}" for n in names]])
+    return head, rows
+
+
+def resume(run: Run) -> str:
+    options: Options = run["options"]
+    files = {name: f"{count / 1e6:.1f} MB" for name, count in run["train"]["files"].items()}
+    return (
+        f"At step {run['resume']['step']:,} the model, the optimizer and the averages went into a sharded checkpoint "
+        f"(<code>torch.distributed.checkpoint</code>, {files['checkpoint']}); the averages also into safetensors files, to resume from "
+        f"(<code>ema.save()</code>, {files['averages']}) and for inference (<code>ema.export()</code>, {files['exported']}). "
+        f"Then {ranks(options.resume_ranks)} in fresh processes, whose model began from other weights, loaded both and trained "
+        f"{options.resume_steps} steps more. The table compares SHA-256 over the names, shapes and bytes of the full averages, shortened."
+    )
+
+
+def comparisons(run: Run) -> tuple[list[str], list[list[str]]]:
+    """(head, rows) of a table: each average before and after."""
+    options, train, resumed = run["options"], run["train"], run["resume"]
+    there = ranks(options.resume_ranks)
+    head = ["average", f"saved by {ranks(options.ranks)}", f"checkpoint on {there}", f"ema.load() on {there}", "before loading", "result"]
+    rows = []
+    for k, decay in enumerate(options.decays):
+        found = [train["hashes"][k], resumed["hashes"][k], resumed["file_hashes"][k]]
+        cells = [f"<code>{digest[:12]}</code>" for digest in [*found, resumed["before"][k]]]
+        rows.append([f"{decay:g}", *cells, "equal" if len(set(found)) == 1 else "<strong>different</strong>"])
+    return head, rows
+
+
+def reading(run: Run) -> str:
+    return (
+        "The same command gives the same samples and distances again on the same machine and versions; times vary. Every number of this page is in "
+        "<code>results.json</code> beside it, the pictures in <code>figures/</code>. What is trained after a resume on another number of ranks may "
+        "differ from an uninterrupted run in the last digits, since gradients are summed in another order; the averages that were loaded do not."
+    )

@@ -1,0 +1,325 @@
+// The device against the reference, with the CPU's tables of cases: equal, not close. Needs a device; elsewhere the tests are skipped,
+// loudly.
+#include "kernels/cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "shardow/error.h"
+
+#ifndef SHARDOW_HAVE_CUDA
+
+namespace shardow::kernels::cuda {
+namespace {
+
+template <class Call>
+void expect_unsupported(Call&& call) {
+  try {
+    call();
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kUnsupported);
+    EXPECT_NE(std::string(error.what()).find("SHARDOW_CUDA"), std::string::npos)
+        << "must say how to get a build with CUDA: " << error.what();
+  }
+}
+
+TEST(NoCuda, EverythingIsRefusedWithTheWayOut) {
+  EXPECT_FALSE(built());
+  EXPECT_FALSE(available());
+  EXPECT_NE(std::string(why_not()), "");
+  expect_unsupported([] { static_cast<void>(upload({}, Device{})); });
+  expect_unsupported([] { swap(nullptr, DType::kF32, nullptr, DType::kF32, 0, Direction::kIn, Device{}); });
+  expect_unsupported([] { cast(nullptr, DType::kF32, nullptr, DType::kF16, 0, Device{}); });
+  expect_unsupported([] { static_cast<void>(allocate(16, 0)); });
+}
+
+}  // namespace
+}  // namespace shardow::kernels::cuda
+
+#else
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <memory>
+#include <vector>
+
+#include "kernels/test_data.h"
+
+namespace shardow::kernels::testing {
+namespace {
+
+TEST(CudaBuild, WithoutADeviceEverythingIsRefusedWithAReason) {
+  EXPECT_TRUE(cuda::built());
+  if (cuda::available()) {
+    EXPECT_EQ(std::string(cuda::why_not()), "");
+    GTEST_SKIP() << "a device answers";
+  }
+  EXPECT_NE(std::string(cuda::why_not()).find("no CUDA device"), std::string::npos) << cuda::why_not();
+  EXPECT_THROW(static_cast<void>(cuda::upload({}, Device{})), Error);
+  EXPECT_THROW(static_cast<void>(cuda::allocate(16, 0)), Error);
+}
+
+void must(cudaError_t status) {
+  ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status);
+}
+
+/// A stream of our own, as the default stream can't be captured.
+class Cuda : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda::available()) {
+      std::fprintf(stderr, "*** CUDA KERNELS NOT TESTED: %s ***\n", cuda::why_not());
+      GTEST_SKIP() << cuda::why_not();
+    }
+    must(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    device_ = Device{Device::Kind::kCuda, 0, stream_};
+  }
+  void TearDown() override {
+    if (stream_ != nullptr) must(cudaStreamDestroy(stream_));
+  }
+  void wait() { must(cudaStreamSynchronize(stream_)); }
+
+  cudaStream_t stream_ = nullptr;
+  Device device_;
+};
+
+/// A buffer's twin in device memory, guards and misalignment included.
+class Twin {
+ public:
+  explicit Twin(Buffer& host) : host_(host), memory_(static_cast<std::byte*>(cuda::allocate(host.whole_bytes(), 0))) {
+    must(cudaMemcpy(memory_, host.whole(), host.whole_bytes(), cudaMemcpyHostToDevice));
+  }
+  ~Twin() { cuda::release(memory_, 0); }
+  Twin(const Twin&) = delete;
+  Twin& operator=(const Twin&) = delete;
+  void* data() { return memory_ + (host_.data() - host_.whole()); }
+  void fetch() { must(cudaMemcpy(host_.whole(), memory_, host_.whole_bytes(), cudaMemcpyDeviceToHost)); }
+
+ private:
+  Buffer& host_;
+  std::byte* memory_;
+};
+
+/// Problems on the device, and the chunks that point there.
+class OnDevice {
+ public:
+  explicit OnDevice(std::vector<Problem>& problems) {
+    for (Problem& problem : problems) {
+      Chunk chunk = problem.chunk();
+      chunk.parameter = twins_.emplace_back(std::make_unique<Twin>(problem.parameter))->data();
+      for (size_t k = 0; k < problem.averages.size(); ++k) {
+        chunk.averages[k] = twins_.emplace_back(std::make_unique<Twin>(problem.averages[k]))->data();
+      }
+      chunks.push_back(chunk);
+    }
+  }
+  void fetch() {
+    for (auto& twin : twins_) twin->fetch();
+  }
+
+  std::vector<Chunk> chunks;
+
+ private:
+  std::vector<std::unique_ptr<Twin> > twins_;
+};
+
+std::vector<Chunk> host_chunks(std::vector<Problem>& problems) {
+  std::vector<Chunk> chunks;
+  for (Problem& problem : problems) chunks.push_back(problem.chunk());
+  return chunks;
+}
+
+void expect_equal(const std::vector<Problem>& actual, const std::vector<Problem>& expected, const Step& step) {
+  for (size_t i = 0; i < actual.size(); ++i) ASSERT_TRUE(actual[i] == expected[i]) << "chunk " << i << ": " << describe(actual[i], step);
+}
+
+/// The same update on the device and in the reference.
+void expect_equals_reference(const std::vector<Problem>& problems, const Step& step, Device device) {
+  std::vector<Problem> actual = problems, expected = problems;
+  const Tally wanted = reference::update(host_chunks(expected), step);
+  OnDevice on_device(actual);
+  const auto table = cuda::upload(on_device.chunks, device);
+  table->update(step);
+  const Tally tally = table->read_tally(), again = table->read_tally();
+  on_device.fetch();
+  expect_equal(actual, expected, step);
+  EXPECT_EQ(tally.non_finite, wanted.non_finite);
+  EXPECT_EQ(tally.first_chunk, wanted.first_chunk);
+  EXPECT_EQ(again.non_finite, 0) << "read_tally() counts since the last read_tally()";
+  EXPECT_EQ(again.first_chunk, -1);
+}
+
+TEST_F(Cuda, UpdateEqualsReferenceForEveryPairFormAndNumberOfAverages) {
+  Random random(1);
+  for (const Pair& pair : all_pairs()) {
+    for (const Form form : kForms) {
+      for (const double weight : {1e-6, 1e-3, 0.3, 0.5, 0.9}) {
+        for (const int num_averages : {1, 2, 3, 8}) {
+          Step step = make_step(num_averages, random() % 2 == 0, random);
+          step.averages.fill(one(form, weight));
+          std::vector<Problem> problems;
+          for (const Values values : {Values::kFinite, Values::kFewNotFinite, Values::kAnyBits}) {
+            for (const size_t offset : {size_t{0}, random() % 8}) {
+              problems.emplace_back(pair.first, pair.second, num_averages, 1 + static_cast<int64_t>(random() % 1500), offset, offset,
+                                    values, random);
+            }
+          }
+          expect_equals_reference(problems, step, device_);
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Cuda, UpdateEqualsReferenceForEveryLengthAndOffset) {
+  Random random(2);
+  for (const Pair& pair : all_pairs()) {
+    std::vector<Problem> problems;
+    for (int64_t count = 0; count <= 600; ++count) {
+      problems.emplace_back(pair.first, pair.second, 1, count, random() % 8, count % 2 == 0 ? 0 : random() % 8, Values::kFewNotFinite,
+                            random);
+    }
+    expect_equals_reference(problems, random_step(pair.second, 1, true, random), device_);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(Cuda, UpdateEqualsReferenceForMixedDtypesInOneTable) {
+  Random random(3);
+  for (const DType only : {DType::kBool, DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {  // kBool: any average
+    std::vector<Problem> problems;
+    for (const Pair& pair : all_pairs()) {
+      if (only != DType::kBool && pair.second != only) continue;
+      for (const int64_t count : {0, 7, 4096, 100003})
+        problems.emplace_back(pair.first, pair.second, 2, count, 0, 0, Values::kFewNotFinite, random);
+    }
+    Step step = make_step(2, true, random);
+    step.averages.fill(one(Form::kStochastic, 1e-5));
+    expect_equals_reference(problems, step, device_);
+  }
+}
+
+std::vector<Problem> simple_problems(Random& random) {
+  std::vector<Problem> problems;
+  for (const int64_t count : {5, 3000, 70000}) problems.emplace_back(DType::kBF16, DType::kF32, 2, count, 0, 0, Values::kFinite, random);
+  return problems;
+}
+
+TEST_F(Cuda, OneUpdateIsOneNode) {
+  Random random(4);
+  std::vector<Problem> problems = simple_problems(random);
+  OnDevice on_device(problems);
+  const auto table = cuda::upload(on_device.chunks, device_);
+  must(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+  table->update(random_step(DType::kF32, 2, true, random));
+  cudaGraph_t graph = nullptr;
+  must(cudaStreamEndCapture(stream_, &graph));
+  size_t nodes = 0;
+  must(cudaGraphGetNodes(graph, nullptr, &nodes));
+  EXPECT_EQ(nodes, 1u);
+  must(cudaGraphDestroy(graph));
+}
+
+TEST_F(Cuda, AGraphReplaysWithTheLatestStep) {
+  Random random(5);
+  std::vector<Problem> actual = simple_problems(random), expected = actual;
+  OnDevice on_device(actual);
+  const auto table = cuda::upload(on_device.chunks, device_);
+  const Step captured = random_step(DType::kF32, 2, true, random);
+  must(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+  table->update(captured);
+  cudaGraph_t graph = nullptr;
+  must(cudaStreamEndCapture(stream_, &graph));
+  cudaGraphExec_t replay = nullptr;
+  must(cudaGraphInstantiate(&replay, graph, 0));
+  must(cudaGraphLaunch(replay, stream_));
+  static_cast<void>(reference::update(host_chunks(expected), captured));
+  for (int i = 0; i < 50; ++i) {  // more than there are pinned slots, and without waiting
+    const Step step = random_step(DType::kF32, 2, true, random);
+    table->set_step(step);
+    must(cudaGraphLaunch(replay, stream_));
+    static_cast<void>(reference::update(host_chunks(expected), step));
+  }
+  wait();
+  on_device.fetch();
+  expect_equal(actual, expected, captured);
+  must(cudaGraphExecDestroy(replay));
+  must(cudaGraphDestroy(graph));
+}
+
+TEST_F(Cuda, ConsecutiveUpdatesDoNotWaitForTheirSteps) {
+  Random random(6);
+  std::vector<Problem> actual = simple_problems(random), expected = actual;
+  OnDevice on_device(actual);
+  const auto table = cuda::upload(on_device.chunks, device_);
+  Step step = random_step(DType::kF32, 2, true, random);
+  for (step.step = 0; step.step < 100; ++step.step) {
+    table->update(step);
+    static_cast<void>(reference::update(host_chunks(expected), step));
+  }
+  wait();
+  on_device.fetch();
+  expect_equal(actual, expected, step);
+}
+
+TEST_F(Cuda, SwapEqualsReferenceAndIsUndone) {
+  Random random(7);
+  for (const Pair& pair : all_pairs()) {
+    if (!swaps_in_place(pair.first, pair.second)) continue;
+    for (const int64_t count : {0, 1, 8, 31, 1000, 50001}) {
+      for (const size_t offset : {0, 1, 8}) {
+        const Problem problem(pair.first, pair.second, 1, count, offset, offset, Values::kAnyBits, random);
+        Problem expected = problem;
+        std::vector<Problem> actual = {problem};
+        reference::swap(expected.parameter.data(), pair.first, expected.averages[0].data(), pair.second, count, Direction::kIn);
+        OnDevice on_device(actual);
+        void* const parameter = const_cast<void*>(on_device.chunks[0].parameter);
+        cuda::swap(parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, Direction::kIn, device_);
+        wait();
+        on_device.fetch();
+        ASSERT_TRUE(actual[0] == expected) << pair << ", " << count;
+        cuda::swap(parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, Direction::kOut, device_);
+        wait();
+        on_device.fetch();
+        ASSERT_TRUE(actual[0] == problem) << pair << ", " << count;
+      }
+    }
+  }
+}
+
+TEST_F(Cuda, CastEqualsReference) {
+  Random random(8);
+  for (const Pair& pair : all_pairs()) {
+    for (const int64_t count : {0, 1, 8, 31, 1000, 50001}) {
+      for (const size_t offset : {0, 3}) {
+        Problem expected(pair.first, pair.second, 1, count, offset, offset, Values::kAnyBits, random);
+        std::vector<Problem> actual = {expected};
+        reference::cast(expected.parameter.data(), pair.first, expected.averages[0].data(), pair.second, count);
+        OnDevice on_device(actual);
+        cuda::cast(on_device.chunks[0].parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, device_);
+        wait();
+        on_device.fetch();
+        ASSERT_TRUE(actual[0] == expected) << pair << ", " << count;
+      }
+    }
+  }
+}
+
+TEST_F(Cuda, ErrorsCarryTheRuntimesMessage) {
+  try {
+    static_cast<void>(cuda::allocate(size_t{1} << 60, 0));
+    FAIL() << "an exabyte was allocated";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kInternal);
+    EXPECT_NE(std::string(error.what()).find("out of memory"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace shardow::kernels::testing
+
+#endif  // SHARDOW_HAVE_CUDA

@@ -35,11 +35,11 @@ std::shared_ptr<const Rounds::Bytes> Rounds::exchange(int rank, const Lane& lane
   if (!round->decided) arrive(lane, *round, rank, std::move(offer));
   while (!round->decided) {
     if (changed_.wait_until(mutex_, deadline) || round->decided) continue;
-    decide(*round, Error(Code::kTimeout, fmt::format("{}: {} did not come before the deadline; every rank must make this call", call,
-                                                     missing(lane, round->calls))));
+    decide(*round, Failure{Code::kTimeout, fmt::format("{}: {} did not come before the deadline; every rank must make this call", call,
+                                                     missing(lane, round->calls))});
   }
   forget_finished(lane);
-  if (round->failure) throw Error(*round->failure);
+  if (round->failure) throw Error(round->failure->code, round->failure->message);
   return round->bytes;
 }
 
@@ -63,8 +63,8 @@ void Rounds::arrive(const Lane& lane, Round& round, int rank, Offer offer) {
   if (round.decided || ++round.num_arrived < lane.members.size()) return;
   for (size_t i = 1; i < round.calls.size(); ++i) {
     if (*round.calls[i] == *round.calls[0]) continue;
-    decide(round, Error(Code::kInvalidArgument, fmt::format("rank {} calls {} where rank {} calls {}", lane.members[i], *round.calls[i],
-                                                            lane.members[0], *round.calls[0])));
+    decide(round, Failure{Code::kInvalidArgument, fmt::format("rank {} calls {} where rank {} calls {}", lane.members[i], *round.calls[i],
+                                                            lane.members[0], *round.calls[0])});
     return;
   }
   decide(round, std::nullopt);
@@ -75,12 +75,12 @@ void Rounds::fail_if_one_is_gone(const Lane& lane, Round& round) {
   const auto came = std::find_if(round.calls.begin(), round.calls.end(), [](const auto& call) { return call.has_value(); });
   for (size_t i = 0; i < round.calls.size() && came != round.calls.end(); ++i) {
     if (round.calls[i] || !gone_[static_cast<size_t>(lane.members[i])]) continue;
-    decide(round, Error(Code::kPeerFailed, fmt::format("{}: rank {} is gone", **came, lane.members[i])));
+    decide(round, Failure{Code::kPeerFailed, fmt::format("{}: rank {} is gone", **came, lane.members[i])});
     return;
   }
 }
 
-void Rounds::decide(Round& round, std::optional<Error> failure) {
+void Rounds::decide(Round& round, std::optional<Failure> failure) {
   round.decided = true;
   round.failure = std::move(failure);
   changed_.notify_all();

@@ -47,6 +47,12 @@ class Rounds {
   void leave(int rank);
 
  private:
+  /// Kept apart from the Error that each member throws: copies of an exception share their text, which members would free under each other's eyes.
+  struct Failure {
+    Code code;
+    std::string message;
+  };
+
   struct Round {
     explicit Round(size_t num_members) : calls(num_members), bytes(std::make_shared<Bytes>(num_members)) {}
 
@@ -54,7 +60,7 @@ class Rounds {
     std::shared_ptr<Bytes> bytes;
     size_t num_arrived = 0;
     bool decided = false;
-    std::optional<Error> failure;  // of a decided round
+    std::optional<Failure> failure;  // of a decided round
   };
 
   struct Key {
@@ -65,7 +71,7 @@ class Rounds {
 
   void arrive(const Lane& lane, Round& round, int rank, Offer offer) SHARDOW_REQUIRES(mutex_);
   void fail_if_one_is_gone(const Lane& lane, Round& round) SHARDOW_REQUIRES(mutex_);
-  void decide(Round& round, std::optional<Error> failure) SHARDOW_REQUIRES(mutex_);
+  void decide(Round& round, std::optional<Failure> failure) SHARDOW_REQUIRES(mutex_);
   void forget_finished(const Lane& lane) SHARDOW_REQUIRES(mutex_);
 
   base::Mutex mutex_;

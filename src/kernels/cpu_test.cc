@@ -6,6 +6,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/kernels.h"
+#include "kernels/limits.h"
 #include "kernels/test_data.h"
 
 namespace shardow::kernels::testing {
@@ -169,6 +170,24 @@ TEST_P(Cpu, SwapEqualsReferenceAndIsUndone) {
   }
 }
 
+TEST_P(Cpu, SwapOfBf16WithF32EqualsReferenceForEveryUpperHalf) {
+  for (const uint32_t lo : {0u, 1u, 0x7fffu, 0x8000u, 0xffffu}) {
+    std::vector<uint32_t> averages(0x10000);
+    std::vector<uint16_t> parameters(0x10000);
+    for (uint32_t hi = 0; hi < 0x10000; ++hi) {
+      averages[hi] = hi << 16 | lo;
+      parameters[hi] = static_cast<uint16_t>(hi * 40503u);
+    }
+    for (const Direction direction : {Direction::kIn, Direction::kOut}) {
+      auto wanted_averages = averages;
+      auto wanted_parameters = parameters;
+      reference::swap(wanted_parameters.data(), DType::kBF16, wanted_averages.data(), DType::kF32, 0x10000, direction);
+      cpu::swap(parameters.data(), DType::kBF16, averages.data(), DType::kF32, 0x10000, direction);
+      ASSERT_TRUE(parameters == wanted_parameters && averages == wanted_averages) << lo;
+    }
+  }
+}
+
 TEST_P(Cpu, CastEqualsReference) {
   Random random(8);
   for (const Pair& pair : all_pairs()) {
@@ -195,6 +214,22 @@ TEST_P(Cpu, CastRoundsEveryFloatAroundEvery16BitValueAsTheReference) {
     reference::cast(values.data(), DType::kF32, expected.data(), to, static_cast<int64_t>(values.size()));
     cpu::cast(values.data(), DType::kF32, actual.data(), to, static_cast<int64_t>(values.size()));
     EXPECT_TRUE(actual == expected) << name_of(to);
+  }
+}
+
+TEST_P(Cpu, TheLimitTouchesEveryElement) {
+  Random random(9);
+  for (int64_t count = 0; count <= 100; ++count) {
+    Problem problem(DType::kF32, DType::kF32, 3, count, random() % 8, random() % 8, Values::kFinite, random);
+    std::memset(problem.averages[0].data(), 0, problem.averages[0].bytes());
+    const Problem before = problem;
+    const Chunk chunk = problem.chunk();
+    limits::update({&chunk, 1}, 1);
+    for (int64_t i = 0; i < count; ++i) {
+      const float p = static_cast<const float*>(chunk.parameter)[i];
+      ASSERT_EQ(static_cast<const float*>(chunk.averages[0])[i], p > 0 ? p : 0) << i << " of " << count;
+    }
+    ASSERT_TRUE(problem.averages[1] == before.averages[1] && problem.parameter == before.parameter);
   }
 }
 

@@ -144,8 +144,6 @@ class TableImpl final : public Table {
   TableImpl(std::span<const Chunk> chunks, Device device)
       : TableImpl(chunks, make_tiles(chunks, tile_elements(chunks, multiprocessors(device.index))), device) {}
 
-  ~TableImpl() override { static_cast<void>(cudaSetDevice(device_.index)); }  // members free their memory on it
-
   void update(const Step& step) override {
     if (num_tiles_ == 0 || step.num_averages == 0) return;
     const DeviceGuard guard(device_.index);
@@ -296,12 +294,8 @@ void* allocate(size_t bytes, int index) {
   return memory;
 }
 
-void release(void* memory, int index) noexcept {
-  int previous = 0;
-  static_cast<void>(cudaGetDevice(&previous));
-  static_cast<void>(cudaSetDevice(index));
+void release(void* memory, int /*index*/) noexcept {
   static_cast<void>(cudaFree(memory));
-  static_cast<void>(cudaSetDevice(previous));
-}
+}  // an address names its device
 
 }  // namespace shardow::kernels::cuda

@@ -1,0 +1,163 @@
+"""The candidates: shardow, torch's own ways, and the libraries that people use, each as its users call it."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardow
+from benchmarks.cases import Case
+from shardow import _core, _tracked
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass
+class Candidate:
+    """``step`` updates the averages once; ``averages()`` are those of the first decay, to see that everybody did the same work."""
+
+    name: str
+    step: Callable[[], object]
+    averages: Callable[[], Tensors]
+    note: str = ""
+
+
+def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
+    """In the order of the table. Those that keep one average come several times over where several are asked for."""
+    yield _shardow(case, model)
+    yield from _torch_ways(case, model)
+    yield _several("AveragedModel", case, lambda decay: _averaged_model(model, decay))
+    if case.num_decays == 1:
+        yield _timm_v3(model, case.decays[0])
+        yield _timm_v1(model, case.decays[0])
+        yield _diffusers(model, case.decays[0], foreach=True)
+        yield _diffusers(model, case.decays[0], foreach=False)
+        yield _ema_pytorch(model, case.decays[0])
+        yield _torch_ema(model, case.decays[0])
+
+
+def limit(case: Case, model: nn.Module) -> Callable[[], None]:
+    """The machine's own limit: our loads and stores with one maximum in place of the average, on memory of its own."""
+    ema = shardow.EMA(model, list(case.decays), threads=1)
+    averages = [_tracked.average_views(ema._tracked, k) for k in range(case.num_decays)]
+    bound = _core.Limit(_tracked.source_views(ema._tracked), averages)
+    kept = ema  # owns the memory
+
+    def step() -> None:
+        assert kept is not None
+        bound.update()
+
+    return step
+
+
+def _shardow(case: Case, model: nn.Module) -> Candidate:
+    ema = shardow.EMA(model, list(case.decays), threads=case.threads)
+    return Candidate("shardow", ema.update, lambda: [one.averages[0].view(one.local.tensor.shape) for one in ema._tracked])
+
+
+def _torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:
+    parameters = [p.detach() for p in model.parameters()]
+    lerped, added, each = (_copies(parameters, case.num_decays) for _ in range(3))
+
+    def foreach_lerp() -> None:
+        for averages, decay in zip(lerped, case.decays, strict=True):
+            torch._foreach_lerp_(averages, parameters if case.dtype == torch.float32 else [p.float() for p in parameters], 1 - decay)
+
+    def foreach_mul_add() -> None:
+        for averages, decay in zip(added, case.decays, strict=True):
+            torch._foreach_mul_(averages, decay)
+            torch._foreach_add_(averages, parameters, alpha=1 - decay)
+
+    def mul_add() -> None:
+        for averages, decay in zip(each, case.decays, strict=True):
+            for average, p in zip(averages, parameters, strict=True):
+                average.mul_(decay).add_(p, alpha=1 - decay)
+
+    note = "" if case.dtype == torch.float32 else "with .float() copies"
+    yield Candidate("torch foreach lerp", foreach_lerp, lambda: lerped[0], note)
+    yield Candidate("torch foreach mul, add", foreach_mul_add, lambda: added[0])
+    yield Candidate("mul_().add_() (the sources)", mul_add, lambda: each[0])
+
+
+def _copies(parameters: Tensors, count: int) -> list[Tensors]:
+    return [[p.float().clone() for p in parameters] for _ in range(count)]
+
+
+def _several(name: str, case: Case, make: Callable[[float], Candidate]) -> Candidate:
+    each = [make(decay) for decay in case.decays]
+
+    def step() -> None:
+        for one in each:
+            one.step()
+
+    return Candidate(name, step, each[0].averages, each[0].note)
+
+
+def _averaged_model(model: nn.Module, decay: float) -> Candidate:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    ema.update_parameters(model)  # the first one copies
+    return Candidate("AveragedModel", lambda: ema.update_parameters(model), lambda: list(ema.module.parameters()), _narrow(model))
+
+
+def _narrow(model: nn.Module) -> str:
+    return "" if next(model.parameters()).dtype == torch.float32 else "averages in bf16, which stand still"
+
+
+def _timm() -> Any:
+    """timm's file alone: the package needs torchvision."""
+    spec = importlib.util.find_spec("timm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    file = Path(spec.submodule_search_locations[0]) / "utils" / "model_ema.py"
+    loaded = importlib.util.spec_from_file_location("timm_model_ema", file)
+    assert loaded is not None
+    assert loaded.loader is not None
+    module = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(module)
+    return module
+
+
+def _timm_v3(model: nn.Module, decay: float) -> Candidate:
+    ema = _timm().ModelEmaV3(model, decay=decay, foreach=True)
+    return Candidate("timm ModelEmaV3", lambda: ema.update(model), lambda: list(ema.module.parameters()), _narrow(model))
+
+
+def _timm_v1(model: nn.Module, decay: float) -> Candidate:
+    ema = _timm().ModelEma(model, decay=decay)
+    return Candidate("timm ModelEma", lambda: ema.update(model), lambda: list(ema.ema.parameters()), _narrow(model))
+
+
+def _diffusers(model: nn.Module, decay: float, foreach: bool) -> Candidate:
+    from diffusers.training_utils import EMAModel
+
+    ema = EMAModel(model.parameters(), decay=decay, min_decay=decay, foreach=foreach)
+    ema.optimization_step = 2  # past the first ones, which copy
+    name = "diffusers EMAModel" + (", foreach" if foreach else "")
+    return Candidate(name, lambda: ema.step(model.parameters()), lambda: ema.shadow_params, _narrow(model))
+
+
+def _ema_pytorch(model: nn.Module, decay: float) -> Candidate:
+    from ema_pytorch import EMA
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ema = EMA(model, beta=decay, min_value=decay, update_after_step=-1, update_every=1, include_online_model=False)
+    ema.update()  # the first one copies
+    return Candidate("ema-pytorch", ema.update, lambda: list(ema.ema_model.parameters()), _narrow(model))
+
+
+def _torch_ema(model: nn.Module, decay: float) -> Candidate:
+    from torch_ema import ExponentialMovingAverage
+
+    parameters = list(model.parameters())
+    ema = ExponentialMovingAverage(parameters, decay=decay, use_num_updates=False)
+    return Candidate("torch-ema", lambda: ema.update(parameters), lambda: ema.shadow_params, _narrow(model))

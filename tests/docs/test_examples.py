@@ -1,0 +1,38 @@
+"""Every Python example of the README and the docs runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardow
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+
+
+def examples() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1):
+            found.append((f"{page.relative_to(ROOT)}:{number}", block))
+    return found
+
+
+def test_there_are_examples() -> None:
+    assert any(name.startswith("README") for name, _ in examples())
+
+
+@pytest.mark.parametrize(("name", "code"), examples(), ids=[name for name, _ in examples()])
+def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(8)).sum().backward()
+    space: dict[str, Any] = {"shardow": shardow, "torch": torch, "model": model, "optimizer": optimizer, "evaluate": lambda m: m(torch.ones(8))}
+    exec(compile(code.replace("...", "pass"), name, "exec"), space)
+    assert space.get("ema") is not None, "an example shows an EMA at work"

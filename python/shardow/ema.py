@@ -108,6 +108,7 @@ class EMA:
         if not chosen:
             raise invalid(f"no parameter is averaged: params={options.params!r} chose none of {len(self._view.parameters)}")
         if options.buffers == "average":
+            self._view.watch_buffers = True
             chosen += [one for one in self._view.buffers if one.tensor.is_floating_point()]
         return chosen
 

@@ -3,60 +3,99 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardow import _errors
 from shardow.torch.dtensors import DTensorAdapter
 from shardow.torch.fsdp1 import Fsdp1Adapter
 from shardow.torch.local import Adapter, LocalTensor, Slot, persistent_buffers, slots_of
+from shardow.torch.memory import overlaps
 from shardow.torch.names import walk
 from shardow.torch.plain import PlainAdapter
 
 _local_tensor = operator.attrgetter("_local_tensor")
+_WAY_OUT = "make the EMA after the model has its final form, or make a new EMA and load the old one's state_dict() into it"
+
+
+@dataclass(eq=False)
+class _Found:
+    """A slot's tensor; ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's name."""
+
+    slot: Slot
+    local: LocalTensor
+    adapter: Adapter
+    tied: bool = False
 
 
 class ModelView:
-    """Parameters and persistent buffers of a model on this rank, each tensor once, under its clean first name, in named_parameters() order (FSDP1's flat ones last).
+    """Parameters and persistent buffers of a model on this rank, each tensor once, under its clean first name, in named_parameters() order.
 
-    ``process_group``: the ranks that share the model; None: this process alone.
+    ``process_group``: the ranks that share the model; None: this process alone. ``watch_buffers``: unchanged() looks at buffers too, for those who hold on to their memory.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        _refuse_valueless(model)
+        self._model = model
         self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model), Fsdp1Adapter(model), PlainAdapter(model, group)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
-        self._found: list[tuple[Slot, LocalTensor, Adapter]] = []
-        _refuse_meta(model)
-        modules = list(walk(model))
-        self.parameters = self._collect(slot for name, module in modules for slot in slots_of(name, module._parameters))
-        self._found_parameters = self._found
-        self._found = []
-        self.buffers = self._collect(
-            slot for name, module in modules for slot in slots_of(name, module._buffers) if slot.key in persistent_buffers(module)
-        )
-        self.parameters += self._fsdp1.others()
+        self.watch_buffers = False
+        self._found, self._found_buffers = self._collect(_parameter_slots(model)), self._collect(_buffer_slots(model))
+        self._tie_by_memory()
+        found = [one.local for one in self._found if not one.tied]
+        self.parameters = _in_model_order([*found, *self._fsdp1.others()], model)
+        self._buffers = [one.local for one in self._found_buffers if not one.tied]
         self._record()
-        self.process_group = group if group is not None else self._choose_group()
+        self.process_group = self._choose_group(group)
 
-    def _collect(self, slots: Iterable[Slot]) -> list[LocalTensor]:
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks that share the model."""
+        if self.process_group is None:
+            return [dist.get_rank() if dist.is_initialized() else 0]
+        return dist.get_process_group_ranks(self.process_group)
+
+    @property
+    def buffers(self) -> list[LocalTensor]:
+        """As they are now: modules replace their buffers freely."""
+        self._follow_buffers()
+        return self._buffers
+
+    def _collect(self, slots: Iterable[Slot]) -> list[_Found]:
         """Each tensor once; further names of it are aliases."""
         known: dict[int, LocalTensor] = {}
+        found = []
         for slot in slots:
+            adapter = next(adapter for adapter in self._adapters if adapter.claims(slot))
             tied = known.get(id(slot.recorded))
             if tied is not None:
-                if slot.name not in (tied.name, *tied.aliases):
-                    tied.aliases = (*tied.aliases, slot.name)
+                _add_alias(tied, slot.name)
+                found.append(_Found(slot, tied, adapter, True))
                 continue
-            adapter = next(adapter for adapter in self._adapters if adapter.claims(slot))
             local = adapter.local(slot)
             if local is not None:
                 known[id(slot.recorded)] = local
-                self._found.append((slot, local, adapter))
-        return list(known.values())
+                found.append(_Found(slot, local, adapter))
+        return found
+
+    def _tie_by_memory(self) -> None:
+        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost."""
+        found = [*self._found, *self._found_buffers]
+        for first, second in overlaps(one.local for one in found if not one.tied):
+            if first.tensor.data_ptr() != second.tensor.data_ptr() or first.tensor.dtype != second.tensor.dtype or first.region != second.region:
+                raise _errors.make("unsupported", f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of its own")
+            for one in found:
+                if one.local is second:
+                    _add_alias(first, one.slot.name)
+                    one.local, one.tied = first, True
 
     # ---- the model's state
 
@@ -64,62 +103,93 @@ class ModelView:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
         for adapter in self._adapters:
             adapter.reshard()
-        if not self._objects_same() and any(isinstance(slot.recorded, DTensor) for slot, _, _ in self._found_parameters):
+        if self._sharded and not self._tree_same() and any(one.slot.owner.get(one.slot.key) is not one.slot.recorded for one in self._found):
             self._dtensors.reset()
 
     def unchanged(self) -> bool:
-        """Every parameter is the recorded object at the recorded address. About 0.1 us a parameter."""
-        return self._objects_same() and self._addresses() == self._recorded_addresses
+        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.1 us a parameter."""
+        return self._tree_same() and self._addresses() == self._recorded_addresses and (not self.watch_buffers or self._buffers_same())
 
     def follow_moves(self) -> bool:
         """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing is taken over then."""
-        if not self._objects_same() or any(self._difference(*found) for found in self._found_parameters):
+        if self._change() is not None:
             return False
-        for slot, local, adapter in self._found_parameters:
-            local.tensor = adapter.memory(slot)
+        for one in self._found:
+            one.local.tensor = one.adapter.memory(one.slot)
         for flat in self._fsdp1.others():
             flat.tensor = flat.memory()
+        self._follow_buffers()
         self._record()
         return True
 
     def explain_change(self) -> str:
         """Which tensor is not what it was when this view was made, and the way out."""
-        way_out = "make the EMA after the model has its final form, or make a new EMA and load the old one's state_dict() into it"
-        for slot, local, adapter in self._found_parameters:
-            now = slot.owner.get(slot.key)
-            if now is None:
-                return f"parameter '{slot.name}' is gone from the model; {way_out}"
-            if now is not slot.recorded and isinstance(slot.recorded, DTensor) and not isinstance(now, DTensor):
-                return f"parameter '{slot.name}' stays unsharded after reshard(); call this outside of forward and backward"
-            if now is not slot.recorded:
-                return f"parameter '{slot.name}' has been replaced by another object since this EMA was made; {way_out}"
-            if difference := self._difference(slot, local, adapter):
-                return f"{difference}; {way_out}"
-        return f"the model's parameters are not those that this EMA was made with; {way_out}"
+        change = self._change()
+        return change if change is not None else f"the model's parameters are not those that this EMA was made with; {_WAY_OUT}"
 
-    def _difference(self, slot: Slot, local: LocalTensor, adapter: Adapter) -> str | None:
-        if tuple(slot.recorded.shape) != tuple(local.region.shape):
-            return f"parameter '{slot.name}' has shape {tuple(slot.recorded.shape)}, it was {tuple(local.region.shape)} when this EMA was made"
-        memory = adapter.memory(slot)
-        for what, now, was in (("is", memory.dtype, local.tensor.dtype), ("is on", memory.device, local.tensor.device)):
-            if now != was:
-                return f"parameter '{slot.name}' {what} {now}, it was {was} when this EMA was made"
-        if memory.numel() != local.region.size:
-            return f"parameter '{slot.name}' has {memory.numel()} elements on this rank, it had {local.region.size} when this EMA was made"
-        return None
+    def _change(self) -> str | None:
+        """None where nothing but addresses has changed."""
+        now: dict[str, torch.Tensor] = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
+        for name, was in self._named.items():
+            if name not in now:
+                return f"parameter '{name}' is gone from the model; {_WAY_OUT}"
+            if now[name] is not was and isinstance(was, DTensor) and not isinstance(now[name], DTensor):
+                return f"parameter '{name}' stays unsharded after reshard(); call this outside of forward and backward"
+            if now[name] is not was:
+                return f"parameter '{name}' has been replaced by another object since this EMA was made; {_WAY_OUT}"
+        known = set(map(id, self._named.values()))
+        for name, tensor in now.items():
+            if id(tensor) not in known:
+                return f"parameter '{name}' has been added since this EMA was made, and has no average; {_WAY_OUT}"
+        return next((f"{text}; {_WAY_OUT}" for text in self._differences()), None)
+
+    def _differences(self) -> Iterator[str]:
+        for one in self._found:
+            if tuple(one.slot.recorded.shape) != tuple(one.local.region.shape):
+                yield f"parameter '{one.slot.name}' has shape {tuple(one.slot.recorded.shape)}, it was {tuple(one.local.region.shape)} when this EMA was made"
+            memory = one.adapter.memory(one.slot)
+            if difference := _difference(one.local, memory):
+                yield f"parameter '{one.slot.name}' {difference}"
+            if one.tied and memory.data_ptr() != _now(one.local, self._found).data_ptr():
+                yield f"parameter '{one.slot.name}' no longer shares the memory of '{one.local.name}'"
+        for flat in self._fsdp1.others():
+            if difference := _difference(flat, flat.memory()):
+                yield f"parameter '{flat.name}' {difference}"
+        if self.watch_buffers:
+            for one in self._found_buffers:
+                buffer = one.slot.owner.get(one.slot.key)
+                if buffer is not None and (difference := _difference(one.local, _memory_of(one, buffer))):
+                    yield f"buffer '{one.slot.name}' {difference}"
+
+    def _follow_buffers(self) -> None:
+        for one in self._found_buffers:
+            buffer = one.slot.owner.get(one.slot.key)
+            if buffer is None or tuple(buffer.shape) != tuple(one.local.region.shape):
+                now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
+                raise _errors.make("invalid_argument", f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {_WAY_OUT}")
+            one.slot.recorded = buffer
+            memory = one.adapter.memory(one.slot)
+            if one.tied and memory.data_ptr() != one.local.tensor.data_ptr():
+                raise _errors.make("invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {_WAY_OUT}")
+            one.local.tensor = memory
 
     # ---- identity
 
     def _record(self) -> None:
-        slots = [slot for slot, _, _ in self._found_parameters]
-        self._owners, self._keys = [slot.owner for slot in slots], [slot.key for slot in slots]
-        self._objects = [slot.recorded for slot in slots]
-        self._sharded = [tensor for tensor in self._objects if isinstance(tensor, DTensor)]
-        self._whole = [tensor for tensor in self._objects if not isinstance(tensor, DTensor)]
+        """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the model."""
+        self._named = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
+        modules = list(self._model.modules())
+        self._dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
+        self._contents = list(chain.from_iterable(map(dict.values, self._dicts)))
+        objects = [one.slot.recorded for one in self._found]
+        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
+        self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
         self._recorded_addresses = self._addresses()
+        self._recorded_buffers = [(one.slot.recorded, one.local.tensor.data_ptr()) for one in self._found_buffers]
 
-    def _objects_same(self) -> bool:
-        return all(map(operator.is_, map(dict.get, self._owners, self._keys), self._objects))
+    def _tree_same(self) -> bool:
+        contents = list(chain.from_iterable(map(dict.values, self._dicts)))
+        return len(contents) == len(self._contents) and all(map(operator.is_, contents, self._contents))
 
     def _addresses(self) -> list[int]:
         pointers = list(map(torch.Tensor.data_ptr, self._whole))
@@ -127,20 +197,30 @@ class ModelView:
         pointers += map(torch.Tensor.data_ptr, self._fsdp1.shards())
         return pointers
 
+    def _buffers_same(self) -> bool:
+        now = [one.slot.owner.get(one.slot.key) for one in self._found_buffers]
+        return all(
+            buffer is was and _memory_of(one, was).data_ptr() == address
+            for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
+        )
+
     def bump_versions(self) -> None:
         """Tells autograd that weights were written behind its back: a backward through the old values raises, where autograd can see it."""
-        torch.autograd.graph.increment_version([*self._objects, *self._fsdp1.flat_parameters()])
+        torch.autograd.graph.increment_version([*self._whole, *self._sharded, *self._fsdp1.flat_parameters()])
 
     # ---- the ranks
 
-    def _choose_group(self) -> dist.ProcessGroup | None:
-        """The known group of exactly the ranks that share the model."""
-        groups = self._fsdp1.groups() + [group for local in self.parameters for group, _, _ in local.replicas]
-        if self._plain.group is not None:
-            groups.append(self._plain.group)
+    def _choose_group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """``given``, or the known group of exactly the ranks that share the model."""
+        groups = self._fsdp1.groups() + [group for local in [*self.parameters, *self._buffers] for group, _, _ in local.replicas]
         meshes = list({id(tensor.device_mesh): tensor.device_mesh for tensor in self._sharded}.values())
         ranks = {rank for group in {id(g): g for g in groups}.values() for rank in dist.get_process_group_ranks(group)}
         ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
+        if given is not None:
+            outside = ranks - set(dist.get_process_group_ranks(given))
+            if outside:
+                raise _errors.make("invalid_argument", f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them")
+            return given
         if len(ranks) < 2:
             return None
         if self._fsdp1.spans_world() or ranks == set(range(dist.get_world_size())):
@@ -159,8 +239,53 @@ def find(model: nn.Module, group: dist.ProcessGroup | None = None) -> ModelView:
     return ModelView(model, group)
 
 
-def _refuse_meta(model: nn.Module) -> None:
-    tensors: Sequence[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-    meta = [name for name, tensor in tensors if tensor.is_meta]
-    if meta:
-        raise _errors.make("invalid_argument", f"on meta, without values: {', '.join(meta)}; give the model its weights before making an EMA")
+def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
+    return (slot for name, module in walk(model) for slot in slots_of(name, module._parameters))
+
+
+def _buffer_slots(model: nn.Module) -> Iterator[Slot]:
+    return (slot for name, module in walk(model) for slot in slots_of(name, module._buffers) if slot.key in persistent_buffers(module))
+
+
+def _in_model_order(locals_: list[LocalTensor], model: nn.Module) -> list[LocalTensor]:
+    """By module, as named_parameters() goes: the kind of sharding must not show in the order."""
+    order: dict[str, int] = {}
+    for i, (name, _) in enumerate(walk(model)):
+        order.setdefault(name, i)
+    return sorted(locals_, key=lambda local: order[local.name.rpartition(".")[0]])
+
+
+def _add_alias(local: LocalTensor, name: str) -> None:
+    if name not in (local.name, *local.aliases):
+        local.aliases = (*local.aliases, name)
+
+
+def _now(local: LocalTensor, found: list[_Found]) -> torch.Tensor:
+    first = next(one for one in found if one.local is local and not one.tied)
+    return first.adapter.memory(first.slot)
+
+
+def _memory_of(one: _Found, tensor: torch.Tensor) -> torch.Tensor:
+    return one.adapter.memory(Slot(one.slot.name, one.slot.owner, one.slot.key, tensor))
+
+
+def _difference(local: LocalTensor, memory: torch.Tensor) -> str | None:
+    for what, now, was in (("is", memory.dtype, local.tensor.dtype), ("is on", memory.device, local.tensor.device)):
+        if now != was:
+            return f"{what} {now}, it was {was} when this EMA was made"
+    if memory.numel() != local.region.size:
+        return f"has {memory.numel()} elements on this rank, it had {local.region.size} when this EMA was made"
+    return None
+
+
+def _refuse_valueless(model: nn.Module) -> None:
+    tensors: list[tuple[str, torch.Tensor]] = [
+        (slot.name, slot.recorded) for name, module in walk(model) for slot in [*slots_of(name, module._parameters), *slots_of(name, module._buffers)]
+    ]
+    for what, names in (
+        ("not initialised yet", [name for name, tensor in tensors if is_lazy(tensor)]),
+        ("on meta, without values", [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_meta]),
+    ):
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            raise _errors.make("invalid_argument", f"{what}: {', '.join(names[:8])}{more}; give the model its weights before making an EMA")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.torch.local import LocalTensor, Replicas, Slot
-from shardow.torch.names import join, strip, walk
+from shardow.torch.names import join, walk
 
 
 @dataclass(eq=False)
@@ -41,9 +41,15 @@ def shard_of(handle: Any) -> torch.Tensor:
 
 class Fsdp1Adapter:
     def __init__(self, model: nn.Module) -> None:
-        self._wrappers = _wrappers(model)
-        self._locals = [local for name, module in self._wrappers for local in _flat_tensors(name, module)]
-        self._owned = {id(p) for _, module in self._wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))}
+        names: dict[int, list[str]] = {}
+        wrappers: dict[int, Any] = {}
+        for name, module in walk(model):
+            names.setdefault(id(module), []).append(name)
+            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+                wrappers[id(module)] = module
+        self._wrappers = list(wrappers.values())
+        self._locals = [local for module in self._wrappers for local in _flat_tensors(module, names)]
+        self._owned = {id(p) for module in self._wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))}
 
     def claims(self, slot: Slot) -> bool:
         return id(slot.recorded) in self._owned
@@ -58,49 +64,51 @@ class Fsdp1Adapter:
         return self._locals
 
     def groups(self) -> list[dist.ProcessGroup]:
-        return [module.process_group for _, module in self._wrappers]
+        return [module.process_group for module in self._wrappers]
 
     def spans_world(self) -> bool:
         """Hybrid sharding is a product of two groups, of which each rank knows its own row and column only."""
         world = dist.get_world_size() if self._wrappers else 0
-        rows = (dist.get_world_size(module.process_group) * math.prod(size for _, _, size in _replicas(module)) for _, module in self._wrappers)
+        rows = (dist.get_world_size(module.process_group) * math.prod(size for _, _, size in _replicas(module)) for module in self._wrappers)
         return any(size == world for size in rows)
 
     def shards(self) -> list[torch.Tensor]:
         """One per flat parameter: their addresses show whether anything moved."""
-        return [shard_of(module._handle) for _, module in self._wrappers]
+        return [shard_of(module._handle) for module in self._wrappers]
 
     def flat_parameters(self) -> list[torch.Tensor]:
-        return [module._handle.flat_param for _, module in self._wrappers]
+        return [module._handle.flat_param for module in self._wrappers]
 
     def reshard(self) -> None:
-        for _, module in self._wrappers:
+        for module in self._wrappers:
             handle = module._handle
             if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
                 handle.reshard(True)
                 handle.post_reshard()
 
 
-def _wrappers(model: nn.Module) -> list[tuple[str, Any]]:
-    found = {id(module): (name, module) for name, module in walk(model) if isinstance(module, FullyShardedDataParallel) and module._handle is not None}
-    return list(found.values())
-
-
-def _flat_tensors(name: str, module: Any) -> Iterator[FlatTensor]:
+def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTensor]:
+    """``names``: the clean names of each module, by id."""
     handle = module._handle
     flat, whole = handle.flat_param, not handle.uses_sharded_strategy
     requires_grad = [p.requires_grad for p in flat._params] if flat._params is not None else [flat.requires_grad] * len(flat._fqns)
-    aliases, replicas, offsets = _aliases(name, flat), _replicas(module), _offsets(flat)
-    for i, (fqn, shape, info) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
+    replicas, offsets = _replicas(module), _offsets(flat)
+    for i, (owner, shape, info) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)):
         begin, count, offset = 0, 0, 0
         if whole:
             begin, count, offset = 0, shape.numel(), offsets[i]
         elif info.in_shard:
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
-        clean = strip(join(name, fqn))
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
         memory = shard_of(handle)[offset : offset + count]
-        yield FlatTensor(clean, memory, region, requires_grad[i], replicas, True, aliases.get(clean, ()), handle, offset)
+        name, *aliases = _names(owner, flat, names)
+        yield FlatTensor(name, memory, region, requires_grad[i], replicas, True, tuple(aliases), handle, offset)
+
+
+def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:
+    """Every clean name of a parameter: of each place where its module stands, and of the parameters that are tied to it."""
+    tied = [info for info in flat._shared_param_infos if info.prim_module is owner.module and info.prim_param_name == owner.param_name]
+    return list(dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names[id(one.module)]))
 
 
 def _offsets(flat: Any) -> list[int]:
@@ -111,14 +119,6 @@ def _offsets(flat: Any) -> list[int]:
             offsets.append(at)
         at += numel
     return offsets
-
-
-def _aliases(name: str, flat: Any) -> dict[str, tuple[str, ...]]:
-    aliases: dict[str, tuple[str, ...]] = {}
-    for info in flat._shared_param_infos:
-        primary = strip(join(name, join(info.prim_module_name, info.prim_param_name)))
-        aliases[primary] = (*aliases.get(primary, ()), strip(join(name, join(info.module_name, info.param_name))))
-    return aliases
 
 
 def _replicas(module: Any) -> Replicas:

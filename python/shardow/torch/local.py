@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core
+from shardow import _core, _errors
 
 #: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in order.
 Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
@@ -74,3 +74,17 @@ def slots_of(name: str, tensors: dict[str, torch.Tensor | None]) -> list[Slot]:
 
 def persistent_buffers(module: nn.Module) -> set[str]:
     return set(module._buffers) - module._non_persistent_buffers_set
+
+
+def plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, detached; raises where its elements don't lie one after another in memory that it owns. ``name`` is for messages."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        how = f"strides {tensor.stride()}" if tensor.layout is torch.strided else str(tensor.layout)
+        raise _errors.make(
+            "unsupported",
+            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous ({how}); make it so before making an EMA: model.to(memory_format=torch.contiguous_format)",
+        )
+    if tensor.numel() and not tensor.data_ptr():
+        raise _errors.make("unsupported", f"'{name}' is a {type(tensor).__name__}, which has no memory of its own; leave it out of the model, or average its parts")
+    return tensor

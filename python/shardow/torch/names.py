@@ -1,6 +1,7 @@
 """Names without wrappers: what the unwrapped model calls its modules and parameters.
 
-Which components to drop is decided by the wrapper modules themselves, since a user's own submodule may be called ``module``.
+Which components to drop is decided by the wrapper modules themselves, since a user's own submodule may be called ``module``. Only where there are no modules to ask, for keys in
+files, the known prefixes go by their spelling.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 #: (class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and tie us to their private homes.
 _WRAPPERS = {
@@ -18,10 +19,13 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
 
+#: Components that a file's keys may have and a plain model's names don't: wrappers', DDP's, PEFT's.
+_IN_FILES = {*_WRAPPERS.values(), "module", "base_layer", "parametrizations"}
+
 
 def wrapped_child(module: nn.Module) -> str | None:
     """The name of the child that ``module`` is only a wrapper of; None for an ordinary module."""
-    if isinstance(module, DistributedDataParallel):
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"
     for cls in type(module).__mro__:
         child = _WRAPPERS.get(cls.__name__)
@@ -43,7 +47,12 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def strip(name: str) -> str:
-    """Without the components that only wrappers make, anywhere. For names that torch hands out as strings; ``module`` is left in, since it may be a user's own."""
-    wrapped = set(_WRAPPERS.values())
-    return ".".join(part for part in name.split(".") if part not in wrapped)
+def clean_file_key(key: str) -> str:
+    """A file's key without the components that wrappers, DDP and PEFT put into it, anywhere.
+
+    It knows spellings only, and takes a user's own ``module`` for DDP's: to match a model, clean the model's names with it too, and compare the results.
+    """
+    parts = key.removeprefix("base_model.model.").split(".")
+    if "parametrizations" in parts and parts[-1] == "original":
+        parts.pop()
+    return ".".join(part for part in parts if part not in _IN_FILES)

@@ -67,5 +67,8 @@ def _rebuild(local: torch.Tensor, encoded: bytes) -> Piece:
     return Piece(local, _core.Region.decode(encoded))
 
 
+torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True); decode() takes nothing that encode() does not write
+
+
 def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))

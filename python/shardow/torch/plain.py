@@ -9,40 +9,42 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardow import _core, _errors
-from shardow.torch.local import LocalTensor, Replicas, Slot
+from shardow import _core
+from shardow.torch.local import LocalTensor, Replicas, Slot, plain_memory
 
 
 class PlainAdapter:
-    """Claims everything that is left. ``group``: ranks that hold replicas, where the model itself doesn't say."""
+    """Claims everything that is left. ``group``: ranks that hold replicas of whatever no DDP module in the tree has.
+
+    Only parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing them, or handing out another's, would mix ranks.
+    """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
-        ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
-        self.group = ddp.process_group if ddp is not None else group
-        self._replicas: Replicas = ()
-        if self.group is not None and dist.get_world_size(self.group) > 1:
-            self._replicas = ((self.group, dist.get_rank(self.group), dist.get_world_size(self.group)),)
+        self._replicas: dict[int, Replicas] = {}
+        if group is not None:
+            self._replicas = dict.fromkeys(map(id, model.parameters()), _members(group))
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                kept_equal = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
+                self._replicas.update(dict.fromkeys(map(id, kept_equal), _members(module.process_group)))
 
     def claims(self, slot: Slot) -> bool:
         return True
 
     def local(self, slot: Slot) -> LocalTensor:
-        tensor = slot.recorded
-        region = _core.Region.whole(list(tensor.shape))
-        return LocalTensor(slot.name, self.memory(slot), region, tensor.requires_grad, self._replicas, bool(self._replicas))
+        tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
+        return LocalTensor(slot.name, self.memory(slot), _core.Region.whole(list(tensor.shape)), tensor.requires_grad, replicas, bool(replicas))
 
     def memory(self, slot: Slot) -> torch.Tensor:
-        tensor = slot.recorded.detach()
-        if not tensor.is_contiguous():
-            raise _errors.make(
-                "unsupported",
-                f"'{slot.name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); "
-                "make it so before making an EMA: model.to(memory_format=torch.contiguous_format)",
-            )
-        return tensor
+        return plain_memory(slot.name, slot.recorded)
 
     def others(self) -> Sequence[LocalTensor]:
         return ()
 
     def reshard(self) -> None:
         pass
+
+
+def _members(group: dist.ProcessGroup) -> Replicas:
+    size = dist.get_world_size(group)
+    return ((group, dist.get_rank(group), size),) if size > 1 else ()

@@ -6,6 +6,7 @@ except that a strided shard waits for the later mesh dimensions that cut the sam
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from shardow import _core, _errors
@@ -32,18 +33,20 @@ def cut(runs: Pairs, count: int, index: int) -> Pairs:
 
 def region_of(name: str, tensor: Any) -> _core.Region:
     """The region of DTensor ``tensor`` on this rank, checked against its local tensor. ``name`` is for messages."""
-    region = _core.Region.grid(list(tensor.shape), _intervals(name, tensor))
-    held = tensor._local_tensor.numel()  # the public to_local() makes a view each time, with a grad_fn
-    if held != region.size:
-        raise _errors.make("unsupported", f"'{name}' holds {held} elements here where its placements {tensor.placements} say {region}")
+    if tensor.device_mesh.get_coordinate() is None:  # this rank is outside the tensor's mesh
+        return _core.Region.whole(list(tensor.shape)).window(0, 0)
+    dims = _intervals(name, tensor)
+    region = _core.Region.grid(list(tensor.shape), dims)
+    held = tuple(tensor._local_tensor.shape)  # the public to_local() makes a view each time, with a grad_fn
+    said = tuple(sum(end - begin for begin, end in dim) for dim in dims)
+    if math.prod(held) != region.size or (region.size and held != said):  # an empty shard may be (0, 0) where (1, 0) is said
+        raise _errors.make("unsupported", f"'{name}' holds {list(held)} here, {math.prod(held)} elements, where its placements {tensor.placements} say {region}")
     return region
 
 
 def _intervals(name: str, tensor: Any) -> list[Pairs]:
     mesh, me = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     dims: list[Pairs] = [[(0, size)] if size else [] for size in tensor.shape]
-    if me is None:  # this rank is outside the tensor's mesh: it holds nothing
-        return [[] for _ in dims] or [[]]
     late: list[list[int]] = []  # strided shards: [mesh dim, tensor dim, factor left]
 
     def apply(mesh_dim: int, dim: int) -> None:

@@ -1,0 +1,22 @@
+"""Which tensors lie on the same memory though they are different objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shardow.torch.local import LocalTensor
+
+
+def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:
+    """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``. One pass in the order of addresses; empty tensors lie nowhere."""
+    ranges = sorted(
+        ((str(one.tensor.device), one.tensor.data_ptr(), i, one) for i, one in enumerate(locals_) if one.tensor.numel()), key=lambda entry: entry[:3]
+    )
+    reaches: tuple[str, int, int, LocalTensor] | None = None  # (device, end, place, tensor) that reaches furthest so far
+    for device, begin, i, one in ranges:
+        end = begin + one.tensor.nbytes
+        if reaches is not None and reaches[0] == device and begin < reaches[1]:
+            yield (reaches[3], one) if reaches[2] < i else (one, reaches[3])
+            if end <= reaches[1]:
+                continue
+        reaches = (device, end, i, one)

@@ -39,8 +39,8 @@ def _run(options: Options, command: str) -> int:
     from examples.digits import report, text, train
 
     begin = time.monotonic()
-    decays = " and ".join(map(str, options.decays))
-    print(f"A small diffusion transformer learns 1,797 handwritten digits: {text.ranks(options.ranks)}, {options.shard}, averages of decay {decays}.")
+    how = f"{text.ranks(options.ranks)}, {options.shard}, averages of decay {' and '.join(map(str, options.decays))}"
+    print(f"A small diffusion transformer learns 1,797 handwritten digits: {how}.")
     trained = launch.run(options.ranks, train.run, options)
     print(f"Checkpoint at step {options.steps}. {text.ranks(options.resume_ranks).capitalize()} in fresh processes go on from it:")
     resumed = launch.run(options.resume_ranks, train.resume, options, trained["classifier"], trained["judge"])
@@ -67,7 +67,7 @@ def _gathered(options: Options, command: str, trained: dict[str, Any], resumed: 
 
 def _summary(run: dict[str, Any], page: Path) -> None:
     from examples.digits import text
-    from examples.digits.evaluate import RAW
+    from examples.digits.averages import RAW
     from examples.digits.measure import SHARDOW, SOURCES
 
     costs, scores, best = run["train"]["costs"], text.last(run).frechet, text.best(run)

@@ -4,60 +4,54 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import shardow
 
-from . import shard
-from .evaluate import hashes
+from . import averages
 from .options import Options
 
-if TYPE_CHECKING:
-    from .train import Trainer
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # nested, FSDP1 param_groups get a key on some ranks that other ranks lack
+FOLDERS = ("checkpoint", "averages", "exported")
 
 
-def save(trainer: Trainer, options: Options) -> dict[str, int]:
-    """{path below --out: bytes}. Collective."""
-    from .train import schedules
-
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA, options: Options) -> dict[str, int]:
+    """{folder below --out: bytes}. What an earlier run left there goes. Collective."""
     if dist.get_rank() == 0:
-        for name in ("checkpoint", "averages", "exported"):
+        for name in FOLDERS:
             shutil.rmtree(options.out / name, ignore_errors=True)
         options.out.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    weights, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    dcp.save({"model": weights, "optimizer": optimizer, "ema": trainer.ema}, checkpoint_id=options.out / "checkpoint")
-    trainer.ema.save(averages(options))
-    trainer.ema.export(options.out / "exported", decay=schedules(options.decays)[-1])
-    return {name: _size(options.out / name) for name in ("checkpoint", "averages", "exported")}
+    weights, state = get_state_dict(model, optimizer, options=_FLAT)
+    dcp.save({"model": weights, "optimizer": state, "ema": ema}, checkpoint_id=options.out / "checkpoint")
+    ema.save(averages_path(options))
+    ema.export(options.out / "exported", decay=averages.schedules(options)[-1])
+    return {name: _size(options.out / name) for name in FOLDERS}
 
 
-def load(trainer: Trainer, options: Options) -> None:
+def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA, options: Options) -> None:
     """Collective, at any world size."""
-    weights, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": optimizer, "ema": trainer.ema}
-    dcp.load(state, checkpoint_id=options.out / "checkpoint")
-    set_state_dict(trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    weights, state = get_state_dict(model, optimizer, options=_FLAT)
+    found: dict[str, Any] = {"model": weights, "optimizer": state, "ema": ema}
+    dcp.load(found, checkpoint_id=options.out / "checkpoint")
+    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=_FLAT)
 
 
-def averages(options: Options) -> Path:
-    """One file, or with several decays a directory of them."""
-    return options.out / "averages" / "ema.safetensors" if len(options.decays) == 1 else options.out / "averages"
-
-
-def hashes_of_files(trainer: Trainer, options: Options) -> list[str]:
+def hashes_of_files(model: torch.nn.Module, options: Options) -> list[str]:
     """Of the averages that ema.save() wrote, read into averages that begin otherwise. Collective."""
-    from .train import schedules
+    ema = averages.make(model, options)
+    ema.load(averages_path(options))
+    return averages.hashes(ema, options)
 
-    with torch.no_grad():
-        ema = shardow.EMA(trainer.model, decay=schedules(options.decays), group=shard.ema_group(options.shard))
-    ema.load(averages(options))
-    return hashes(ema, schedules(options.decays))
+
+def averages_path(options: Options) -> Path:
+    """A directory; with one decay a file in it."""
+    return options.out / "averages" / "ema.safetensors" if len(options.decays) == 1 else options.out / "averages"
 
 
 def _size(path: Path) -> int:

@@ -1,31 +1,23 @@
-"""How good are the samples of the weights, and of each average? And are two states bit for bit the same?"""
+"""How good are the samples of the weights, and of each average?"""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import shardow
 
-from . import data, diffusion, frechet, shard
+from . import averages, data, diffusion, frechet
+from .averages import RAW
 from .classifier import Classifier
 from .options import Options
 
-if TYPE_CHECKING:
-    from .train import Trainer
-
-RAW = "raw weights"
 KEPT = 60  # samples of the last evaluation that the report shows
 STRIP = 10  # samples of every evaluation that it shows over training
-
-
-def name_of(decay: float) -> str:
-    return f"average {decay:g}"
 
 
 @dataclass
@@ -43,25 +35,23 @@ class Judge:
     """Samples with all ranks, judges on rank 0. The same noise each time, so that differences come from the weights alone."""
 
     def __init__(self, classifier: Classifier, accuracy: float, digits: data.Digits, options: Options) -> None:
-        self.classifier, self.accuracy, self.options = classifier, accuracy, options
+        self.classifier, self.accuracy, self.digits, self.options = classifier, accuracy, digits, options
         self.real = frechet.fit(classifier.body(digits.images))
         generator = torch.Generator().manual_seed(options.seed + 77)
         self.noise = torch.randn(options.samples, 1, data.SIDE, data.SIDE, generator=generator)
         self.labels = torch.arange(options.samples) % data.CLASSES
 
-    def evaluate(self, trainer: Trainer, keep: bool) -> Evaluation:
+    def evaluate(self, model: torch.nn.Module, ema: shardow.EMA, kept: int = STRIP) -> Evaluation:
         """Collective. The raw weights, then each average swapped into the same model."""
-        from .train import schedules
-
-        found = Evaluation(trainer.step_count)
-        for decay, schedule in zip((None, *self.options.decays), (None, *schedules(self.options.decays)), strict=True):
-            name = RAW if decay is None else name_of(decay)
-            with contextlib.nullcontext() if schedule is None else trainer.ema.swapped(decay=schedule):
-                images = self.sample(trainer.model)
+        found = Evaluation(int(ema.stats()["step"]))
+        everything: dict[str, shardow.Schedule | None] = {RAW: None, **averages.by_name(self.options)}
+        for name, schedule in everything.items():
+            with contextlib.nullcontext() if schedule is None else ema.swapped(decay=schedule):
+                images = self.sample(model)
             if schedule is not None:
-                found.apart[name] = trainer.ema.distance(schedule)
+                found.apart[name] = ema.distance(schedule)
             if images is not None:
-                self._judge(found, name, images, KEPT if keep else STRIP)
+                self._judge(found, name, images, kept)
         return found
 
     def sample(self, model: torch.nn.Module) -> torch.Tensor | None:
@@ -81,31 +71,17 @@ class Judge:
         found.named[name] = float((self.classifier.head(features).argmax(1) == self.labels).float().mean())
         found.images[name] = images[:kept].clone()
 
+    def real_against_real(self, draws: int = 20) -> dict[str, float]:
+        """The scale of the distance: as many real digits of the same classes, drawn as a sampler draws them, against all."""
+        generator = torch.Generator().manual_seed(1)
+        classes = [torch.nonzero(self.digits.labels == c).flatten() for c in range(data.CLASSES)]
+        distances = []
+        for _ in range(draws):
+            index = torch.stack(
+                [of_class[torch.randint(len(of_class), (), generator=generator)] for of_class in self._classes_asked(classes)]
+            )
+            distances.append(frechet.distance(frechet.fit(self.classifier.body(self.digits.images[index])), self.real))
+        return {"mean": sum(distances) / draws, "least": min(distances), "most": max(distances), "draws": draws}
 
-def real_against_real(judge: Judge, digits: data.Digits, samples: int) -> dict[str, float]:
-    """The scale of the distance: as many real digits as samples, drawn with replacement as a sampler draws them, against all."""
-    generator = torch.Generator().manual_seed(1)
-    distances = []
-    for _ in range(20):
-        index = torch.randint(len(digits), (samples,), generator=generator)
-        distances.append(frechet.distance(frechet.fit(judge.classifier.body(digits.images[index])), judge.real))
-    return {"mean": sum(distances) / len(distances), "least": min(distances), "most": max(distances)}
-
-
-def hashes(ema: shardow.EMA, schedules: list[shardow.Schedule]) -> list[str]:
-    """One for each average, of the full average on rank 0; of nothing elsewhere. Collective."""
-    return [_hash(ema.full_state_dict(schedule)) for schedule in schedules]
-
-
-def weights_hash(model: torch.nn.Module, how: str) -> str:
-    """Of the full weights, however they are shared: new averages begin equal to the weights and can be gathered. Collective."""
-    return _hash(shardow.EMA(model, 0.5, group=shard.ema_group(how)).full_state_dict())
-
-
-def _hash(tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
+    def _classes_asked(self, classes: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [classes[label] for label in self.labels.tolist()]

@@ -1,6 +1,6 @@
 """Ranks as processes: started here, watched here, and ended here, whatever happens.
 
-``run(world, fn, *args)`` calls ``fn(*args)`` in ``world`` fresh processes that share a gloo process group, and returns what rank 0 returned.
+``run(world, fn, *args)`` calls ``fn(*args)`` in ``world`` fresh processes that share a gloo process group, and returns rank 0's result.
 The first rank that fails ends all of them.
 """
 
@@ -68,9 +68,9 @@ def _collect(pipes: dict[Connection, int]) -> Any:
     pending, result = dict(pipes), None
     while pending:
         for pipe in wait(list(pending)):
-            rank = pending.pop(pipe)  # type: ignore[arg-type]
+            rank = pending.pop(pipe)
             try:
-                fine, answer = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                fine, answer = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise RankError(f"rank {rank} died without a word (out of memory?)") from None
             if not fine:
@@ -90,7 +90,7 @@ def _join(processes: list[BaseProcess]) -> None:
 
 
 def _rank(pipe: Connection, rank: int, world: int, port: int, job: bytes) -> None:
-    """One rank's life. Ctrl-C is the launcher's to handle. Nothing distributed may be alive at interpreter exit, or torch sometimes aborts."""
+    """One rank's life. Ctrl-C is the launcher's to handle. Nothing distributed may live at interpreter exit, or torch sometimes aborts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         import torch

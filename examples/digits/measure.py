@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import shardow
 
-from . import shard
+from . import averages, shard
 from .options import Options
 
-ROUNDS = 60
+WARM, ROUNDS = 10, 300
 SHARDOW, FOREACH, SOURCES = "shardow", "torch foreach lerp", "mul_().add_() per tensor"
 
 
@@ -39,25 +39,24 @@ def bytes_per_rank(ema: shardow.EMA) -> list[int]:
 
 def parameters(ema: shardow.EMA) -> int:
     """Of the whole model: the elements of the first average's tensors by their global shapes."""
-    averages = ema.state_dict()["averages"]
-    first = next(iter(averages.values()))
-    return sum(tensor.size().numel() for tensor in (first.values() if isinstance(first, dict) else averages.values()))
+    found = ema.state_dict()["averages"]
+    first = next(iter(found.values()))
+    return sum(tensor.size().numel() for tensor in (first if isinstance(first, dict) else found).values())
 
 
 def update_seconds(model: torch.nn.Module, options: Options) -> dict[str, list[float]]:
-    """Each way in turn, round after round, on this rank's shards with the same threads: what disturbs one disturbs all. ``model`` is only read."""
-    decays, threads = options.decays, torch.get_num_threads()
-    ema = shardow.EMA(model, decay=list(decays), group=shard.ema_group(options.shard), threads=threads)
+    """On this rank's part, with the same number of threads, into averages of their own. The schedule is the run's."""
+    ema = averages.make(model, options, threads=torch.get_num_threads())
     weights = [shard.local(p) for p in model.parameters() if p.requires_grad]
-    copies = [[w.clone() for w in weights] for _ in decays]
+    copies = [[w.clone() for w in weights] for _ in options.decays]
 
     def foreach() -> None:
-        for decay, averages in zip(decays, copies, strict=True):
-            torch._foreach_lerp_(averages, weights, 1 - decay)
+        for decay, mine in zip(options.decays, copies, strict=True):
+            torch._foreach_lerp_(mine, weights, 1 - decay)
 
     def sources() -> None:
-        for decay, averages in zip(decays, copies, strict=True):
-            for average, weight in zip(averages, weights, strict=True):
+        for decay, mine in zip(options.decays, copies, strict=True):
+            for average, weight in zip(mine, weights, strict=True):
                 average.mul_(decay).add_(weight, alpha=1 - decay)
 
     return _in_turn({SHARDOW: ema.update, FOREACH: foreach, SOURCES: sources})
@@ -65,13 +64,13 @@ def update_seconds(model: torch.nn.Module, options: Options) -> dict[str, list[f
 
 @torch.no_grad()
 def _in_turn(ways: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Lower quartile, median and upper quartile of each, in seconds."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(ROUNDS + 5):
-        dist.barrier()
-        for name, way in ways.items():
+    """Lower quartile, median and upper quartile of each, in seconds. What disturbs one disturbs all, and none is always first."""
+    names = list(ways)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    dist.barrier()
+    for i in range(WARM + ROUNDS):
+        for name in (*names[i % len(names) :], *names[: i % len(names)]):
             begin = time.perf_counter()
-            way()
-            if i >= 5:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.quantiles(values, n=4) for name, values in seconds.items()}
+            ways[name]()
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.quantiles(values[WARM:], n=4) for name, values in seconds.items()}

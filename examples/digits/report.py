@@ -9,9 +9,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from . import figures, text
-from .figures import DARK, LIGHT, Run
+from matplotlib import rc_context
+
+from . import text
+from .figures import Run
 from .options import Options
+from .pictures import all_figures
+from .theme import DARK, FONT, LIGHT, png
 
 
 def write(run: Run, out: Path) -> Path:
@@ -28,10 +32,9 @@ def write(run: Run, out: Path) -> Path:
 
 
 def draw(run: Run) -> dict[str, dict[str, bytes]]:
-    return {
-        name: {theme.name: figures.png(make(run, theme), theme) for theme in (LIGHT, DARK)}
-        for name, make in figures.all_figures(run).items()
-    }
+    """{name: {theme: PNG}}"""
+    with rc_context(FONT):
+        return {name: {theme.name: png(make(run, theme), theme) for theme in (LIGHT, DARK)} for name, make in all_figures(run).items()}
 
 
 def compose(run: Run, pictures: dict[str, dict[str, bytes]]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 
-from .evaluate import RAW, Evaluation
-from .figures import Run, sample_sets
+from .averages import RAW
+from .evaluate import Evaluation
+from .figures import Run
 from .measure import FOREACH, SHARDOW, SOURCES
 from .options import Options
+from .pictures import sample_sets
 
 HOW = {
     "fsdp2": "FSDP2 (<code>fully_shard</code> on every block and the root)",
@@ -42,7 +44,7 @@ def is_equal(run: Run) -> bool:
 
 
 def step_milliseconds(run: Run) -> float:
-    return 1e3 * statistics.median(run["train"]["step_seconds"])
+    return 1e3 * float(statistics.median(run["train"]["step_seconds"]))
 
 
 def intro(run: Run) -> str:
@@ -51,7 +53,8 @@ def intro(run: Run) -> str:
     return (
         f"A diffusion transformer of {run['train']['costs']['parameters']:,} parameters learned scikit-learn's 1,797 handwritten digits "
         f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}: {options.steps:,} steps of {options.batch} images, "
-        f"{step_milliseconds(run):.0f} ms each (median). Shardow kept {count} average{'s' if count > 1 else ''} of its weights on the way, "
+        f"{step_milliseconds(run):.0f} ms each (median). Shardow kept {count} average{'s' if count > 1 else ''} of its weights on the "
+        "way, "
         f"each rank a part of every one. The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
     )
 
@@ -100,8 +103,8 @@ def captions(run: Run) -> dict[str, str]:
         "distance": _distance_caption(run),
         "decay": _decay_caption(run),
         "loss": (
-            "<strong>Training loss</strong>, mean over all ranks, every tenth step. A batch depends on the seed and the step, not on the ranks, "
-            "so the curve goes on after the resume where it stood."
+            "<strong>Training loss</strong>, mean over all ranks, every tenth step. A batch depends on the seed and the step, not on the "
+            "ranks, so the curve goes on after the resume where it stood."
         ),
         "memory": _memory_caption(run),
         "update_time": _update_caption(run),
@@ -112,15 +115,16 @@ def _grid_caption(run: Run, name: str) -> str:
     if name not in last(run).frechet:
         return f"<strong>{name.capitalize()}</strong>, for comparison"
     score, named = last(run).frechet[name], last(run).named[name]
-    return f"<strong>{name.capitalize()}</strong>: Fréchet distance {score:.3f}; the classifier sees the class that was asked for in {named:.1%}"
+    return f"<strong>{name.capitalize()}</strong>: Fréchet distance {score:.3f}; the classifier sees the class asked for in {named:.1%}"
 
 
 def _frechet_caption(run: Run) -> str:
     scale, judge = run["train"]["real"], run["train"]["judge"]
     return (
-        f"<strong>Fréchet distance</strong> of {run['options'].samples} samples from all real digits, in the space of the last hidden layer of a "
-        f"classifier that names {judge:.1%} of held-out digits rightly. As many real digits, drawn again with replacement, are {scale['mean']:.3f} "
-        f"away on average (band: {scale['least']:.3f} to {scale['most']:.3f} in 20 draws). Hollow points: after the resume."
+        f"<strong>Fréchet distance</strong> of {run['options'].samples} samples from all real digits, in the space of the last hidden "
+        f"layer of a classifier that names {judge:.1%} of held-out digits rightly. As many real digits of the same classes, drawn with "
+        f"replacement, are {scale['mean']:.3f} away on average (band: {scale['least']:.3f} to {scale['most']:.3f} in {scale['draws']} "
+        "draws). Hollow points: after the resume."
     )
 
 
@@ -136,8 +140,8 @@ def _decay_caption(run: Run) -> str:
     targets = zip(run["train"]["decay"][-1][1:], run["options"].decays, strict=True)
     reached = ", ".join(f"{decay:.4f} ({1 / (1 - decay):.0f} steps) of {target:g}" for decay, target in targets)
     return (
-        "<strong>Decay of every step</strong>, and its window, 1 / (1 − decay). The debiased schedule begins as a plain mean, so that the first "
-        f"weights don't stay in a long average, and tends to the decay that was asked for. At the checkpoint: {reached}. "
+        "<strong>Decay of every step</strong>, and its window, 1 / (1 − decay). The debiased schedule begins as a plain mean, so that the "
+        f"first weights don't stay in a long average, and tends to the decay that was asked for. At the checkpoint: {reached}. "
         "The schedule's state is in the checkpoint, and the resume continues it."
     )
 
@@ -147,8 +151,8 @@ def _memory_caption(run: Run) -> str:
     held, full = run["train"]["costs"]["bytes"], run["train"]["costs"]["full_copy"]
     return (
         f"<strong>Memory of the averages</strong> ({len(options.decays)}, float32), <code>ema.stats()['bytes']</code> on every rank: "
-        f"{megabytes(sum(held))} on {ranks(len(held))} together. With a full copy on every rank, 4 bytes for each parameter and decay, it would be "
-        f"{megabytes(len(held) * full)}."
+        f"{megabytes(sum(held))} on {ranks(len(held))} together. With a full copy on every rank, 4 bytes for each parameter and decay, "
+        f"it would be {megabytes(len(held) * full)}."
     )
 
 
@@ -158,9 +162,9 @@ def _update_caption(run: Run) -> str:
     ratios = {way: costs["seconds"][way][1] / costs["seconds"][SHARDOW][1] for way in (FOREACH, SOURCES)}
     return (
         f"<strong>Time of an update</strong> of all averages on rank 0's part, threads: {costs['threads']}, each way in turn for "
-        f"{costs['rounds']} rounds, while the other ranks do the same. Shardow: {middle:.3f} ms (quartiles {low:.3f} to {high:.3f}), its checks of "
-        f"every parameter included; foreach lerp takes {ratios[FOREACH]:.1f}×, <code>mul_().add_()</code> per tensor {ratios[SOURCES]:.1f}× as long. "
-        f"An update is {middle / step_milliseconds(run):.2%} of a training step. So small a model shows overhead more than bandwidth: "
+        f"{costs['rounds']} rounds, while the other ranks do the same. Shardow: {middle:.3f} ms (quartiles {low:.3f} to {high:.3f}), "
+        f"its checks of every parameter included; foreach lerp takes {ratios[FOREACH]:.1f}×, <code>mul_().add_()</code> per tensor "
+        f"{ratios[SOURCES]:.1f}× as long. An update is {middle / step_milliseconds(run):.2%} of a training step. So small a model shows overhead more than bandwidth: "
         "<code>make bench</code> has large ones."
     )
 
@@ -203,7 +207,8 @@ def comparisons(run: Run) -> tuple[list[str], list[list[str]]]:
 
 def reading(run: Run) -> str:
     return (
-        "The same command gives the same samples and distances again on the same machine and versions; times vary. Every number of this page is in "
-        "<code>results.json</code> beside it, the pictures in <code>figures/</code>. What is trained after a resume on another number of ranks may "
-        "differ from an uninterrupted run in the last digits, since gradients are summed in another order; the averages that were loaded do not."
+        "Rows marked * are after the resume. The same command gives the same samples and distances again on the same machine and versions; "
+        "times vary. Every number of this page is in <code>results.json</code> beside it, the pictures are in <code>figures/</code>. What is "
+        "trained after a resume on another number of ranks may differ from an uninterrupted run in the last digits, since gradients are "
+        "summed in another order; the averages that were loaded do not."
     )

@@ -1,0 +1,97 @@
+"""The demo, run as a user runs it. Every sharding with SHARDOW_ALL; one of each kind otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+ALL = bool(os.environ.get("SHARDOW_ALL"))
+SHARDINGS = [("fsdp2", 2), ("fsdp1", 2), ("hsdp", 4), ("ddp", 2), ("plain", 1)] if ALL else [("fsdp2", 2), ("fsdp1", 2)]
+
+
+def demo(*flags: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "examples.digits", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture(scope="module", params=SHARDINGS, ids=lambda p: p[0])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    shard, ranks = request.param
+    out = tmp_path_factory.mktemp(shard)
+    return demo("--quick", "--shard", shard, "--ranks", str(ranks), "--out", str(out)), out
+
+
+def test_says_that_the_averages_came_back(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, _ = finished
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "averages after the resume: bit for bit those that were saved" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "terminate" not in done.stderr
+
+
+def test_results_hold_what_the_report_claims(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    results = json.loads((finished[1] / "results.json").read_text())
+    train, resume = results["train"], results["resume"]
+    assert train["hashes"] == resume["hashes"] == resume["file_hashes"]
+    assert not set(train["hashes"]) & set(resume["before"])  # nothing but the checkpoint made them equal
+    assert train["swap"]
+    parameters, ranks = train["costs"]["parameters"], int(results["options"]["ranks"])
+    sharing = 1 if results["options"]["shard"] == "plain" else ranks
+    assert sum(train["costs"]["bytes"]) <= 2 * (4 * parameters + 64 * ranks * 60)
+    assert max(train["costs"]["bytes"]) <= 2 * 4 * parameters / sharing * 1.3 + 64 * 120
+
+
+def test_files_load_elsewhere_and_are_those_averages(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, out = finished
+    results = json.loads((out / "results.json").read_text())
+    digest = hashlib.sha256()
+    found = load_file(out / "exported" / "model.safetensors")
+    for name in sorted(found):
+        digest.update(f"{name} {tuple(found[name].shape)} {torch.float32}".encode())
+        digest.update(found[name].float().contiguous().numpy().tobytes())
+    assert digest.hexdigest() == results["train"]["hashes"][-1]
+
+
+def test_report_needs_nothing_else(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, out = finished
+    page = (out / "report.html").read_text()
+    sources = re.findall(r'(?:src|srcset|href)="([^"]{0,40})', page)
+    assert sources
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert len(list((out / "figures").glob("*.png"))) >= 9
+    assert not re.search(r"\bnan\b|None", re.sub(r"base64,[^\"]*", "", page))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--ranks", "0"), "--ranks must be at least 1"),
+        (("--decays", "0.9,0.9"), "--decays are different numbers"),
+        (("--decays", "high"), "is no list of numbers"),
+        (("--shard", "none"), "invalid choice"),
+        (("--width", "60"), "--width must be a multiple of 8"),
+        (("--samples", "10"), "--samples must be at least 64"),
+    ],
+)
+def test_bad_flags_are_refused_at_once(flags: tuple[str, ...], said: str) -> None:
+    done = demo(*flags)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_rank_that_fails_ends_the_demo_with_its_message(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("a file where the demo wants a directory")
+    done = demo("--quick", "--steps", "2", "--shard", "ddp", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "The demo stopped: rank" in done.stderr
+    assert "Traceback" in (tmp_path / "error.txt").read_text()

@@ -51,10 +51,10 @@ def check(model: torch.nn.Module, known: list[Candidate]) -> None:
         for p in model.parameters():
             p.mul_(2)
     for one in known:
-        before = one.averages()[0].clone()
+        before = one.averages()[0].detach().clone()
         one.step()
-        moved = one.averages()[0].float() - before.float()
-        weight = moved.norm() / (next(iter(model.parameters())).float() - before.float()).norm()
+        moved = one.averages()[0].detach().float() - before.float()
+        weight = moved.norm() / (next(iter(model.parameters())).detach().float() - before.float()).norm()
         if not one.note.startswith("averages in bf16") and not 0.5e-3 < float(weight) < 2e-3:
             sys.exit(f"{one.name} moved its averages by {float(weight):.2e} of the way, not by 1e-3: it is not timed at the same work")
 

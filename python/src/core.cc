@@ -10,6 +10,7 @@ NB_MODULE(_core, m) {
   bind_group(m);
   bind_schedule(m);
   bind_average(m);
+  bind_watch(m);
 }
 
 }  // namespace shardow::python

@@ -10,5 +10,6 @@ void bind_region(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_average(nanobind::module_& m);
+void bind_watch(nanobind::module_& m);
 
 }  // namespace shardow::python

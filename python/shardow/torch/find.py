@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardow import _errors
+from shardow import _core, _errors
 from shardow.torch.dtensors import DTensorAdapter
 from shardow.torch.fsdp1 import Fsdp1Adapter
 from shardow.torch.local import Adapter, LocalTensor, Slot, persistent_buffers, slots_of
@@ -22,7 +20,6 @@ from shardow.torch.memory import overlaps
 from shardow.torch.names import walk
 from shardow.torch.plain import PlainAdapter
 
-_local_tensor = operator.attrgetter("_local_tensor")
 _WAY_OUT = "make the EMA after the model has its final form, or make a new EMA and load the old one's state_dict() into it"
 
 
@@ -103,12 +100,14 @@ class ModelView:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
         for adapter in self._adapters:
             adapter.reshard()
-        if self._sharded and not self._tree_same() and any(one.slot.owner.get(one.slot.key) is not one.slot.recorded for one in self._found):
+        if self._sharded and not self._watch.tree_same() and any(one.slot.owner.get(one.slot.key) is not one.slot.recorded for one in self._found):
             self._dtensors.reset()
 
     def unchanged(self) -> bool:
-        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.1 us a parameter."""
-        return self._tree_same() and self._addresses() == self._recorded_addresses and (not self.watch_buffers or self._buffers_same())
+        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.03 us a parameter."""
+        if not (self._watch.tree_same() and self._watch.addresses_same() and self._flat_addresses() == self._recorded_flat):
+            return False
+        return not self.watch_buffers or self._buffers_same()
 
     def follow_moves(self) -> bool:
         """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing is taken over then."""
@@ -179,23 +178,17 @@ class ModelView:
         """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the model."""
         self._named = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
         modules = list(self._model.modules())
-        self._dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
-        self._contents = list(chain.from_iterable(map(dict.values, self._dicts)))
+        dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
         objects = [one.slot.recorded for one in self._found]
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
-        self._recorded_addresses = self._addresses()
+        hints = [_objects_behind(tensor) for tensor in [*self._whole, *(tensor._local_tensor for tensor in self._sharded)]]
+        self._watch = _core.Watch(dicts, self._whole, self._sharded, torch.Tensor.data_ptr, hints)  # DTensor.data_ptr() would return 0
+        self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.slot.recorded, one.local.tensor.data_ptr()) for one in self._found_buffers]
 
-    def _tree_same(self) -> bool:
-        contents = list(chain.from_iterable(map(dict.values, self._dicts)))
-        return len(contents) == len(self._contents) and all(map(operator.is_, contents, self._contents))
-
-    def _addresses(self) -> list[int]:
-        pointers = list(map(torch.Tensor.data_ptr, self._whole))
-        pointers += map(torch.Tensor.data_ptr, map(_local_tensor, self._sharded))  # DTensor.data_ptr() would return 0
-        pointers += map(torch.Tensor.data_ptr, self._fsdp1.shards())
-        return pointers
+    def _flat_addresses(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._fsdp1.shards()))
 
     def _buffers_same(self) -> bool:
         now = [one.slot.owner.get(one.slot.key) for one in self._found_buffers]
@@ -289,3 +282,8 @@ def _refuse_valueless(model: nn.Module) -> None:
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise _errors.make("invalid_argument", f"{what}: {', '.join(names[:8])}{more}; give the model its weights before making an EMA")
+
+
+def _objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where torch keeps what data_ptr() reads, for prefetching: private, and never read by us."""
+    return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -90,15 +91,32 @@ def _sources(locals_: Sequence[LocalTensor], source: Mapping[str, torch.Tensor])
 
 
 def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
-    """One arena for all averages on a device: one mapping, every average 64-byte aligned."""
-    unit = _ALIGN // options.dtype.itemsize
-    padded = [-(-one.region.size // unit) * unit for one in tracked]
-    arena = torch.empty(sum(padded) * len(options.schedules), dtype=options.dtype, device=device)
-    at = 0
-    for _ in options.schedules:
-        for one, size in zip(tracked, padded, strict=True):
-            one.averages.append(arena[at : at + one.region.size])
+    """Memory for all averages on a device, every one 64-byte aligned."""
+    sizes = [-(-one.region.size * options.dtype.itemsize // _ALIGN) * _ALIGN for one in tracked]
+    count, total = len(options.schedules), sum(sizes)
+    stride = _core.arena_stride(total, count) if device.type == "cpu" else total
+    memory = _memory((count - 1) * stride + total, device)
+    for k in range(count):
+        at = k * stride
+        for one, size in zip(tracked, sizes, strict=True):
+            one.averages.append(_slice(memory, at, one.region.size, options.dtype))
             at += size
+
+
+def _memory(size: int, device: torch.device) -> torch.Tensor | mmap.mmap:
+    """Bytes, uninitialised. On a CPU a mapping of its own, whose pages take memory when they are written first."""
+    if device.type == "cpu":
+        return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """``count`` elements. From a mapping, a tensor with a storage of just its size, so that torch.save() writes no more than that."""
+    if isinstance(memory, torch.Tensor):
+        return memory[begin : begin + count * dtype.itemsize].view(dtype)
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
 
 
 def view_of(name: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:

@@ -139,11 +139,14 @@ class EMA:
         if held and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{held} weights on this rank are NaN or Inf; their averages keep their last values (nonfinite={self._options.nonfinite!r}). "
+                f"{held} weights on this rank are NaN or Inf; their averages {self._fate()} (nonfinite={self._options.nonfinite!r}). "
                 "stats()['held_nonfinite'] counts them; this warning is given once",
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _fate(self) -> str:
+        return "become so too" if self._options.nonfinite == "propagate" else "keep their last values"
 
     def _rebind(self) -> None:
         """A changed parameter is an error; one that is merely unsharded for a while, or whose memory moved, is not."""

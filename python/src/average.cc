@@ -4,6 +4,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "average/arena.h"
 #include "average/plan.h"
 #include "core.h"
 #include "kernels/cuda.h"
@@ -112,6 +113,7 @@ void bind_average(nb::module_& m) {
       .def("update", [](const Limit& self) { kernels::limits::update(self.chunks, self.num_averages); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
   m.def("cuda_built", &kernels::cuda::built);
+  m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a, "Bytes from one average's memory to the next one's, on a CPU.");
   m.def("simd_target", &kernels::cpu::target, "The instruction set that the CPU kernels use here.");
 }
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <chrono>
 
+#include "average/arena.h"
 #include "average/checks.h"
 #include "average/impl.h"
 #include "average/plan.h"
@@ -67,21 +68,24 @@ std::vector<TensorView> Average::Impl::divide(std::span<const TensorView> views)
 /// One arena for all averages of all parameters, each starting at a multiple of 64 bytes.
 void Average::Impl::allocate() {
   const Device device = parts.empty() ? Device{} : parts[0].device;
+  std::vector<int64_t> begins;
   int64_t bytes = 0;
-  averages.assign(options.schedules.size(), parts);
-  for (std::vector<TensorView>& average : averages) {
-    for (TensorView& view : average) {
-      if (view.device.kind != device.kind || view.device.index != device.index) {
-        fail(Code::kUnsupported, "'{}' is on another device than '{}'; give the averages' memory yourself", view.name, parts[0].name);
-      }
-      view.dtype = options.dtype;
-      view.data = reinterpret_cast<void*>(bytes);  // an offset, until the arena is there
-      bytes += (byte_size(options.dtype, view.region.size()) + kAlignment - 1) / kAlignment * kAlignment;
+  for (const TensorView& part : parts) {
+    if (part.device.kind != device.kind || part.device.index != device.index) {
+      fail(Code::kUnsupported, "'{}' is on another device than '{}'; give the averages' memory yourself", part.name, parts[0].name);
     }
+    begins.push_back(bytes);
+    bytes += (byte_size(options.dtype, part.region.size()) + kAlignment - 1) / kAlignment * kAlignment;
   }
-  memory = average::Memory(static_cast<size_t>(bytes), device);
-  for (std::vector<TensorView>& average : averages) {
-    for (TensorView& view : average) view.data = memory.data() + reinterpret_cast<intptr_t>(view.data);
+  const auto count = static_cast<int64_t>(options.schedules.size());
+  const int64_t stride = device.kind == Device::Kind::kCpu ? average::arena_stride(bytes, static_cast<int>(count)) : bytes;
+  memory = average::Memory(static_cast<size_t>((count - 1) * stride + bytes), device);
+  averages.assign(options.schedules.size(), parts);
+  for (size_t k = 0; k < averages.size(); ++k) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      averages[k][i].dtype = options.dtype;
+      averages[k][i].data = memory.data() + static_cast<int64_t>(k) * stride + begins[i];
+    }
   }
 }
 

@@ -1,0 +1,46 @@
+"""What the averages take of the machine's memory, read from the kernel, in a process of its own."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shardow
+
+PROGRAM = """
+import sys, torch, psutil, shardow
+decays = [float(d) for d in sys.argv[1].split(",")]
+model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1_000_003)) for _ in range(12)])
+resident = lambda: psutil.Process().memory_info().rss
+shardow.EMA(torch.nn.Linear(2, 2), decays).update()  # loads what is loaded once
+begin = resident()
+ema = shardow.EMA(model, decays, threads=2)
+made = resident()
+ema.update()
+first = resident()
+for _ in range(20):
+    ema.update()
+print(made - begin, first - made, resident() - first)
+"""
+
+
+@pytest.mark.parametrize("decays", ["0.9", "0.9,0.99,0.999", "0.9,0.99,0.999,0.9999,0.95,0.96,0.97,0.98"])
+def test_averages_take_four_bytes_a_parameter_and_updates_nothing(decays: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, decays], capture_output=True, text=True, check=True, timeout=120)
+    made, first, rest = map(int, done.stdout.split())
+    averages = 4 * 12 * 1_000_003 * len(decays.split(","))
+    assert averages <= made < averages + (1 << 20)
+    assert first < 1 << 20  # threads' stacks
+    assert rest < 64 << 10
+
+
+def test_saving_a_state_with_torch_writes_the_averages_and_no_more() -> None:
+    """Views of one large storage would all be written with the whole of it."""
+    model = torch.nn.Linear(1000, 1000)
+    buffer = io.BytesIO()
+    torch.save(shardow.EMA(model, [0.9, 0.99]).state_dict()["averages"]["0.9"], buffer)
+    assert buffer.tell() < 4 * 1_001_000 + 10_000

@@ -7,10 +7,12 @@ traceback. Nothing hangs: at the timeout, and after any failure, all processes a
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import itertools
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _context = multiprocessing.get_context("spawn")
 _case = itertools.count()
@@ -107,7 +110,7 @@ def _serve(pipe: Connection, port: int) -> None:
             answer = (True, fn(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        gc.collect()
+        _forget_meshes()
         try:
             dist.barrier()
             dist.destroy_process_group()
@@ -115,6 +118,16 @@ def _serve(pipe: Connection, port: int) -> None:
             pipe.send(answer)
             return
         pipe.send(answer)
+
+
+def _forget_meshes() -> None:
+    """Torch caches plans by a mesh's ranks, and the plans hold its groups, which end with this case."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]:
+        for cached in vars(module).values():
+            if isinstance(cached, functools._lru_cache_wrapper):
+                cached.cache_clear()
+    _clear_sharding_prop_cache()
+    gc.collect()
 
 
 _pool: Pool | None = None

@@ -40,9 +40,10 @@ asan tsan: build/.venv  ## C++ tests under sanitizers
 
 lint: build build/.lint  ## clang-format, clang-tidy, ruff, mypy
 	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu')
-	clang-tidy-14 --quiet -p build/release $$(git ls-files 'src/*.cc' | grep -v -e _test.cc -e _bench.cc -e cpu -e limits)
+	git ls-files 'src/*.cc' | grep -v -e _test.cc -e _bench.cc -e cpu -e limits | xargs -P $(JOBS) -n 4 clang-tidy-14 --quiet -p build/release
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	cp build/release/_core.pyi python/shardow/
 	$(BIN)/mypy
 
 format: build/.venv build/.lint  ## rewrite sources in house style

@@ -23,7 +23,9 @@ def print_case(case: Case, timings: dict[str, Timing], notes: dict[str, str]) ->
         table.add_column(heading, justify="left" if heading == "" else "right")
     for name, timing in timings.items():
         low, high = timing.spread
-        table.add_row(name, f"{timing.median * 1e3:.3f}", f"{timing.ratio:.2f}", f"{low:.2f} to {high:.2f}", notes.get(f"{case.name}/{name}", ""))
+        table.add_row(
+            name, f"{timing.median * 1e3:.3f}", f"{timing.ratio:.2f}", f"{low:.2f} to {high:.2f}", notes.get(f"{case.name}/{name}", "")
+        )
     Console().print(table)
 
 
@@ -62,7 +64,12 @@ def write(facts: list[tuple[str, str]], results: Results, notes: dict[str, str],
     for name in names:
         lines.append(f"| {name} | {' | '.join(_cell(case, name, results, notes, used) for case in results)} |")
     lines += ["", *(f"{number}. {note}" for note, number in used.items()), ""]
-    lines += ["| start-up | milliseconds, median |", "|---|---|", *(f"| {what} | {seconds * 1e3:.1f} |" for what, seconds in started.items()), ""]
+    lines += [
+        "| start-up | milliseconds, median |",
+        "|---|---|",
+        *(f"| {what} | {seconds * 1e3:.1f} |" for what, seconds in started.items()),
+        "",
+    ]
     lines += ["| bar | measured | asked | met |", "|---|---|---|---|"]
     lines += [f"| {what} | {measured:.3g} | {bar:g} | {'yes' if met else '**no**'} |" for what, measured, bar, met in found]
     text = PAGE.read_text() if PAGE.exists() else f"{BEGIN}\n{END}\n"

@@ -3,8 +3,8 @@
 //   e <- e + w (p - e)          w = 1 - decay, from a Schedule, in float64, rounded once
 //
 // One pass reads every parameter once, in its own dtype, and reads and writes every average once: (size(p) + 8 K) bytes an element for K
-// fp32 averages. No communication, no allocation, no temporaries. The result depends on neither topology, threads, instruction set nor device.
-// One thread uses an Average at a time.
+// fp32 averages. No communication, no allocation, no temporaries. The result depends on neither topology, threads, instruction set nor
+// device. One thread uses an Average at a time.
 #pragma once
 
 #include <chrono>
@@ -30,7 +30,7 @@ enum class Rule {
 };
 
 enum class Rounding {
-  kAuto,        ///< stochastic where w < 5e-5, else to nearest
+  kAuto,  ///< stochastic where w < 5e-5, else to nearest
   kNearest,
   kStochastic,  ///< of the increment, by a counter (seed, step, global element): the same for any topology
 };
@@ -57,10 +57,10 @@ struct AverageOptions {
 };
 
 struct UpdateReport {
-  bool applied = false;       ///< false between the update_every-th steps
-  int64_t non_finite = 0;     ///< elements held in this update, CPU views; CUDA views are counted by stats()
+  bool applied = false;    ///< false between the update_every-th steps
+  int64_t non_finite = 0;  ///< elements held in this update, CPU views; CUDA views are counted by stats()
   int64_t bytes_moved = 0;
-  Factors factors{1, 0};      ///< of the first schedule
+  Factors factors{1, 0};  ///< of the first schedule
 };
 
 /// What an Average holds and did.
@@ -75,9 +75,9 @@ struct AverageStats {
 
 class Average {
  public:
-  /// Begins with averages equal to `parameters`. `averages[k]` is the memory of the k-th average: one view per parameter with the same name, the
-  /// region that this rank averages and dtype options.dtype; it is the caller's, aligned to 64 bytes for full speed.
-  /// Throws kInvalidArgument where names, regions, dtypes or options do not fit, before anything is written.
+  /// Begins with averages equal to `parameters`. `averages[k]` is the memory of the k-th average: one view per parameter with the same
+  /// name, the region that this rank averages and dtype options.dtype; it is the caller's, aligned to 64 bytes for full speed. Throws
+  /// kInvalidArgument where names, regions, dtypes or options do not fit, before anything is written.
   Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options = {});
 
   /// The same, with memory of its own, each average aligned to 64 bytes.
@@ -102,12 +102,12 @@ class Average {
   void reset();
 
   /// Exchanges the k-th averages and the bound parameters, element by element, in place; a second call undoes it bit for bit.
-  /// Parameters of another dtype receive rounded averages; what rounding cut off is kept aside, so that the way back is exact. (bfloat16 weights with
-  /// float32 averages need no memory for that; ties then round away from zero.) With options.replicas: collective, and every replica
-  /// ends with the whole weights.
+  /// Parameters of another dtype receive rounded averages; what rounding cut off is kept aside, so that the way back is exact. (bfloat16
+  /// weights with float32 averages need no memory for that; ties then round away from zero.) With options.replicas: collective, and every
+  /// replica ends with the whole weights.
   void swap(size_t k = 0);
-  /// The same with weights that are not the bound parameters, where a master copy of another dtype is averaged: same names and regions, same order.
-  /// The call that undoes it takes the same ones.
+  /// The same with weights that are not the bound parameters, where a master copy of another dtype is averaged: same names and regions,
+  /// same order. The call that undoes it takes the same ones.
   void swap(std::span<const TensorView> weights, size_t k = 0);
   bool swapped() const noexcept;
 
@@ -116,9 +116,11 @@ class Average {
   std::span<const TensorView> views(size_t k = 0) const;
   AverageStats stats() const;  ///< CUDA: waits for the last update's counter
 
-  /// Steps, updates, samples, schedules, rule, rounding and seed as JSON: with the averages themselves all that is needed to go on bit-identically.
+  /// Steps, updates, samples, schedules, rule, rounding and seed as JSON: with the averages themselves all that is needed to go on
+  /// bit-identically.
   std::string state() const;
-  /// Takes counters, schedules and seed from `json`. Throws kCorrupt or kInvalidArgument (another number of averages) before anything changes.
+  /// Takes counters, schedules and seed from `json`. Throws kCorrupt or kInvalidArgument (another number of averages) before anything
+  /// changes.
   void set_state(std::string_view json);
 
  private:

@@ -1,7 +1,7 @@
 // Schedule: how much of the old average survives each update.
 //
-// A schedule is a value: a kind with its numbers. factors() is a pure function of where training stands, computed in float64; the kernels round its results
-// once. Equal JSON means equal behaviour, now and after a resume. Thread-safe, as values are.
+// A schedule is a value: a kind with its numbers. factors() is a pure function of where training stands, computed in float64; the kernels
+// round its results once. Equal JSON means equal behaviour, now and after a resume. Thread-safe, as values are.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ struct Progress {
   double delta_samples = 0;  ///< samples since the last applied update
 };
 
-/// The two weights of one update, e <- decay e + weight p. Both are kept: for one step weight = 1 - decay, as every origin computes it; for n steps
-/// decay = d^n and weight = -expm1(n ln d), where 1 - decay would lose digits.
+/// The two weights of one update, e <- decay e + weight p. Both are kept: for one step weight = 1 - decay, as every origin computes it; for
+/// n steps decay = d^n and weight = -expm1(n ln d), where 1 - decay would lose digits.
 struct Factors {
   double decay;
   double weight;
@@ -43,10 +43,12 @@ class Schedule {
   static Schedule half_life(double steps);
   static Schedule half_life_in_samples(double samples);
 
-  /// H = min(max_steps, fraction n), d = 2^(-delta / H): the ramp-up of the traditional EMA in EDM2 (Karras et al., arXiv 2312.02696; 0.09 there).
+  /// H = min(max_steps, fraction n), d = 2^(-delta / H): the ramp-up of the traditional EMA in EDM2 (Karras et al., arXiv 2312.02696; 0.09
+  /// there).
   static Schedule half_life_fraction(double fraction, double max_steps);
 
-  /// m = n - 1 - start; m < 0: 0, else d = clamp(1 - (1 + m / inv_gamma)^-power, min_decay, max_decay): k-diffusion's EMAWarmup (K. Crowson).
+  /// m = n - 1 - start; m < 0: 0, else d = clamp(1 - (1 + m / inv_gamma)^-power, min_decay, max_decay): k-diffusion's EMAWarmup (K.
+  /// Crowson).
   static Schedule inverse_gamma(double inv_gamma, double power, double min_decay = 0, double max_decay = 1, double start = 0);
 
   /// d = min(decay, (1 + n) / (10 + n)): torch-ema with use_num_updates, which counts before it uses.
@@ -54,28 +56,36 @@ class Schedule {
   /// The same with n - 1: tf.train.ExponentialMovingAverage whose num_updates is a global step not yet increased.
   static Schedule tf_warmup(double decay);
 
-  /// timm ModelEmaV3.get_decay(step = n): m = n - update_after_step - 1; m <= 0: 0; use_warmup: clamp(1 - (1 + m / gamma)^-power) into [min_decay, decay]; else decay.
-  static Schedule timm(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_warmup = false, double gamma = 1, double power = 2.0 / 3);
+  /// timm ModelEmaV3.get_decay(step = n): m = n - update_after_step - 1; m <= 0: 0; use_warmup: clamp(1 - (1 + m / gamma)^-power) into
+  /// [min_decay, decay]; else decay.
+  static Schedule timm(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_warmup = false, double gamma = 1,
+                       double power = 2.0 / 3);
 
-  /// DistEMA: m = max(0, n - 1 - update_after_step - 1), since it counts after it uses: d = max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)); without warmup: decay.
-  static Schedule dist_ema(double decay, bool warmup = false, double power = 2.0 / 3, double min_decay = 0, double inv_gamma = 1, int64_t update_after_step = 0);
+  /// DistEMA: m = max(0, n - 1 - update_after_step - 1), since it counts after it uses: d = max(min_decay, min(1 - (1 + m /
+  /// inv_gamma)^-power, decay)); without warmup: decay.
+  static Schedule dist_ema(double decay, bool warmup = false, double power = 2.0 / 3, double min_decay = 0, double inv_gamma = 1,
+                           int64_t update_after_step = 0);
 
-  /// diffusers EMAModel.get_decay(n): m = n - update_after_step - 1; m <= 0: 0; warm-up 1 - (1 + m / inv_gamma)^-power or (1 + m) / (10 + m), into [min_decay, decay].
-  static Schedule diffusers(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_ema_warmup = false, double inv_gamma = 1,
-                            double power = 2.0 / 3);
+  /// diffusers EMAModel.get_decay(n): m = n - update_after_step - 1; m <= 0: 0; warm-up 1 - (1 + m / inv_gamma)^-power or (1 + m) / (10 +
+  /// m), into [min_decay, decay].
+  static Schedule diffusers(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_ema_warmup = false,
+                            double inv_gamma = 1, double power = 2.0 / 3);
 
-  /// ema-pytorch EMA.get_current_decay() at its n-th update(): m = n - update_after_step - 1; m <= 0: 0, else 1 - (1 + m / inv_gamma)^-power in [min_value, beta].
-  /// The origin computes in float32; this is within one float32 rounding of it.
-  static Schedule ema_pytorch(double beta = 0.9999, int64_t update_after_step = 100, double inv_gamma = 1, double power = 2.0 / 3, double min_value = 0);
+  /// ema-pytorch EMA.get_current_decay() at its n-th update(): m = n - update_after_step - 1; m <= 0: 0, else 1 - (1 + m /
+  /// inv_gamma)^-power in [min_value, beta]. The origin computes in float32; this is within one float32 rounding of it.
+  static Schedule ema_pytorch(double beta = 0.9999, int64_t update_after_step = 100, double inv_gamma = 1, double power = 2.0 / 3,
+                              double min_value = 0);
 
-  /// From `from` at step 1 to `to` at step `steps` and after: in a straight line, or on half a cosine, d = to - (to - from) (cos(pi m) + 1) / 2 (BYOL, DINO).
+  /// From `from` at step 1 to `to` at step `steps` and after: in a straight line, or on half a cosine, d = to - (to - from) (cos(pi m) + 1)
+  /// / 2 (BYOL, DINO).
   static Schedule linear(double from, double to, int64_t steps);
   static Schedule cosine(double from, double to, int64_t steps);
 
   /// Equal weights: w = 1 / (updates + 1) (SWA; torch.optim.swa_utils.get_swa_avg_fn). Counts updates, not steps.
   static Schedule mean();
 
-  /// Power-function profile: d = (1 - delta / n)^(gamma + 1), gamma the largest root of sigma^-2 = (g+2)^2 (g+3) / (g+1) (EDM2, eq. 121 ff.); sigma_rel in (0, 0.28].
+  /// Power-function profile: d = (1 - delta / n)^(gamma + 1), gamma the largest root of sigma^-2 = (g+2)^2 (g+3) / (g+1) (EDM2, eq. 121
+  /// ff.); sigma_rel in (0, 0.28].
   static Schedule power(double sigma_rel);
 
   /// Adam's debiased mean as one lerp: w = (1 - d) / (1 - d^n).

@@ -109,7 +109,9 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]] | No
         assert parts is not None
         if i >= len(parts) or parts[i][0] != name:
             there = parts[i][0] if i < len(parts) else "nothing"
-            raise _errors.make("invalid_argument", f"rank {rank} has {there!r} where rank 0 has {name!r}; all ranks must hold the same tensors")
+            raise _errors.make(
+                "invalid_argument", f"rank {rank} has {there!r} where rank 0 has {name!r}; all ranks must hold the same tensors"
+            )
         region = _core.Region.decode(parts[i][1])
         if region.size > 0 and parts[i][1] not in seen:
             picked.append((rank, region))
@@ -117,7 +119,9 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]] | No
     regions = [region for _, region in picked] or [_core.Region.decode(gathered[0][i][1])]  # type: ignore[index]
     if not _core.covers_once(regions):
         held = sum(region.size for region in regions)
-        raise _errors.make("invalid_argument", f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)")
+        raise _errors.make(
+            "invalid_argument", f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)"
+        )
     return picked
 
 

@@ -10,7 +10,7 @@ from shardow._options import invalid
 
 
 def key_of(schedule: _core.Schedule) -> str:
-    """"0.9999" for a constant decay, else the kind with its numbers: "power(sigma_rel=0.1)"."""
+    """ "0.9999" for a constant decay, else the kind with its numbers: "power(sigma_rel=0.1)"."""
     numbers = json.loads(schedule.to_json())
     kind = numbers.pop("kind")
     if kind == "constant":

@@ -58,7 +58,7 @@ class Options:
             dtype=DTYPES[self.dtype],
             rule=getattr(_core.Rule, self.rule),
             rounding=getattr(_core.Rounding, self.rounding),
-            non_finite=getattr(_core.NonFinite, self.nonfinite),
+            non_finite=getattr(_core.NonFinite, "raise_" if self.nonfinite == "raise" else self.nonfinite),  # a keyword
             update_every=self.update_every,
             start_step=self.start_step,
             seed=self.seed,

@@ -52,7 +52,11 @@ def check(state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[s
     if not isinstance(averages, Mapping):
         raise invalid("this is not a state of shardow.EMA: 'averages' is missing")
     by_key = {keys[0]: averages} if len(keys) == 1 else averages
-    problems = [f"no averages for decay {key} (there are {', '.join(map(str, averages))})" for key in keys if not isinstance(by_key.get(key), Mapping)]
+    problems = [
+        f"no averages for decay {key} (there are {', '.join(map(str, averages))})"
+        for key in keys
+        if not isinstance(by_key.get(key), Mapping)
+    ]
     if problems:
         raise invalid(f"the state does not fit: {'; '.join(problems)}")
     copies: list[Copy] = []
@@ -89,7 +93,9 @@ def _plan(one: Tracked, k: int, value: torch.Tensor, copies: list[Copy], problem
     if region == one.region:
         copies.append((one.averages[k], local.reshape(-1), None))
     else:
-        problems.append(f"'{one.name}' was sharded otherwise; load it through torch.distributed.checkpoint or shardow's files, which reshard, or pass full tensors")
+        problems.append(
+            f"'{one.name}' was sharded otherwise; load it through torch.distributed.checkpoint or shardow's files, which reshard, or pass full tensors"
+        )
 
 
 def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
@@ -109,7 +115,9 @@ def current_decays(engine_state: str) -> list[float]:
     for numbers in state["schedules"]:
         schedule = _core.Schedule.from_json(json.dumps(numbers))
         try:
-            decay, _ = schedule.factors(max(state["step"] + 1 - state["start_step"], 1), state["updates"], 1, state["applied_samples"] + 1, 1.0)
+            decay, _ = schedule.factors(
+                max(state["step"] + 1 - state["start_step"], 1), state["updates"], 1, state["applied_samples"] + 1, 1.0
+            )
         except ValueError:
             decay = math.nan
         decays.append(decay)
@@ -122,7 +130,7 @@ def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
     for one in tracked:
         if not _owned(one, team):
             continue
-        for average, weight in _chunks(one.averages[k], one.source[one.begin : one.begin + one.region.size]):
+        for average, weight in _chunks(one.averages[k], one.sources()):
             weight = weight.double()
             apart += float((average.double() - weight).square().sum())
             length += float(weight.square().sum())

@@ -44,7 +44,14 @@ class Tracked:
 
     def weights(self) -> torch.Tensor:
         """The part of the live weights that this rank averages, 1-D, a view."""
-        return self.local.tensor.view(-1)[self.begin : self.begin + self.region.size]
+        return self._part(self.local.tensor.view(-1))
+
+    def sources(self) -> torch.Tensor:
+        """The same part of what is averaged."""
+        return self._part(self.source)
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self.region.size == whole.numel() else whole[self.begin : self.begin + self.region.size]
 
 
 def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
@@ -65,7 +72,9 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     for one in tracked:
         device = one.source.device
         if options.device is not None and options.device.type != device.type:
-            raise unsupported(f"device={str(options.device)!r}: averages live where their weights are ({device}, '{one.name}'); offload is not built yet")
+            raise unsupported(
+                f"device={str(options.device)!r}: averages live where their weights are ({device}, '{one.name}'); offload is not built yet"
+            )
     for device in dict.fromkeys(one.source.device for one in tracked):
         _allocate([one for one in tracked if one.source.device == device], device, options)
     return tracked
@@ -121,16 +130,17 @@ def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torc
 
 def view_of(name: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
     """The engine's description of contiguous torch memory."""
-    device, stream = tensor.device, 0
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device).cuda_stream
-    elif device.type != "cpu":
+    device = tensor.device
+    if device.type == "cpu":
+        return _core.TensorView(name, DTYPES[tensor.dtype], region, tensor.data_ptr())
+    if device.type != "cuda":
         raise unsupported(f"'{name}' is on {device}; averages are kept on cpu and cuda devices")
+    stream = torch.cuda.current_stream(device).cuda_stream
     return _core.TensorView(name, DTYPES[tensor.dtype], region, tensor.data_ptr(), device.type, device.index or 0, stream)
 
 
 def source_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:
-    return [view_of(one.name, one.source[one.begin : one.begin + one.region.size], one.region) for one in tracked]
+    return [view_of(one.name, one.sources(), one.region) for one in tracked]
 
 
 def weight_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core, _errors, _files, _gather, _replicas, _state, _tracked
+from shardow import _core, _errors, _files, _replicas, _state, _tracked
 from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
 from shardow._options import Options, Params, invalid, make_options, seconds
@@ -159,13 +159,13 @@ class EMA:
             one.follow()
         self._average.bind(_tracked.source_views(self._tracked))
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
+    def attach(self, optimizer: torch.optim.Optimizer) -> Handle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Steps that a GradScaler skips are not counted."""
         if self._attached:
             raise invalid("attached to an optimizer already; each step would count twice")
         handle = optimizer.register_step_post_hook(lambda *_: self._update(None, 0.0))
         self._attached += 1
-        return _Handle(handle, self)
+        return Handle(handle, self)
 
     # ---- evaluation
 
@@ -244,6 +244,7 @@ class EMA:
 
         Everything is checked on every rank first, and everything that does not fit is listed; then averages, counters and schedules are replaced.
         """
+
         def check() -> list[tuple[torch.Tensor, torch.Tensor, _core.Region | None]]:
             self._not_swapped("load_state_dict()")
             copies = _state.check(state, self._tracked, self._keys)
@@ -289,6 +290,7 @@ class EMA:
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
         """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective."""
+
         def check() -> tuple[list[tuple[torch.Tensor, Any, _core.Region | None]], str]:
             self._not_swapped("load()")
             return _files.check(Path(path), self._tracked, self._keys)
@@ -348,7 +350,7 @@ class EMA:
             raise invalid(f"{what} inside swapped(): the averages are in the model now; leave the block first")
 
 
-class _Handle:
+class Handle:
     """Detaches an EMA from its optimizer, once."""
 
     def __init__(self, handle: torch.utils.hooks.RemovableHandle, ema: EMA) -> None:
@@ -359,7 +361,7 @@ class _Handle:
             self._handle.remove()
             self._ema._attached -= 1
 
-    def __enter__(self) -> _Handle:
+    def __enter__(self) -> Handle:
         return self
 
     def __exit__(self, *_: object) -> None:

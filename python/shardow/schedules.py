@@ -39,7 +39,9 @@ def inverse_gamma(inv_gamma: float = 1.0, power: float = 1.0, min_decay: float =
 
     power 2/3 reaches 0.999 at 31.6 thousand steps, 3/4 at 10 thousand; (1, 1) is the running mean.
     """
-    return Schedule.make("inverse_gamma", {"inv_gamma": inv_gamma, "power": power, "min_decay": min_decay, "max_decay": max_decay, "start": start})
+    return Schedule.make(
+        "inverse_gamma", {"inv_gamma": inv_gamma, "power": power, "min_decay": min_decay, "max_decay": max_decay, "start": start}
+    )
 
 
 def warmup(decay: float) -> Schedule:
@@ -56,7 +58,14 @@ def timm(
     decay: float, min_decay: float = 0.0, update_after_step: int = 0, use_warmup: bool = False, gamma: float = 1.0, power: float = 2 / 3
 ) -> Schedule:
     """timm's ModelEmaV3.get_decay(n): m = n - update_after_step - 1; 0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay."""
-    numbers = {"decay": decay, "min_decay": min_decay, "update_after_step": update_after_step, "use_warmup": use_warmup, "gamma": gamma, "power": power}
+    numbers = {
+        "decay": decay,
+        "min_decay": min_decay,
+        "update_after_step": update_after_step,
+        "use_warmup": use_warmup,
+        "gamma": gamma,
+        "power": power,
+    }
     return Schedule.make("timm", numbers)
 
 
@@ -71,7 +80,12 @@ def dist_ema(
 
 
 def diffusers(
-    decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0, use_ema_warmup: bool = False, inv_gamma: float = 1.0, power: float = 2 / 3
+    decay: float = 0.9999,
+    min_decay: float = 0.0,
+    update_after_step: int = 0,
+    use_ema_warmup: bool = False,
+    inv_gamma: float = 1.0,
+    power: float = 2 / 3,
 ) -> Schedule:
     """diffusers' EMAModel.get_decay(n): m = n - update_after_step - 1; 0 for m <= 0; 1 - (1 + m / inv_gamma)^-power, or (1 + m) / (10 + m), into [min_decay, decay]."""
     numbers = {
@@ -80,7 +94,9 @@ def diffusers(
     return Schedule.make("diffusers", numbers)
 
 
-def ema_pytorch(beta: float = 0.9999, update_after_step: int = 100, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0) -> Schedule:
+def ema_pytorch(
+    beta: float = 0.9999, update_after_step: int = 100, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0
+) -> Schedule:
     """ema-pytorch's get_current_decay() at its n-th update: m = n - update_after_step - 1; 0 for m <= 0, else 1 - (1 + m / inv_gamma)^-power in [min_value, beta].
 
     The origin computes in float32; this is within one rounding of it.
@@ -133,9 +149,14 @@ def _as_schedule(decay: object) -> Schedule:
     if isinstance(decay, bool) or not isinstance(decay, (int, float)):
         raise _errors.UnknownOptionError(f"decay={decay!r}; give a number in [0, 1] or a schedule of shardow.schedules")
     if not 0 <= decay <= 1:
-        raise _errors.make("invalid_argument", f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999")
+        raise _errors.make(
+            "invalid_argument", f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999"
+        )
     if decay < 0.5:
-        warnings.warn(f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose decay is {1 - decay}", stacklevel=7)
+        warnings.warn(
+            f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose decay is {1 - decay}",
+            stacklevel=7,
+        )
     return constant(float(decay))
 
 

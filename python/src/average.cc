@@ -1,3 +1,5 @@
+#include "shardow/average.h"
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -10,7 +12,6 @@
 #include "kernels/cuda.h"
 #include "kernels/kernels.h"
 #include "kernels/limits.h"
-#include "shardow/average.h"
 #include "tensor/dtype.h"
 
 namespace nb = nanobind;
@@ -19,13 +20,14 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-TensorView make_view(std::string name, const std::string& dtype, const Region& region, uintptr_t data, const std::string& device, int index, uintptr_t stream) {
+TensorView make_view(std::string name, const std::string& dtype, const Region& region, uintptr_t data, const std::string& device, int index,
+                     uintptr_t stream) {
   const Device::Kind kind = device == "cuda" ? Device::Kind::kCuda : Device::Kind::kCpu;
   return {std::move(name), dtype_from_name(dtype), region, reinterpret_cast<void*>(data), {kind, index, reinterpret_cast<void*>(stream)}};
 }
 
-AverageOptions make_options(std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding, NonFinite non_finite, int64_t update_every,
-                            int64_t start_step, uint64_t seed, int num_threads) {
+AverageOptions make_options(std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding, NonFinite non_finite,
+                            int64_t update_every, int64_t start_step, uint64_t seed, int num_threads) {
   AverageOptions options;
   options.schedules = std::move(schedules);
   options.dtype = dtype_from_name(dtype);
@@ -64,7 +66,10 @@ void bind_enums(nb::module_& m) {
       .value("auto", Rounding::kAuto)
       .value("nearest", Rounding::kNearest)
       .value("stochastic", Rounding::kStochastic);
-  nb::enum_<NonFinite>(m, "NonFinite").value("hold", NonFinite::kHold).value("propagate", NonFinite::kPropagate).value("raise", NonFinite::kRaise);
+  nb::enum_<NonFinite>(m, "NonFinite")
+      .value("hold", NonFinite::kHold)
+      .value("propagate", NonFinite::kPropagate)
+      .value("raise_", NonFinite::kRaise);
 }
 
 }  // namespace
@@ -72,48 +77,67 @@ void bind_enums(nb::module_& m) {
 void bind_average(nb::module_& m) {
   bind_enums(m);
   nb::class_<TensorView>(m, "TensorView", "Somebody else's memory, described; it owns nothing.")
-      .def("__init__", [](TensorView* self, std::string name, const std::string& dtype, const Region& region, uintptr_t data, const std::string& device, int index,
-                          uintptr_t stream) { new (self) TensorView(make_view(std::move(name), dtype, region, data, device, index, stream)); },
-           "name"_a, "dtype"_a, "region"_a, "data"_a, "device"_a = "cpu", "index"_a = 0, "stream"_a = 0)
+      .def(
+          "__init__",
+          [](TensorView* self, std::string name, const std::string& dtype, const Region& region, uintptr_t data, const std::string& device,
+             int index,
+             uintptr_t stream) { new (self) TensorView(make_view(std::move(name), dtype, region, data, device, index, stream)); },
+          "name"_a, "dtype"_a, "region"_a, "data"_a, "device"_a = "cpu", "index"_a = 0, "stream"_a = 0)
       .def_ro("name", &TensorView::name)
       .def_ro("region", &TensorView::region)
       .def_prop_ro("data", [](const TensorView& view) { return reinterpret_cast<uintptr_t>(view.data); });
   nb::class_<AverageOptions>(m, "AverageOptions", "Options of an Average; see include/shardow/average.h.")
-      .def("__init__", [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding, NonFinite non_finite,
-                          int64_t update_every, int64_t start_step, uint64_t seed, int num_threads) {
-             new (self) AverageOptions(
-                 make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every, start_step, seed, num_threads));
-           },
-           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a, "start_step"_a, "seed"_a, "num_threads"_a);
+      .def(
+          "__init__",
+          [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding,
+             NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed, int num_threads) {
+            new (self) AverageOptions(
+                make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every, start_step, seed, num_threads));
+          },
+          nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a, "start_step"_a, "seed"_a,
+          "num_threads"_a);
   nb::class_<Average>(m, "Average", "Exponential moving averages of the parameters that this rank holds, in the caller's memory.")
-      .def("__init__", [](Average* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages,
-                          const AverageOptions& options) { new (self) Average(parameters, averages, options); },
-           "parameters"_a, "averages"_a, "options"_a)
-      .def("bind", [](Average& self, const std::vector<TensorView>& parameters) { self.bind(parameters); }, "parameters"_a)
-      .def("update", [](Average& self, std::optional<int64_t> step, double samples) {
-             UpdateReport report;
-             {
-               nb::gil_scoped_release release;
-               report = self.update(step, samples);
-             }
-             return std::pair(report.applied, report.non_finite);
-           },
-           "step"_a = nb::none(), "samples"_a = 0.0, "(applied, elements held because their parameter was not finite)")
+      .def(
+          "__init__",
+          [](Average* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages,
+             const AverageOptions& options) { new (self) Average(parameters, averages, options); },
+          "parameters"_a, "averages"_a, "options"_a)
+      .def(
+          "bind", [](Average& self, const std::vector<TensorView>& parameters) { self.bind(parameters); }, "parameters"_a)
+      .def(
+          "update",
+          [](Average& self, std::optional<int64_t> step, double samples) {
+            UpdateReport report;
+            {
+              nb::gil_scoped_release release;
+              report = self.update(step, samples);
+            }
+            return std::pair(report.applied, report.non_finite);
+          },
+          "step"_a = nb::none(), "samples"_a = 0.0, "(applied, elements held because their parameter was not finite)")
       .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(), "Copies the bound parameters into every average.")
-      .def("swap", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap(weights, k); }, "weights"_a, "k"_a = 0,
-           nb::call_guard<nb::gil_scoped_release>(), "Exchanges averages and weights; a second call with the same weights undoes it.")
+      .def(
+          "swap", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap(weights, k); }, "weights"_a, "k"_a = 0,
+          nb::call_guard<nb::gil_scoped_release>(), "Exchanges averages and weights; a second call with the same weights undoes it.")
       .def_prop_ro("swapped", &Average::swapped)
       .def("stats", &stats_dict)
       .def("state", &Average::state, "Counters, schedules and seed as JSON.")
       .def("set_state", &Average::set_state, "json"_a);
-  nb::class_<Limit>(m, "Limit", "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
-      .def("__init__", [](Limit* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages) {
-             new (self) Limit{average::make_chunks(parameters, averages, average::Cut::kMemory), static_cast<int>(averages.size())};
-           }, "parameters"_a, "averages"_a)
-      .def("update", [](const Limit& self) { kernels::limits::update(self.chunks, self.num_averages); }, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Limit>(m, "Limit",
+                    "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
+      .def(
+          "__init__",
+          [](Limit* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages) {
+            new (self) Limit{average::make_chunks(parameters, averages, average::Cut::kMemory), static_cast<int>(averages.size())};
+          },
+          "parameters"_a, "averages"_a)
+      .def(
+          "update", [](const Limit& self) { kernels::limits::update(self.chunks, self.num_averages); },
+          nb::call_guard<nb::gil_scoped_release>());
   m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
   m.def("cuda_built", &kernels::cuda::built);
-  m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a, "Bytes from one average's memory to the next one's, on a CPU.");
+  m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a,
+        "Bytes from one average's memory to the next one's, on a CPU.");
   m.def("simd_target", &kernels::cpu::target, "The instruction set that the CPU kernels use here.");
 }
 

@@ -1,7 +1,9 @@
-// The one bridge from shardow::Error to Python. The classes are made in shardow/_errors.py, where each is also the built-in that it resembles.
+// The one bridge from shardow::Error to Python. The classes are made in shardow/_errors.py, where each is also the built-in that it
+// resembles.
+#include "base/errors.h"
+
 #include <nanobind/stl/string.h>
 
-#include "base/errors.h"
 #include "core.h"
 
 namespace nb = nanobind;
@@ -20,6 +22,8 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 }  // namespace
 
-void bind_errors(nb::module_&) { nb::register_exception_translator(translate); }
+void bind_errors(nb::module_&) {
+  nb::register_exception_translator(translate);
+}
 
 }  // namespace shardow::python

@@ -1,4 +1,7 @@
-// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass (shardow.torch.group.TorchGroup) fills the interface for C++.
+// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass (shardow.torch.group.TorchGroup) fills the interface
+// for C++.
+#include "shardow/group.h"
+
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -8,7 +11,6 @@
 #include <nanobind/trampoline.h>
 
 #include "core.h"
-#include "shardow/group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -16,13 +18,17 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-double seconds_left(Deadline deadline) { return std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count(); }
-
-Deadline in_seconds(double seconds) {
-  return std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+double seconds_left(Deadline deadline) {
+  return std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count();
 }
 
-/// What a Python subclass provides: rank and size properties, all_gather(bytes, seconds) -> list of bytes, broadcast and so on over buffers.
+Deadline in_seconds(double seconds) {
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+/// What a Python subclass provides: rank and size properties, all_gather(bytes, seconds) -> list of bytes, broadcast and so on over
+/// buffers.
 struct PyGroup final : Group {
   NB_TRAMPOLINE(Group, 2);
 
@@ -96,16 +102,22 @@ void agree_python(Group& group, double timeout, const nb::callable& fn) {
 void bind_group(nb::module_& m) {
   nb::class_<Group, PyGroup>(m, "Group", "The ranks that act together.").def(nb::init<>());
   m.def("solo", &solo, "A group of one rank, which never waits.");
-  m.def("threads", [](int n) {
-    nb::list groups;
-    for (auto& one : threads(n)) groups.append(nb::cast(std::move(one)));
-    return groups;
-  }, "n"_a, "n ranks in this process, for one thread each.");
-  m.def("group_rank", [](const Group& g) { return g.rank(); }, "group"_a);
-  m.def("group_size", [](const Group& g) { return g.size(); }, "group"_a);
+  m.def(
+      "threads",
+      [](int n) {
+        nb::list groups;
+        for (auto& one : threads(n)) groups.append(nb::cast(std::move(one)));
+        return groups;
+      },
+      "n"_a, "n ranks in this process, for one thread each.");
+  m.def(
+      "group_rank", [](const Group& g) { return g.rank(); }, "group"_a);
+  m.def(
+      "group_size", [](const Group& g) { return g.size(); }, "group"_a);
   m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a, "Every rank's bytes, indexed by rank. Collective.");
   m.def("agree", &agree_python, "group"_a, "timeout"_a, "fn"_a,
-        "Runs fn on every rank, then raises on all ranks if it raised on any: its own error where it did, ConnectionError elsewhere. Collective; timeout in seconds.");
+        "Runs fn on every rank, then raises on all ranks if it raised on any: its own error where it did, ConnectionError elsewhere. "
+        "Collective; timeout in seconds.");
 }
 
 }  // namespace shardow::python

@@ -1,3 +1,5 @@
+#include "shardow/region.h"
+
 #include <nanobind/operators.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -5,7 +7,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "core.h"
-#include "shardow/region.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -45,21 +46,35 @@ nb::tuple shape_tuple(const Region& region) {
 }  // namespace
 
 void bind_region(nb::module_& m) {
-  nb::class_<Region>(m, "Region", "Which elements of a global tensor a rank holds: a grid of intervals, and a window of its row-major numbering.")
+  nb::class_<Region>(m, "Region",
+                     "Which elements of a global tensor a rank holds: a grid of intervals, and a window of its row-major numbering.")
       .def_static("whole", &Region::whole, "shape"_a, "All of the tensor: a replica.")
       .def_static("grid", &grid, "shape"_a, "dims"_a, "The cross product of dims[d], sorted disjoint (begin, end) pairs of each dimension.")
       .def("window", &Region::window, "begin"_a, "end"_a, "Elements [begin, end) of this region's own numbering.")
-      .def("part", &Region::part, "index"_a, "count"_a, "align"_a = 16, "Part `index` of `count` near-equal windows, cut at multiples of `align`.")
+      .def("part", &Region::part, "index"_a, "count"_a, "align"_a = 16,
+           "Part `index` of `count` near-equal windows, cut at multiples of `align`.")
       .def_prop_ro("shape", &shape_tuple, "Shape of the global tensor.")
       .def_prop_ro("size", &Region::size, "Elements held.")
       .def("runs", &runs, "[(global_begin, local_begin, length)], in ascending order, in elements.")
       .def("boxes", &boxes, "[(offsets, sizes, local_begin)]: the region as axis-aligned boxes, in local order.")
-      .def("encode", [](const Region& r) { const std::string s = r.encode(); return nb::bytes(s.data(), s.size()); }, "Bytes for another rank.")
-      .def_static("decode", [](const nb::bytes& b) { return Region::decode({b.c_str(), b.size()}); }, "data"_a)
+      .def(
+          "encode",
+          [](const Region& r) {
+            const std::string s = r.encode();
+            return nb::bytes(s.data(), s.size());
+          },
+          "Bytes for another rank.")
+      .def_static(
+          "decode",
+          [](const nb::bytes& b) {
+            return Region::decode({b.c_str(), b.size()});
+          },
+          "data"_a)
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__", [](const Region& r) { return "Region(" + r.to_string() + ")"; });
-  m.def("covers_once", [](const std::vector<Region>& regions) { return covers_once(regions); }, "regions"_a,
-        "True if the regions, all of one shape, hold every element exactly once.");
+  m.def(
+      "covers_once", [](const std::vector<Region>& regions) { return covers_once(regions); }, "regions"_a,
+      "True if the regions, all of one shape, hold every element exactly once.");
 }
 
 }  // namespace shardow::python

@@ -1,12 +1,13 @@
+#include "shardow/schedule.h"
+
 #include <nanobind/operators.h>
 #include <nanobind/stl/map.h>
-#include <nanobind/stl/vector.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
 
 #include "core.h"
-#include "shardow/schedule.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -15,8 +16,12 @@ namespace shardow::python {
 
 void bind_schedule(nb::module_& m) {
   nb::class_<Schedule>(m, "Schedule", "How much of the old average survives each update. Made by the functions of shardow.schedules.")
-      .def_static("make", [](std::string_view kind, const std::map<std::string, double>& numbers) { return Schedule::make(kind, {numbers.begin(), numbers.end()}); },
-                  "kind"_a, "numbers"_a, "A schedule by the name of its kind, as in its JSON.")
+      .def_static(
+          "make",
+          [](std::string_view kind, const std::map<std::string, double>& numbers) {
+            return Schedule::make(kind, {numbers.begin(), numbers.end()});
+          },
+          "kind"_a, "numbers"_a, "A schedule by the name of its kind, as in its JSON.")
       .def_static("from_json", &Schedule::from_json, "json"_a)
       .def("to_json", &Schedule::to_json)
       .def(

@@ -57,7 +57,9 @@ def _hsdp(model: nn.Sequential, world: int) -> nn.Module:
 
 def _tp_fsdp2(model: nn.Sequential, world: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(
+        model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())}
+    )
     return fully_shard(model, mesh=mesh["dp"])
 
 

@@ -6,11 +6,11 @@ import math
 import os
 from typing import Any
 
+import models
 import pytest
+import ranks
 import torch
 
-import models
-import ranks
 import shardow
 
 STEPS = 30
@@ -34,7 +34,9 @@ CASES = [
 BFLOAT16 = [("fsdp2", 3), ("ddp", 2), ("fsdp1", 2)] if not os.environ.get("SHARDOW_ALL") else CASES
 
 
-def train(kind: str, dtype: torch.dtype) -> tuple[list[dict[str, torch.Tensor]], dict[str, dict[str, dict[str, torch.Tensor]]], list[float]]:
+def train(
+    kind: str, dtype: torch.dtype
+) -> tuple[list[dict[str, torch.Tensor]], dict[str, dict[str, dict[str, torch.Tensor]]], list[float]]:
     """On every rank: (weights after each step, averages of each EMA by key, bytes of each EMA); the first two on rank 0."""
     world = torch.distributed.get_world_size()
     model = models.build(kind, world, dtype)

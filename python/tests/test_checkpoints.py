@@ -6,13 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import models
-import ranks
 import shardow
 
 DECAYS = [0.9, 0.99999]

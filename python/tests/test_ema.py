@@ -139,7 +139,9 @@ class TestSwapped:
             inside = clone(model)
         assert equal(clone(model), weights)
         assert equal(ema.full_state_dict(), averages)
-        assert all((inside[n].double() - averages[n].double()).abs().max() <= averages[n].abs().max() * torch.finfo(dtype).eps for n in inside)
+        assert all(
+            (inside[n].double() - averages[n].double()).abs().max() <= averages[n].abs().max() * torch.finfo(dtype).eps for n in inside
+        )
 
     def test_also_when_the_body_raises(self) -> None:
         model = make_model()

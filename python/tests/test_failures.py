@@ -8,12 +8,12 @@ import signal
 import time
 from collections.abc import Callable
 
+import models
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 
-import models
-import ranks
 import shardow
 from shardow.torch.piece import Piece
 

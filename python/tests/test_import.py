@@ -36,7 +36,9 @@ def test_without_torch_ema_says_what_is_missing() -> None:
     assert "pip install torch" in done.stdout
 
 
-@pytest.mark.parametrize("body", ["import shardow", "import shardow, torch; m = torch.nn.Linear(1500, 1500); e = shardow.EMA(m, threads=2); e.update()"])
+@pytest.mark.parametrize(
+    "body", ["import shardow", "import shardow, torch; m = torch.nn.Linear(1500, 1500); e = shardow.EMA(m, threads=2); e.update()"]
+)
 def test_programs_end_cleanly(body: str) -> None:
     for _ in range(5):
         done = subprocess.run([sys.executable, "-W", "error", "-c", body], check=False, capture_output=True, text=True)

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 
-import models
-import ranks
 import shardow
 
 Weights = dict[str, torch.Tensor]
 
-SHARED = [("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp1-hybrid", 4), ("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4), ("tp+fsdp2", 4), ("wrapped", 2)]
+SHARED = [
+    ("ddp", 2),
+    ("fsdp1", 2),
+    ("fsdp1-flat", 2),
+    ("fsdp1-hybrid", 4),
+    ("fsdp2", 2),
+    ("fsdp2", 3),
+    ("hsdp", 4),
+    ("tp+fsdp2", 4),
+    ("wrapped", 2),
+]
 
 
 def trained(kind: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, shardow.EMA, torch.optim.Optimizer]:

@@ -1,10 +1,10 @@
-// An update is a pure function of (schedules, counters, parameters, averages): plan_step() turns where training stands into the few numbers that a kernel needs,
-// dispatch() hands them to each device once. Everything that could fail or allocate happens in bind().
+// An update is a pure function of (schedules, counters, parameters, averages): plan_step() turns where training stands into the few numbers
+// that a kernel needs, dispatch() hands them to each device once. Everything that could fail or allocate happens in bind().
 #include "shardow/average.h"
 
 #include <algorithm>
-#include <cmath>
 #include <chrono>
+#include <cmath>
 
 #include "average/arena.h"
 #include "average/checks.h"
@@ -26,7 +26,9 @@ namespace {
 constexpr double kStochasticBelow = 5e-5;
 constexpr int64_t kAlignment = 64;
 
-bool same_device(const Device& a, const Device& b) { return a.kind == b.kind && a.index == b.index && a.stream == b.stream; }
+bool same_device(const Device& a, const Device& b) {
+  return a.kind == b.kind && a.index == b.index && a.stream == b.stream;
+}
 
 bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
@@ -118,7 +120,8 @@ void Average::Impl::copy_parameters() {
 int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
   if (!step) return counters.step + 1;
   if (*step <= counters.step) {
-    fail(Code::kInvalidArgument, "update(step={}): step {} has been counted already; pass the number of optimizer steps taken, each once", *step, counters.step);
+    fail(Code::kInvalidArgument, "update(step={}): step {} has been counted already; pass the number of optimizer steps taken, each once",
+         *step, counters.step);
   }
   return *step;
 }
@@ -159,7 +162,8 @@ kernels::Step Average::Impl::plan_step(int64_t step, double samples, Factors* fi
   planned.hold = options.non_finite != NonFinite::kPropagate;
   planned.seed = options.seed;
   planned.step = step;
-  const Progress progress{std::max<int64_t>(step - options.start_step, 1), counters.updates, step - counters.applied_step, samples, samples - counters.applied_samples};
+  const Progress progress{std::max<int64_t>(step - options.start_step, 1), counters.updates, step - counters.applied_step, samples,
+                          samples - counters.applied_samples};
   for (size_t k = 0; k < options.schedules.size(); ++k) {
     if (step <= options.start_step) {
       planned.averages[k] = {Form::kCopy, 0, 1};
@@ -187,7 +191,8 @@ NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   const auto needs_runs = [](const kernels::Step::One& one) { return one.form == Form::kStochastic || one.form == Form::kLerp; };
   const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
   const std::span<const kernels::Step::One> used(step.averages.data(), options.schedules.size());
-  const bool by_runs = std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
+  const bool by_runs =
+      std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
   NonFiniteCount total;
   for (const auto& backend : backends) {
     NonFiniteCount met = backend->update(step, by_runs);
@@ -205,8 +210,8 @@ void Average::Impl::raise_non_finite(const NonFiniteCount& met, int64_t step) co
     return at >= begin && at < begin + byte_size(view.dtype, view.region.size());
   };
   const auto found = std::find_if(parts.begin(), parts.end(), holds);
-  fail(Code::kInvalidArgument, "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'; their averages are unchanged", step, met.elements,
-       found == parts.end() ? "?" : found->name);
+  fail(Code::kInvalidArgument, "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'; their averages are unchanged",
+       step, met.elements, found == parts.end() ? "?" : found->name);
 }
 
 Average::Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options)
@@ -217,7 +222,8 @@ Average::Average(std::span<const TensorView> parameters, std::span<const std::ve
   impl_->copy_parameters();
 }
 
-Average::Average(std::span<const TensorView> parameters, AverageOptions options) : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
+Average::Average(std::span<const TensorView> parameters, AverageOptions options)
+    : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
   impl_->allocate();
   impl_->make_backends();
   impl_->copy_parameters();
@@ -227,7 +233,9 @@ Average::Average(Average&&) noexcept = default;
 Average& Average::operator=(Average&&) noexcept = default;
 Average::~Average() = default;
 
-UpdateReport Average::update(std::optional<int64_t> step, double samples) { return impl_->update(step, samples); }
+UpdateReport Average::update(std::optional<int64_t> step, double samples) {
+  return impl_->update(step, samples);
+}
 
 UpdateReport Average::update(std::span<const TensorView> parameters, std::optional<int64_t> step, double samples) {
   bind(parameters);
@@ -247,7 +255,9 @@ void Average::reset() {
   impl_->copy_parameters();
 }
 
-size_t Average::size() const noexcept { return impl_->averages.size(); }
+size_t Average::size() const noexcept {
+  return impl_->averages.size();
+}
 
 std::span<const TensorView> Average::views(size_t k) const {
   if (impl_->swapped) fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
@@ -282,7 +292,8 @@ void Average::set_state(std::string_view json) {
   if (impl_->swapped) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
   average::State state = average::state_from_json(json);
   if (state.schedules.size() != size()) {
-    fail(Code::kInvalidArgument, "the saved state has {} averages of each parameter, this one keeps {}; make it with the same number of decays",
+    fail(Code::kInvalidArgument,
+         "the saved state has {} averages of each parameter, this one keeps {}; make it with the same number of decays",
          state.schedules.size(), size());
   }
   if (state.update_every < 1) fail(Code::kCorrupt, "saved state: update_every is {}", state.update_every);

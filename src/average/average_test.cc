@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "base/allocations.h"
-#include "shardow/error.h"
 #include "kernels/cuda.h"
+#include "shardow/error.h"
 
 namespace shardow {
 namespace {
@@ -24,7 +24,8 @@ struct Owned {
   TensorView view;
 
   Owned(std::string name, Shape shape, uint32_t seed) : Owned(std::move(name), Region::whole(std::move(shape)), seed) {}
-  Owned(std::string name, const Region& region, uint32_t seed) : values(static_cast<size_t>(region.size())), view{std::move(name), DType::kF32, region, nullptr} {
+  Owned(std::string name, const Region& region, uint32_t seed)
+      : values(static_cast<size_t>(region.size())), view{std::move(name), DType::kF32, region, nullptr} {
     fill(seed);
     view.data = values.data();
   }
@@ -50,7 +51,9 @@ void lerp(std::vector<float>& average, const std::vector<float>& parameter, doub
   }
 }
 
-AverageOptions with_decay(double decay) { return {.schedules = {Schedule::constant(decay)}}; }
+AverageOptions with_decay(double decay) {
+  return {.schedules = {Schedule::constant(decay)}};
+}
 
 template <typename Fn>
 std::string message_of(Fn&& fn, Code code) {
@@ -165,20 +168,22 @@ TEST(Average, AnUpdateAllocatesNothing) {
 }
 
 /// The union of the averages of `count` ranks under a cut, as one global tensor.
-std::vector<float> averaged_globally(const Shape& shape, const std::vector<Region>& regions, const std::vector<float>& before, const std::vector<float>& after,
-                                     AverageOptions options) {
+std::vector<float> averaged_globally(const Shape& shape, const std::vector<Region>& regions, const std::vector<float>& before,
+                                     const std::vector<float>& after, AverageOptions options) {
   std::vector<float> result(before.size());
   for (const Region& region : regions) {
     Owned local("p", region, 0);
     const auto scatter = [&](const std::vector<float>& global) {
-      region.for_each_run([&](const Run& run) { std::copy_n(global.begin() + run.global_begin, run.length, local.values.begin() + run.local_begin); });
+      region.for_each_run(
+          [&](const Run& run) { std::copy_n(global.begin() + run.global_begin, run.length, local.values.begin() + run.local_begin); });
     };
     scatter(before);
     Average ema(std::vector{local.view}, options);
     scatter(after);
     ema.update();
     const std::vector<float> average = copy_of(ema.views()[0]);
-    region.for_each_run([&](const Run& run) { std::copy_n(average.begin() + run.local_begin, run.length, result.begin() + run.global_begin); });
+    region.for_each_run(
+        [&](const Run& run) { std::copy_n(average.begin() + run.local_begin, run.length, result.begin() + run.global_begin); });
   }
   EXPECT_EQ(shape, regions[0].shape());
   return result;
@@ -222,11 +227,13 @@ TEST(Average, SwapOfOtherDtypesIsExactBothWays) {
   for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF64}) {
     std::vector<uint64_t> memory(64), before;
     std::mt19937_64 random(7);
-    for (uint64_t& word : memory) word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
+    for (uint64_t& word : memory)
+      word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
     const Region region = Region::whole({64});
     const TensorView view{"p", dtype, region, memory.data()};
     Average ema(std::vector{view}, with_decay(0.5));
-    for (uint64_t& word : memory) word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
+    for (uint64_t& word : memory)
+      word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
     ema.update();
     before = memory;
     const std::vector<float> average = copy_of(ema.views()[0]);
@@ -274,7 +281,8 @@ TEST(Average, ResumesBitIdentically) {
     first.update();
   }
   Average resumed(std::vector{p.view}, {.schedules = {Schedule::constant(0.1), Schedule::constant(0.2)}});
-  for (size_t k = 0; k < 2; ++k) std::copy_n(static_cast<float*>(first.views(k)[0].data), kRows, static_cast<float*>(resumed.views(k)[0].data));
+  for (size_t k = 0; k < 2; ++k)
+    std::copy_n(static_cast<float*>(first.views(k)[0].data), kRows, static_cast<float*>(resumed.views(k)[0].data));
   resumed.set_state(first.state());
   EXPECT_EQ(resumed.state(), first.state());
   for (uint32_t step = 5; step < 11; ++step) {
@@ -349,7 +357,10 @@ TEST(Average, WrongUseIsAClearErrorBeforeAnythingChanges) {
       {[&] { ema.update(std::vector<TensorView>{}); }, "0 parameters"},
       {[&] { ema.update(0); }, "step 0"},
       {[&] { ema.swap(1); }, "1 averages"},
-      {[&] { Average(std::vector{p.view, p.view}); }, "two parameters"},
+      {[&] {
+         Average(std::vector{p.view, p.view});
+       },
+       "two parameters"},
       {[&] { Average(std::vector{p.view}, {.schedules = {}}); }, "0 schedules"},
       {[&] { Average(std::vector{p.view}, {.update_every = 0}); }, "update_every"},
       {[&] { Average(std::vector{p.view}, {.dtype = DType::kBF16, .rounding = Rounding::kNearest}); }, "BF16"},

@@ -23,7 +23,8 @@ constexpr size_t kAlignment = 64;
 
 /// A table with its shares, one per thread.
 struct Shares {
-  Shares(std::vector<Chunk> table, int parts) : chunks(std::move(table)), bounds(partition(chunks, parts)), tallies(static_cast<size_t>(parts)) {}
+  Shares(std::vector<Chunk> table, int parts)
+      : chunks(std::move(table)), bounds(partition(chunks, parts)), tallies(static_cast<size_t>(parts)) {}
 
   std::vector<Chunk> chunks;
   std::vector<size_t> bounds;
@@ -98,7 +99,9 @@ class CudaBackend final : public Backend {
   std::unique_ptr<kernels::cuda::Table> memory_, runs_;
 };
 
-bool on_cuda(const Device& device) { return device.kind == Device::Kind::kCuda; }
+bool on_cuda(const Device& device) {
+  return device.kind == Device::Kind::kCuda;
+}
 
 }  // namespace
 
@@ -130,7 +133,7 @@ Memory::Memory(size_t bytes, Device device) : bytes_(bytes), device_(device) {
   if (on_cuda(device)) {
     data_ = static_cast<std::byte*>(kernels::cuda::allocate(bytes, device.index));
   } else {
-    data_ = static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kAlignment}));
+    data_ = static_cast<std::byte*>(::operator new (bytes, std::align_val_t{kAlignment}));
   }
 }
 
@@ -149,7 +152,7 @@ Memory::~Memory() {
   if (on_cuda(device_)) {
     kernels::cuda::release(data_, device_.index);
   } else {
-    ::operator delete(data_, std::align_val_t{kAlignment});
+    ::operator delete (data_, std::align_val_t{kAlignment});
   }
 }
 

@@ -22,7 +22,8 @@ void check_rounding(const AverageOptions& options) {
     fail(Code::kInvalidArgument, "stochastic rounding is of the lerp rule's increment; use rule lerp, or rounding auto or nearest");
   }
   if (options.rounding == Rounding::kStochastic && options.dtype == DType::kF64) {
-    fail(Code::kInvalidArgument, "F64 averages do not stall and are never rounded stochastically; use rounding auto or nearest, or dtype F32");
+    fail(Code::kInvalidArgument,
+         "F64 averages do not stall and are never rounded stochastically; use rounding auto or nearest, or dtype F32");
   }
   if (narrow && (options.rounding == Rounding::kNearest || options.rule != Rule::kLerp)) {
     fail(Code::kInvalidArgument, "{} averages stand still when rounded to nearest; use dtype F32, or rule lerp with stochastic rounding",
@@ -30,7 +31,9 @@ void check_rounding(const AverageOptions& options) {
   }
 }
 
-bool same_place(const Device& a, const Device& b) { return a.kind == b.kind && (a.kind == Device::Kind::kCpu || a.index == b.index); }
+bool same_place(const Device& a, const Device& b) {
+  return a.kind == b.kind && (a.kind == Device::Kind::kCpu || a.index == b.index);
+}
 
 void check_fits(const TensorView& part, const TensorView& average, DType dtype) {
   if (average.name != part.name) fail(Code::kInvalidArgument, "average '{}' stands where '{}' belongs", average.name, part.name);
@@ -38,7 +41,8 @@ void check_fits(const TensorView& part, const TensorView& average, DType dtype) 
     fail(Code::kInvalidArgument, "average '{}' is {}, options.dtype is {}", part.name, dtype_name(average.dtype), dtype_name(dtype));
   }
   if (!(average.region == part.region)) {
-    fail(Code::kInvalidArgument, "average '{}' has region {}, this rank averages {}", part.name, average.region.to_string(), part.region.to_string());
+    fail(Code::kInvalidArgument, "average '{}' has region {}, this rank averages {}", part.name, average.region.to_string(),
+         part.region.to_string());
   }
   if (!same_place(average.device, part.device)) {
     fail(Code::kUnsupported, "average '{}' is on another device than its parameter; keep both on one", part.name);
@@ -46,7 +50,8 @@ void check_fits(const TensorView& part, const TensorView& average, DType dtype) 
 }
 
 void check_memory(const TensorView& view) {
-  if (view.data == nullptr && view.region.size() > 0) fail(Code::kInvalidArgument, "'{}' has {} elements and no memory", view.name, view.region.size());
+  if (view.data == nullptr && view.region.size() > 0)
+    fail(Code::kInvalidArgument, "'{}' has {} elements and no memory", view.name, view.region.size());
 }
 
 }  // namespace
@@ -92,11 +97,14 @@ void check_shape(std::span<const TensorView> bound, std::span<const TensorView> 
   if (now.size() != bound.size()) fail(Code::kInvalidArgument, "{} parameters; the averages were made for {}", now.size(), bound.size());
   for (size_t i = 0; i < bound.size(); ++i) {
     const TensorView &was = bound[i], &is = now[i];
-    if (is.name != was.name) fail(Code::kInvalidArgument, "parameter {} is '{}'; the averages were made with '{}' there", i, is.name, was.name);
+    if (is.name != was.name)
+      fail(Code::kInvalidArgument, "parameter {} is '{}'; the averages were made with '{}' there", i, is.name, was.name);
     if (!(is.region == was.region)) {
-      fail(Code::kInvalidArgument, "'{}' has region {}; it was {} when the averages were made", is.name, is.region.to_string(), was.region.to_string());
+      fail(Code::kInvalidArgument, "'{}' has region {}; it was {} when the averages were made", is.name, is.region.to_string(),
+           was.region.to_string());
     }
-    if (!same_place(is.device, was.device)) fail(Code::kInvalidArgument, "'{}' has moved to another device; make a new Average there", is.name);
+    if (!same_place(is.device, was.device))
+      fail(Code::kInvalidArgument, "'{}' has moved to another device; make a new Average there", is.name);
     check_memory(is);
   }
 }
@@ -107,7 +115,8 @@ void check_same(std::span<const TensorView> bound, std::span<const TensorView> n
   check_shape(bound, now);
   for (size_t i = 0; i < bound.size(); ++i) {
     if (now[i].dtype == bound[i].dtype) continue;
-    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were made", now[i].name, dtype_name(now[i].dtype), dtype_name(bound[i].dtype));
+    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were made", now[i].name, dtype_name(now[i].dtype),
+         dtype_name(bound[i].dtype));
   }
 }
 

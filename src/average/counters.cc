@@ -86,7 +86,8 @@ std::string to_json(const AverageOptions& options, const Counters& counters) {
       R"({{"format":{},"step":{},"updates":{},"applied_step":{},"applied_samples":{},"held_non_finite":{},"seed":"{}","update_every":{},)"
       R"("start_step":{},"rule":"{}","rounding":"{}","dtype":"{}","schedules":[{}]}})",
       kFormat, counters.step, counters.updates, counters.applied_step, counters.applied_samples, counters.held_non_finite, options.seed,
-      options.update_every, options.start_step, rule_name(options.rule), rounding_name(options.rounding), dtype_name(options.dtype), schedules);
+      options.update_every, options.start_step, rule_name(options.rule), rounding_name(options.rounding), dtype_name(options.dtype),
+      schedules);
 }
 
 State state_from_json(std::string_view json) {

@@ -1,5 +1,5 @@
-// A view's elements are contiguous in memory, so rounding to nearest needs cuts only for size. Noise is addressed by the element's index in the global
-// tensor, so stochastic rounding also cuts where a run ends, and at multiples of 2^32, where the noise's high word changes.
+// A view's elements are contiguous in memory, so rounding to nearest needs cuts only for size. Noise is addressed by the element's index in
+// the global tensor, so stochastic rounding also cuts where a run ends, and at multiples of 2^32, where the noise's high word changes.
 #include "average/plan.h"
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Plan: the chunk table of one binding, built once and used by every update until an address changes.
 //
-// Invariants: chunks are in the order of the views and of their elements; each lies inside one view; every element of every view is in exactly one
-// chunk; cuts inside a view fall on multiples of 16 elements, so that a view aligned to 64 bytes stays aligned in every chunk.
+// Invariants: chunks are in the order of the views and of their elements; each lies inside one view; every element of every view is in
+// exactly one chunk; cuts inside a view fall on multiples of 16 elements, so that a view aligned to 64 bytes stays aligned in every chunk.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 namespace shardow::average {
 
 /// Elements of the largest chunk: 256 KiB of float32, large enough to hide a chunk's start, small enough to divide work evenly.
-inline constexpr int64_t kChunkElements = 64 * 1024;
+inline constexpr int64_t kChunkElements = int64_t{64} * 1024;
 
 /// Where a chunk may be cut: by memory alone, or also where the global index jumps (noise is drawn by global index).
 enum class Cut { kMemory, kRuns };

@@ -1,4 +1,5 @@
-// A part is a window of the region, so it is one contiguous stretch of the view's memory: dividing and exchanging never copies more than the bytes that move.
+// A part is a window of the region, so it is one contiguous stretch of the view's memory: dividing and exchanging never copies more than
+// the bytes that move.
 #include "average/replicas.h"
 
 #include "base/errors.h"

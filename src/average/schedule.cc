@@ -28,14 +28,17 @@ size_t find_kind(std::string_view name) {
 void check(const Kind& kind, const Parameter& parameter, double value) {
   const auto& [least, most, whole, positive] = parameter.range;
   const bool defaulted = value == parameter.otherwise;  // a default may be infinite
-  const bool fits = value >= least && value <= most && !(positive && value == least) && !(whole && value != std::floor(value)) && std::isfinite(value);
+  const bool fits =
+      value >= least && value <= most && !(positive && value == least) && !(whole && value != std::floor(value)) && std::isfinite(value);
   if (!fits && !defaulted) {
-    fail(Code::kInvalidArgument, "schedule {}: {} is {}; it must be {} in {}{}, {}]", kind.name, parameter.name, value, whole ? "a whole number" : "a number",
-         positive ? "(" : "[", least, most);
+    fail(Code::kInvalidArgument, "schedule {}: {} is {}; it must be {} in {}{}, {}]", kind.name, parameter.name, value,
+         whole ? "a whole number" : "a number", positive ? "(" : "[", least, most);
   }
 }
 
-[[noreturn]] void corrupt(std::string_view json, std::string_view why) { fail(Code::kCorrupt, "not a schedule, {}: {}", why, json); }
+[[noreturn]] void corrupt(std::string_view json, std::string_view why) {
+  fail(Code::kCorrupt, "not a schedule, {}: {}", why, json);
+}
 
 }  // namespace
 
@@ -45,13 +48,15 @@ Schedule Schedule::make(std::string_view kind, const Numbers& numbers) {
   std::vector<double> values;
   for (const Parameter& parameter : known.parameters) {
     const auto given = numbers.find(parameter.name);
-    if (given == numbers.end() && std::isnan(parameter.otherwise)) fail(Code::kInvalidArgument, "schedule {} needs {}", kind, parameter.name);
+    if (given == numbers.end() && std::isnan(parameter.otherwise))
+      fail(Code::kInvalidArgument, "schedule {} needs {}", kind, parameter.name);
     values.push_back(given == numbers.end() ? parameter.otherwise : given->second);
     check(known, parameter, values.back());
   }
   for (const auto& [name, value] : numbers) {
-    const auto named = [&](const Parameter& parameter) { return parameter.name == name; };
-    if (std::none_of(known.parameters.begin(), known.parameters.end(), named)) fail(Code::kInvalidArgument, "schedule {} has no number '{}'", kind, name);
+    const auto named = [&name = name](const Parameter& parameter) { return parameter.name == name; };
+    if (std::none_of(known.parameters.begin(), known.parameters.end(), named))
+      fail(Code::kInvalidArgument, "schedule {} has no number '{}'", kind, name);
   }
   return {row, std::move(values)};
 }
@@ -101,37 +106,74 @@ Factors Schedule::factors(const Progress& progress) const {
   return average::schedule_table()[kind_].factors(numbers_, progress);
 }
 
-Schedule Schedule::constant(double decay) { return make("constant", {{"decay", decay}}); }
-Schedule Schedule::half_life(double steps) { return make("half_life", {{"steps", steps}}); }
-Schedule Schedule::half_life_in_samples(double samples) { return make("half_life_in_samples", {{"samples", samples}}); }
+Schedule Schedule::constant(double decay) {
+  return make("constant", {{"decay", decay}});
+}
+Schedule Schedule::half_life(double steps) {
+  return make("half_life", {{"steps", steps}});
+}
+Schedule Schedule::half_life_in_samples(double samples) {
+  return make("half_life_in_samples", {{"samples", samples}});
+}
 Schedule Schedule::half_life_fraction(double fraction, double max_steps) {
   return make("half_life_fraction", {{"fraction", fraction}, {"max_steps", max_steps}});
 }
 Schedule Schedule::inverse_gamma(double inv_gamma, double power, double min_decay, double max_decay, double start) {
-  return make("inverse_gamma", {{"inv_gamma", inv_gamma}, {"power", power}, {"min_decay", min_decay}, {"max_decay", max_decay}, {"start", start}});
+  return make("inverse_gamma",
+              {{"inv_gamma", inv_gamma}, {"power", power}, {"min_decay", min_decay}, {"max_decay", max_decay}, {"start", start}});
 }
-Schedule Schedule::warmup(double decay) { return make("warmup", {{"decay", decay}}); }
-Schedule Schedule::tf_warmup(double decay) { return make("tf_warmup", {{"decay", decay}}); }
+Schedule Schedule::warmup(double decay) {
+  return make("warmup", {{"decay", decay}});
+}
+Schedule Schedule::tf_warmup(double decay) {
+  return make("tf_warmup", {{"decay", decay}});
+}
 Schedule Schedule::timm(double decay, double min_decay, int64_t update_after_step, bool use_warmup, double gamma, double power) {
-  return make("timm", {{"decay", decay}, {"min_decay", min_decay}, {"update_after_step", static_cast<double>(update_after_step)},
-                       {"use_warmup", use_warmup}, {"gamma", gamma}, {"power", power}});
+  return make("timm", {{"decay", decay},
+                       {"min_decay", min_decay},
+                       {"update_after_step", static_cast<double>(update_after_step)},
+                       {"use_warmup", use_warmup},
+                       {"gamma", gamma},
+                       {"power", power}});
 }
 Schedule Schedule::dist_ema(double decay, bool warmup, double power, double min_decay, double inv_gamma, int64_t update_after_step) {
-  return make("dist_ema", {{"decay", decay}, {"warmup", warmup}, {"power", power}, {"min_decay", min_decay}, {"inv_gamma", inv_gamma},
+  return make("dist_ema", {{"decay", decay},
+                           {"warmup", warmup},
+                           {"power", power},
+                           {"min_decay", min_decay},
+                           {"inv_gamma", inv_gamma},
                            {"update_after_step", static_cast<double>(update_after_step)}});
 }
-Schedule Schedule::diffusers(double decay, double min_decay, int64_t update_after_step, bool use_ema_warmup, double inv_gamma, double power) {
-  return make("diffusers", {{"decay", decay}, {"min_decay", min_decay}, {"update_after_step", static_cast<double>(update_after_step)},
-                            {"use_ema_warmup", use_ema_warmup}, {"inv_gamma", inv_gamma}, {"power", power}});
+Schedule Schedule::diffusers(double decay, double min_decay, int64_t update_after_step, bool use_ema_warmup, double inv_gamma,
+                             double power) {
+  return make("diffusers", {{"decay", decay},
+                            {"min_decay", min_decay},
+                            {"update_after_step", static_cast<double>(update_after_step)},
+                            {"use_ema_warmup", use_ema_warmup},
+                            {"inv_gamma", inv_gamma},
+                            {"power", power}});
 }
 Schedule Schedule::ema_pytorch(double beta, int64_t update_after_step, double inv_gamma, double power, double min_value) {
-  return make("ema_pytorch", {{"beta", beta}, {"update_after_step", static_cast<double>(update_after_step)}, {"inv_gamma", inv_gamma}, {"power", power},
+  return make("ema_pytorch", {{"beta", beta},
+                              {"update_after_step", static_cast<double>(update_after_step)},
+                              {"inv_gamma", inv_gamma},
+                              {"power", power},
                               {"min_value", min_value}});
 }
-Schedule Schedule::linear(double from, double to, int64_t steps) { return make("linear", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}}); }
-Schedule Schedule::cosine(double from, double to, int64_t steps) { return make("cosine", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}}); }
-Schedule Schedule::mean() { return make("mean", {}); }
-Schedule Schedule::power(double sigma_rel) { return make("power", {{"sigma_rel", sigma_rel}}); }
-Schedule Schedule::debiased(double decay) { return make("debiased", {{"decay", decay}}); }
+Schedule Schedule::linear(double from, double to, int64_t steps) {
+  return make("linear", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}});
+}
+Schedule Schedule::cosine(double from, double to, int64_t steps) {
+  return make("cosine", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}});
+}
+Schedule Schedule::mean() {
+  return make("mean", {});
+}
+Schedule Schedule::power(double sigma_rel) {
+  return make("power", {{"sigma_rel", sigma_rel}});
+}
+Schedule Schedule::debiased(double decay) {
+  return make("debiased", {{"decay", decay}});
+}
 
 }  // namespace shardow

@@ -1,5 +1,5 @@
-// Formulas keep the order of operations of their origins: in float64 they are equal to them bit for bit. Each origin's own code is run beside them in
-// python/tests/schedules.
+// Formulas keep the order of operations of their origins: in float64 they are equal to them bit for bit. Each origin's own code is run
+// beside them in python/tests/schedules.
 #include "average/schedule_table.h"
 
 #include <algorithm>
@@ -20,11 +20,17 @@ constexpr Range kCount{0, 9007199254740992.0, true};
 constexpr Range kSteps{1, 9007199254740992.0, true};
 constexpr Range kFlag{0, 1, true};
 
-double crowson(double m, double inv_gamma, double power) { return 1 - std::pow(1 + m / inv_gamma, -power); }
+double crowson(double m, double inv_gamma, double power) {
+  return 1 - std::pow(1 + m / inv_gamma, -power);
+}
 
-Factors one_step(double decay) { return {decay, 1 - decay}; }
+Factors one_step(double decay) {
+  return {decay, 1 - decay};
+}
 
-Factors from_log(double log_decay) { return {std::exp(log_decay), -std::expm1(log_decay)}; }
+Factors from_log(double log_decay) {
+  return {std::exp(log_decay), -std::expm1(log_decay)};
+}
 
 /// The decays of the steps since the last update, multiplied. `decay(n)` is that of step n.
 template <typename Decay>
@@ -40,13 +46,19 @@ Factors constant(In x, const Progress& progress) {
   return from_log(static_cast<double>(progress.delta) * std::log(x[0]));
 }
 
-Factors half_life(double elapsed, double half) { return from_log(-std::numbers::ln2 * (elapsed / half)); }
+Factors half_life(double elapsed, double half) {
+  return from_log(-std::numbers::ln2 * (elapsed / half));
+}
 
-Factors half_life_in_steps(In x, const Progress& progress) { return half_life(static_cast<double>(progress.delta), x[0]); }
+Factors half_life_in_steps(In x, const Progress& progress) {
+  return half_life(static_cast<double>(progress.delta), x[0]);
+}
 
 Factors half_life_in_samples(In x, const Progress& progress) {
   if (!(progress.delta_samples > 0)) {
-    base::fail(Code::kInvalidArgument, "a half-life in samples needs update(samples=), the training samples seen so far, and more of them at every update; got {} after {}",
+    base::fail(Code::kInvalidArgument,
+               "a half-life in samples needs update(samples=), the training samples seen so far, and more of them at every update; got {} "
+               "after {}",
                progress.samples, progress.samples - progress.delta_samples);
   }
   return half_life(progress.delta_samples, x[0]);
@@ -103,7 +115,9 @@ Factors ema_pytorch(In x, const Progress& progress) {
 }
 
 /// 0 at step 1, 1 from step `steps` on.
-double ramp(int64_t n, double steps) { return steps <= 1 ? 1 : std::min(1.0, static_cast<double>(n - 1) / (steps - 1)); }
+double ramp(int64_t n, double steps) {
+  return steps <= 1 ? 1 : std::min(1.0, static_cast<double>(n - 1) / (steps - 1));
+}
 
 Factors linear(In x, const Progress& progress) {
   return over_steps(progress, [&](int64_t n) { return x[0] + (x[1] - x[0]) * ramp(n, x[2]); });
@@ -158,16 +172,35 @@ std::span<const Kind> schedule_table() {
       {"warmup", {{"decay", kDecay}}, warmup},
       {"tf_warmup", {{"decay", kDecay}}, tf_warmup},
       {"timm",
-       {{"decay", kDecay}, {"min_decay", kDecay, 0}, {"update_after_step", kCount, 0}, {"use_warmup", kFlag, 0}, {"gamma", kPositive, 1}, {"power", kPositive, 2.0 / 3}},
+       {{"decay", kDecay},
+        {"min_decay", kDecay, 0},
+        {"update_after_step", kCount, 0},
+        {"use_warmup", kFlag, 0},
+        {"gamma", kPositive, 1},
+        {"power", kPositive, 2.0 / 3}},
        timm},
       {"dist_ema",
-       {{"decay", kDecay}, {"warmup", kFlag, 0}, {"power", kPositive, 2.0 / 3}, {"min_decay", kDecay, 0}, {"inv_gamma", kPositive, 1}, {"update_after_step", kCount, 0}},
+       {{"decay", kDecay},
+        {"warmup", kFlag, 0},
+        {"power", kPositive, 2.0 / 3},
+        {"min_decay", kDecay, 0},
+        {"inv_gamma", kPositive, 1},
+        {"update_after_step", kCount, 0}},
        dist_ema},
       {"diffusers",
-       {{"decay", kDecay}, {"min_decay", kDecay, 0}, {"update_after_step", kCount, 0}, {"use_ema_warmup", kFlag, 0}, {"inv_gamma", kPositive, 1}, {"power", kPositive, 2.0 / 3}},
+       {{"decay", kDecay},
+        {"min_decay", kDecay, 0},
+        {"update_after_step", kCount, 0},
+        {"use_ema_warmup", kFlag, 0},
+        {"inv_gamma", kPositive, 1},
+        {"power", kPositive, 2.0 / 3}},
        diffusers},
       {"ema_pytorch",
-       {{"beta", kDecay, 0.9999}, {"update_after_step", kCount, 100}, {"inv_gamma", kPositive, 1}, {"power", kPositive, 2.0 / 3}, {"min_value", kDecay, 0}},
+       {{"beta", kDecay, 0.9999},
+        {"update_after_step", kCount, 100},
+        {"inv_gamma", kPositive, 1},
+        {"power", kPositive, 2.0 / 3},
+        {"min_value", kDecay, 0}},
        ema_pytorch},
       {"linear", {{"from", kDecay}, {"to", kDecay}, {"steps", kSteps}}, linear},
       {"cosine", {{"from", kDecay}, {"to", kDecay}, {"steps", kSteps}}, cosine},

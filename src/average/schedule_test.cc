@@ -89,8 +89,9 @@ TEST(Schedule, JsonRoundTripsEveryKind) {
 }
 
 TEST(Schedule, RefusesWhatIsNoSchedule) {
-  for (const char* json : {"", "[]", "{}", R"({"kind":"none"})", R"({"kind":"constant"})", R"({"kind":"constant","decay":"0.9"})",
-                           R"({"kind":"constant","decay":2})", R"({"kind":"constant","decay":0.9,"decay":0.8})", R"({"kind":"constant","decay":0.9,"x":1})"}) {
+  for (const char* json :
+       {"", "[]", "{}", R"({"kind":"none"})", R"({"kind":"constant"})", R"({"kind":"constant","decay":"0.9"})",
+        R"({"kind":"constant","decay":2})", R"({"kind":"constant","decay":0.9,"decay":0.8})", R"({"kind":"constant","decay":0.9,"x":1})"}) {
     EXPECT_EQ(code_of([&] { Schedule::from_json(json); }), Code::kCorrupt) << json;
   }
   EXPECT_EQ(code_of([] { Schedule::constant(-0.1); }), Code::kInvalidArgument);

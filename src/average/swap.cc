@@ -26,18 +26,23 @@ TensorView memory_as(const TensorView& view, const Memory& memory) {
 
 }  // namespace
 
-void Average::swap(size_t k) { impl_->swap(impl_->whole, k); }
+void Average::swap(size_t k) {
+  impl_->swap(impl_->whole, k);
+}
 
 void Average::swap(std::span<const TensorView> weights, size_t k) {
   average::check_swappable(impl_->whole, weights);
   impl_->swap(weights, k);
 }
 
-bool Average::swapped() const noexcept { return impl_->swapped.has_value(); }
+bool Average::swapped() const noexcept {
+  return impl_->swapped.has_value();
+}
 
 void Average::Impl::swap(std::span<const TensorView> weights, size_t k) {
   if (k >= averages.size()) base::fail(Code::kInvalidArgument, "swap({}): there are {} averages", k, averages.size());
-  if (swapped && swapped->k != k) base::fail(Code::kInvalidArgument, "swap({}): average {} is swapped in; swap it back first", k, swapped->k);
+  if (swapped && swapped->k != k)
+    base::fail(Code::kInvalidArgument, "swap({}): average {} is swapped in; swap it back first", k, swapped->k);
   const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
   if (options.replicas != nullptr) agree(*options.replicas, deadline, [] {});
   if (swapped) {

@@ -1,4 +1,5 @@
-// For tests: counts calls of operator new, to show that a path allocates nothing. Replaces the program's operators: include it in one file of a test program.
+// For tests: counts calls of operator new, to show that a path allocates nothing. Replaces the program's operators: include it in one file
+// of a test program.
 #pragma once
 
 #include <atomic>
@@ -28,5 +29,9 @@ void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
   shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
   return std::malloc(bytes == 0 ? 1 : bytes);
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+void operator delete(void* memory, std::size_t) noexcept {
+  std::free(memory);
+}

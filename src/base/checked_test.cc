@@ -42,13 +42,16 @@ TEST(Checked, ProductOfAShape) {
     std::vector<int64_t> shape;
     int64_t elements;
   };
-  for (const Case& c : {Case{{}, 1}, Case{{7}, 7}, Case{{3, 4, 5}, 60}, Case{{kMax}, kMax}, Case{{kMax, 0, kMax}, 0}, Case{{1, kMax, 1}, kMax}}) {
+  for (const Case& c :
+       {Case{{}, 1}, Case{{7}, 7}, Case{{3, 4, 5}, 60}, Case{{kMax}, kMax}, Case{{kMax, 0, kMax}, 0}, Case{{1, kMax, 1}, kMax}}) {
     EXPECT_EQ(checked_product(c.shape), c.elements);
   }
 }
 
 TEST(Checked, ProductRefusesWhatNoTensorHas) {
-  EXPECT_EQ(message_of([] { checked_product(std::vector<int64_t>{2, kMax}); }),
+  EXPECT_EQ(message_of([] {
+              checked_product(std::vector<int64_t>{2, kMax});
+            }),
             "shape [2, 9223372036854775807] has more elements than fit in 64 bits");
   EXPECT_EQ(message_of([] { checked_product(std::vector<int64_t>{0, -1}); }), "shape [0, -1] has a negative size");
 }

@@ -1,5 +1,6 @@
-// A run costs one futex wake for the workers and at most one for the caller: it does its own share meanwhile, then spins for about as long as a wake
-// would take before it sleeps. Which process the workers live in is asked at every run, because a forked child inherits the object but no threads.
+// A run costs one futex wake for the workers and at most one for the caller: it does its own share meanwhile, then spins for about as long
+// as a wake would take before it sleeps. Which process the workers live in is asked at every run, because a forked child inherits the
+// object but no threads.
 #include "base/threads.h"
 
 #include <sched.h>
@@ -49,7 +50,9 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads) {
   if (num_threads < 1) fail(Code::kInvalidArgument, "a pool of {} threads; at least 1 is needed", num_threads);
 }
 
-ThreadPool::~ThreadPool() { stop(); }
+ThreadPool::~ThreadPool() {
+  stop();
+}
 
 void ThreadPool::run_task(Task task) noexcept {
   if (num_threads_ > 1 && process_ != getpid()) start();

@@ -123,7 +123,9 @@ TEST(ThreadPool, OfOneNeedsNoThread) {
   EXPECT_EQ(num_threads_of_process(), before);
 }
 
-TEST(ThreadPool, RefusesToBeEmpty) { EXPECT_THROW(ThreadPool(0), Error); }
+TEST(ThreadPool, RefusesToBeEmpty) {
+  EXPECT_THROW(ThreadPool(0), Error);
+}
 
 /// In a forked child: 0 if the inherited pool runs every share and is destroyed without waiting for its parent's threads.
 int use_in_child(ThreadPool* pool) {

@@ -1,5 +1,6 @@
-// For tests: what every Group must do, as a table. A filling's own test makes its ranks (threads, processes) and runs each case's body on all of them
-// at once, every rank with its own Group; bodies check with EXPECT_ and leave the group in step for the next case. They work for any number of ranks.
+// For tests: what every Group must do, as a table. A filling's own test makes its ranks (threads, processes) and runs each case's body on
+// all of them at once, every rank with its own Group; bodies check with EXPECT_ and leave the group in step for the next case. They work
+// for any number of ranks.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,10 +22,14 @@ struct Conformance {
 };
 
 /// Far enough that only a hang reaches it.
-inline Deadline far() { return std::chrono::steady_clock::now() + std::chrono::minutes(2); }
+inline Deadline far() {
+  return std::chrono::steady_clock::now() + std::chrono::minutes(2);
+}
 
 /// For the cases in which it is meant to pass.
-inline Deadline near() { return std::chrono::steady_clock::now() + std::chrono::milliseconds(100); }
+inline Deadline near() {
+  return std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+}
 
 struct Caught {
   bool thrown = false;
@@ -51,7 +56,9 @@ inline void all_gather_is_indexed_by_rank(Group& group) {
 }
 
 inline void all_gather_takes_any_bytes_of_any_length(Group& group) {
-  const auto of = [](int r) { return r == 0 ? std::string() : std::string("\0\xff\n", 3) + std::string(static_cast<size_t>(r) * 5000, '\0'); };
+  const auto of = [](int r) {
+    return r == 0 ? std::string() : std::string("\0\xff\n", 3) + std::string(static_cast<size_t>(r) * 5000, '\0');
+  };
   const auto all = group.all_gather(of(group.rank()), far());
   for (int r = 0; r < group.size(); ++r) EXPECT_EQ(all.at(static_cast<size_t>(r)), of(r));
 }
@@ -149,7 +156,8 @@ inline void check_agree(Group& group, const std::function<bool(int)>& failing) {
     EXPECT_EQ(got.code, Code::kPeerFailed);
     const std::string first = fmt::format("file of rank {} (corrupt)", failed.front());
     EXPECT_EQ(got.message, failed.size() == 1 ? fmt::format("rank {} of {} failed: {}", failed[0], group.size(), first)
-                                              : fmt::format("ranks {} of {} failed; rank {}: {}", fmt::join(failed, ", "), group.size(), failed[0], first));
+                                              : fmt::format("ranks {} of {} failed; rank {}: {}", fmt::join(failed, ", "), group.size(),
+                                                            failed[0], first));
   }
   all_gather_is_indexed_by_rank(group);
 }
@@ -273,7 +281,8 @@ inline void an_own_error_outlives_the_timeout_of_agree(Group& group) {
 
 inline std::vector<Conformance> conformance_cases() {
   using namespace conformance;
-#define SHARDOW_CASE(body) {#body, &body}
+#define SHARDOW_CASE(body) \
+  { #body, &body }
   return {
       SHARDOW_CASE(all_gather_is_indexed_by_rank),
       SHARDOW_CASE(all_gather_takes_any_bytes_of_any_length),

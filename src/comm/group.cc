@@ -1,5 +1,5 @@
-// agree() is one all_gather of statuses: empty for success, else a mark and the message. The verdict needs no second round, because a round of a
-// Group succeeds or fails for all of its ranks.
+// agree() is one all_gather of statuses: empty for success, else a mark and the message. The verdict needs no second round, because a round
+// of a Group succeeds or fails for all of its ranks.
 #include "shardow/group.h"
 
 #include <exception>

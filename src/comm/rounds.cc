@@ -1,5 +1,6 @@
-// Every rank counts the rounds that it has come to, so that a late rank meets the round it belongs to, decided as it is, rather than the one that the
-// others are in. A round is kept until every member has come to it or is gone. One condition serves all rounds: groups are small.
+// Every rank counts the rounds that it has come to, so that a late rank meets the round it belongs to, decided as it is, rather than the
+// one that the others are in. A round is kept until every member has come to it or is gone. One condition serves all rounds: groups are
+// small.
 #include "comm/rounds.h"
 
 #include <algorithm>
@@ -36,7 +37,7 @@ std::shared_ptr<const Rounds::Bytes> Rounds::exchange(int rank, const Lane& lane
   while (!round->decided) {
     if (changed_.wait_until(mutex_, deadline) || round->decided) continue;
     decide(*round, Failure{Code::kTimeout, fmt::format("{}: {} did not come before the deadline; every rank must make this call", call,
-                                                     missing(lane, round->calls))});
+                                                       missing(lane, round->calls))});
   }
   forget_finished(lane);
   if (round->failure) throw Error(round->failure->code, round->failure->message);
@@ -64,7 +65,7 @@ void Rounds::arrive(const Lane& lane, Round& round, int rank, Offer offer) {
   for (size_t i = 1; i < round.calls.size(); ++i) {
     if (*round.calls[i] == *round.calls[0]) continue;
     decide(round, Failure{Code::kInvalidArgument, fmt::format("rank {} calls {} where rank {} calls {}", lane.members[i], *round.calls[i],
-                                                            lane.members[0], *round.calls[0])});
+                                                              lane.members[0], *round.calls[0])});
     return;
   }
   decide(round, std::nullopt);

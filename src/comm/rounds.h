@@ -1,4 +1,5 @@
-// Rounds: what ranks in one process share to act together. Each rank brings bytes to a round and takes everybody's away, or the verdict that it failed.
+// Rounds: what ranks in one process share to act together. Each rank brings bytes to a round and takes everybody's away, or the verdict
+// that it failed.
 #pragma once
 
 #include <compare>
@@ -47,7 +48,8 @@ class Rounds {
   void leave(int rank);
 
  private:
-  /// Kept apart from the Error that each member throws: copies of an exception share their text, which members would free under each other's eyes.
+  /// Kept apart from the Error that each member throws: copies of an exception share their text, which members would free under each
+  /// other's eyes.
   struct Failure {
     Code code;
     std::string message;
@@ -76,7 +78,7 @@ class Rounds {
 
   base::Mutex mutex_;
   base::Condition changed_;
-  std::map<Key, std::shared_ptr<Round>> rounds_ SHARDOW_GUARDED_BY(mutex_);  // that some member may still come to
+  std::map<Key, std::shared_ptr<Round>> rounds_ SHARDOW_GUARDED_BY(mutex_);      // that some member may still come to
   std::vector<std::map<Lane, uint64_t>> next_round_ SHARDOW_GUARDED_BY(mutex_);  // per rank
   std::vector<bool> gone_ SHARDOW_GUARDED_BY(mutex_);
 };

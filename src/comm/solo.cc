@@ -14,12 +14,18 @@ class Solo final : public Group {
   void broadcast(std::span<std::byte>, int root, Deadline) override {
     if (root != 0) base::fail(Code::kInvalidArgument, "broadcast from rank {} in a group of 1", root);
   }
-  void send(std::span<const std::byte>, int to, Deadline) override { base::fail(Code::kInvalidArgument, "rank 0 of 1 sends to rank {}", to); }
-  void recv(std::span<std::byte>, int from, Deadline) override { base::fail(Code::kInvalidArgument, "rank 0 of 1 receives from rank {}", from); }
+  void send(std::span<const std::byte>, int to, Deadline) override {
+    base::fail(Code::kInvalidArgument, "rank 0 of 1 sends to rank {}", to);
+  }
+  void recv(std::span<std::byte>, int from, Deadline) override {
+    base::fail(Code::kInvalidArgument, "rank 0 of 1 receives from rank {}", from);
+  }
 };
 
 }  // namespace
 
-std::unique_ptr<Group> solo() { return std::make_unique<Solo>(); }
+std::unique_ptr<Group> solo() {
+  return std::make_unique<Solo>();
+}
 
 }  // namespace shardow

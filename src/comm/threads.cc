@@ -1,5 +1,6 @@
-// The ranks of one process: every operation is an exchange of bytes in a round (rounds.h), and what is computed from them is computed by each rank for
-// itself. A call is described in full, so that ranks that disagree about length, root or operation are told so instead of being served.
+// The ranks of one process: every operation is an exchange of bytes in a round (rounds.h), and what is computed from them is computed by
+// each rank for itself. A call is described in full, so that ranks that disagree about length, root or operation are told so instead of
+// being served.
 #include <cstring>
 #include <numeric>
 
@@ -31,7 +32,9 @@ uint64_t combined(uint64_t a, uint64_t b, Group::Op op) {
   return a ^ b;
 }
 
-std::string copy_of(std::span<const std::byte> bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+std::string copy_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 
 void copy_into(std::span<std::byte> bytes, const std::string& from) {
   if (!bytes.empty()) std::memcpy(bytes.data(), from.data(), bytes.size());  // an empty span may have no address
@@ -39,7 +42,8 @@ void copy_into(std::span<std::byte> bytes, const std::string& from) {
 
 class ThreadGroup final : public Group {
  public:
-  ThreadGroup(int rank, int size, std::shared_ptr<Rounds> rounds) : rank_(rank), all_{Lane::Kind::kAll, std::vector<int>(static_cast<size_t>(size))}, rounds_(std::move(rounds)) {
+  ThreadGroup(int rank, int size, std::shared_ptr<Rounds> rounds)
+      : rank_(rank), all_{Lane::Kind::kAll, std::vector<int>(static_cast<size_t>(size))}, rounds_(std::move(rounds)) {
     std::iota(all_.members.begin(), all_.members.end(), 0);
   }
   ~ThreadGroup() override { rounds_->leave(rank_); }
@@ -77,14 +81,18 @@ class ThreadGroup final : public Group {
 
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
     check_peer(from);
-    copy_into(bytes, rounds_->exchange(rank_, {Lane::Kind::kPair, {from, rank_}}, {describe(bytes.size(), from, rank_), {}}, deadline)->front());
+    copy_into(bytes,
+              rounds_->exchange(rank_, {Lane::Kind::kPair, {from, rank_}}, {describe(bytes.size(), from, rank_), {}}, deadline)->front());
   }
 
  private:
-  static std::string describe(size_t bytes, int from, int to) { return fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to); }
+  static std::string describe(size_t bytes, int from, int to) {
+    return fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to);
+  }
 
   void check_peer(int peer) const {
-    if (peer < 0 || peer >= size() || peer == rank_) base::fail(Code::kInvalidArgument, "rank {} of {} exchanges a block with rank {}", rank_, size(), peer);
+    if (peer < 0 || peer >= size() || peer == rank_)
+      base::fail(Code::kInvalidArgument, "rank {} of {} exchanges a block with rank {}", rank_, size(), peer);
   }
 
   const int rank_;
@@ -98,6 +106,7 @@ std::vector<std::unique_ptr<Group>> threads(int n) {
   if (n < 1) base::fail(Code::kInvalidArgument, "a group of {} ranks; at least 1 is needed", n);
   const auto rounds = std::make_shared<Rounds>(n);
   std::vector<std::unique_ptr<Group>> groups;
+  groups.reserve(static_cast<size_t>(n));
   for (int rank = 0; rank < n; ++rank) groups.push_back(std::make_unique<ThreadGroup>(rank, n, rounds));
   return groups;
 }

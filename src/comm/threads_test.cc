@@ -34,7 +34,9 @@ INSTANTIATE_TEST_SUITE_P(All, ThreadGroups, testing::Combine(testing::ValuesIn(c
 
 class SoloGroup : public testing::TestWithParam<comm::Conformance> {};
 
-TEST_P(SoloGroup, Conforms) { GetParam().body(*solo()); }
+TEST_P(SoloGroup, Conforms) {
+  GetParam().body(*solo());
+}
 
 INSTANTIATE_TEST_SUITE_P(All, SoloGroup, testing::ValuesIn(comm::conformance_cases()), [](const auto& test) { return test.param.name; });
 
@@ -83,10 +85,8 @@ TEST(Threads, AGoneRankEndsWaitingAtOnce) {
     void (*call)(Group&);
   };
   constexpr Case kCases[] = {
-      {"all_gather", [](Group& g) { g.all_gather("", far()); }},
-      {"broadcast", [](Group& g) { g.broadcast({}, 1, far()); }},
-      {"recv", [](Group& g) { g.recv({}, 1, far()); }},
-      {"send", [](Group& g) { g.send({}, 1, far()); }},
+      {"all_gather", [](Group& g) { g.all_gather("", far()); }}, {"broadcast", [](Group& g) { g.broadcast({}, 1, far()); }},
+      {"recv", [](Group& g) { g.recv({}, 1, far()); }},          {"send", [](Group& g) { g.send({}, 1, far()); }},
       {"agree", [](Group& g) { agree(g, far(), [] {}); }},
   };
   for (const Case& c : kCases) {

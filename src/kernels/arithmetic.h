@@ -153,20 +153,13 @@ SHARDOW_HD S next_as(T w, T decay, T p, S average, uint32_t noise) {
 template <class Visit>
 SHARDOW_HD auto with_op(Op op, Visit&& visit) {
   switch (op) {
-    case Op::kCopy:
-      return visit.template operator()<Op::kCopy>();
-    case Op::kLerpFromParameter:
-      return visit.template operator()<Op::kLerpFromParameter>();
-    case Op::kMulAdd:
-      return visit.template operator()<Op::kMulAdd>();
-    case Op::kTwoProducts:
-      return visit.template operator()<Op::kTwoProducts>();
-    case Op::kStochastic:
-      return visit.template operator()<Op::kStochastic>();
-    case Op::kIntegerStep:
-      return visit.template operator()<Op::kIntegerStep>();
-    default:
-      return visit.template operator()<Op::kLerp>();
+    case Op::kCopy: return visit.template operator()<Op::kCopy>();
+    case Op::kLerpFromParameter: return visit.template operator()<Op::kLerpFromParameter>();
+    case Op::kMulAdd: return visit.template operator()<Op::kMulAdd>();
+    case Op::kTwoProducts: return visit.template operator()<Op::kTwoProducts>();
+    case Op::kStochastic: return visit.template operator()<Op::kStochastic>();
+    case Op::kIntegerStep: return visit.template operator()<Op::kIntegerStep>();
+    default: return visit.template operator()<Op::kLerp>();
   }
 }
 

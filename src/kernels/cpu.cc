@@ -20,31 +20,21 @@ namespace shardow::kernels::HWY_NAMESPACE {
 template <class P>
 int64_t update_parameter(const Chunk& chunk, const Step& step) {
   switch (chunk.average_dtype) {
-    case DType::kF32:
-      return update_row(Row<P, float>(chunk, step));
-    case DType::kBF16:
-      return update_row(Row<P, BF16>(chunk, step));
-    case DType::kF16:
-      return update_row(Row<P, F16>(chunk, step));
-    case DType::kF64:
-      return update_row(Row<P, double>(chunk, step));
-    default:
-      return 0;
+    case DType::kF32: return update_row(Row<P, float>(chunk, step));
+    case DType::kBF16: return update_row(Row<P, BF16>(chunk, step));
+    case DType::kF16: return update_row(Row<P, F16>(chunk, step));
+    case DType::kF64: return update_row(Row<P, double>(chunk, step));
+    default: return 0;
   }
 }
 
 int64_t update_chunk(const Chunk& chunk, const Step& step) {
   switch (chunk.parameter_dtype) {
-    case DType::kF32:
-      return update_parameter<float>(chunk, step);
-    case DType::kBF16:
-      return update_parameter<BF16>(chunk, step);
-    case DType::kF16:
-      return update_parameter<F16>(chunk, step);
-    case DType::kF64:
-      return update_parameter<double>(chunk, step);
-    default:
-      return 0;
+    case DType::kF32: return update_parameter<float>(chunk, step);
+    case DType::kBF16: return update_parameter<BF16>(chunk, step);
+    case DType::kF16: return update_parameter<F16>(chunk, step);
+    case DType::kF64: return update_parameter<double>(chunk, step);
+    default: return 0;
   }
 }
 

@@ -154,29 +154,19 @@ template <class P, class S>
 __device__ int update_any(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
   if constexpr (std::is_same_v<S, Mixed>) {
     switch (chunk.average_dtype) {
-      case DType::kF32:
-        return update_any<P, float>(chunk, tile, step, lane, prepared);
-      case DType::kBF16:
-        return update_any<P, BF16>(chunk, tile, step, lane, prepared);
-      case DType::kF16:
-        return update_any<P, F16>(chunk, tile, step, lane, prepared);
-      case DType::kF64:
-        return update_any<P, double>(chunk, tile, step, lane, prepared);
-      default:
-        return 0;
+      case DType::kF32: return update_any<P, float>(chunk, tile, step, lane, prepared);
+      case DType::kBF16: return update_any<P, BF16>(chunk, tile, step, lane, prepared);
+      case DType::kF16: return update_any<P, F16>(chunk, tile, step, lane, prepared);
+      case DType::kF64: return update_any<P, double>(chunk, tile, step, lane, prepared);
+      default: return 0;
     }
   } else if constexpr (std::is_same_v<P, Mixed>) {
     switch (chunk.parameter_dtype) {
-      case DType::kF32:
-        return update_tile<float, S>(chunk, tile, step, lane, prepared);
-      case DType::kBF16:
-        return update_tile<BF16, S>(chunk, tile, step, lane, prepared);
-      case DType::kF16:
-        return update_tile<F16, S>(chunk, tile, step, lane, prepared);
-      case DType::kF64:
-        return update_tile<double, S>(chunk, tile, step, lane, prepared);
-      default:
-        return 0;
+      case DType::kF32: return update_tile<float, S>(chunk, tile, step, lane, prepared);
+      case DType::kBF16: return update_tile<BF16, S>(chunk, tile, step, lane, prepared);
+      case DType::kF16: return update_tile<F16, S>(chunk, tile, step, lane, prepared);
+      case DType::kF64: return update_tile<double, S>(chunk, tile, step, lane, prepared);
+      default: return 0;
     }
   } else {
     return update_tile<P, S>(chunk, tile, step, lane, prepared);

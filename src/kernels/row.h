@@ -58,16 +58,11 @@ inline int64_t update_elements(const Row<P, S>& row, int64_t begin, int64_t end)
 template <class Visit>
 inline void with_dtype(DType dtype, Visit&& visit) {
   switch (dtype) {
-    case DType::kF32:
-      return visit.template operator()<float>();
-    case DType::kBF16:
-      return visit.template operator()<BF16>();
-    case DType::kF16:
-      return visit.template operator()<F16>();
-    case DType::kF64:
-      return visit.template operator()<double>();
-    default:
-      return;
+    case DType::kF32: return visit.template operator()<float>();
+    case DType::kBF16: return visit.template operator()<BF16>();
+    case DType::kF16: return visit.template operator()<F16>();
+    case DType::kF64: return visit.template operator()<double>();
+    default: return;
   }
 }
 

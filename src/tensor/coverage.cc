@@ -1,4 +1,5 @@
-// The runs of each region ascend, so a merge of all cursors by their next run's begin sees every element of the tensor in order, holding one run per region.
+// The runs of each region ascend, so a merge of all cursors by their next run's begin sees every element of the tensor in order, holding
+// one run per region.
 #include <algorithm>
 #include <queue>
 
@@ -46,7 +47,8 @@ bool check(const std::vector<Region>& regions, bool once, int64_t* where) {
   if (regions.empty()) base::fail(Code::kInvalidArgument, "no regions: nothing says which shape to cover");
   const Shape& shape = regions.front().shape();
   for (const Region& region : regions) {
-    if (region.shape() != shape) base::fail(Code::kInvalidArgument, "regions {} and {} are of different tensors", regions.front().to_string(), region.to_string());
+    if (region.shape() != shape)
+      base::fail(Code::kInvalidArgument, "regions {} and {} are of different tensors", regions.front().to_string(), region.to_string());
   }
   const auto found = [&](int64_t element) {
     if (where != nullptr) *where = element;
@@ -64,7 +66,11 @@ bool check(const std::vector<Region>& regions, bool once, int64_t* where) {
 
 }  // namespace
 
-bool covers(const std::vector<Region>& regions, int64_t* where) { return check(regions, false, where); }
-bool covers_once(const std::vector<Region>& regions, int64_t* where) { return check(regions, true, where); }
+bool covers(const std::vector<Region>& regions, int64_t* where) {
+  return check(regions, false, where);
+}
+bool covers_once(const std::vector<Region>& regions, int64_t* where) {
+  return check(regions, true, where);
+}
 
 }  // namespace shardow

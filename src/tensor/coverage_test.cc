@@ -1,11 +1,10 @@
-#include "shardow/region.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "base/errors.h"
+#include "shardow/region.h"
 #include "tensor/region_oracle.h"
 
 namespace shardow {
@@ -16,7 +15,8 @@ using oracle::Random;
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
-/// A mesh as fully_shard and tensor parallelism make them: replicas, strided shards in front of the shards that they interleave with, others.
+/// A mesh as fully_shard and tensor parallelism make them: replicas, strided shards in front of the shards that they interleave with,
+/// others.
 std::vector<oracle::Placement> random_mesh(Random& random, size_t num_dims) {
   const auto dim = [&] { return static_cast<int>(pick(random, 0, static_cast<int64_t>(num_dims) - 1)); };
   std::vector<oracle::Placement> mesh;

@@ -8,7 +8,8 @@
 
 namespace shardow {
 
-/// Invariants: dims[d] is sorted, inside [0, shape[d]), and its intervals neither touch nor are empty; every size of `shape` fits, and so does its product.
+/// Invariants: dims[d] is sorted, inside [0, shape[d]), and its intervals neither touch nor are empty; every size of `shape` fits, and so
+/// does its product.
 struct Region::Grid {
   Grid(Shape shape, std::vector<std::vector<Interval>> dims);
 
@@ -17,11 +18,11 @@ struct Region::Grid {
   Shape counts;          // indices that dims[d] holds
   int64_t elements = 1;  // product of counts
 
-  // Where elements > 0. The split is the last dimension that is not whole: a row is what the grid holds for one index of each dimension before it,
-  // a run within a row is an interval of the split times `inner`, the product of the whole dimensions after it.
+  // Where elements > 0. The split is the last dimension that is not whole: a row is what the grid holds for one index of each dimension
+  // before it, a run within a row is an interval of the split times `inner`, the product of the whole dimensions after it.
   int split = -1;  // -1: every dimension is whole
   int64_t inner = 1;
-  Shape strides;   // of the global tensor, in elements
+  Shape strides;  // of the global tensor, in elements
 
   bool operator==(const Grid& other) const noexcept { return shape == other.shape && dims == other.dims; }
 };

@@ -11,11 +11,12 @@
 namespace shardow {
 
 /// Calls fn(global_begin, a_local, b_local, length) for every stretch that both hold and that is contiguous in both, in ascending order.
-/// The runs of a region ascend in global and in local order, so one pass over both lists finds all: O(runs of a + runs of b), no allocation.
-/// Throws kInvalidArgument for different shapes.
+/// The runs of a region ascend in global and in local order, so one pass over both lists finds all: O(runs of a + runs of b), no
+/// allocation. Throws kInvalidArgument for different shapes.
 template <std::invocable<int64_t, int64_t, int64_t, int64_t> Fn>
 void for_each_overlap(const Region& a, const Region& b, Fn&& fn) {
-  if (a.shape() != b.shape()) base::fail(Code::kInvalidArgument, "regions {} and {} are of different tensors", a.to_string(), b.to_string());
+  if (a.shape() != b.shape())
+    base::fail(Code::kInvalidArgument, "regions {} and {} are of different tensors", a.to_string(), b.to_string());
   RunCursor a_runs(a), b_runs(b);
   auto left = a_runs.next(), right = b_runs.next();
   while (left && right) {

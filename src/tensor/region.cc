@@ -1,5 +1,5 @@
-// A region is made once and asked often: construction checks and normalises, so that everything after it is plain arithmetic that cannot overflow
-// (every product is bounded by the elements of the global tensor).
+// A region is made once and asked often: construction checks and normalises, so that everything after it is plain arithmetic that cannot
+// overflow (every product is bounded by the elements of the global tensor).
 #include "shardow/region.h"
 
 #include <algorithm>
@@ -21,7 +21,8 @@ std::vector<Interval> normalised(const std::vector<Interval>& intervals, size_t 
     if (begin > end || begin < 0 || end > size) {
       fail(Code::kInvalidArgument, "interval [{}, {}) of dimension {} is not inside its {} indices", begin, end, dim, size);
     }
-    if (begin < reached) fail(Code::kInvalidArgument, "interval [{}, {}) of dimension {} begins before {}, where the last one ends", begin, end, dim, reached);
+    if (begin < reached)
+      fail(Code::kInvalidArgument, "interval [{}, {}) of dimension {} begins before {}, where the last one ends", begin, end, dim, reached);
     reached = end;
     if (begin == end) continue;
     if (!result.empty() && result.back().end == begin) {
@@ -42,9 +43,11 @@ int64_t num_indices(const std::vector<Interval>& intervals) {
 }  // namespace
 
 Region::Grid::Grid(Shape shape_, std::vector<std::vector<Interval>> dims_) : shape(std::move(shape_)), dims(std::move(dims_)) {
-  if (shape.size() > static_cast<size_t>(kMaxDims)) fail(Code::kInvalidArgument, "a tensor of {} dimensions; at most {} are supported", shape.size(), kMaxDims);
+  if (shape.size() > static_cast<size_t>(kMaxDims))
+    fail(Code::kInvalidArgument, "a tensor of {} dimensions; at most {} are supported", shape.size(), kMaxDims);
   base::checked_product(shape);
-  if (dims.size() != shape.size()) fail(Code::kInvalidArgument, "intervals for {} dimensions of a tensor that has {}", dims.size(), shape.size());
+  if (dims.size() != shape.size())
+    fail(Code::kInvalidArgument, "intervals for {} dimensions of a tensor that has {}", dims.size(), shape.size());
   for (size_t d = 0; d < dims.size(); ++d) {
     dims[d] = normalised(dims[d], d, shape[d]);
     counts.push_back(num_indices(dims[d]));
@@ -72,7 +75,8 @@ Region Region::grid(Shape shape, std::vector<std::vector<Interval>> dims) {
 }
 
 Region Region::window(int64_t begin, int64_t end) const {
-  if (begin < 0 || begin > end || end > size()) fail(Code::kInvalidArgument, "window [{}, {}) of a region of {} elements", begin, end, size());
+  if (begin < 0 || begin > end || end > size())
+    fail(Code::kInvalidArgument, "window [{}, {}) of a region of {} elements", begin, end, size());
   return Region(grid_, begin_ + begin, begin_ + end);
 }
 
@@ -87,7 +91,9 @@ Region Region::part(int index, int count, int64_t align) const {
   return window(begin_of(index), begin_of(index + int64_t{1}));
 }
 
-const Shape& Region::shape() const noexcept { return grid_->shape; }
+const Shape& Region::shape() const noexcept {
+  return grid_->shape;
+}
 
 bool Region::operator==(const Region& other) const noexcept {
   if (size() != other.size() || shape() != other.shape()) return false;

@@ -1,4 +1,5 @@
-// For tests: regions the slow way. Elements are listed one by one, and a mesh is cut by the rule that torch follows, so that a test compares the two.
+// For tests: regions the slow way. Elements are listed one by one, and a mesh is cut by the rule that torch follows, so that a test
+// compares the two.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,9 @@ namespace shardow::oracle {
 using Random = std::mt19937_64;
 using Dims = std::vector<std::vector<Interval>>;
 
-inline int64_t pick(Random& random, int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random); }
+inline int64_t pick(Random& random, int64_t least, int64_t most) {
+  return std::uniform_int_distribution<int64_t>(least, most)(random);
+}
 
 /// The global indices of the grid's elements, in local order.
 inline std::vector<int64_t> elements(const Shape& shape, const Dims& dims) {
@@ -104,7 +107,8 @@ inline std::vector<Interval> cut(const std::vector<Interval>& intervals, int64_t
   return result;
 }
 
-/// What the rank at `me` holds. A strided shard is applied after the later mesh dimensions that cut the same tensor dimension, `split_factor` ranks in all.
+/// What the rank at `me` holds. A strided shard is applied after the later mesh dimensions that cut the same tensor dimension,
+/// `split_factor` ranks in all.
 inline Dims sharded(const Shape& shape, const std::vector<Placement>& mesh, const std::vector<int64_t>& me) {
   struct Late {
     size_t mesh_dim;
@@ -128,7 +132,8 @@ inline Dims sharded(const Shape& shape, const std::vector<Placement>& mesh, cons
     } else {
       apply(m, mesh[m].dim);
     }
-    for (auto done = late.begin(); (done = std::find_if(late.begin(), late.end(), [](const Late& w) { return w.factor == 1; })) != late.end();) {
+    for (auto done = late.begin();
+         (done = std::find_if(late.begin(), late.end(), [](const Late& w) { return w.factor == 1; })) != late.end();) {
       const Late now = *done;
       late.erase(done);
       apply(now.mesh_dim, now.dim);

@@ -14,8 +14,8 @@ namespace {
 using oracle::Dims;
 using oracle::pick;
 using oracle::Random;
-using oracle::Sample;
 using oracle::random_sample;
+using oracle::Sample;
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 

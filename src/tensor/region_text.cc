@@ -3,8 +3,8 @@
 //   bytes    := version ndim dim* begin end           all numbers LEB128 (7 bits a byte, low first), version = 1
 //   dim      := size num_intervals (gap length)*      gap: from the end of the last interval, or from 0
 //
-// There is one encoding of each grid and window: decode() makes the region, encodes it again and refuses what differs, which covers overlong
-// numbers, touching intervals and trailing bytes without a rule for each.
+// There is one encoding of each grid and window: decode() makes the region, encodes it again and refuses what differs, which covers
+// overlong numbers, touching intervals and trailing bytes without a rule for each.
 #include <fmt/format.h>
 
 #include "base/checked.h"
@@ -49,7 +49,8 @@ class Reader {
 
 std::vector<Interval> get_intervals(Reader& reader) {
   const int64_t count = reader.get();
-  if (static_cast<uint64_t>(count) > reader.left() / 2) fail(Code::kCorrupt, "an encoded region says {} intervals in {} bytes", count, reader.left());
+  if (static_cast<uint64_t>(count) > reader.left() / 2)
+    fail(Code::kCorrupt, "an encoded region says {} intervals in {} bytes", count, reader.left());
   std::vector<Interval> intervals;
   int64_t reached = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -105,7 +106,8 @@ std::string Region::encode() const {
 
 Region Region::decode(std::string_view bytes) {
   Reader reader(bytes);
-  if (const int64_t version = reader.get(); version != kVersion) fail(Code::kCorrupt, "an encoded region of version {}; this build reads {}", version, kVersion);
+  if (const int64_t version = reader.get(); version != kVersion)
+    fail(Code::kCorrupt, "an encoded region of version {}; this build reads {}", version, kVersion);
   const int64_t ndim = reader.get();
   if (ndim > kMaxDims) fail(Code::kCorrupt, "an encoded region of {} dimensions; at most {} are supported", ndim, kMaxDims);
   try {

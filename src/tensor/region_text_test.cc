@@ -1,11 +1,10 @@
-#include "shardow/region.h"
-
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <string>
 
 #include "base/errors.h"
+#include "shardow/region.h"
 #include "tensor/region_oracle.h"
 
 namespace shardow {
@@ -22,7 +21,8 @@ TEST(RegionText, SaysWhatIsHeld) {
   EXPECT_EQ(Region::whole({7, 8}).to_string(), "[7, 8]");
   EXPECT_EQ(Region::grid({7, 8}, {{{0, 2}, {4, 6}}, {{0, 8}}}).window(3, 17).to_string(), "[7, 8] at [0:2 + 4:6, 0:8], elements 3:17");
   EXPECT_EQ(Region::grid({7}, {{}}).to_string(), "[7] at [none]");
-  EXPECT_EQ(Region::grid({20}, {{{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}}}).to_string(), "[20] at [0:1 + 2:3 + 4:5 + 6:7 + ... (5 intervals)]");
+  EXPECT_EQ(Region::grid({20}, {{{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}}}).to_string(),
+            "[20] at [0:1 + 2:3 + 4:5 + 6:7 + ... (5 intervals)]");
 }
 
 TEST(RegionBytes, ComeBackTheSame) {
@@ -44,7 +44,7 @@ TEST(RegionBytes, HaveAFixedForm) {
 TEST(RegionBytes, DecodeRefusesEverythingElse) {
   const std::string cases[] = {
       "",
-      std::string("\x02\x00\x00\x01", 4),                                   // another version
+      std::string("\x02\x00\x00\x01", 4),                                  // another version
       std::string("\x01\x00\x00", 3),                                      // ends early
       std::string("\x01\x00\x00\x01\x00", 5),                              // goes on
       std::string("\x01\x80\x00\x00\x01", 5),                              // an overlong zero

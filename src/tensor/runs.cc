@@ -1,10 +1,10 @@
-// An odometer over the grid. Its lowest wheel is the interval list of the split dimension: one interval times the whole dimensions after it is one
-// contiguous piece. The wheels above count the indices of the dimensions before the split, one row each. Two pieces join into one run only
-// where a row ends at the end of the split dimension and the next begins at its start, so a run has at most two pieces.
+// An odometer over the grid. Its lowest wheel is the interval list of the split dimension: one interval times the whole dimensions after it
+// is one contiguous piece. The wheels above count the indices of the dimensions before the split, one row each. Two pieces join into one
+// run only where a row ends at the end of the split dimension and the next begins at its start, so a run has at most two pieces.
+#include <algorithm>
+
 #include "shardow/region.h"
 #include "tensor/grid.h"
-
-#include <algorithm>
 
 namespace shardow {
 namespace {

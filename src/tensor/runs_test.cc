@@ -1,18 +1,17 @@
-#include "shardow/region.h"
-
 #include <gtest/gtest.h>
 
 #include <limits>
 
 #include "base/allocations.h"
+#include "shardow/region.h"
 #include "tensor/region_oracle.h"
 
 namespace shardow {
 namespace {
 
 using oracle::Random;
-using oracle::Sample;
 using oracle::random_sample;
+using oracle::Sample;
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 

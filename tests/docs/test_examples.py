@@ -33,6 +33,12 @@ def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(8)).sum().backward()
-    space: dict[str, Any] = {"shardow": shardow, "torch": torch, "model": model, "optimizer": optimizer, "evaluate": lambda m: m(torch.ones(8))}
+    space: dict[str, Any] = {
+        "shardow": shardow,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "evaluate": lambda m: m(torch.ones(8)),
+    }
     exec(compile(code.replace("...", "pass"), name, "exec"), space)
     assert space.get("ema") is not None, "an example shows an EMA at work"

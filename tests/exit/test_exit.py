@@ -24,7 +24,9 @@ def run(kind: str, ranks: int) -> list[tuple[int, str]]:
     """(exit status, standard error) of each rank."""
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen([sys.executable, PROGRAM, kind], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, PROGRAM, kind], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(ranks)
     ]
     ended = []

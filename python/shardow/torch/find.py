@@ -87,8 +87,14 @@ class ModelView:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost."""
         found = [*self._found, *self._found_buffers]
         for first, second in overlaps(one.local for one in found if not one.tied):
-            if first.tensor.data_ptr() != second.tensor.data_ptr() or first.tensor.dtype != second.tensor.dtype or first.region != second.region:
-                raise _errors.make("unsupported", f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of its own")
+            if (
+                first.tensor.data_ptr() != second.tensor.data_ptr()
+                or first.tensor.dtype != second.tensor.dtype
+                or first.region != second.region
+            ):
+                raise _errors.make(
+                    "unsupported", f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of its own"
+                )
             for one in found:
                 if one.local is second:
                     _add_alias(first, one.slot.name)
@@ -100,7 +106,11 @@ class ModelView:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
         for adapter in self._adapters:
             adapter.reshard()
-        if self._sharded and not self._watch.tree_same() and any(one.slot.owner.get(one.slot.key) is not one.slot.recorded for one in self._found):
+        if (
+            self._sharded
+            and not self._watch.tree_same()
+            and any(one.slot.owner.get(one.slot.key) is not one.slot.recorded for one in self._found)
+        ):
             self._dtensors.reset()
 
     def unchanged(self) -> bool:
@@ -165,11 +175,16 @@ class ModelView:
             buffer = one.slot.owner.get(one.slot.key)
             if buffer is None or tuple(buffer.shape) != tuple(one.local.region.shape):
                 now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
-                raise _errors.make("invalid_argument", f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {_WAY_OUT}")
+                raise _errors.make(
+                    "invalid_argument",
+                    f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {_WAY_OUT}",
+                )
             one.slot.recorded = buffer
             memory = one.adapter.memory(one.slot)
             if one.tied and memory.data_ptr() != one.local.tensor.data_ptr():
-                raise _errors.make("invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {_WAY_OUT}")
+                raise _errors.make(
+                    "invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {_WAY_OUT}"
+                )
             one.local.tensor = memory
 
     # ---- identity
@@ -212,7 +227,9 @@ class ModelView:
         if given is not None:
             outside = ranks - set(dist.get_process_group_ranks(given))
             if outside:
-                raise _errors.make("invalid_argument", f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them")
+                raise _errors.make(
+                    "invalid_argument", f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them"
+                )
             return given
         if len(ranks) < 2:
             return None
@@ -222,7 +239,9 @@ class ModelView:
         for group in groups:
             if set(dist.get_process_group_ranks(group)) == ranks:
                 return group
-        raise _errors.make("invalid_argument", f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group=")
+        raise _errors.make(
+            "invalid_argument", f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group="
+        )
 
 
 def find(model: nn.Module, group: dist.ProcessGroup | None = None) -> ModelView:
@@ -273,7 +292,9 @@ def _difference(local: LocalTensor, memory: torch.Tensor) -> str | None:
 
 def _refuse_valueless(model: nn.Module) -> None:
     tensors: list[tuple[str, torch.Tensor]] = [
-        (slot.name, slot.recorded) for name, module in walk(model) for slot in [*slots_of(name, module._parameters), *slots_of(name, module._buffers)]
+        (slot.name, slot.recorded)
+        for name, module in walk(model)
+        for slot in [*slots_of(name, module._parameters), *slots_of(name, module._buffers)]
     ]
     for what, names in (
         ("not initialised yet", [name for name, tensor in tensors if is_lazy(tensor)]),

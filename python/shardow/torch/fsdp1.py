@@ -69,7 +69,9 @@ class Fsdp1Adapter:
     def spans_world(self) -> bool:
         """Hybrid sharding is a product of two groups, of which each rank knows its own row and column only."""
         world = dist.get_world_size() if self._wrappers else 0
-        rows = (dist.get_world_size(module.process_group) * math.prod(size for _, _, size in _replicas(module)) for module in self._wrappers)
+        rows = (
+            dist.get_world_size(module.process_group) * math.prod(size for _, _, size in _replicas(module)) for module in self._wrappers
+        )
         return any(size == world for size in rows)
 
     def shards(self) -> list[torch.Tensor]:
@@ -82,7 +84,9 @@ class Fsdp1Adapter:
     def reshard(self) -> None:
         for module in self._wrappers:
             handle = module._handle
-            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
+            if handle.uses_sharded_strategy and hasattr(
+                handle.flat_param, "_local_shard"
+            ):  # before the first forward reshard() would raise
                 handle.reshard(True)
                 handle.post_reshard()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class Adapter(Protocol):
         """Frees every unsharded copy of the weights, whose next use would show old values. Local."""
 
 
-def slots_of(name: str, tensors: dict[str, torch.Tensor | None]) -> list[Slot]:
+def slots_of(name: str, tensors: dict[str, Any]) -> list[Slot]:
     """The slots of one module's parameters or buffers."""
     return [Slot(f"{name}.{key}" if name else key, tensors, key, tensor) for key, tensor in tensors.items() if tensor is not None]
 
@@ -86,5 +86,8 @@ def plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"'{name}' of shape {tuple(tensor.shape)} is not contiguous ({how}); make it so before making an EMA: model.to(memory_format=torch.contiguous_format)",
         )
     if tensor.numel() and not tensor.data_ptr():
-        raise _errors.make("unsupported", f"'{name}' is a {type(tensor).__name__}, which has no memory of its own; leave it out of the model, or average its parts")
+        raise _errors.make(
+            "unsupported",
+            f"'{name}' is a {type(tensor).__name__}, which has no memory of its own; leave it out of the model, or average its parts",
+        )
     return tensor

@@ -10,7 +10,8 @@ from shardow.torch.local import LocalTensor
 def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:
     """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``. One pass in the order of addresses; empty tensors lie nowhere."""
     ranges = sorted(
-        ((str(one.tensor.device), one.tensor.data_ptr(), i, one) for i, one in enumerate(locals_) if one.tensor.numel()), key=lambda entry: entry[:3]
+        ((str(one.tensor.device), one.tensor.data_ptr(), i, one) for i, one in enumerate(locals_) if one.tensor.numel()),
+        key=lambda entry: entry[:3],
     )
     reaches: tuple[str, int, int, LocalTensor] | None = None  # (device, end, place, tensor) that reaches furthest so far
     for device, begin, i, one in ranges:

@@ -29,7 +29,7 @@ class Piece(torch.Tensor):
         piece.local, piece.region = local, region
         return piece
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         shape = torch.Size(self.region.shape)
         return shape if dim is None else shape[dim]
 
@@ -39,7 +39,7 @@ class Piece(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
         return Piece(self.local.clone(), self.region)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Piece({self.region}, {self.local.dtype})"
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

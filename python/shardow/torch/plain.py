@@ -33,7 +33,9 @@ class PlainAdapter:
 
     def local(self, slot: Slot) -> LocalTensor:
         tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
-        return LocalTensor(slot.name, self.memory(slot), _core.Region.whole(list(tensor.shape)), tensor.requires_grad, replicas, bool(replicas))
+        return LocalTensor(
+            slot.name, self.memory(slot), _core.Region.whole(list(tensor.shape)), tensor.requires_grad, replicas, bool(replicas)
+        )
 
     def memory(self, slot: Slot) -> torch.Tensor:
         return plain_memory(slot.name, slot.recorded)

@@ -40,7 +40,10 @@ def region_of(name: str, tensor: Any) -> _core.Region:
     held = tuple(tensor._local_tensor.shape)  # the public to_local() makes a view each time, with a grad_fn
     said = tuple(sum(end - begin for begin, end in dim) for dim in dims)
     if math.prod(held) != region.size or (region.size and held != said):  # an empty shard may be (0, 0) where (1, 0) is said
-        raise _errors.make("unsupported", f"'{name}' holds {list(held)} here, {math.prod(held)} elements, where its placements {tensor.placements} say {region}")
+        raise _errors.make(
+            "unsupported",
+            f"'{name}' holds {list(held)} here, {math.prod(held)} elements, where its placements {tensor.placements} say {region}",
+        )
     return region
 
 

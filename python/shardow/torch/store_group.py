@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from shardow import _core, _errors
 
@@ -43,7 +45,7 @@ class StoreGroup(_core.Group):
         self.ranks: list[int] = dist.get_process_group_ranks(process_group)
         self.rank = dist.get_rank(process_group)
         self.size = len(self.ranks)
-        self._store = dist.PrefixStore(f"shardow/{process_group.group_name}", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(f"shardow/{process_group.group_name}", dist.distributed_c10d._get_default_store())
         self._round = 0
 
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
@@ -51,7 +53,7 @@ class StoreGroup(_core.Group):
         began, this = time.monotonic(), self._round
         self._round += 1
         keys = [f"{this}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], mine)
+        self._store.set(keys[self.rank], mine)  # type: ignore[arg-type]
         try:
             self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
             seen = _ALL_THERE
@@ -68,7 +70,8 @@ class StoreGroup(_core.Group):
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
         """Combines 64-bit words in place: op is "sum", "max" or "xor"."""
         words = values.cast("B").cast("Q")
-        combine = {"sum": lambda a, b: (a + b) & (2**64 - 1), "max": max, "xor": lambda a, b: a ^ b}[op]
+        combinations: dict[str, Callable[[int, int], int]] = {"sum": lambda a, b: (a + b) & (2**64 - 1), "max": max, "xor": lambda a, b: a ^ b}
+        combine = combinations[op]
         result = [0] * len(words)
         for one in self.all_gather(bytes(values), seconds):
             result = [combine(a, b) for a, b in zip(result, memoryview(one).cast("Q"), strict=True)]
@@ -77,14 +80,13 @@ class StoreGroup(_core.Group):
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
         """Copies root's bytes into everybody's, through the process group."""
-        work = dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True)
-        work.wait(timedelta(seconds=seconds))
+        _wait(dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), seconds)
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
-        dist.isend(_tensor(data), group_dst=to, group=self._process_group()).wait(timedelta(seconds=seconds))
+        _wait(dist.isend(_tensor(data), group_dst=to, group=self._process_group()), seconds)
 
     def recv(self, data: memoryview, source: int, seconds: float) -> None:
-        dist.irecv(_tensor(data), group_src=source, group=self._process_group()).wait(timedelta(seconds=seconds))
+        _wait(dist.irecv(_tensor(data), group_src=source, group=self._process_group()), seconds)
 
     def _forget(self, past: int) -> None:
         if past < 0:
@@ -92,6 +94,11 @@ class StoreGroup(_core.Group):
         self._store.delete_key(f"{past}/{self.rank}")
         if self.rank == 0:
             self._store.delete_key(f"{past}/verdict")
+
+
+def _wait(work: dist.Work | None, seconds: float) -> None:
+    if work is not None:
+        work.wait(timedelta(seconds=seconds))
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

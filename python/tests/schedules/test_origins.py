@@ -36,13 +36,15 @@ GRID: dict[str, list[dict[str, Any]]] = {
 def source_of(module: str, file: str) -> Path:
     """A file of an installed package whose import needs more than this machine has."""
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / file
 
 
 def timm(**options: Any) -> Callable[[int], float]:
     spec = importlib.util.spec_from_file_location("timm_model_ema", source_of("timm", "utils/model_ema.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     names = {"gamma": "warmup_gamma", "power": "warmup_power"}
@@ -57,7 +59,9 @@ def diffusers(**options: Any) -> Callable[[int], float]:
     return lambda n: float(ema.get_decay(n))
 
 
-def inverse_gamma(inv_gamma: float = 1.0, power: float = 1.0, min_decay: float = 0.0, max_decay: float = 1.0, start: int = 0) -> Callable[[int], float]:
+def inverse_gamma(
+    inv_gamma: float = 1.0, power: float = 1.0, min_decay: float = 0.0, max_decay: float = 1.0, start: int = 0
+) -> Callable[[int], float]:
     tree = ast.parse(source_of("k_diffusion", "utils.py").read_text())
     (cls,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EMAWarmup"]
     space: dict[str, Any] = {}
@@ -131,7 +135,9 @@ ORIGINS: dict[str, Callable[..., Callable[[int], float]]] = {
 BOUNDS = {"ema_pytorch": 2.0**-23, "warmup": 2.0**-52, "mean": 2.0**-52}
 
 
-@pytest.mark.parametrize(("kind", "options"), [(kind, options) for kind, grid in GRID.items() for options in grid], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("kind", "options"), [(kind, options) for kind, grid in GRID.items() for options in grid], ids=lambda value: str(value)
+)
 def test_equals_its_origin_step_by_step(kind: str, options: dict[str, Any]) -> None:
     ours, origin = getattr(schedules, kind)(**options), ORIGINS[kind](**options)
     seen = set()
@@ -195,7 +201,14 @@ def test_half_life_in_samples_ignores_the_batch_size() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in schedules.__all__ if kind not in ("as_schedules", "mean", "half_life_in_samples")])
 def test_every_kth_step_multiplies_the_decays(kind: str) -> None:
-    numbers = {"half_life": (50,), "half_life_fraction": (0.1,), "inverse_gamma": (), "linear": (0.5, 0.9, 40), "cosine": (0.5, 0.9, 40), "power": (0.1,)}
+    numbers = {
+        "half_life": (50,),
+        "half_life_fraction": (0.1,),
+        "inverse_gamma": (),
+        "linear": (0.5, 0.9, 40),
+        "cosine": (0.5, 0.9, 40),
+        "power": (0.1,),
+    }
     ours = getattr(schedules, kind)(*numbers.get(kind, (0.9,)))
     for last in (120, 130, 400):
         delta = 7
@@ -208,7 +221,16 @@ def test_every_kth_step_multiplies_the_decays(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", schedules.__all__[1:])
 def test_json_and_back(kind: str) -> None:
-    numbers = {"half_life": (50,), "half_life_in_samples": (1e6,), "half_life_fraction": (0.1,), "inverse_gamma": (), "linear": (0.5, 0.9, 40), "cosine": (0.5, 0.9, 40), "power": (0.1,), "mean": ()}
+    numbers = {
+        "half_life": (50,),
+        "half_life_in_samples": (1e6,),
+        "half_life_fraction": (0.1,),
+        "inverse_gamma": (),
+        "linear": (0.5, 0.9, 40),
+        "cosine": (0.5, 0.9, 40),
+        "power": (0.1,),
+        "mean": (),
+    }
     ours = getattr(schedules, kind)(*numbers.get(kind, (0.1 + 0.2,)))
     assert type(ours).from_json(ours.to_json()) == ours
     assert getattr(schedules, kind).__doc__

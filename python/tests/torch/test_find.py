@@ -102,7 +102,7 @@ def test_parameters_on_the_same_memory_are_one() -> None:
     for other in model[1:]:
         other.weight.data = model[0].weight.data
     view = find(model)
-    assert [(local.name, local.aliases) for local in view.parameters][0] == ("0.weight", ("1.weight", "2.weight"))
+    assert next((local.name, local.aliases) for local in view.parameters) == ("0.weight", ("1.weight", "2.weight"))
     assert [local.name for local in view.parameters] == ["0.weight", "0.bias", "1.bias", "2.bias"]
 
 
@@ -238,7 +238,9 @@ def loose_dtensors() -> None:
     model.register_buffer("table", distribute_tensor(full, mesh, [Shard(0)]))
     view = find(model)
     for local in [*view.parameters, *view.buffers]:
-        assert torch.equal(local.tensor.reshape(-1), values_in(full if local.name != "scalar" else torch.tensor(3.0), local.region)), local.name
+        assert torch.equal(local.tensor.reshape(-1), values_in(full if local.name != "scalar" else torch.tensor(3.0), local.region)), (
+            local.name
+        )
     assert [len(local.replicas) for local in view.parameters] == [0, 1, 1]
     assert [local.name for local in view.buffers] == ["table"]
     assert view.unchanged()

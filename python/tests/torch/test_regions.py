@@ -72,7 +72,9 @@ def test_tensor_parallel_under_fully_shard(style: Any, sizes: tuple[int, ...], n
                 for name, p in model[0].named_parameters():
                     region = region_of(name, p)
                     assert indices(region) == p._local_tensor.flatten().tolist(), (name, rows, columns, rank, p.placements)
-                    for dim, placement in enumerate(p.placements):  # not replicas_of(): torch keeps meshes, whose fake groups are gone, between ranks
+                    for dim, placement in enumerate(
+                        p.placements
+                    ):  # not replicas_of(): torch keeps meshes, whose fake groups are gone, between ranks
                         if placement.is_replicate():
                             region = region.part(p.device_mesh.get_coordinate()[dim], p.device_mesh.size(dim), align=1)
                     parts[name].append(region)
@@ -95,7 +97,9 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
     with fake_rank(3, 4):
         mesh = DeviceMesh("cpu", [0, 1])
         for shape in [(4, 2), ()]:
-            tensor = DTensor.from_local(torch.empty(0), mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=counted(*shape).stride())
+            tensor = DTensor.from_local(
+                torch.empty(0), mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=counted(*shape).stride()
+            )
             assert region_of("t", tensor).size == 0
             assert replicas_of(tensor) == ()
 

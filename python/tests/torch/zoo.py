@@ -78,7 +78,9 @@ def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Mo
         options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy}
         if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
             options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
-        units = [name for name, _ in model.named_children()] if frozen else list(_units(model))  # a flat parameter is all frozen or all trained
+        units = (
+            [name for name, _ in model.named_children()] if frozen else list(_units(model))
+        )  # a flat parameter is all frozen or all trained
         for name in units:
             setattr(model, name, FullyShardedDataParallel(getattr(model, name), **options))
         return FullyShardedDataParallel(model, **options)

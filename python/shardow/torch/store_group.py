@@ -70,7 +70,11 @@ class StoreGroup(_core.Group):
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
         """Combines 64-bit words in place: op is "sum", "max" or "xor"."""
         words = values.cast("B").cast("Q")
-        combinations: dict[str, Callable[[int, int], int]] = {"sum": lambda a, b: (a + b) & (2**64 - 1), "max": max, "xor": lambda a, b: a ^ b}
+        combinations: dict[str, Callable[[int, int], int]] = {
+            "sum": lambda a, b: (a + b) & (2**64 - 1),
+            "max": max,
+            "xor": lambda a, b: a ^ b,
+        }
         combine = combinations[op]
         result = [0] * len(words)
         for one in self.all_gather(bytes(values), seconds):

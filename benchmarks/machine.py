@@ -19,7 +19,7 @@ def facts() -> list[tuple[str, str]]:
         ("processor", f"{_model()}, {os.cpu_count()} cores, last cache {_last_cache()}"),
         ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"),
         ("instruction set in use", _core.simd_target()),
-        ("system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}"),
+        ("system", f"{platform.system()}, Python {platform.python_version()}"),
         ("versions", ", ".join(f"{name} {version(name)}" for name in ("torch", "timm", "diffusers", "ema-pytorch", "torch-ema"))),
     ]
 

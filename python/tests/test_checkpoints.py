@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import shardow
+from shardow import _gather
 
 DECAYS = [0.9, 0.99999]
 Full = dict[str, dict[str, torch.Tensor]]
@@ -30,7 +31,7 @@ def step(model: torch.nn.Module, ema: shardow.EMA, steps: int, seed: int) -> Non
         for local in ema._view.parameters:
             generator = torch.Generator().manual_seed(hash((seed, i)) % 2**31)
             full = torch.randn(tuple(local.region.shape), generator=generator)
-            shardow.ema._gather.take(full, local.region, local.tensor.view(-1))
+            _gather.take(full, local.region, local.tensor.view(-1))
         ema.update()
 
 

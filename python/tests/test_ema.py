@@ -369,7 +369,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"decay": 1.5}, ValueError, "1.5"),
     ({"decay": -0.1}, ValueError, "-0.1"),
     ({"decay": math.nan}, ValueError, "nan"),
-    ({"decay": []}, ValueError, ""),
+    ({"decay": []}, ValueError, "decay"),
     ({"decay": [0.9, 0.9]}, ValueError, "twice"),
     ({"decay": "fast"}, (ValueError, TypeError), "fast"),  # type: ignore[list-item]
     ({"momentum": 0.1}, TypeError, r"decay=0\.9"),

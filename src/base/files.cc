@@ -1,0 +1,158 @@
+#include "base/files.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <system_error>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace shardow::base {
+namespace {
+
+constexpr size_t kMostBytes = size_t{1} << 30;  // per call: Linux moves 0x7ffff000 at most
+
+std::atomic<Syscalls*> replaced{nullptr};
+
+/// Calls `call` until it is not interrupted.
+template <class Call>
+auto uninterrupted(Call call) {
+  auto result = call();
+  while (result == -1 && errno == EINTR) result = call();
+  return result;
+}
+
+int open_or_fail(const Path& path, int flags, const char* what) {
+  const int fd = uninterrupted([&] { return syscalls().open(path.c_str(), flags | O_CLOEXEC, 0666); });
+  if (fd < 0) fail_io(errno, path, what);
+  return fd;
+}
+
+}  // namespace
+
+int Syscalls::open(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
+int Syscalls::close(int fd) { return ::close(fd); }
+ssize_t Syscalls::pread(int fd, void* data, size_t bytes, off_t offset) { return ::pread(fd, data, bytes, offset); }
+ssize_t Syscalls::pwrite(int fd, const void* data, size_t bytes, off_t offset) { return ::pwrite(fd, data, bytes, offset); }
+int Syscalls::ftruncate(int fd, off_t length) { return ::ftruncate(fd, length); }
+int Syscalls::fsync(int fd) { return ::fsync(fd); }
+int Syscalls::rename(const char* from, const char* to) { return ::rename(from, to); }
+int Syscalls::exchange(const char* a, const char* b) {
+  return static_cast<int>(::syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE));
+}
+int Syscalls::unlink(const char* path) { return ::unlink(path); }
+int Syscalls::mkdir(const char* path, mode_t mode) { return ::mkdir(path, mode); }
+int Syscalls::rmdir(const char* path) { return ::rmdir(path); }
+int Syscalls::statvfs(const char* path, struct statvfs* out) { return ::statvfs(path, out); }
+
+Syscalls& syscalls() noexcept {
+  static Syscalls kernel;
+  Syscalls* const replacement = replaced.load(std::memory_order_acquire);
+  return replacement != nullptr ? *replacement : kernel;
+}
+
+Syscalls* replace_syscalls(Syscalls* replacement) noexcept { return replaced.exchange(replacement, std::memory_order_acq_rel); }
+
+void fail_io(int error, const Path& path, const char* what) {
+  const Code code = error == ENOENT || error == ENOTDIR ? Code::kNotFound : error == ENOSPC || error == EDQUOT ? Code::kOutOfSpace : Code::kIo;
+  throw Error(code, fmt::format("{}: {}: {}", path.string(), what, std::generic_category().message(error)), error);
+}
+
+File File::open(const Path& path) { return {open_or_fail(path, O_RDONLY, "cannot open"), path}; }
+File File::open_for_writing(const Path& path) { return {open_or_fail(path, O_WRONLY, "cannot open for writing"), path}; }
+File File::create(const Path& path) { return {open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "cannot create"), path}; }
+
+File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  std::swap(path_, other.path_);
+  return *this;
+}
+
+File::~File() {
+  if (fd_ >= 0) syscalls().close(fd_);
+}
+
+int64_t File::size() const {
+  struct stat found {};
+  if (::fstat(fd_, &found) != 0) fail_io(errno, path_, "cannot stat");
+  if (!S_ISREG(found.st_mode)) fail(Code::kInvalidArgument, "{} is not a regular file", path_.string());
+  return found.st_size;
+}
+
+void File::read(std::span<std::byte> data, int64_t offset) const {
+  while (!data.empty()) {
+    const size_t most = std::min(data.size(), kMostBytes);
+    const ssize_t done = uninterrupted([&] { return syscalls().pread(fd_, data.data(), most, offset); });
+    if (done < 0) fail_io(errno, path_, "cannot read");
+    if (done == 0) fail(Code::kCorrupt, "{} ends at byte {}, {} bytes short: it became shorter while it was read", path_.string(), offset, data.size());
+    data = data.subspan(static_cast<size_t>(done));
+    offset += done;
+  }
+}
+
+void File::write(std::span<const std::byte> data, int64_t offset) {
+  while (!data.empty()) {
+    const size_t most = std::min(data.size(), kMostBytes);
+    const ssize_t done = uninterrupted([&] { return syscalls().pwrite(fd_, data.data(), most, offset); });
+    if (done < 0) fail_io(errno, path_, "cannot write");
+    if (done == 0) fail_io(EIO, path_, "nothing was written");
+    data = data.subspan(static_cast<size_t>(done));
+    offset += done;
+  }
+}
+
+void File::set_size(int64_t bytes) {
+  if (uninterrupted([&] { return syscalls().ftruncate(fd_, bytes); }) != 0) fail_io(errno, path_, "cannot set its size");
+}
+
+void File::sync() {
+  if (uninterrupted([&] { return syscalls().fsync(fd_); }) != 0) fail_io(errno, path_, "cannot flush");
+}
+
+/// Not repeated after EINTR: on Linux the descriptor is gone by then.
+void File::close() {
+  const int fd = std::exchange(fd_, -1);
+  if (fd >= 0 && syscalls().close(fd) != 0 && errno != EINTR) fail_io(errno, path_, "cannot close");
+}
+
+void rename(const Path& from, const Path& to) {
+  if (syscalls().rename(from.c_str(), to.c_str()) != 0) fail_io(errno, to, "cannot be put in place");
+}
+
+bool exchange(const Path& a, const Path& b) {
+  if (syscalls().exchange(a.c_str(), b.c_str()) == 0) return true;
+  if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) return false;
+  fail_io(errno, b, "cannot be exchanged");
+}
+
+void remove_file(const Path& path) {
+  if (syscalls().unlink(path.c_str()) != 0 && errno != ENOENT) fail_io(errno, path, "cannot remove");
+}
+
+void make_directory(const Path& path) {
+  if (syscalls().mkdir(path.c_str(), 0777) != 0) fail_io(errno, path, "cannot make the directory");
+}
+
+void sync_directory(const Path& path) {
+  File directory = File::open(path);
+  directory.sync();
+  directory.close();
+}
+
+int64_t free_bytes(const Path& directory) {
+  struct statvfs found {};
+  if (syscalls().statvfs(directory.c_str(), &found) != 0) fail_io(errno, directory, "cannot ask for its free space");
+  return static_cast<int64_t>(found.f_bavail) * static_cast<int64_t>(found.f_frsize);
+}
+
+}  // namespace shardow::base

@@ -1,0 +1,75 @@
+// Files: handles that close themselves, calls that finish what they began, errors that say path and reason.
+//
+// Syscalls is the one seam between shardow and the kernel's files: tests put a failing disk behind it.
+#pragma once
+
+#include <sys/statvfs.h>
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+
+namespace shardow::base {
+
+using Path = std::filesystem::path;
+
+/// The system calls that files need; each is the call of its name: -1 and errno on failure.
+class Syscalls {
+ public:
+  virtual ~Syscalls() = default;
+  virtual int open(const char* path, int flags, mode_t mode);
+  virtual int close(int fd);
+  virtual ssize_t pread(int fd, void* data, size_t bytes, off_t offset);
+  virtual ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset);
+  virtual int ftruncate(int fd, off_t length);
+  virtual int fsync(int fd);
+  virtual int rename(const char* from, const char* to);
+  virtual int exchange(const char* a, const char* b);  ///< renameat2(RENAME_EXCHANGE)
+  virtual int unlink(const char* path);
+  virtual int mkdir(const char* path, mode_t mode);
+  virtual int rmdir(const char* path);
+  virtual int statvfs(const char* path, struct statvfs* out);
+};
+
+Syscalls& syscalls() noexcept;                              ///< the kernel's, unless a test has put something before them
+Syscalls* replace_syscalls(Syscalls* replacement) noexcept;  ///< for tests; nullptr: the kernel's. Returns what was there
+
+/// Throws what `error` means: kNotFound, kOutOfSpace (disk or quota) or kIo, with "path: what: strerror".
+[[noreturn]] void fail_io(int error, const Path& path, const char* what);
+
+class File {
+ public:
+  static File open(const Path& path);                 ///< for reading
+  static File open_for_writing(const Path& path);     ///< an existing file, never read: on NFS boundary pages must not be cached
+  static File create(const Path& path);               ///< a new file, mode 0666 & ~umask; kIo with EEXIST where there is one
+  File(File&& other) noexcept;
+  File& operator=(File&& other) noexcept;
+  ~File();
+
+  const Path& path() const noexcept { return path_; }
+  int64_t size() const;  ///< bytes, now
+
+  /// All of `data`, however many calls it takes. Throws kCorrupt where the file ends before: it was longer when it was planned.
+  void read(std::span<std::byte> data, int64_t offset) const;
+  void write(std::span<const std::byte> data, int64_t offset);
+  void set_size(int64_t bytes);
+  void sync();
+  void close();  ///< reports what closing finds out (NFS writes then); the destructor can't
+
+ private:
+  File(int fd, Path path) noexcept : fd_(fd), path_(std::move(path)) {}
+  int fd_;
+  Path path_;
+};
+
+void rename(const Path& from, const Path& to);
+bool exchange(const Path& a, const Path& b);  ///< atomically; false where the file system cannot
+void remove_file(const Path& path);           ///< it may be gone already
+void make_directory(const Path& path);
+void sync_directory(const Path& path);        ///< so that names in it survive a crash
+int64_t free_bytes(const Path& directory);    ///< for us, on its file system
+
+}  // namespace shardow::base

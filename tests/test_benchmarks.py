@@ -1,0 +1,21 @@
+"""The benchmarks run from end to end, with every peer doing the same work; how fast is not tested."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
+    performance = (ROOT / "docs" / "performance.md").read_bytes()
+    command = [sys.executable, "-W", "error::UserWarning", "-m", "benchmarks", "--quick", "--no-write"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("torch foreach lerp", "the sources", "AveragedModel", "timm ModelEmaV3", "diffusers EMAModel", "ema-pytorch", "torch-ema", "limit"):
+        assert name in done.stdout
+    for bar in ("times foreach lerp", "times AveragedModel", "import shardow", "beyond the copy"):
+        assert bar in done.stdout
+    assert (ROOT / "docs" / "performance.md").read_bytes() == performance

@@ -38,20 +38,42 @@ int open_or_fail(const Path& path, int flags, const char* what) {
 
 }  // namespace
 
-int Syscalls::open(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
-int Syscalls::close(int fd) { return ::close(fd); }
-ssize_t Syscalls::pread(int fd, void* data, size_t bytes, off_t offset) { return ::pread(fd, data, bytes, offset); }
-ssize_t Syscalls::pwrite(int fd, const void* data, size_t bytes, off_t offset) { return ::pwrite(fd, data, bytes, offset); }
-int Syscalls::ftruncate(int fd, off_t length) { return ::ftruncate(fd, length); }
-int Syscalls::fsync(int fd) { return ::fsync(fd); }
-int Syscalls::rename(const char* from, const char* to) { return ::rename(from, to); }
+int Syscalls::open(const char* path, int flags, mode_t mode) {
+  return ::open(path, flags, mode);
+}
+int Syscalls::close(int fd) {
+  return ::close(fd);
+}
+ssize_t Syscalls::pread(int fd, void* data, size_t bytes, off_t offset) {
+  return ::pread(fd, data, bytes, offset);
+}
+ssize_t Syscalls::pwrite(int fd, const void* data, size_t bytes, off_t offset) {
+  return ::pwrite(fd, data, bytes, offset);
+}
+int Syscalls::ftruncate(int fd, off_t length) {
+  return ::ftruncate(fd, length);
+}
+int Syscalls::fsync(int fd) {
+  return ::fsync(fd);
+}
+int Syscalls::rename(const char* from, const char* to) {
+  return ::rename(from, to);
+}
 int Syscalls::exchange(const char* a, const char* b) {
   return static_cast<int>(::syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE));
 }
-int Syscalls::unlink(const char* path) { return ::unlink(path); }
-int Syscalls::mkdir(const char* path, mode_t mode) { return ::mkdir(path, mode); }
-int Syscalls::rmdir(const char* path) { return ::rmdir(path); }
-int Syscalls::statvfs(const char* path, struct statvfs* out) { return ::statvfs(path, out); }
+int Syscalls::unlink(const char* path) {
+  return ::unlink(path);
+}
+int Syscalls::mkdir(const char* path, mode_t mode) {
+  return ::mkdir(path, mode);
+}
+int Syscalls::rmdir(const char* path) {
+  return ::rmdir(path);
+}
+int Syscalls::statvfs(const char* path, struct statvfs* out) {
+  return ::statvfs(path, out);
+}
 
 Syscalls& syscalls() noexcept {
   static Syscalls kernel;
@@ -59,16 +81,26 @@ Syscalls& syscalls() noexcept {
   return replacement != nullptr ? *replacement : kernel;
 }
 
-Syscalls* replace_syscalls(Syscalls* replacement) noexcept { return replaced.exchange(replacement, std::memory_order_acq_rel); }
+Syscalls* replace_syscalls(Syscalls* replacement) noexcept {
+  return replaced.exchange(replacement, std::memory_order_acq_rel);
+}
 
 void fail_io(int error, const Path& path, const char* what) {
-  const Code code = error == ENOENT || error == ENOTDIR ? Code::kNotFound : error == ENOSPC || error == EDQUOT ? Code::kOutOfSpace : Code::kIo;
+  const Code code = error == ENOENT || error == ENOTDIR  ? Code::kNotFound
+                    : error == ENOSPC || error == EDQUOT ? Code::kOutOfSpace
+                                                         : Code::kIo;
   throw Error(code, fmt::format("{}: {}: {}", path.string(), what, std::generic_category().message(error)), error);
 }
 
-File File::open(const Path& path) { return {open_or_fail(path, O_RDONLY, "cannot open"), path}; }
-File File::open_for_writing(const Path& path) { return {open_or_fail(path, O_WRONLY, "cannot open for writing"), path}; }
-File File::create(const Path& path) { return {open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "cannot create"), path}; }
+File File::open(const Path& path) {
+  return {open_or_fail(path, O_RDONLY, "cannot open"), path};
+}
+File File::open_for_writing(const Path& path) {
+  return {open_or_fail(path, O_WRONLY, "cannot open for writing"), path};
+}
+File File::create(const Path& path) {
+  return {open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "cannot create"), path};
+}
 
 File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
 
@@ -94,7 +126,8 @@ void File::read(std::span<std::byte> data, int64_t offset) const {
     const size_t most = std::min(data.size(), kMostBytes);
     const ssize_t done = uninterrupted([&] { return syscalls().pread(fd_, data.data(), most, offset); });
     if (done < 0) fail_io(errno, path_, "cannot read");
-    if (done == 0) fail(Code::kCorrupt, "{} ends at byte {}, {} bytes short: it became shorter while it was read", path_.string(), offset, data.size());
+    if (done == 0)
+      fail(Code::kCorrupt, "{} ends at byte {}, {} bytes short: it became shorter while it was read", path_.string(), offset, data.size());
     data = data.subspan(static_cast<size_t>(done));
     offset += done;
   }

@@ -34,7 +34,7 @@ class Syscalls {
   virtual int statvfs(const char* path, struct statvfs* out);
 };
 
-Syscalls& syscalls() noexcept;                              ///< the kernel's, unless a test has put something before them
+Syscalls& syscalls() noexcept;                               ///< the kernel's, unless a test has put something before them
 Syscalls* replace_syscalls(Syscalls* replacement) noexcept;  ///< for tests; nullptr: the kernel's. Returns what was there
 
 /// Throws what `error` means: kNotFound, kOutOfSpace (disk or quota) or kIo, with "path: what: strerror".
@@ -42,9 +42,9 @@ Syscalls* replace_syscalls(Syscalls* replacement) noexcept;  ///< for tests; nul
 
 class File {
  public:
-  static File open(const Path& path);                 ///< for reading
-  static File open_for_writing(const Path& path);     ///< an existing file, never read: on NFS boundary pages must not be cached
-  static File create(const Path& path);               ///< a new file, mode 0666 & ~umask; kIo with EEXIST where there is one
+  static File open(const Path& path);              ///< for reading
+  static File open_for_writing(const Path& path);  ///< an existing file, never read: on NFS boundary pages must not be cached
+  static File create(const Path& path);            ///< a new file, mode 0666 & ~umask; kIo with EEXIST where there is one
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
   ~File();
@@ -69,7 +69,7 @@ void rename(const Path& from, const Path& to);
 bool exchange(const Path& a, const Path& b);  ///< atomically; false where the file system cannot
 void remove_file(const Path& path);           ///< it may be gone already
 void make_directory(const Path& path);
-void sync_directory(const Path& path);        ///< so that names in it survive a crash
-int64_t free_bytes(const Path& directory);    ///< for us, on its file system
+void sync_directory(const Path& path);      ///< so that names in it survive a crash
+int64_t free_bytes(const Path& directory);  ///< for us, on its file system
 
 }  // namespace shardow::base

@@ -1,0 +1,176 @@
+// simdjson checks UTF-8 and the whole document and keeps duplicate keys visible; what remains are the format's own rules.
+#include <simdjson.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "file/header.h"
+#include "tensor/dtype.h"
+
+namespace shardow::file {
+namespace {
+
+using base::fail;
+using simdjson::dom::element;
+using simdjson::dom::element_type;
+
+constexpr size_t kMostDepth = 128;  // serde_json's
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+
+template <typename... Args>
+[[noreturn]] void corrupt(std::string_view where, fmt::format_string<Args...> message, Args&&... args) {
+  fail(Code::kCorrupt, "{}: {}", where, fmt::format(message, std::forward<Args>(args)...));
+}
+
+/// True for a "-0" outside of strings: simdjson reads it as the integer 0, the reference parser as a float, which is no size.
+bool has_negative_zero(std::string_view json) {
+  if (json.find("-0") == std::string_view::npos) return false;
+  bool quoted = false;
+  for (size_t i = 0; i < json.size(); ++i) {
+    const char c = json[i];
+    if (quoted && c == '\\') {
+      ++i;
+    } else if (c == '"') {
+      quoted = !quoted;
+    } else if (!quoted && c == '-' && i + 1 < json.size() && json[i + 1] == '0') {
+      return true;
+    }
+  }
+  return false;
+}
+
+int64_t to_size(element value, std::string_view where, std::string_view name, const char* what) {
+  if (value.type() == element_type::UINT64) corrupt(where, "tensor '{}': {} {} is too large", name, what, uint64_t(value));
+  if (value.type() != element_type::INT64 || int64_t(value) < 0) corrupt(where, "tensor '{}': {} is no unsigned integer", name, what);
+  return int64_t(value);
+}
+
+Shape to_shape(element value, std::string_view where, std::string_view name) {
+  if (!value.is_array()) corrupt(where, "tensor '{}': its shape is no list", name);
+  Shape shape;
+  for (const element size : value.get_array()) shape.push_back(to_size(size, where, name, "a size in its shape"));
+  return shape;
+}
+
+std::pair<int64_t, int64_t> to_offsets(element value, std::string_view where, std::string_view name) {
+  if (!value.is_array() || value.get_array().size() != 2) corrupt(where, "tensor '{}': its data_offsets are not two numbers", name);
+  const simdjson::dom::array both = value.get_array();
+  return {to_size(both.at(0), where, name, "a data_offset"), to_size(both.at(1), where, name, "a data_offset")};
+}
+
+/// Bytes of a dense tensor.
+int64_t size_of(const Entry& entry, std::string_view where) {
+  unsigned __int128 bits = static_cast<unsigned>(dtype_bits(entry.dtype));
+  if (std::find(entry.shape.begin(), entry.shape.end(), 0) != entry.shape.end()) return 0;
+  for (const int64_t size : entry.shape) {
+    bits *= static_cast<uint64_t>(size);
+    if (bits / 8 > static_cast<unsigned __int128>(kMost))
+      corrupt(where, "tensor '{}' of shape [{}] has more bytes than 2^63", entry.name, fmt::join(entry.shape, ", "));
+  }
+  if (bits % 8 != 0) corrupt(where, "tensor '{}' of shape [{}] is no whole number of bytes", entry.name, fmt::join(entry.shape, ", "));
+  return static_cast<int64_t>(bits / 8);
+}
+
+Entry to_entry(std::string_view name, element value, std::string_view where) {
+  if (!value.is_object()) corrupt(where, "tensor '{}' is described by no object", name);
+  std::optional<element> dtype, shape, offsets;
+  std::unordered_set<std::string_view> seen;
+  for (const auto& [key, field] : value.get_object()) {
+    if (!seen.insert(key).second) corrupt(where, "tensor '{}' has '{}' twice", name, key);
+    if (key == "dtype") dtype = field;
+    if (key == "shape") shape = field;
+    if (key == "data_offsets") offsets = field;
+  }
+  if (!dtype || !shape || !offsets) corrupt(where, "tensor '{}' lacks its {}", name, !dtype ? "dtype" : !shape ? "shape" : "data_offsets");
+  if (!dtype->is_string()) corrupt(where, "tensor '{}': its dtype is no text", name);
+  const std::string_view spelled = dtype->get_string();
+  const std::optional<DType> known = find_dtype(spelled);
+  if (!known) corrupt(where, "tensor '{}' has the unknown dtype '{}'", name, spelled);
+  Entry entry{std::string(name), *known, to_shape(*shape, where, name), 0, 0};
+  std::tie(entry.begin, entry.end) = to_offsets(*offsets, where, name);
+  if (entry.shape.size() > static_cast<size_t>(kMaxDims))
+    corrupt(where, "tensor '{}' has {} dimensions; {} is the most", name, entry.shape.size(), kMaxDims);
+  return entry;
+}
+
+Metadata to_metadata(element value, std::string_view where) {
+  Metadata metadata;
+  if (value.is_null()) return metadata;
+  if (!value.is_object()) corrupt(where, "__metadata__ is no object");
+  for (const auto& [key, text] : value.get_object()) {
+    if (!text.is_string()) corrupt(where, "__metadata__ '{}' is no text", key);
+    if (!metadata.emplace(key, std::string_view(text.get_string())).second) corrupt(where, "__metadata__ has '{}' twice", key);
+  }
+  return metadata;
+}
+
+/// Ascending, adjacent, of the right sizes, and as much as there is.
+void check_layout(std::vector<Entry>& entries, int64_t data_bytes, std::string_view where) {
+  std::stable_sort(entries.begin(), entries.end(),
+                   [](const Entry& a, const Entry& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+  int64_t at = 0;
+  for (const Entry& entry : entries) {
+    if (entry.begin != at || entry.end < entry.begin) {
+      corrupt(where, "tensor '{}' has bytes [{}, {}) where byte {} should be its first: tensors lie one after another", entry.name,
+              entry.begin, entry.end, at);
+    }
+    if (const int64_t size = size_of(entry, where); entry.end - entry.begin != size) {
+      corrupt(where, "tensor '{}', {} of shape [{}], takes {} bytes and has {}", entry.name, dtype_name(entry.dtype),
+              fmt::join(entry.shape, ", "), size, entry.end - entry.begin);
+    }
+    at = entry.end;
+  }
+  if (at != data_bytes)
+    corrupt(where, "its tensors end at byte {} of the data, which has {} bytes: the file was cut off, or is something else as well", at,
+            data_bytes);
+}
+
+}  // namespace
+
+Header parse_header(std::string_view json, int64_t data_bytes, std::string_view where) {
+  simdjson::dom::parser parser(kMostHeaderBytes + 1);
+  element root;
+  simdjson::error_code error = parser.allocate(std::max<size_t>(json.size(), 1), kMostDepth);
+  if (error == simdjson::SUCCESS) error = parser.parse(json.data(), json.size()).get(root);
+  if (error != simdjson::SUCCESS) corrupt(where, "its header is no JSON: {}", simdjson::error_message(error));
+  if (!root.is_object()) corrupt(where, "its header is no JSON object");
+  if (has_negative_zero(json)) corrupt(where, "-0 stands in its header, where only unsigned integers may");
+  Header header;
+  header.data_begin = kLengthBytes + static_cast<int64_t>(json.size());
+  std::unordered_set<std::string_view> seen;
+  for (const auto& [key, value] : root.get_object()) {
+    if (!seen.insert(key).second) corrupt(where, "'{}' is there twice", key);
+    if (key == "__metadata__") {
+      header.metadata = to_metadata(value, where);
+    } else {
+      header.entries.push_back(to_entry(key, value, where));
+    }
+  }
+  check_layout(header.entries, data_bytes, where);
+  return header;
+}
+
+Header read_header(const base::File& file) {
+  const std::string where = file.path().string();
+  const int64_t size = file.size();
+  if (size < kLengthBytes) corrupt(where, "{} bytes are no safetensors file", size);
+  uint64_t length = 0;
+  file.read(std::as_writable_bytes(std::span(&length, 1)), 0);
+  static_assert(std::endian::native == std::endian::little);
+  if (length > static_cast<uint64_t>(kMostHeaderBytes))
+    corrupt(where, "its header claims {} bytes; {} is the most", length, kMostHeaderBytes);
+  if (static_cast<int64_t>(length) > size - kLengthBytes) corrupt(where, "its header claims {} bytes, the file has {}", length, size);
+  std::string json(length, '\0');
+  file.read(std::as_writable_bytes(std::span(json)), kLengthBytes);
+  return parse_header(json, size - kLengthBytes - static_cast<int64_t>(length), where);
+}
+
+}  // namespace shardow::file

@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "file/header.h"
+#include "file/json.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -14,36 +15,21 @@ namespace {
 
 using base::fail;
 
-void append_text(std::string& out, std::string_view text) {
-  out += '"';
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      fmt::format_to(std::back_inserter(out), "\\u{:04x}", static_cast<unsigned>(c));
-    } else {
-      out += c;
-    }
-  }
-  out += '"';
-}
-
 void append_metadata(std::string& out, const Metadata& metadata) {
   out += "\"__metadata__\":{";
   const char* comma = "";
   for (const auto& [key, text] : metadata) {
     out += comma;
-    append_text(out, key);
+    append_json_text(out, key);
     out += ':';
-    append_text(out, text);
+    append_json_text(out, text);
     comma = ",";
   }
   out += '}';
 }
 
 void append_entry(std::string& out, const Entry& entry) {
-  append_text(out, entry.name);
+  append_json_text(out, entry.name);
   fmt::format_to(std::back_inserter(out), ":{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}", dtype_name(entry.dtype),
                  fmt::join(entry.shape, ","), entry.begin, entry.end);
 }

@@ -1,0 +1,375 @@
+// What save() and load() promise, with ranks as threads: any sharding to any other, the same bytes whoever saved them, nothing published
+// where anything failed.
+#include "shardow/checkpoint.h"
+
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "base/files.h"
+#include "shardow/error.h"
+#include "tensor/dtype.h"
+
+namespace shardow {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// One tensor as one rank has it.
+struct Held {
+  std::vector<std::byte> memory;
+  TensorView view;
+
+  Held(const std::string& name, DType dtype, const Region& region)
+      : memory(static_cast<size_t>(region.size() * dtype_bits(dtype) / 8)), view{name, dtype, region, nullptr} {
+    view.data = memory.data();
+  }
+};
+
+struct Spec {
+  std::string name;
+  DType dtype;
+  Shape shape;
+};
+
+const std::vector<Spec> kSpecs = {{"blocks.0.weight", DType::kF32, {37, 11}},
+                                  {"blocks.0.bias", DType::kF32, {37}},
+                                  {"half", DType::kBF16, {8, 5, 3}},
+                                  {"scalar", DType::kF64, {}},
+                                  {"none", DType::kF32, {0, 4}},
+                                  {"counts", DType::kI64, {13}},
+                                  {"flags", DType::kBool, {7}},
+                                  {"tiny", DType::kF8E4M3, {5, 3}},
+                                  {"large", DType::kF32, {700, 1000}},
+                                  {"one row", DType::kF32, {1, 9}}};
+
+/// How `ranks` ranks share a tensor.
+using Sharding = std::function<Region(const Shape&, int rank, int ranks)>;
+
+Region rows(const Shape& shape, int rank, int ranks) {
+  if (shape.empty() || shape[0] == 0) return Region::whole(shape);
+  std::vector<std::vector<Interval>> dims;
+  for (const int64_t size : shape) dims.push_back({{0, size}});
+  const int64_t each = (shape[0] + ranks - 1) / ranks, begin = std::min(each * rank, shape[0]), end = std::min(begin + each, shape[0]);
+  dims[0] = begin < end ? std::vector<Interval>{{begin, end}} : std::vector<Interval>{};
+  return Region::grid(shape, dims);
+}
+Region columns(const Shape& shape, int rank, int ranks) {
+  if (shape.size() < 2) return rows(shape, rank, ranks);
+  std::vector<std::vector<Interval>> dims;
+  for (const int64_t size : shape) dims.push_back({{0, size}});
+  const int64_t each = (shape[1] + ranks - 1) / ranks, begin = std::min(each * rank, shape[1]), end = std::min(begin + each, shape[1]);
+  dims[1] = begin < end ? std::vector<Interval>{{begin, end}} : std::vector<Interval>{};
+  return Region::grid(shape, dims);
+}
+Region flat(const Shape& shape, int rank, int ranks) {
+  return Region::whole(shape).part(rank, ranks, 1);
+}
+Region whole(const Shape& shape, int, int) {
+  return Region::whole(shape);
+}
+
+/// The byte at this place of the global tensor.
+std::byte value(const Spec& spec, int64_t byte) {
+  return static_cast<std::byte>(spec.dtype == DType::kBool ? byte % 2
+                                                           : (byte * 31 + static_cast<int64_t>(spec.name.size()) * 7 + byte / 251) % 127);
+}
+
+std::vector<Held> hold(const Sharding& sharding, int rank, int ranks, bool filled) {
+  std::vector<Held> held;
+  for (const Spec& spec : kSpecs) {
+    Held& one = held.emplace_back(spec.name, spec.dtype, sharding(spec.shape, rank, ranks));
+    const int64_t size = dtype_bits(spec.dtype) / 8;
+    if (!filled) continue;
+    one.view.region.for_each_run([&](const Run& run) {
+      for (int64_t i = 0; i < run.length * size; ++i)
+        one.memory[static_cast<size_t>(run.local_begin * size + i)] = value(spec, run.global_begin * size + i);
+    });
+  }
+  return held;
+}
+
+std::vector<TensorView> views_of(std::vector<Held>& held) {
+  std::vector<TensorView> views;
+  for (Held& one : held) {
+    one.view.data = one.memory.data();
+    views.push_back(one.view);
+  }
+  return views;
+}
+
+/// Runs fn(group) on `ranks` threads; the code with which each ended, kInternal + 1 for none.
+constexpr int kFine = -1;
+std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn) {
+  auto groups = threads(ranks);
+  std::vector<int> codes(static_cast<size_t>(ranks), kFine);
+  std::vector<std::thread> running;
+  for (int rank = 0; rank < ranks; ++rank) {
+    running.emplace_back([&, rank] {
+      try {
+        fn(*groups[static_cast<size_t>(rank)]);
+      } catch (const Error& error) {
+        codes[static_cast<size_t>(rank)] = static_cast<int>(error.code());
+      }
+    });
+  }
+  for (std::thread& thread : running) thread.join();
+  return codes;
+}
+
+std::vector<int> all(int ranks, int code) {
+  return std::vector<int>(static_cast<size_t>(ranks), code);
+}
+
+std::string bytes_of(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class Checkpoint : public testing::Test {
+ protected:
+  Checkpoint() : folder_(fs::path(testing::TempDir()) / ("checkpoint_test_" + std::to_string(::getpid()))) {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  ~Checkpoint() override {
+    base::replace_syscalls(nullptr);
+    fs::remove_all(folder_);
+  }
+
+  std::vector<int> save_as(const fs::path& path, const Sharding& sharding, int ranks, const SaveOptions& options = {}) {
+    return on_ranks(ranks, [&](Group& group) {
+      auto held = hold(sharding, group.rank(), ranks, true);
+      save(group, views_of(held), path, options);
+    });
+  }
+
+  std::vector<int> load_as(const fs::path& path, const Sharding& sharding, int ranks, bool compare = true) {
+    return on_ranks(ranks, [&](Group& group) {
+      auto held = hold(sharding, group.rank(), ranks, false);
+      load(group, views_of(held), path);
+      if (!compare) return;
+      auto expected = hold(sharding, group.rank(), ranks, true);
+      for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
+    });
+  }
+
+  std::set<std::string> names() const {
+    std::set<std::string> found;
+    for (const auto& entry : fs::directory_iterator(folder_)) found.insert(entry.path().filename().string());
+    return found;
+  }
+
+  fs::path folder_;
+};
+
+const std::vector<std::pair<const char*, Sharding>> kShardings = {{"rows", rows}, {"columns", columns}, {"flat", flat}, {"whole", whole}};
+
+TEST_F(Checkpoint, OfAnyShardingHasTheSameBytesAndLoadsIntoAnyOther) {
+  ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
+  const std::string reference = bytes_of(folder_ / "reference.safetensors");
+  for (const auto& [name, sharding] : kShardings) {
+    for (const int ranks : {1, 2, 3, 5}) {
+      SCOPED_TRACE(std::string(name) + " on " + std::to_string(ranks));
+      ASSERT_EQ(save_as(folder_ / "other.safetensors", sharding, ranks), all(ranks, kFine));
+      EXPECT_TRUE(bytes_of(folder_ / "other.safetensors") == reference);
+      EXPECT_EQ(load_as(folder_ / "reference.safetensors", sharding, ranks), all(ranks, kFine));
+    }
+  }
+  EXPECT_EQ(names(), (std::set<std::string>{"reference.safetensors", "other.safetensors"}));
+}
+
+TEST_F(Checkpoint, OfSeveralFilesIsADirectoryWithAnIndex) {
+  const SaveOptions options{.max_shard_size = 1 << 20};
+  for (int round = 0; round < 2; ++round) {  // the second one replaces the first
+    ASSERT_EQ(save_as(folder_ / "model", rows, 3, options), all(3, kFine));
+    EXPECT_TRUE(fs::exists(folder_ / "model" / "model.safetensors.index.json"));
+    EXPECT_TRUE(fs::exists(folder_ / "model" / "model-00001-of-00003.safetensors"));
+    EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+  }
+  EXPECT_EQ(load_as(folder_ / "model", columns, 2), all(2, kFine));
+}
+
+TEST_F(Checkpoint, CastsOnTheWayOutAndIn) {
+  auto groups = threads(1);
+  Group& group = *groups[0];
+  Held out("w", DType::kF32, Region::whole({3})), in("w", DType::kF64, Region::whole({3}));
+  const float values[] = {1.5f, -2.0f, 3.25f};
+  std::memcpy(out.memory.data(), values, sizeof values);
+  save(group, std::span(&out.view, 1), folder_ / "a.safetensors", {.dtype = DType::kBF16});
+  EXPECT_EQ(fs::file_size(folder_ / "a.safetensors"), 4096u + 6);
+  load(group, std::span(&in.view, 1), folder_ / "a.safetensors");
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(reinterpret_cast<double*>(in.memory.data())[i], values[i]);
+}
+
+TEST_F(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
+  const auto path = folder_ / "a.safetensors";
+  ASSERT_EQ(save_as(path, rows, 2), all(2, kFine));
+  const std::string before = bytes_of(path);
+  const int invalid = static_cast<int>(Code::kInvalidArgument);
+  const auto one = [&](int ranks, const std::function<Region(int)>& region, Shape) {
+    return on_ranks(ranks, [&](Group& group) {
+      Held held("w", DType::kF32, region(group.rank()));
+      save(group, std::span(&held.view, 1), path);
+    });
+  };
+  EXPECT_EQ(one(2, [](int) { return Region::whole({4}).window(0, 2); }, {}), all(2, invalid));        // a hole
+  EXPECT_EQ(one(2, [](int r) { return Region::whole({4}).window(r, r + 3); }, {}), all(2, invalid));  // an overlap
+  EXPECT_EQ(one(2, [](int r) { return Region::whole({4 + r}); }, {}), all(2, invalid));               // two shapes
+  EXPECT_EQ(on_ranks(2,
+                     [&](Group& group) {
+                       Held held("w", group.rank() == 0 ? DType::kF32 : DType::kF16, Region::whole({4}));
+                       save(group, std::span(&held.view, 1), path);
+                     }),
+            all(2, invalid));
+  EXPECT_EQ(on_ranks(2,
+                     [&](Group& group) {
+                       Held held("w", DType::kF32, Region::whole({4}));
+                       save(group, std::span(&held.view, 1), folder_ / (group.rank() == 0 ? "x.safetensors" : "y.safetensors"));
+                     }),
+            all(2, invalid));
+  EXPECT_EQ(on_ranks(2,
+                     [&](Group& group) {
+                       Held held("unknown", DType::kF32, Region::whole({4}));
+                       load(group, std::span(&held.view, 1), path);
+                     }),
+            all(2, invalid));
+  EXPECT_TRUE(bytes_of(path) == before);
+  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors"}));
+}
+
+TEST_F(Checkpoint, FindsEveryFlippedByteOfItsData) {
+  const auto path = folder_ / "a.safetensors";
+  ASSERT_EQ(save_as(path, rows, 2), all(2, kFine));
+  const std::string good = bytes_of(path);
+  std::mt19937 random(1);
+  for (int round = 0; round < 40; ++round) {
+    std::string bad = good;
+    const size_t data = good.size() - 2'803'000;
+    bad[std::uniform_int_distribution<size_t>(round % 2 == 0 ? data : good.size() - 200, good.size() - 1)(random)] ^=
+        static_cast<char>(1 << (round % 8));
+    std::ofstream(path, std::ios::binary) << bad;
+    EXPECT_EQ(load_as(path, round % 3 == 0 ? whole : rows, 2, false), all(2, static_cast<int>(Code::kCorrupt)));
+  }
+}
+
+/// A disk that fails at its n-th call of one kind, or always does half of what it is asked.
+class BadDisk : public base::Syscalls {
+ public:
+  enum class Call { kOpen, kWrite, kRead, kTruncate, kSync, kRename, kMkdir, kSpace, kClose };
+  BadDisk(Call call, int after, int error) : call_(call), after_(after), error_(error) {}
+
+  int open(const char* path, int flags, mode_t mode) override { return fails(Call::kOpen) ? -1 : Syscalls::open(path, flags, mode); }
+  int close(int fd) override {
+    const int result = Syscalls::close(fd);
+    return fails(Call::kClose) ? -1 : result;
+  }
+  ssize_t pread(int fd, void* data, size_t bytes, off_t offset) override {
+    return fails(Call::kRead) ? -1 : Syscalls::pread(fd, data, some(bytes), offset);
+  }
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
+    return fails(Call::kWrite) ? -1 : Syscalls::pwrite(fd, data, some(bytes), offset);
+  }
+  int ftruncate(int fd, off_t length) override { return fails(Call::kTruncate) ? -1 : Syscalls::ftruncate(fd, length); }
+  int fsync(int fd) override { return fails(Call::kSync) ? -1 : Syscalls::fsync(fd); }
+  int rename(const char* from, const char* to) override { return fails(Call::kRename) ? -1 : Syscalls::rename(from, to); }
+  int exchange(const char* a, const char* b) override { return fails(Call::kRename) ? -1 : Syscalls::exchange(a, b); }
+  int mkdir(const char* path, mode_t mode) override { return fails(Call::kMkdir) ? -1 : Syscalls::mkdir(path, mode); }
+  int statvfs(const char* path, struct statvfs* out) override { return fails(Call::kSpace) ? -1 : Syscalls::statvfs(path, out); }
+
+  bool failed() const { return failed_; }
+
+ private:
+  bool fails(Call call) {
+    const std::lock_guard lock(mutex_);
+    if (call != call_ || error_ == 0 || after_-- != 0) return false;
+    failed_ = true;
+    errno = error_;
+    return true;
+  }
+  size_t some(size_t bytes) const { return error_ == 0 && bytes > 1 ? bytes / 2 : bytes; }
+
+  std::mutex mutex_;
+  Call call_;
+  int after_, error_;
+  bool failed_ = false;
+};
+
+TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
+  using Call = BadDisk::Call;
+  const auto path = folder_ / "model";
+  const SaveOptions options{.max_shard_size = 1 << 20};
+  ASSERT_EQ(save_as(path, flat, 3, options), all(3, kFine));
+  const std::string before = bytes_of(path / "model-00001-of-00003.safetensors");
+  ASSERT_FALSE(before.empty());
+  for (const Call call :
+       {Call::kOpen, Call::kWrite, Call::kTruncate, Call::kSync, Call::kRename, Call::kMkdir, Call::kSpace, Call::kClose}) {
+    for (const int error : {EIO, ENOSPC, EDQUOT}) {
+      for (int after = 0;; ++after) {
+        SCOPED_TRACE(std::to_string(static_cast<int>(call)) + " fails with " + std::to_string(error) + " after " + std::to_string(after));
+        BadDisk disk(call, after, error);
+        base::replace_syscalls(&disk);
+        const std::vector<int> codes = save_as(path, rows, 3, options);
+        base::replace_syscalls(nullptr);
+        if (!disk.failed()) break;  // every such call has failed once
+        const std::set<int> different(codes.begin(), codes.end());
+        EXPECT_EQ(different.size(), 1u);
+        const int expected = static_cast<int>(error == EIO ? Code::kIo : Code::kOutOfSpace);
+        EXPECT_TRUE(*different.begin() == expected || *different.begin() == kFine);  // closing a file that was only read may fail unheard
+        EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+        EXPECT_EQ(load_as(path, whole, 1), all(1, kFine));
+        EXPECT_TRUE(bytes_of(path / "model-00001-of-00003.safetensors") == before);
+      }
+    }
+  }
+}
+
+TEST_F(Checkpoint, OfADiskThatDoesHalfOfWhatItIsAskedIsWhole) {
+  BadDisk disk(BadDisk::Call::kOpen, 0, 0);
+  base::replace_syscalls(&disk);
+  EXPECT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
+  EXPECT_EQ(load_as(folder_ / "a.safetensors", flat, 3), all(3, kFine));
+}
+
+TEST_F(Checkpoint, ThatCannotBeReadIsOneErrorForAll) {
+  ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
+  for (int after = 0;; ++after) {
+    BadDisk disk(BadDisk::Call::kRead, after, EIO);
+    base::replace_syscalls(&disk);
+    const std::vector<int> codes = load_as(folder_ / "a.safetensors", rows, 2, false);
+    base::replace_syscalls(nullptr);
+    if (!disk.failed()) break;
+    EXPECT_EQ(codes, all(2, static_cast<int>(Code::kIo)));
+  }
+  EXPECT_EQ(load_as(folder_ / "nothing.safetensors", rows, 2, false), all(2, static_cast<int>(Code::kNotFound)));
+}
+
+TEST_F(Checkpoint, ClearsAwayWhatADeadSaveLeft) {
+  fs::create_directories(folder_ / ".a.safetensors.0123.tmp");
+  std::ofstream(folder_ / ".a.safetensors.4567.tmp") << "half";
+  std::ofstream(folder_ / ".another.safetensors.4567.tmp") << "somebody else's";
+  ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
+  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", ".another.safetensors.4567.tmp"}));
+}
+
+TEST_F(Checkpoint, OfARankThatNeverComesTimesOutOnAll) {
+  const SaveOptions options{.timeout = std::chrono::seconds(1)};
+  EXPECT_EQ(on_ranks(3,
+                     [&](Group& group) {
+                       if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+                       auto held = hold(rows, group.rank(), 3, true);
+                       save(group, views_of(held), folder_ / "a.safetensors", options);
+                     }),
+            all(3, static_cast<int>(Code::kTimeout)));
+  EXPECT_TRUE(names().empty());
+}
+
+}  // namespace
+}  // namespace shardow

@@ -1,0 +1,105 @@
+#include "file/together.h"
+
+#include <exception>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "file/wire.h"
+#include "shardow/error.h"
+
+namespace shardow::file {
+namespace {
+
+/// A rank's message about how a step went there.
+std::string success(const Part& part) {
+  Sender out;
+  out.number(-1);
+  out.number(part.bytes);
+  out.number(part.last ? 1 : 0);
+  return out.bytes();
+}
+
+std::string failure(Code code, const std::string& message, int error) {
+  Sender out;
+  out.number(static_cast<int64_t>(code));
+  out.text(message);
+  out.number(error);
+  return out.bytes();
+}
+
+std::string failure_of(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    return failure(error.code(), error.what(), error.os_errno());
+  } catch (const std::exception& error) {
+    return failure(Code::kInternal, error.what(), 0);
+  } catch (...) {
+    return failure(Code::kInternal, "an exception that is no std::exception", 0);
+  }
+}
+
+/// Every rank's part; throws the first failure.
+std::vector<Part> parts_of(const std::vector<std::string>& messages) {
+  std::vector<Part> parts;
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    Receiver in(messages[rank]);
+    const int64_t code = in.number();
+    if (code >= 0) {
+      const std::string message = in.text();
+      throw Error(static_cast<Code>(code), "rank " + std::to_string(rank) + ": " + message, static_cast<int>(in.number()));
+    }
+    const int64_t bytes = in.number();
+    parts.push_back({bytes, in.number() != 0});
+  }
+  return parts;
+}
+
+std::vector<Part> step(Group& group, std::chrono::milliseconds timeout, const std::function<Part()>& fn) {
+  std::string mine;
+  std::exception_ptr thrown;
+  try {
+    mine = success(fn());
+  } catch (...) {
+    thrown = std::current_exception();
+    mine = failure_of(thrown);
+  }
+  try {
+    return parts_of(group.all_gather(mine, std::chrono::steady_clock::now() + timeout));
+  } catch (...) {
+    if (thrown) std::rethrow_exception(thrown);
+    throw;
+  }
+}
+
+}  // namespace
+
+void together(Group& group, std::chrono::milliseconds timeout, const std::function<void()>& fn) {
+  step(group, timeout, [&] {
+    fn();
+    return Part{0, true};
+  });
+}
+
+void in_parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, const ProgressFn& progress,
+              const std::function<Part()>& part) {
+  int64_t done = 0;
+  bool here_done = false;
+  for (bool all_done = false; !all_done;) {
+    const std::vector<Part> parts = step(group, timeout, [&] {
+      const Part found = here_done ? Part{0, true} : part();
+      here_done = found.last;
+      return found;
+    });
+    all_done = true;
+    for (const Part& one : parts) {
+      done += one.bytes;
+      all_done = all_done && one.last;
+    }
+    if (progress && group.rank() == 0) progress(done, total_bytes);
+  }
+}
+
+}  // namespace shardow::file

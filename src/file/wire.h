@@ -1,0 +1,49 @@
+// Facts between ranks of one job, which run the same build: lengths and texts, checked as they are read.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+
+#include "base/errors.h"
+
+namespace shardow::file {
+
+class Sender {
+ public:
+  void number(int64_t value) { bytes_.append(reinterpret_cast<const char*>(&value), sizeof value); }
+  void text(std::string_view value) {
+    number(static_cast<int64_t>(value.size()));
+    bytes_.append(value);
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+/// Throws kInternal where the bytes are not what a Sender wrote.
+class Receiver {
+ public:
+  explicit Receiver(std::string_view bytes) : left_(bytes) {}
+  bool done() const { return left_.empty(); }
+  int64_t number() {
+    int64_t value = 0;
+    std::memcpy(&value, take(sizeof value).data(), sizeof value);
+    return value;
+  }
+  std::string text() { return std::string(take(static_cast<uint64_t>(number()))); }
+
+ private:
+  std::string_view take(uint64_t count) {
+    if (count > left_.size())
+      base::fail(Code::kInternal, "a rank's message ends {} bytes early; do all ranks run the same version?", count - left_.size());
+    const std::string_view taken = left_.substr(0, count);
+    left_.remove_prefix(count);
+    return taken;
+  }
+  std::string_view left_;
+};
+
+}  // namespace shardow::file

@@ -14,7 +14,16 @@ def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
     command = [sys.executable, "-W", "error::UserWarning", "-m", "benchmarks", "--quick", "--no-write"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("torch foreach lerp", "the sources", "AveragedModel", "timm ModelEmaV3", "diffusers EMAModel", "ema-pytorch", "torch-ema", "limit"):
+    for name in (
+        "torch foreach lerp",
+        "the sources",
+        "AveragedModel",
+        "timm ModelEmaV3",
+        "diffusers EMAModel",
+        "ema-pytorch",
+        "torch-ema",
+        "limit",
+    ):
         assert name in done.stdout
     for bar in ("times foreach lerp", "times AveragedModel", "import shardow", "beyond the copy"):
         assert bar in done.stdout

@@ -272,33 +272,47 @@ class EMA:
     def _gatherer(self, k: int, complete: bool) -> Gatherer:
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]
         if complete:
-            self._view.reshard()
-            averaged = {one.name for one in self._tracked}
-            rest = [one for one in self._view.parameters if one.name not in averaged]
-            if self._options.buffers != "ignore":
-                rest += [one for one in self._view.buffers if one.name not in averaged]
-            parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in rest]
+            parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._others()]
         return Gatherer(parts, self._team.process_group)
+
+    def _others(self) -> list[LocalTensor]:
+        """What a complete model has beside the averages."""
+        self._view.reshard()
+        averaged = {one.name for one in self._tracked}
+        buffers = self._view.buffers if self._options.buffers != "ignore" else []
+        return [one for one in [*self._view.parameters, *buffers] if one.name not in averaged]
 
     # ---- files
 
     def save(self, path: str | Path) -> None:
-        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them. Collective; resumable by load()."""
+        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them. Collective; resumable by load().
+
+        Every rank writes its own bytes of the final file, which replaces what was there when it is whole.
+        """
         self._team.agree("save()", lambda: self._not_swapped("save()"))
-        _files.save(Path(path), self._keys, self._average.state(), lambda k: self._gatherer(k, complete=False), self._team)
+        _files.save(Path(path), self._parts_by_key(saving=True), self._average.state(), self._team)
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
         """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective."""
-
-        def check() -> tuple[list[tuple[torch.Tensor, Any, _core.Region | None]], str]:
-            self._not_swapped("load()")
-            return _files.check(Path(path), self._tracked, self._keys)
-
-        copies, state = self._team.agree("load()", check)
+        self._team.agree("load()", lambda: self._not_swapped("load()"))
+        state = _files.state_in(Path(path), self._keys, self._team)
+        parts, before = self._parts_by_key(saving=False), self._average.state()
+        _files.load(Path(path), parts, self._team, check_only=True)
         self._team.agree("load()", lambda: self._average.set_state(state))
-        for target, value, region in copies:
-            _state.copy(target, value, region)
+        try:
+            _files.load(Path(path), parts, self._team)
+        except BaseException:
+            self._average.set_state(before)
+            raise
+
+    def _parts_by_key(self, saving: bool) -> dict[str, list[_files.Part]]:
+        tracked = [one for one in self._tracked if not saving or self._speaks_for(one.local)]
+        return {key: [_files.Part(one.name, one.averages[k], one.region) for one in tracked] for k, key in enumerate(self._keys)}
+
+    def _speaks_for(self, local: LocalTensor) -> bool:
+        """Of tensors that every rank has whole, each its own (batch statistics, plain parameters beside sharded ones), files hold rank 0's."""
+        return local.sharded or bool(local.replicas) or self._team.rank == 0
 
     def export(
         self,
@@ -313,7 +327,9 @@ class EMA:
         """
         k = choose(self._keys, decay)
         self._team.agree("export()", lambda: self._not_swapped("export()"))
-        _files.export(Path(path), self._gatherer(k, complete=True), self._team, dtype, max_shard_size)
+        parts = [_files.Part(one.name, one.averages[k], one.region) for one in self._tracked if self._speaks_for(one.local)]
+        parts += [_files.Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._others() if self._speaks_for(one)]
+        _files.export(Path(path), parts, self._team, dtype, max_shard_size)
 
     # ---- figures
 

@@ -11,6 +11,7 @@ NB_MODULE(_core, m) {
   bind_schedule(m);
   bind_average(m);
   bind_watch(m);
+  bind_file(m);
 }
 
 }  // namespace shardow::python

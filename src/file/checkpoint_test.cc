@@ -197,6 +197,20 @@ TEST_F(Checkpoint, OfSeveralFilesIsADirectoryWithAnIndex) {
   EXPECT_EQ(load_as(folder_ / "model", columns, 2), all(2, kFine));
 }
 
+TEST_F(Checkpoint, LeavesWhatElseIsInItsDirectory) {
+  const SaveOptions options{.max_shard_size = 1 << 20};
+  ASSERT_EQ(save_as(folder_ / "model", rows, 2, options), all(2, kFine));
+  std::ofstream(folder_ / "model" / "config.json") << "{}";
+  fs::create_directories(folder_ / "model" / "tokenizer");
+  std::ofstream(folder_ / "model" / "tokenizer" / "words.txt") << "a b";
+  ASSERT_EQ(save_as(folder_ / "model", rows, 2), all(2, kFine));  // one file now: the old ones and their index go
+  EXPECT_EQ(bytes_of(folder_ / "model" / "config.json"), "{}");
+  EXPECT_EQ(bytes_of(folder_ / "model" / "tokenizer" / "words.txt"), "a b");
+  EXPECT_TRUE(fs::exists(folder_ / "model" / "model.safetensors"));
+  EXPECT_FALSE(fs::exists(folder_ / "model" / "model.safetensors.index.json"));
+  EXPECT_FALSE(fs::exists(folder_ / "model" / "model-00001-of-00003.safetensors"));
+}
+
 TEST_F(Checkpoint, CastsOnTheWayOutAndIn) {
   auto groups = threads(1);
   Group& group = *groups[0];

@@ -256,6 +256,7 @@ LoadReport load(Group& group, std::span<const TensorView> views, const std::file
   const Catalog catalog = share_catalog(group, path, timeout);
   const std::vector<Shared> wanted = exchange(group, views, Clock::now() + timeout);
   LoadReport report = compare(catalog, wanted, options, path.string());
+  if (options.check_only) return report;
   const std::vector<bool> verified = options.verify ? verifiable(catalog, wanted) : std::vector<bool>(wanted.size(), false);
   Reader reader(catalog, jobs_for(group.rank(), views, catalog, wanted, verified), wanted.size());
   int64_t total = 0;

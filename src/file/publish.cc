@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "base/errors.h"
+#include "file/index.h"
 
 namespace shardow::file {
 namespace {
@@ -22,6 +23,28 @@ std::string prefix_of(const Path& target) {
 
 bool is_leftover(const std::string& name, const std::string& prefix) {
   return name.size() > prefix.size() + 4 && name.rfind(prefix, 0) == 0 && name.compare(name.size() - 4, 4, ".tmp") == 0;
+}
+
+bool is_ours(const std::string& name) {
+  return name == kSingleName || name == kIndexName || (name.rfind("model-", 0) == 0 && name.ends_with(".safetensors"));
+}
+
+/// What stands beside the old checkpoint in its directory (configuration, tokenizer) stands beside the new one, as links where the file
+/// system has them.
+void keep_others(const Draft& draft) {
+  if (!fs::is_directory(draft.target)) return;
+  for (const fs::directory_entry& entry : fs::directory_iterator(draft.target)) {
+    if (is_ours(entry.path().filename().string())) continue;
+    const Path to = draft.temporary / entry.path().filename();
+    std::error_code error;
+    constexpr auto kAll = fs::copy_options::recursive | fs::copy_options::copy_symlinks;
+    fs::copy(entry.path(), to, kAll | fs::copy_options::create_hard_links, error);
+    if (error) {
+      fs::remove_all(to, error);
+      fs::copy(entry.path(), to, kAll, error);
+    }
+    if (error) base::fail_io(error.value(), entry.path(), "cannot be kept beside the new checkpoint");
+  }
 }
 
 void remove_leftovers(const Path& target) {
@@ -68,6 +91,7 @@ void prepare(const Draft& draft, const std::vector<std::pair<std::string, int64_
 }
 
 void publish(const Draft& draft) {
+  if (draft.directory) keep_others(draft);
   if (draft.directory) base::sync_directory(draft.temporary);
   if (draft.directory && fs::exists(draft.target)) {
     if (base::exchange(draft.temporary, draft.target)) {

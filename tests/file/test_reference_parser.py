@@ -1,0 +1,151 @@
+"""Our header rules against the reference parser's, on files made by mutating good ones and by hand: the same verdict, but for what docs/file_format.md names."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError, deserialize
+
+from shardow import _core
+
+BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "I16": 16,
+    "BF16": 16,
+    "F16": 16,
+    "F32": 32,
+    "I32": 32,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+    "F4": 4,
+}
+
+
+def reference(header: bytes, data_bytes: int) -> bool:
+    try:
+        deserialize(struct.pack("<Q", len(header)) + header + bytes(data_bytes))
+    except (SafetensorError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def ours(header: bytes, data_bytes: int) -> bool:
+    try:
+        _core.parse_header(header, data_bytes)
+    except ValueError as error:
+        assert "twice" not in str(error) or duplicate(header), error
+        return False
+    return True
+
+
+def duplicate(header: bytes) -> bool:
+    """The one thing that only we refuse, for certain: a key that comes twice."""
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise LookupError
+        return dict(pairs)
+
+    try:
+        json.loads(header, object_pairs_hook=check)
+    except LookupError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return False
+
+
+def good(rng: random.Random) -> tuple[bytes, int]:
+    at, header = 0, {}
+    if rng.random() < 0.3:
+        header["__metadata__"] = {"format": "pt", "k": "v"}
+    for i in range(rng.randrange(5)):
+        dtype = rng.choice(list(BITS))
+        shape = [rng.randrange(4) for _ in range(rng.randrange(4))]
+        count = 1
+        for size in shape:
+            count *= size
+        if count * BITS[dtype] % 8:
+            continue
+        size = count * BITS[dtype] // 8
+        header[f"t{i}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    return json.dumps(header, separators=rng.choice([(",", ":"), (", ", ": ")])).encode() + b" " * rng.randrange(3), at
+
+
+PIECES = [
+    b"0",
+    b"1",
+    b"4",
+    b"-",
+    b"9",
+    b"18446744073709551615",
+    b"1e3",
+    b".0",
+    b"null",
+    b"true",
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b",",
+    b":",
+    b'"',
+    b"\\u0000",
+    b"\\ud800",
+    b"\xff",
+    b"\x00",
+    b" ",
+]
+PIECES += [b"F32", b'"F32"', b'"shape"', b'"dtype":"F32",', b'"t0":', b'"__metadata__":{},', b'"x":1,', b"[0,4]"]
+
+
+def mutated(rng: random.Random) -> tuple[bytes, int]:
+    header, data = good(rng)
+    text = bytearray(header)
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(text) + 1)
+        kind = rng.random()
+        if kind < 0.4:
+            text[at:at] = rng.choice(PIECES)
+        elif kind < 0.7:
+            del text[at : at + rng.randrange(1, 4)]
+        else:
+            text[at : at + 1] = rng.choice(PIECES)
+    return bytes(text), max(0, data + rng.choice([0, 0, 0, 0, 1, -1, 4]))
+
+
+def test_mutated_headers_get_the_same_verdict() -> None:
+    rng = random.Random(1)
+    verdicts = {True: 0, False: 0}
+    for _ in range(60_000):
+        header, data = mutated(rng) if rng.random() < 0.9 else good(rng)
+        theirs = reference(header, data)
+        verdicts[theirs] += 1
+        assert ours(header, data) == (theirs and not duplicate(header)), (header, data, theirs)
+    assert min(verdicts.values()) > 3000
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        (b"{}", 0), (b" \t\n{}", 0), (b"{}    ", 0), (b'{"__metadata__":null}', 0), (b'{"":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}', 1),
+        (b'{"a":{"dtype":"U8","shape":[0,5],"data_offsets":[0,0]},"b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', 0),
+        (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":{"y":[1.5,-2,null]}}}', 1), (b'{"a":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]}}', 2),
+        (b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}', 3), (b'{"a":{"dtype":"C64","shape":[2],"data_offsets":[0,16]}}', 16),
+        (b'{"\xc3\xa9\\u00e9\\ud83d\\ude00":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}', 1),
+    ],
+)  # fmt: skip
+def test_what_both_take(header: bytes, data: int) -> None:
+    assert reference(header, data)
+    assert ours(header, data)

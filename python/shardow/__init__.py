@@ -12,24 +12,26 @@ from shardow._errors import Error
 
 if TYPE_CHECKING:
     from shardow import schedules
+    from shardow.checkpoint import load, save
     from shardow.ema import EMA
 
 __version__ = "0.1.0"
-__all__ = ["EMA", "Error", "Schedule", "__version__", "schedules"]
+__all__ = ["EMA", "Error", "Schedule", "__version__", "load", "save", "schedules"]
+_NEEDS_TORCH = {"EMA": "shardow.ema", "load": "shardow.checkpoint", "save": "shardow.checkpoint"}
 
 
 def __getattr__(name: str) -> Any:
-    """EMA needs torch, so it is imported where it is first used."""
+    """What needs torch is imported where it is first used."""
     import importlib
 
     if name == "schedules":
         return importlib.import_module("shardow.schedules")
-    if name == "EMA":
+    if name in _NEEDS_TORCH:
         try:
-            return importlib.import_module("shardow.ema").EMA
+            return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
         except ModuleNotFoundError as error:
             if error.name == "torch":
-                raise ImportError("shardow.EMA needs PyTorch: pip install torch (2.6 or later)") from None
+                raise ImportError(f"shardow.{name} needs PyTorch: pip install torch (2.6 or later)") from None
             raise
     raise AttributeError(f"module 'shardow' has no attribute {name!r}")
 

@@ -99,6 +99,14 @@ void bind_file(nb::module_& m) {
       "group"_a, "path"_a, "timeout"_a = 600.0, nb::call_guard<nb::gil_scoped_release>(),
       "What the checkpoint says of itself. Collective.");
   m.def(
+      "read_names",
+      [](Group& group, const std::string& path, double timeout) {
+        std::vector<std::string> names;
+        for (const auto& [name, stored] : file::share_catalog(group, path, whole_seconds(timeout)).tensors) names.push_back(name);
+        return names;
+      },
+      "group"_a, "path"_a, "timeout"_a = 600.0, nb::call_guard<nb::gil_scoped_release>(), "The names of its tensors. Collective.");
+  m.def(
       "parse_header",
       [](const nb::bytes& json, int64_t data_bytes) {
         const file::Header header = file::parse_header(std::string_view(json.c_str(), json.size()), data_bytes, "header");

@@ -1,0 +1,118 @@
+"""save(), load(): sharded modules and mappings of tensors as ordinary safetensors checkpoints, every rank moving only its own bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardow import _core, _files
+from shardow._held import Held, Saveable, held_by
+from shardow._options import invalid, seconds
+from shardow._team import Team
+from shardow.torch.names import clean_file_key
+
+Progress = Callable[[int, int], object]
+
+
+def save(
+    state: Saveable,
+    path: str | Path,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    timeout: float | timedelta | None = None,
+) -> dict[str, Any]:
+    """A module's parameters and persistent buffers, or a mapping's tensors, into ``path``. Collective over the ranks that share them.
+
+    Every rank writes its own bytes of the final file, once: no gather, no second copy. ``path`` names the old checkpoint or the new one, whole, at every instant.
+
+    Args:
+        state: a module of any sharding, under its unwrapped names, each tied tensor once; or {name: tensor, DTensor or piece of an EMA's state_dict()}. Of plain
+            tensors in a mapping, rank 0's are written.
+        path: a .safetensors file, or a directory in the Hugging Face layout, whose other files stay.
+        dtype: casts floating tensors on the way out.
+        max_shard_size: of a file in a directory, in bytes or like "5GB".
+        metadata: texts for the header.
+        group: the ranks, where the tensors don't tell.
+        progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
+        timeout: seconds or timedelta without a sign of progress of some rank.
+
+    Returns:
+        {"files": [path], "bytes_written": by this rank, "seconds": float}.
+
+    Raises:
+        ValueError: ranks that disagree, regions that overlap or leave a hole; OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
+    """
+    held, team = _prepare(state, group, timeout, saving=True)
+    wanted, limit = team.agree("save()", lambda: (_files._dtype(dtype), _files._bytes(max_shard_size)))
+    texts = dict(metadata or {})
+    return _core.save(team.group, _files._views(held.parts), str(path), wanted, limit, texts, timeout=team.timeout, progress=progress)
+
+
+@torch.no_grad()
+def load(
+    target: Saveable,
+    path: str | Path,
+    strict: bool = True,
+    verify: bool = True,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    timeout: float | timedelta | None = None,
+) -> dict[str, Any]:
+    """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it. Collective over the ranks that share them.
+
+    Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as they are, under a tied tensor's other names, and without
+    what wrappers, DDP and PEFT put into them. Everything that does not fit is listed before anything changes.
+
+    Args:
+        strict: every tensor here is in the file, and every one there is wanted; else the rest is in the report.
+        verify: compare checksums where the file carries them; no extra reads.
+
+    Returns:
+        {"missing": [name], "unexpected": [name], "metadata": {str: str}, "bytes_read": by this rank, "seconds": float}.
+
+    Raises:
+        ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
+    """
+    held, team = _prepare(target, group, timeout, saving=False)
+    available = _core.read_names(team.group, str(path), team.timeout)
+    keys = team.agree("load()", lambda: _matched(held, available))
+    on_host = [_files.Part(keys[part.name], part.tensor.cpu(), part.region) for part in held.parts]
+    report = _core.load(
+        team.group, _files._views(on_host), str(path), strict=strict, verify=verify, timeout=team.timeout, progress=progress
+    )
+    for part, filled in zip(held.parts, on_host, strict=True):
+        if part.tensor.device.type != "cpu":
+            part.tensor.copy_(filled.tensor)
+    held.put_back()
+    return report
+
+
+def _prepare(state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool) -> tuple[Held, Team]:
+    held = held_by(state, group, saving)
+    return held, Team(held.process_group, seconds(timeout))
+
+
+def _matched(held: Held, available: list[str]) -> dict[str, str]:
+    """{name here: key in the file}. A name without a counterpart keeps itself, and is missing."""
+    there = set(available)
+    cleaned: dict[str, list[str]] = defaultdict(list)
+    for key in available:
+        cleaned[clean_file_key(key)].append(key)
+    found = {}
+    for part in held.parts:
+        names = held.names[part.name]
+        exact = next((name for name in names if name in there), None)
+        alike = [key for name in names for key in cleaned.get(clean_file_key(name), [])]
+        if exact is None and len(set(alike)) > 1:
+            raise invalid(f"'{part.name}' could be any of {', '.join(map(repr, sorted(set(alike))))} in the file; rename the keys there")
+        found[part.name] = exact or (alike[0] if alike else part.name)
+    return found

@@ -1,0 +1,58 @@
+"""kill -9 at random instants of saves that replace one another: the path always has one version, whole, and the next save clears away what the dead one left."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import shardow
+
+SAVER = Path(__file__).with_name("saver.py")
+KILLS = 400 if os.environ.get("SHARDOW_ALL") else 25
+
+
+def kill_after(path: Path, files: int, seconds: float) -> int:
+    """The last version that was reported as saved before the kill; 0 for none."""
+    process = subprocess.Popen([sys.executable, SAVER, str(path), str(files)], stdout=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    process.kill()
+    reported, _ = process.communicate(timeout=30)
+    return max((int(line) for line in reported.split("\n") if line.isdigit()), default=0)
+
+
+def version_at(path: Path) -> int:
+    """Of the checkpoint, after looking at every value, through safetensors and through ours."""
+    names = [f"t{i}" for i in range(6)]
+    target = {name: torch.zeros(64, 4096) for name in names}
+    version = int(shardow.load(target, path)["metadata"]["version"])
+    assert all((tensor == version).all() for tensor in target.values())
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as theirs:
+            assert theirs.metadata()["version"] == str(version)
+            assert all((theirs.get_tensor(name) == version).all() for name in theirs.keys())  # noqa: SIM118
+    return version
+
+
+@pytest.mark.timeout(60 + 3 * KILLS)
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_old_version_or_the_new_one_is_there_whole(files: int, tmp_path: Path) -> None:
+    path = tmp_path / ("model.safetensors" if files == 1 else "model")
+    rng, unfinished = random.Random(files), 0
+    shardow.save({f"t{i}": torch.zeros(64, 4096) for i in range(6)}, path, metadata={"version": "0"})
+    for _ in range(KILLS):
+        reported = kill_after(path, files, rng.uniform(0.1, 0.6))
+        unfinished += any(entry.name.endswith(".tmp") for entry in tmp_path.iterdir())
+        found = version_at(path)
+        assert found in (reported, reported + 1) or reported == 0
+    assert unfinished > 0  # some kill fell into a save
+    shardow.save({f"t{i}": torch.zeros(64, 4096) for i in range(6)}, path, metadata={"version": "0"})
+    assert version_at(path) == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]

@@ -14,9 +14,18 @@ if TYPE_CHECKING:
     from shardow import schedules
     from shardow.checkpoint import load, save
     from shardow.ema import EMA
+    from shardow.reading import open_checkpoint as open  # noqa: F401
 
 __version__ = "0.1.0"
-__all__ = ["EMA", "Error", "Schedule", "__version__", "load", "save", "schedules"]
+__all__ = [
+    "EMA",
+    "Error",
+    "Schedule",
+    "__version__",
+    "load",
+    "save",
+    "schedules",
+]  # not "open", which `import *` would put before Python's own
 _NEEDS_TORCH = {"EMA": "shardow.ema", "load": "shardow.checkpoint", "save": "shardow.checkpoint"}
 
 
@@ -26,6 +35,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "schedules":
         return importlib.import_module("shardow.schedules")
+    if name == "open":
+        return importlib.import_module("shardow.reading").open_checkpoint
     if name in _NEEDS_TORCH:
         try:
             return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
@@ -37,4 +48,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "open"])

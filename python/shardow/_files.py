@@ -39,10 +39,10 @@ def save(path: Path, by_key: dict[str, list[Part]], state: str, team: Team) -> N
 
 def state_in(path: Path, keys: Sequence[str], team: Team) -> str:
     """The state that save() wrote; raises where it did not write the file. Collective."""
-    metadata = _core.read_metadata(team.group, str(_file(path, keys[0], keys)), team.timeout)
+    _, metadata = _core.read_catalog(team.group, str(_file(path, keys[0], keys)), team.timeout)
     if _STATE not in metadata:
         raise _errors.make("corrupt", f"{path} is not a saved EMA: its metadata has no {_STATE!r}; use load_state_dict() for weights alone")
-    return metadata[_STATE]
+    return str(metadata[_STATE])
 
 
 def load(path: Path, by_key: dict[str, list[Part]], team: Team, check_only: bool = False) -> None:

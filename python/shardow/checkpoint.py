@@ -83,8 +83,8 @@ def load(
         ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
     """
     held, team = _prepare(target, group, timeout, saving=False)
-    available = _core.read_names(team.group, str(path), team.timeout)
-    keys = team.agree("load()", lambda: _matched(held, available))
+    available, _ = _core.read_catalog(team.group, str(path), team.timeout)
+    keys = team.agree("load()", lambda: _matched(held, list(available)))
     on_host = [_files.Part(keys[part.name], part.tensor.cpu(), part.region) for part in held.parts]
     report = _core.load(
         team.group, _files._views(on_host), str(path), strict=strict, verify=verify, timeout=team.timeout, progress=progress

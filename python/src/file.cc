@@ -92,20 +92,20 @@ void bind_file(nb::module_& m) {
   m.def("load", &load_python, "group"_a, "tensors"_a, "path"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
         "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
   m.def(
-      "read_metadata",
+      "read_catalog",
       [](Group& group, const std::string& path, double timeout) {
-        return file::share_catalog(group, path, whole_seconds(timeout)).metadata;
+        file::Catalog catalog;
+        {
+          nb::gil_scoped_release release;
+          catalog = file::share_catalog(group, path, whole_seconds(timeout));
+        }
+        nb::dict tensors;
+        for (const auto& [name, stored] : catalog.tensors) {
+          tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(stored.entry.dtype)), nb::tuple(nb::cast(stored.entry.shape)));
+        }
+        return nb::make_tuple(tensors, catalog.metadata);
       },
-      "group"_a, "path"_a, "timeout"_a = 600.0, nb::call_guard<nb::gil_scoped_release>(),
-      "What the checkpoint says of itself. Collective.");
-  m.def(
-      "read_names",
-      [](Group& group, const std::string& path, double timeout) {
-        std::vector<std::string> names;
-        for (const auto& [name, stored] : file::share_catalog(group, path, whole_seconds(timeout)).tensors) names.push_back(name);
-        return names;
-      },
-      "group"_a, "path"_a, "timeout"_a = 600.0, nb::call_guard<nb::gil_scoped_release>(), "The names of its tensors. Collective.");
+      "group"_a, "path"_a, "timeout"_a = 600.0, "({name: (dtype, shape)}, metadata) of a file or a directory. Collective.");
   m.def(
       "parse_header",
       [](const nb::bytes& json, int64_t data_bytes) {

@@ -9,12 +9,14 @@ import pytest
 
 import shardow
 
-SURFACE = ["EMA", "Error", "Schedule", "__version__", "schedules"]
+SURFACE = ["EMA", "Error", "Schedule", "__version__", "load", "save", "schedules"]
 
 
 def test_public_surface_is_frozen() -> None:
     assert sorted(shardow.__all__) == SURFACE
-    assert [name for name in dir(shardow) if not name.startswith("_") or name == "__version__"] == SURFACE
+    assert [name for name in dir(shardow) if not name.startswith("_") or name == "__version__"] == sorted(
+        [*SURFACE, "open"]
+    )  # not in __all__
 
 
 def test_every_public_name_has_a_docstring() -> None:

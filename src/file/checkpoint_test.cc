@@ -3,7 +3,11 @@
 #include "shardow/checkpoint.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -76,10 +80,12 @@ Region whole(const Shape& shape, int, int) {
   return Region::whole(shape);
 }
 
+int version = 0;  ///< of all values
+
 /// The byte at this place of the global tensor.
 std::byte value(const Spec& spec, int64_t byte) {
-  return static_cast<std::byte>(spec.dtype == DType::kBool ? byte % 2
-                                                           : (byte * 31 + static_cast<int64_t>(spec.name.size()) * 7 + byte / 251) % 127);
+  if (spec.dtype == DType::kBool) return static_cast<std::byte>(byte % 2);
+  return static_cast<std::byte>((byte * 31 + static_cast<int64_t>(spec.name.size()) * 7 + byte / 251 + version) % 127);
 }
 
 std::vector<Held> hold(const Sharding& sharding, int rank, int ranks, bool filled) {
@@ -343,6 +349,62 @@ TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
       }
     }
   }
+}
+
+/// Kills the process, with all its ranks, at its n-th call.
+class Death : public base::Syscalls {
+ public:
+  explicit Death(int after) : left_(after) {}
+  int open(const char* path, int flags, mode_t mode) override { return (step(), Syscalls::open(path, flags, mode)); }
+  int close(int fd) override { return (step(), Syscalls::close(fd)); }
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
+    return (step(), Syscalls::pwrite(fd, data, bytes, offset));
+  }
+  int ftruncate(int fd, off_t length) override { return (step(), Syscalls::ftruncate(fd, length)); }
+  int fsync(int fd) override { return (step(), Syscalls::fsync(fd)); }
+  int rename(const char* from, const char* to) override { return (step(), Syscalls::rename(from, to)); }
+  int exchange(const char* a, const char* b) override { return (step(), Syscalls::exchange(a, b)); }
+  int mkdir(const char* path, mode_t mode) override { return (step(), Syscalls::mkdir(path, mode)); }
+
+ private:
+  void step() {
+    if (left_-- == 0) ::raise(SIGKILL);
+  }
+  std::atomic<int> left_;
+};
+
+TEST_F(Checkpoint, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
+  for (const int64_t limit : {int64_t{0}, int64_t{1} << 20}) {
+    const auto path = folder_ / (limit == 0 ? "model.safetensors" : "model");
+    version = 1;
+    ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = limit}), all(3, kFine));
+    int deaths = 0, seen_new = 0;
+    for (bool died = true; died; ++deaths) {
+      const pid_t child = ::fork();
+      ASSERT_GE(child, 0);
+      if (child == 0) {
+        Death death(deaths);
+        base::replace_syscalls(&death);
+        version = 2;
+        ::_exit(save_as(path, rows, 3, {.max_shard_size = limit}) == all(3, kFine) ? 0 : 1);
+      }
+      int status = 0;
+      ASSERT_EQ(::waitpid(child, &status, 0), child);
+      died = WIFSIGNALED(status);
+      if (!died) EXPECT_EQ(WEXITSTATUS(status), 0);
+      Held first(kSpecs[0].name, kSpecs[0].dtype, Region::whole(kSpecs[0].shape));
+      load(*solo(), std::span(&first.view, 1), path, {.strict = false});
+      version = first.memory[0] == (version = 1, value(kSpecs[0], 0)) ? 1 : 2;
+      EXPECT_EQ(load_as(path, whole, 1), all(1, kFine)) << "killed at call " << deaths;
+      seen_new += version == 2;
+      version = 1;
+      ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = limit}), all(3, kFine));  // clears away what the dead one left
+      EXPECT_EQ(names().size(), limit == 0 ? 1u : 2u);
+    }
+    EXPECT_GT(deaths, 15);
+    EXPECT_GT(seen_new, 1);
+  }
+  version = 0;
 }
 
 TEST_F(Checkpoint, OfADiskThatDoesHalfOfWhatItIsAskedIsWhole) {

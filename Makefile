@@ -9,7 +9,7 @@ ENGINE := $(shell find include src python/src cmake -type f 2>/dev/null) CMakeLi
 PIP := $(BIN)/pip install -q --disable-pip-version-check
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help demo build test test-all test-cpp test-python bench lint format asan tsan clean
+.PHONY: help demo build test test-all test-cpp test-python bench lint format asan tsan fuzz clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,23 @@ asan tsan: build/.venv  ## C++ tests under sanitizers
 	$(BIN)/cmake --preset $@ >/dev/null
 	$(BIN)/cmake --build --preset $@
 	$(BIN)/ctest --preset $@
+
+# libFuzzer is clang's; what the parsers need is compiled anew with it.
+FUZZED := src/file/header_read.cc src/file/header_write.cc src/file/index.cc src/file/json.cc src/base/errors.cc src/base/files.cc src/tensor/dtype.cc
+FUZZ_SECONDS ?= 60
+
+fuzz: build/fuzz/header build/fuzz/index  ## headers and indexes that nobody would write, for FUZZ_SECONDS each
+	$(PYTHON) tests/fuzz/seeds.py build/fuzz/corpus
+	for target in header index; do build/fuzz/$$target -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=2048 -verbosity=0 -print_final_stats=1 \
+	  -artifact_prefix=build/fuzz/$$target- build/fuzz/corpus/$$target; done
+
+build/fuzz/%: tests/fuzz/%_fuzz.cc $(FUZZED) build/.system build/.fuzz
+	@mkdir -p $(@D)
+	clang++-14 -std=c++20 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Iinclude -Isrc $< $(FUZZED) -lfmt -lsimdjson -o $@
+
+build/.fuzz: tools/packages-fuzz.txt
+	tools/install-packages $<
+	@mkdir -p build && touch $@
 
 lint: build build/.lint  ## clang-format, clang-tidy, ruff, mypy
 	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu')

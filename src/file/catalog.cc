@@ -8,6 +8,7 @@
 
 #include "base/errors.h"
 #include "file/index.h"
+#include "file/layout.h"
 #include "file/together.h"
 #include "file/wire.h"
 
@@ -17,8 +18,6 @@ namespace {
 using base::fail;
 using base::Path;
 namespace fs = std::filesystem;
-
-constexpr const char* kChecksums = "shardow.crc32";
 
 /// What rank 0 reads and sends: headers as they stand in the files, each with the length of its data.
 struct Raw {

@@ -1,19 +1,15 @@
-// The numbered steps are those of docs/durability.md.
-#include <algorithm>
+// The protocol of a save; the numbered steps are those of docs/durability.md.
 #include <chrono>
-#include <memory>
 #include <random>
 
 #include "base/errors.h"
-#include "file/crc.h"
-#include "file/header.h"
 #include "file/index.h"
-#include "file/json.h"
+#include "file/layout.h"
 #include "file/plan.h"
 #include "file/publish.h"
 #include "file/together.h"
 #include "file/wire.h"
-#include "kernels/kernels.h"
+#include "file/writer.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -23,187 +19,6 @@ namespace {
 
 using base::fail;
 using Clock = std::chrono::steady_clock;
-
-constexpr int64_t kChunkBytes = int64_t{8} << 20;
-constexpr std::chrono::milliseconds kPart{500};  // how long a rank writes before it tells the others
-constexpr const char* kChecksums = "shardow.crc32";
-
-/// A file of the checkpoint, and which tensors (indices into what exchange() gave) are its entries.
-struct FilePlan {
-  std::string name;
-  Header header;
-  std::vector<size_t> tensors;
-};
-
-struct Place {
-  size_t file;
-  Entry entry;
-};
-
-DType saved_dtype(const Shared& tensor, const SaveOptions& options) {
-  return options.dtype && is_floating(tensor.dtype) ? *options.dtype : tensor.dtype;
-}
-
-/// {"name":"01234567",...}: of fixed width, so that the header's length is known before the data.
-std::string checksum_text(const FilePlan& file, const std::vector<Shared>& tensors, const std::vector<uint64_t>& crcs) {
-  std::string out = "{";
-  for (const size_t t : file.tensors) {
-    if (out.size() > 1) out += ',';
-    append_json_text(out, tensors[t].name);
-    out += fmt::format(":\"{:08x}\"", crcs[t]);
-  }
-  return out + "}";
-}
-
-class Layout {
- public:
-  Layout(const std::vector<Shared>& tensors, const SaveOptions& options) : places_(tensors.size()) {
-    std::vector<Entry> entries;
-    for (const Shared& tensor : tensors) entries.push_back({tensor.name, saved_dtype(tensor, options), tensor.shape, 0, 0});
-    const Header order = lay_out(std::move(entries), {});
-    for (const Entry& entry : order.entries) {
-      const int64_t bytes = entry.end - entry.begin;
-      if (files_.empty() || (options.max_shard_size > 0 && size_ > 0 && size_ + bytes > options.max_shard_size)) {
-        files_.emplace_back();
-        size_ = 0;
-      }
-      const auto found = std::lower_bound(tensors.begin(), tensors.end(), entry.name,
-                                          [](const Shared& a, const std::string& name) { return a.name < name; });
-      files_.back().tensors.push_back(static_cast<size_t>(found - tensors.begin()));
-      size_ += bytes;
-      total_ += bytes;
-    }
-    if (files_.empty()) files_.emplace_back();
-    fill(tensors, options);
-  }
-
-  std::vector<FilePlan>& files() { return files_; }
-  const Place& place(size_t tensor) const { return places_[tensor]; }
-  int64_t total() const { return total_; }
-
- private:
-  void fill(const std::vector<Shared>& tensors, const SaveOptions& options) {
-    const std::vector<uint64_t> zeros(tensors.size(), 0);
-    for (size_t f = 0; f < files_.size(); ++f) {
-      FilePlan& file = files_[f];
-      file.name = shard_name(f, files_.size());
-      std::vector<Entry> entries;
-      for (const size_t t : file.tensors) entries.push_back({tensors[t].name, saved_dtype(tensors[t], options), tensors[t].shape, 0, 0});
-      Metadata metadata = options.metadata;
-      metadata.try_emplace("format", "pt");
-      if (options.checksums) metadata[kChecksums] = checksum_text(file, tensors, zeros);
-      file.header = lay_out(std::move(entries), std::move(metadata));
-      for (size_t i = 0; i < file.tensors.size(); ++i) places_[file.tensors[i]] = {f, file.header.entries[i]};
-    }
-  }
-
-  std::vector<FilePlan> files_;
-  std::vector<Place> places_;
-  int64_t size_ = 0, total_ = 0;
-};
-
-/// This rank's bytes, chunk by chunk.
-class Writer {
- public:
-  Writer(std::span<const TensorView> views, std::vector<Owned> owned, Layout& layout, const Draft& draft, bool checksums, size_t tensors)
-      : views_(views),
-        owned_(std::move(owned)),
-        layout_(layout),
-        draft_(draft),
-        checksums_(checksums),
-        crcs_(tensors, 0),
-        files_(layout.files().size()) {}
-
-  /// Half a second's work.
-  Part part() {
-    const auto begin = Clock::now();
-    const int64_t before = written_;
-    while (next_ < owned_.size() || left_ > 0) {
-      if (left_ == 0 && !next_run()) continue;
-      if (left_ > 0) chunk();
-      if (Clock::now() - begin > kPart) break;
-    }
-    return {written_ - before, next_ == owned_.size() && left_ == 0 && !runs_};
-  }
-
-  void finish() {
-    for (auto& file : files_) {
-      if (!file) continue;
-      file->sync();
-      file->close();
-    }
-  }
-
-  std::vector<uint64_t>& crcs() { return crcs_; }
-  int64_t written() const { return written_; }
-
- private:
-  /// Moves on to the next run, and to the next tensor after the last one. False if there was none here.
-  bool next_run() {
-    if (!runs_) runs_ = std::make_unique<RunCursor>(owned_[next_].region);
-    const auto run = runs_->next();
-    if (!run) {
-      runs_.reset();
-      ++next_;
-      return false;
-    }
-    const Owned& mine = owned_[next_];
-    global_ = run->global_begin;
-    local_ = mine.local_begin + run->local_begin;
-    left_ = run->length;
-    return true;
-  }
-
-  void chunk() {
-    const Owned& mine = owned_[next_];
-    const TensorView& view = views_[mine.view];
-    const Place& place = layout_.place(mine.tensor);
-    const int64_t bits = dtype_bits(place.entry.dtype);
-    const int64_t count = std::min(left_, kChunkBytes * 8 / bits / 16 * 16);
-    const int64_t begin = bytes_of(global_, place.entry), bytes = bytes_of(global_ + count, place.entry) - begin;
-    const std::span<const std::byte> data(source(view, place.entry.dtype, count), static_cast<size_t>(bytes));
-    file(place.file).write(data, layout_.files()[place.file].header.data_begin + place.entry.begin + begin);
-    if (checksums_) crcs_[mine.tensor] ^= crc32_contribution(crc32(0, data), place.entry.end - place.entry.begin - begin - bytes);
-    written_ += bytes;
-    global_ += count;
-    local_ += count;
-    left_ -= count;
-  }
-
-  static int64_t bytes_of(int64_t elements, const Entry& entry) {
-    const int64_t bits = elements * dtype_bits(entry.dtype);
-    if (bits % 8 != 0)
-      fail(Code::kUnsupported, "'{}' is cut inside a byte of its {} elements; shard it elsewhere", entry.name, dtype_name(entry.dtype));
-    return bits / 8;
-  }
-
-  const std::byte* source(const TensorView& view, DType dtype, int64_t count) {
-    const std::byte* data = static_cast<const std::byte*>(view.data) + local_ * dtype_bits(view.dtype) / 8;
-    if (view.dtype == dtype) return data;
-    buffer_.resize(static_cast<size_t>(kChunkBytes));
-    kernels::cpu::cast(data, view.dtype, buffer_.data(), dtype, count);
-    return buffer_.data();
-  }
-
-  base::File& file(size_t index) {
-    auto& file = files_[index];
-    if (!file) file = std::make_unique<base::File>(base::File::open_for_writing(draft_.file(layout_.files()[index].name)));
-    return *file;
-  }
-
-  std::span<const TensorView> views_;
-  std::vector<Owned> owned_;
-  Layout& layout_;
-  const Draft& draft_;
-  bool checksums_;
-  std::vector<uint64_t> crcs_;
-  std::vector<std::unique_ptr<base::File>> files_;
-  std::vector<std::byte> buffer_;
-  std::unique_ptr<RunCursor> runs_;  // of owned_[next_]
-  size_t next_ = 0;
-  int64_t global_ = 0, local_ = 0, left_ = 0;  // of the current run
-  int64_t written_ = 0;
-};
 
 void check_views(std::span<const TensorView> views, const SaveOptions& options) {
   if (options.dtype && !is_floating(*options.dtype))

@@ -28,3 +28,11 @@ def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
     for bar in ("times foreach lerp", "times AveragedModel", "import shardow", "beyond the copy"):
         assert bar in done.stdout
     assert (ROOT / "docs" / "performance.md").read_bytes() == performance
+
+
+def test_file_benchmarks_run() -> None:
+    command = [sys.executable, "-m", "benchmarks.files", "--gib", "0.01", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("save: shardow", "save: raw", "DCP, consolidated", "gather, save_file", "torch.save", "load: shardow", "HF reader", "broadcast"):
+        assert name in done.stdout

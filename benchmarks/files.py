@@ -119,9 +119,10 @@ def shardow_save(state: State, path: Path) -> None:
 
 
 def raw(state: State, path: Path) -> None:
-    """The disk's own limit: each rank's bytes into its half of one file, flushed."""
+    """The disk's own limit: each rank's bytes into its half of one new file, flushed, which takes the place of the old one."""
+    new = path.with_suffix(".new")
     local = [_local(tensor).numpy() for tensor in state.values()]
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT, 0o666)
     at = dist.get_rank() * sum(one.nbytes for one in local)
     for one in local:
         view = memoryview(one).cast("B")
@@ -130,6 +131,9 @@ def raw(state: State, path: Path) -> None:
             view, at = view[done:], at + done
     os.fsync(handle)
     os.close(handle)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.replace(new, path)
 
 
 def dcp_consolidated(state: State, path: Path) -> None:

@@ -26,6 +26,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
+#ifdef __SANITIZE_THREAD__
+constexpr bool kSlow = true;  // fewer rounds of the same
+#else
+constexpr bool kSlow = false;
+#endif
+
 /// One tensor as one rank has it.
 struct Held {
   std::vector<std::byte> memory;
@@ -182,7 +188,7 @@ TEST_F(Checkpoint, OfAnyShardingHasTheSameBytesAndLoadsIntoAnyOther) {
   ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
   const std::string reference = bytes_of(folder_ / "reference.safetensors");
   for (const auto& [name, sharding] : kShardings) {
-    for (const int ranks : {1, 2, 3, 5}) {
+    for (const int ranks : kSlow ? std::vector<int>{3} : std::vector<int>{1, 2, 3, 5}) {
       SCOPED_TRACE(std::string(name) + " on " + std::to_string(ranks));
       ASSERT_EQ(save_as(folder_ / "other.safetensors", sharding, ranks), all(ranks, kFine));
       EXPECT_TRUE(bytes_of(folder_ / "other.safetensors") == reference);
@@ -270,7 +276,7 @@ TEST_F(Checkpoint, FindsEveryFlippedByteOfItsData) {
   ASSERT_EQ(save_as(path, rows, 2), all(2, kFine));
   const std::string good = bytes_of(path);
   std::mt19937 random(1);
-  for (int round = 0; round < 40; ++round) {
+  for (int round = 0; round < (kSlow ? 6 : 40); ++round) {
     std::string bad = good;
     const size_t data = good.size() - 2'803'000;
     bad[std::uniform_int_distribution<size_t>(round % 2 == 0 ? data : good.size() - 200, good.size() - 1)(random)] ^=
@@ -331,7 +337,7 @@ TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
   ASSERT_FALSE(before.empty());
   for (const Call call :
        {Call::kOpen, Call::kWrite, Call::kTruncate, Call::kSync, Call::kRename, Call::kMkdir, Call::kSpace, Call::kClose}) {
-    for (const int error : {EIO, ENOSPC, EDQUOT}) {
+    for (const int error : kSlow ? std::vector<int>{EIO} : std::vector<int>{EIO, ENOSPC, EDQUOT}) {
       for (int after = 0;; ++after) {
         SCOPED_TRACE(std::to_string(static_cast<int>(call)) + " fails with " + std::to_string(error) + " after " + std::to_string(after));
         BadDisk disk(call, after, error);

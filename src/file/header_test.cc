@@ -142,6 +142,9 @@ TEST(Header, IsNotWrittenWhereNoReaderWouldTakeIt) {
 }
 
 TEST(Header, OfAMillionTensors) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "one thread, and minutes under ThreadSanitizer";
+#endif
   std::vector<Entry> entries;
   for (int i = 0; i < 1'000'000; ++i) entries.push_back({std::to_string(i), DType::kU8, {1}, 0, 0});
   const Header laid = lay_out(std::move(entries), {});

@@ -34,5 +34,14 @@ def test_file_benchmarks_run() -> None:
     command = [sys.executable, "-m", "benchmarks.files", "--gib", "0.01", "--rounds", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("save: shardow", "save: raw", "DCP, consolidated", "gather, save_file", "torch.save", "load: shardow", "HF reader", "broadcast"):
+    for name in (
+        "save: shardow",
+        "save: raw",
+        "DCP, consolidated",
+        "gather, save_file",
+        "torch.save",
+        "load: shardow",
+        "HF reader",
+        "broadcast",
+    ):
         assert name in done.stdout

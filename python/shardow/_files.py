@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shardow import _core, _errors
+from shardow._gather import Part
 from shardow._options import invalid
 from shardow._team import Team
 
@@ -22,19 +23,10 @@ _DTYPES = {
 }  # fmt: skip
 
 
-@dataclass
-class Part:
-    """What this rank holds of one tensor: ``tensor`` is 1-D, contiguous, region.size elements."""
-
-    name: str
-    tensor: torch.Tensor
-    region: _core.Region
-
-
 def save(path: Path, by_key: dict[str, list[Part]], state: str, team: Team) -> None:
     """One file, or with several keys a directory of one file each. Collective."""
     for key, parts in by_key.items():
-        _core.save(team.group, _views(parts), str(_file(path, key, by_key)), metadata={_STATE: state}, timeout=team.timeout)
+        write(parts, _file(path, key, by_key), team, metadata={_STATE: state})
 
 
 def state_in(path: Path, keys: Sequence[str], team: Team) -> str:
@@ -48,27 +40,37 @@ def state_in(path: Path, keys: Sequence[str], team: Team) -> str:
 def load(path: Path, by_key: dict[str, list[Part]], team: Team, check_only: bool = False) -> None:
     """Everything that does not fit is listed before anything changes: call with ``check_only`` first where there are several keys. Collective."""
     for key, parts in by_key.items():
-        on_host = [Part(part.name, part.tensor.cpu(), part.region) for part in parts]
-        _core.load(team.group, _views(on_host), str(_file(path, key, by_key)), check_only=check_only, timeout=team.timeout)
-        for part, filled in zip(parts, on_host, strict=True):
-            if part.tensor.device.type != "cpu":
-                part.tensor.copy_(filled.tensor)
+        read_into(parts, _file(path, key, by_key), team, check_only=check_only)
 
 
 def export(path: Path, parts: list[Part], team: Team, dtype: torch.dtype | str | None, max_shard_size: int | str | None) -> None:
     """A .safetensors file, or a Hugging Face directory: model.safetensors, or its shards and their index. Collective."""
     wanted, limit = team.agree("export()", lambda: (_dtype(dtype), _bytes(max_shard_size)))
-    _core.save(team.group, _views(parts), str(path), dtype=wanted, max_shard_size=limit, timeout=team.timeout)
+    write(parts, path, team, dtype=wanted, max_shard_size=limit)
+
+
+def write(parts: Sequence[Part], path: str | Path, team: Team, **options: Any) -> dict[str, Any]:
+    """The engine's save. Device memory passes through a copy on the host. Collective."""
+    host = _on_host(parts)  # alive during the call
+    return _core.save(team.group, _views(host), str(path), timeout=team.timeout, **options)
+
+
+def read_into(parts: Sequence[Part], path: str | Path, team: Team, **options: Any) -> dict[str, Any]:
+    """The engine's load. Collective."""
+    host = _on_host(parts)
+    report = _core.load(team.group, _views(host), str(path), timeout=team.timeout, **options)
+    for part, filled in zip(parts, host, strict=True):
+        if part.flat.device.type != "cpu":
+            part.flat.copy_(filled.flat)
+    return report
+
+
+def _on_host(parts: Iterable[Part]) -> list[Part]:
+    return [Part(part.name, part.flat.cpu(), part.region) for part in parts]
 
 
 def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
-    return [_core.TensorView(part.name, _dtype_name(part.name, part.tensor.dtype), part.region, _host(part).data_ptr()) for part in parts]
-
-
-def _host(part: Part) -> torch.Tensor:
-    if part.tensor.device.type != "cpu":
-        part.tensor = part.tensor.cpu()  # kept alive by the part; the engine reads host memory
-    return part.tensor
+    return [_core.TensorView(part.name, _dtype_name(part.name, part.flat.dtype), part.region, part.flat.data_ptr()) for part in parts]
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
-from shardow._files import Part
+from shardow._gather import Part
 from shardow._options import invalid
 from shardow.torch.find import ModelView, find
-from shardow.torch.local import LocalTensor
 from shardow.torch.piece import Piece
 from shardow.torch.regions import region_of
 
@@ -51,14 +50,10 @@ def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> H
 def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) -> Held:
     view = find(model, group=group)
     view.reshard()
-    found = [one for one in [*view.parameters, *view.buffers] if not saving or _counts(one, view)]
+    rank = 0 if view.process_group is None else dist.get_rank(view.process_group)
+    found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
     parts = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in found]
     return Held(parts, {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)
-
-
-def _counts(one: LocalTensor, view: ModelView) -> bool:
-    group = view.process_group
-    return one.sharded or bool(one.replicas) or group is None or dist.get_rank(group) == 0
 
 
 def _of_mapping(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, saving: bool) -> Held:

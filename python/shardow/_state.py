@@ -99,7 +99,7 @@ def _plan(one: Tracked, k: int, value: torch.Tensor, copies: list[Copy], problem
 
 
 def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
-    """One entry of what check() returned. ``value`` may be anything that slices like a tensor (a safetensors slice)."""
+    """One entry of what check() returned. ``value`` may be anything that slices like a tensor."""
     if region is not None:
         for offsets, sizes, begin in region.boxes():
             count = math.prod(sizes)

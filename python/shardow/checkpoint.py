@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, _files
+from shardow._gather import Part
 from shardow._held import Held, Saveable, held_by
 from shardow._options import invalid, seconds
 from shardow._team import Team
@@ -54,7 +55,7 @@ def save(
     held, team = _prepare(state, group, timeout, saving=True)
     wanted, limit = team.agree("save()", lambda: (_files._dtype(dtype), _files._bytes(max_shard_size)))
     texts = dict(metadata or {})
-    return _core.save(team.group, _files._views(held.parts), str(path), wanted, limit, texts, timeout=team.timeout, progress=progress)
+    return _files.write(held.parts, path, team, dtype=wanted, max_shard_size=limit, metadata=texts, progress=progress)
 
 
 @torch.no_grad()
@@ -85,13 +86,8 @@ def load(
     held, team = _prepare(target, group, timeout, saving=False)
     available, _ = _core.read_catalog(team.group, str(path), team.timeout)
     keys = team.agree("load()", lambda: _matched(held, list(available)))
-    on_host = [_files.Part(keys[part.name], part.tensor.cpu(), part.region) for part in held.parts]
-    report = _core.load(
-        team.group, _files._views(on_host), str(path), strict=strict, verify=verify, timeout=team.timeout, progress=progress
-    )
-    for part, filled in zip(held.parts, on_host, strict=True):
-        if part.tensor.device.type != "cpu":
-            part.tensor.copy_(filled.tensor)
+    parts = [Part(keys[part.name], part.flat, part.region) for part in held.parts]
+    report = _files.read_into(parts, path, team, strict=strict, verify=verify, progress=progress)
     held.put_back()
     return report
 

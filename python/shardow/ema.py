@@ -306,13 +306,9 @@ class EMA:
             self._average.set_state(before)
             raise
 
-    def _parts_by_key(self, saving: bool) -> dict[str, list[_files.Part]]:
-        tracked = [one for one in self._tracked if not saving or self._speaks_for(one.local)]
-        return {key: [_files.Part(one.name, one.averages[k], one.region) for one in tracked] for k, key in enumerate(self._keys)}
-
-    def _speaks_for(self, local: LocalTensor) -> bool:
-        """Of tensors that every rank has whole, each its own (batch statistics, plain parameters beside sharded ones), files hold rank 0's."""
-        return local.sharded or bool(local.replicas) or self._team.rank == 0
+    def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
+        tracked = [one for one in self._tracked if not saving or one.local.counts_on(self._team.rank)]
+        return {key: [Part(one.name, one.averages[k], one.region) for one in tracked] for k, key in enumerate(self._keys)}
 
     def export(
         self,
@@ -327,8 +323,8 @@ class EMA:
         """
         k = choose(self._keys, decay)
         self._team.agree("export()", lambda: self._not_swapped("export()"))
-        parts = [_files.Part(one.name, one.averages[k], one.region) for one in self._tracked if self._speaks_for(one.local)]
-        parts += [_files.Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._others() if self._speaks_for(one)]
+        parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
+        parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._others() if one.counts_on(self._team.rank)]
         _files.export(Path(path), parts, self._team, dtype, max_shard_size)
 
     # ---- figures

@@ -31,6 +31,10 @@ class LocalTensor:
     sharded: bool = False
     aliases: tuple[str, ...] = ()
 
+    def counts_on(self, rank: int) -> bool:
+        """True where files take it from this rank: of whole tensors that no group shares, each rank's its own (batch statistics), they take rank 0's."""
+        return self.sharded or bool(self.replicas) or rank == 0
+
 
 @dataclass(eq=False)
 class Slot:

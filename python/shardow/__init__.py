@@ -12,7 +12,7 @@ from shardow._errors import Error
 
 if TYPE_CHECKING:
     from shardow import schedules
-    from shardow.checkpoint import load, save
+    from shardow.checkpoint import async_save, load, save
     from shardow.ema import EMA
     from shardow.reading import open_checkpoint as open  # noqa: F401
 
@@ -22,11 +22,12 @@ __all__ = [
     "Error",
     "Schedule",
     "__version__",
+    "async_save",
     "load",
     "save",
     "schedules",
 ]  # not "open", which `import *` would put before Python's own
-_NEEDS_TORCH = {"EMA": "shardow.ema", "load": "shardow.checkpoint", "save": "shardow.checkpoint"}
+_NEEDS_TORCH = {"EMA": "shardow.ema", "async_save": "shardow.checkpoint", "load": "shardow.checkpoint", "save": "shardow.checkpoint"}
 
 
 def __getattr__(name: str) -> Any:

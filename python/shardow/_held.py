@@ -38,8 +38,14 @@ class Held:
             self.view.reshard()
 
 
+def group_of(state: Saveable, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that share a mapping's tensors: all, where one of them is a part of something."""
+    shared = isinstance(state, Mapping) and any(map(_is_shared, state.values()))
+    return dist.group.WORLD if group is None and shared and dist.is_initialized() else group
+
+
 def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> Held:
-    """``saving``: of whole tensors that no group shares, only rank 0's count."""
+    """``group``: of a mapping, what group_of() says. ``saving``: of whole tensors that no group shares, only rank 0's count."""
     if isinstance(state, nn.Module):
         return _of_module(state, group, saving)
     if isinstance(state, Mapping):
@@ -48,17 +54,16 @@ def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> H
 
 
 def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) -> Held:
-    view = find(model, group=group)
+    view = find(model, group=group, strided=True)
     view.reshard()
     rank = 0 if view.process_group is None else dist.get_rank(view.process_group)
     found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
-    parts = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in found]
-    return Held(parts, {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)
+    held = Held([], {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)
+    held.parts = [Part(one.name, _flat(one.tensor, held.copied), one.region) for one in found]
+    return held
 
 
 def _of_mapping(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, saving: bool) -> Held:
-    if group is None and dist.is_initialized() and any(_is_shared(tensor) for tensor in state.values()):
-        group = dist.group.WORLD
     first = group is None or dist.get_rank(group) == 0
     held = Held([], {name: (name,) for name in state}, group)
     for name, tensor in state.items():
@@ -69,7 +74,7 @@ def _of_mapping(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | No
     return held
 
 
-def _is_shared(tensor: torch.Tensor) -> bool:
+def _is_shared(tensor: object) -> bool:
     return isinstance(tensor, Piece) or hasattr(tensor, "_local_tensor")
 
 
@@ -80,8 +85,13 @@ def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]
     local = getattr(tensor, "_local_tensor", tensor).detach()
     if local.is_meta:
         raise invalid(f"'{name}' is on meta: it has no memory; give it some first: model.to_empty(device=...)")
+    return Part(name, _flat(local, copied), region)
+
+
+def _flat(local: torch.Tensor, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The elements one after another: the tensor's own memory, or a copy that is noted."""
     if local.is_contiguous() and not local.is_conj() and not local.is_neg():
-        return Part(name, local.view(-1), region)
+        return local.view(-1)
     copy = local.resolve_conj().resolve_neg().contiguous()
     copied.append((local, copy))
-    return Part(name, copy.view(-1), region)
+    return copy.view(-1)

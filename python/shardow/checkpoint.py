@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from shardow import _core, _files
+from shardow import _files
+from shardow._background import SaveHandle
+from shardow._files import FileParts
 from shardow._gather import Part
-from shardow._held import Held, Saveable, held_by
+from shardow._held import Held, Saveable, group_of, held_by
 from shardow._options import invalid, seconds
 from shardow._team import Team
 from shardow.torch.names import clean_file_key
 
-Progress = Callable[[int, int], object]
+Progress = Callable[[int, int], None]
 
 
 def save(
@@ -52,10 +55,38 @@ def save(
     Raises:
         ValueError: ranks that disagree, regions that overlap or leave a hole; OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
     """
-    held, team = _prepare(state, group, timeout, saving=True)
-    wanted, limit = team.agree("save()", lambda: (_files._dtype(dtype), _files._bytes(max_shard_size)))
-    texts = dict(metadata or {})
-    return _files.write(held.parts, path, team, dtype=wanted, max_shard_size=limit, metadata=texts, progress=progress)
+    held, team = _prepare("save()", state, group, timeout, saving=True)
+    options = team.agree("save()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
+    return _files.write([FileParts("", held.parts, metadata or {})], path, team, progress=progress, **options)
+
+
+@torch.no_grad()
+def async_save(
+    state: Saveable,
+    path: str | Path,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    timeout: float | timedelta | None = None,
+) -> SaveHandle:
+    """save() that returns when this rank has copied what it will write: training goes on while the rest is done. Collective.
+
+    The copy, in the file's dtype, lies in host memory that the next such save of the same ranks uses again: on each rank as many bytes as it writes, once. A second save, of either kind,
+    waits for the first one; its error is raised by ``wait()``, or by the next save. When the interpreter ends, it waits for the save first; a process that is killed leaves what was there before.
+
+    Args: as save(); ``progress`` is called from another thread.
+
+    Returns:
+        a handle: ``wait()`` for the report, ``done()``.
+
+    Raises:
+        what save() finds out before it writes; everything else comes from ``wait()``.
+    """
+    held, team = _prepare("async_save()", state, group, timeout, saving=True)
+    options = team.agree("async_save()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
+    return _files.write_in_background([FileParts("", held.parts, metadata or {})], path, team, progress=progress, **options)
 
 
 @torch.no_grad()
@@ -83,18 +114,23 @@ def load(
     Raises:
         ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
     """
-    held, team = _prepare(target, group, timeout, saving=False)
-    available, _ = _core.read_catalog(team.group, str(path), team.timeout)
-    keys = team.agree("load()", lambda: _matched(held, list(available)))
+    held, team = _prepare("load()", target, group, timeout, saving=False)
+    found = _files.catalog(path, team)
+    keys = team.agree("load()", lambda: _matched(held, list(found.tensors)))
     parts = [Part(keys[part.name], part.flat, part.region) for part in held.parts]
-    report = _files.read_into(parts, path, team, strict=strict, verify=verify, progress=progress)
+    report = _files.read_into(parts, found, team, strict=strict, verify=verify, progress=progress)
     held.put_back()
     return report
 
 
-def _prepare(state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool) -> tuple[Held, Team]:
-    held = held_by(state, group, saving)
-    return held, Team(held.process_group, seconds(timeout))
+def _prepare(
+    what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool
+) -> tuple[Held, Team]:
+    if isinstance(state, nn.Module) and group is None:
+        held = held_by(state, group, saving)  # the model tells which ranks
+        return held, Team(held.process_group, seconds(timeout))
+    team = Team(group_of(state, group), seconds(timeout))
+    return team.agree(what, lambda: held_by(state, team.process_group, saving)), team
 
 
 def _matched(held: Held, available: list[str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core, _errors, _files, _replicas, _state, _tracked
+from shardow._background import SaveHandle
 from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
 from shardow._options import Options, Params, invalid, make_options, seconds
@@ -290,18 +291,28 @@ class EMA:
         Every rank writes its own bytes of the final file, which replaces what was there when it is whole.
         """
         self._team.agree("save()", lambda: self._not_swapped("save()"))
-        _files.save(Path(path), self._parts_by_key(saving=True), self._average.state(), self._team)
+        _files.write(self._files_to_save(), path, self._team)
+
+    def async_save(self, path: str | Path) -> SaveHandle:
+        """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save(). Collective."""
+        self._team.agree("async_save()", lambda: self._not_swapped("async_save()"))
+        return _files.write_in_background(self._files_to_save(), path, self._team)
+
+    def _files_to_save(self) -> list[_files.FileParts]:
+        return _files.with_state(self._parts_by_key(saving=True), self._average.state())
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
         """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective."""
         self._team.agree("load()", lambda: self._not_swapped("load()"))
-        state = _files.state_in(Path(path), self._keys, self._team)
-        parts, before = self._parts_by_key(saving=False), self._average.state()
-        _files.load(Path(path), parts, self._team, check_only=True)
-        self._team.agree("load()", lambda: self._average.set_state(state))
+        found, parts = _files.catalogs(path, self._keys, self._team), self._parts_by_key(saving=False)
+        for key in self._keys:  # whatever does not fit is listed before anything changes
+            _files.read_into(parts[key], found[key], self._team, check_only=True)
+        before = self._average.state()
+        self._team.agree("load()", lambda: self._average.set_state(_files.state_in(path, found[self._keys[0]])))
         try:
-            _files.load(Path(path), parts, self._team)
+            for key in self._keys:
+                _files.read_into(parts[key], found[key], self._team)
         except BaseException:
             self._average.set_state(before)
             raise
@@ -325,7 +336,8 @@ class EMA:
         self._team.agree("export()", lambda: self._not_swapped("export()"))
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
         parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._others() if one.counts_on(self._team.rank)]
-        _files.export(Path(path), parts, self._team, dtype, max_shard_size)
+        options = self._team.agree("export()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
+        _files.write([_files.FileParts("", parts)], path, self._team, **options)
 
     # ---- figures
 

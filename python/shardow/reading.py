@@ -1,15 +1,13 @@
-"""open(): what a checkpoint holds, read where it is indexed. Needs numpy alone."""
+"""open(): what a checkpoint holds, read where it is indexed. Without torch it gives numpy arrays."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from shardow import _core, _errors
-
-if TYPE_CHECKING:
-    import numpy as np
 
 #: numpy's name of each dtype; bfloat16, which numpy lacks, comes as float32, which holds every value of it.
 _NUMPY = {
@@ -17,59 +15,101 @@ _NUMPY = {
     "BF16": "float32", "F32": "float32", "F64": "float64", "C64": "complex64",
 }  # fmt: skip
 
+Framework = Literal["torch", "numpy"]
 
-class Stored:
-    """One tensor of a checkpoint. ``stored[2:5, ..., 0]`` reads just that, as a numpy array; ``stored[...]`` all of it."""
 
-    def __init__(self, path: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        self._path, self.name, self.dtype, self.shape = path, name, dtype, shape
+class Slice:
+    """One tensor of a checkpoint, not read yet. ``one[2:5, ..., 0]`` reads just that."""
 
-    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
-        """Integers and slices with positive steps. Raises IndexError outside of the shape, NotImplementedError for dtypes below 16 bits that numpy lacks."""
+    def __init__(self, catalog: _core.Catalog, name: str, dtype: str, shape: tuple[int, ...], framework: Framework) -> None:
+        self._catalog, self._framework = catalog, framework
+        self.name, self.dtype, self.shape = name, dtype, shape
+
+    def get_shape(self) -> list[int]:
+        """As safetensors' slices have it."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """As safetensors' slices have it."""
+        return self.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        """Integers and slices with positive steps. Raises IndexError outside of the shape, NotImplementedError for a dtype that the framework lacks."""
+        ranges = _ranges(self.name, self.shape, index)
+        region = _core.Region.grid(list(self.shape), [_intervals(one) for one in ranges])
+        result, dtype, address = self._empty([len(one) for one in ranges])
+        _core.load(_core.solo(), [_core.TensorView(self.name, dtype, region, address)], self._catalog, strict=False)
+        return result.reshape([len(one) for one, kept in zip(ranges, _kept(self.shape, index), strict=True) if kept])
+
+    def _empty(self, shape: list[int]) -> tuple[Any, str, int]:
+        """Memory for the result, its dtype in the engine's words, and its address."""
+        if self._framework == "torch":
+            import torch
+
+            from shardow._files import DTYPES
+
+            found = next((ours for ours, name in DTYPES.items() if name == self.dtype), None)
+            if found is None:
+                raise _errors.make("unsupported", f"'{self.name}' is {self.dtype}, which torch does not have")
+            tensor = torch.empty(shape, dtype=found)
+            return tensor, self.dtype, tensor.data_ptr()
         import numpy as np
 
         if self.dtype not in _NUMPY:
-            raise _errors.make(
-                "unsupported", f"'{self.name}' is {self.dtype}, which numpy does not have; load it with shardow.load() into a torch tensor"
-            )
-        ranges = _ranges(self.name, self.shape, index)
-        region = _core.Region.grid(list(self.shape), [_intervals(one) for one in ranges])
-        result = np.empty([len(one) for one in ranges], dtype=_NUMPY[self.dtype])
-        ours = "F32" if self.dtype == "BF16" else self.dtype
-        _core.load(_core.solo(), [_core.TensorView(self.name, ours, region, result.ctypes.data)], self._path, strict=False)
-        return result.reshape([len(one) for one, kept in zip(ranges, _kept(self.shape, index), strict=True) if kept])
+            raise _errors.make("unsupported", f"'{self.name}' is {self.dtype}, which numpy does not have; open it with framework='torch'")
+        array = np.empty(shape, dtype=_NUMPY[self.dtype])
+        return array, "F32" if self.dtype == "BF16" else self.dtype, array.ctypes.data
 
     def __repr__(self) -> str:
-        return f"Stored('{self.name}', {self.dtype}, {list(self.shape)})"
+        return f"Slice('{self.name}', {self.dtype}, {list(self.shape)})"
 
 
-class Checkpoint(Mapping[str, Stored]):
-    """{name: Stored} of a file or a Hugging Face directory, and its ``metadata``."""
+class Checkpoint(Mapping[str, Any]):
+    """{name: tensor} of a file or a Hugging Face directory, each read when it is asked for; and its ``metadata``."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, framework: Framework) -> None:
         self.path = str(path)
-        tensors, self.metadata = _core.read_catalog(_core.solo(), self.path)
-        self._stored = {name: Stored(self.path, name, dtype, shape) for name, (dtype, shape) in tensors.items()}
+        self._catalog = _core.read_catalog(_core.solo(), self.path)
+        self._tensors = self._catalog.tensors
+        self._framework: Framework = framework
+        self.metadata = self._catalog.metadata
 
-    def __getitem__(self, name: str) -> Stored:
-        return self._stored[name]
+    def __getitem__(self, name: str) -> Any:
+        """The whole tensor."""
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> Slice:
+        """One tensor for reading parts of it. Raises KeyError."""
+        if name not in self._tensors:
+            raise _errors.make("not_found", f"{self.path} has no tensor '{name}'")
+        dtype, shape = self._tensors[name]
+        return Slice(self._catalog, name, dtype, shape, self._framework)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._tensors
 
     def __repr__(self) -> str:
         return f"Checkpoint('{self.path}', {len(self)} tensors)"
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, framework: Framework | None = None) -> Checkpoint:
     """Reads and checks the headers of a .safetensors file or a Hugging Face directory, and no data.
 
-    Raises FileNotFoundError; ValueError for what is no safetensors file.
+    Args:
+        framework: "torch" or "numpy", of what it gives; default: torch where that is installed. numpy has no bfloat16: such tensors come as float32.
+
+    Raises:
+        FileNotFoundError; ValueError for what is no safetensors file.
     """
-    return Checkpoint(path)
+    if framework not in (None, "torch", "numpy"):
+        raise _errors.make("invalid_argument", f"framework={framework!r}; it must be 'torch' or 'numpy'")
+    return Checkpoint(path, framework or ("torch" if importlib.util.find_spec("torch") else "numpy"))
 
 
 def _full(shape: tuple[int, ...], index: Any) -> list[Any]:

@@ -5,10 +5,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <memory>
 
 #include "core.h"
 #include "file/catalog.h"
 #include "file/header.h"
+#include "file/load.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -32,20 +34,7 @@ ProgressFn in_python(const nb::object& progress) {
   };
 }
 
-nb::dict save_python(Group& group, const std::vector<TensorView>& tensors, const std::string& path, const std::optional<std::string>& dtype,
-                     int64_t max_shard_size, const Strings& metadata, bool checksums, double timeout, const nb::object& progress) {
-  SaveOptions options;
-  if (dtype) options.dtype = dtype_from_name(*dtype);
-  options.max_shard_size = max_shard_size;
-  options.metadata = metadata;
-  options.checksums = checksums;
-  options.timeout = whole_seconds(timeout);
-  options.progress = in_python(progress);
-  SaveReport report;
-  {
-    nb::gil_scoped_release release;
-    report = save(group, tensors, path, options);
-  }
+nb::dict as_dict(const SaveReport& report) {
   nb::dict result;
   nb::list files;
   for (const auto& file : report.files) files.append(file.string());
@@ -55,7 +44,47 @@ nb::dict save_python(Group& group, const std::vector<TensorView>& tensors, const
   return result;
 }
 
-nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const std::string& path, bool strict, bool verify,
+/// StagedSave and what it refers to: the group, and who is told of progress.
+class Save {
+ public:
+  Save(nb::object group, const std::vector<SaveFile>& files, const std::string& path, const std::optional<std::string>& dtype,
+       int64_t max_shard_size, const Strings& metadata, bool checksums, bool sequential, double timeout, nb::object progress)
+      : group_(std::move(group)), progress_(std::move(progress)) {
+    SaveOptions options;
+    if (dtype) options.dtype = dtype_from_name(*dtype);
+    options.max_shard_size = max_shard_size;
+    options.metadata = metadata;
+    options.checksums = checksums;
+    options.sequential = sequential;
+    options.timeout = whole_seconds(timeout);
+    options.progress = in_python(progress_);
+    Group& ranks = nb::cast<Group&>(group_);
+    const nb::gil_scoped_release release;
+    save_ = std::make_unique<StagedSave>(ranks, files, path, options);
+  }
+
+  int64_t staging_bytes() const { return save_->staging_bytes(); }
+
+  void stage(uintptr_t memory, int64_t bytes) {
+    const nb::gil_scoped_release release;
+    save_->stage({reinterpret_cast<std::byte*>(memory), static_cast<size_t>(bytes)});
+  }
+
+  nb::dict write() {
+    SaveReport report;
+    {
+      const nb::gil_scoped_release release;
+      report = save_->write();
+    }
+    return as_dict(report);
+  }
+
+ private:
+  nb::object group_, progress_;
+  std::unique_ptr<StagedSave> save_;
+};
+
+nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const file::Catalog& catalog, bool strict, bool verify,
                      bool check_only, double timeout, const nb::object& progress) {
   LoadOptions options;
   options.strict = strict;
@@ -65,8 +94,8 @@ nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const
   options.progress = in_python(progress);
   LoadReport report;
   {
-    nb::gil_scoped_release release;
-    report = load(group, tensors, path, options);
+    const nb::gil_scoped_release release;
+    report = file::load_from(group, tensors, catalog, options);
   }
   nb::dict result;
   result["missing"] = report.missing;
@@ -75,6 +104,13 @@ nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const
   result["bytes_read"] = report.bytes_read;
   result["seconds"] = report.seconds;
   return result;
+}
+
+nb::dict tensors_in(const file::Catalog& catalog) {
+  nb::dict tensors;
+  for (const auto& [name, stored] : catalog.tensors)
+    tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(stored.entry.dtype)), nb::tuple(nb::cast(stored.entry.shape)));
+  return tensors;
 }
 
 nb::list entries_of(const std::vector<file::Entry>& entries) {
@@ -87,25 +123,34 @@ nb::list entries_of(const std::vector<file::Entry>& entries) {
 }  // namespace
 
 void bind_file(nb::module_& m) {
-  m.def("save", &save_python, "group"_a, "tensors"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(),
-        "checksums"_a = true, "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
-  m.def("load", &load_python, "group"_a, "tensors"_a, "path"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
-        "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
+  nb::class_<SaveFile>(m, "SaveFile", "One of the files that a save makes: its name (empty: named as Hugging Face does), tensors and metadata.")
+      .def(
+          "__init__",
+          [](SaveFile* self, std::string name, std::vector<TensorView> tensors, Strings metadata) {
+            new (self) SaveFile{std::move(name), std::move(tensors), std::move(metadata)};
+          },
+          "name"_a, "tensors"_a, "metadata"_a = Strings());
+  nb::class_<Save>(m, "Save", "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
+      .def(nb::init<nb::object, const std::vector<SaveFile>&, const std::string&, const std::optional<std::string>&, int64_t, const Strings&,
+                    bool, bool, double, nb::object>(),
+           "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(), "checksums"_a = true,
+           "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none())
+      .def_prop_ro("staging_bytes", &Save::staging_bytes)
+      .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")
+      .def("write", &Save::write);
+  nb::class_<file::Catalog>(m, "Catalog", "What a checkpoint holds.")
+      .def_prop_ro("tensors", &tensors_in, "{name: (dtype, shape)}")
+      .def_prop_ro(
+          "metadata", [](const file::Catalog& catalog) { return catalog.metadata; }, "of the first file");
   m.def(
       "read_catalog",
       [](Group& group, const std::string& path, double timeout) {
-        file::Catalog catalog;
-        {
-          nb::gil_scoped_release release;
-          catalog = file::share_catalog(group, path, whole_seconds(timeout));
-        }
-        nb::dict tensors;
-        for (const auto& [name, stored] : catalog.tensors) {
-          tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(stored.entry.dtype)), nb::tuple(nb::cast(stored.entry.shape)));
-        }
-        return nb::make_tuple(tensors, catalog.metadata);
+        const nb::gil_scoped_release release;
+        return file::share_catalog(group, path, whole_seconds(timeout));
       },
-      "group"_a, "path"_a, "timeout"_a = 600.0, "({name: (dtype, shape)}, metadata) of a file or a directory. Collective.");
+      "group"_a, "path"_a, "timeout"_a = 600.0, "Of a file or a directory. Collective.");
+  m.def("load", &load_python, "group"_a, "tensors"_a, "catalog"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
+        "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
   m.def(
       "parse_header",
       [](const nb::bytes& json, int64_t data_bytes) {

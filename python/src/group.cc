@@ -27,13 +27,18 @@ Deadline in_seconds(double seconds) {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-/// What a Python subclass provides: rank and size properties, all_gather(bytes, seconds) -> list of bytes, broadcast and so on over
+/// What a Python subclass provides: rank, size and moves_blocks as attributes, all_gather(bytes, seconds) -> list of bytes, broadcast and so on over
 /// buffers.
 struct PyGroup final : Group {
   NB_TRAMPOLINE(Group, 2);
 
   int rank() const noexcept override { return number("rank"); }
   int size() const noexcept override { return number("size"); }
+
+  bool moves_blocks() const noexcept override {
+    nb::gil_scoped_acquire gil;
+    return nb::cast<bool>(self().attr("moves_blocks"));
+  }
 
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     nb::gil_scoped_acquire gil;

@@ -29,7 +29,7 @@ def state() -> dict[str, torch.Tensor]:
 def test_shows_names_dtypes_shapes_and_metadata(where: str, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     shardow.save(state, tmp_path / where, metadata={"who": "me"}, max_shard_size=200 if where == "hub" else None)
     found = shardow.open(tmp_path / where)
-    assert {name: (one.dtype, one.shape) for name, one in found.items()} == {
+    assert {name: (found.get_slice(name).dtype, found.get_slice(name).shape) for name in found} == {
         "w": ("F32", (5, 7, 3)), "half": ("BF16", (4, 4)), "flag": ("BOOL", (2,)), "scalar": ("F32", ()), "tiny": ("F8_E5M2", (3,)),
     }  # fmt: skip
     assert found.metadata["who"] == "me"
@@ -54,30 +54,44 @@ def test_shows_names_dtypes_shapes_and_metadata(where: str, state: dict[str, tor
 def test_slices_are_numpys(index: Any, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     shardow.save(state, tmp_path / "a.safetensors")
     expected = state["w"].numpy()[index]
-    found = shardow.open(tmp_path / "a.safetensors")["w"][index]
+    found = shardow.open(tmp_path / "a.safetensors", framework="numpy").get_slice("w")[index]
     assert found.shape == expected.shape
     assert np.array_equal(found, expected)
 
 
-def test_values_and_what_numpy_lacks(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_values_are_torchs_tensors(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     shardow.save(state, tmp_path / "a.safetensors")
     found = shardow.open(tmp_path / "a.safetensors")
-    assert np.array_equal(found["half"][...], state["half"].float().numpy())
+    for name, expected in state.items():
+        assert found[name].dtype == expected.dtype
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+    part = found.get_slice("w")
+    assert (part.get_shape(), part.get_dtype()) == ([5, 7, 3], "F32")
+    assert torch.equal(part[1:4, ..., 0], state["w"][1:4, ..., 0])
+
+
+def test_values_and_what_numpy_lacks(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    shardow.save(state, tmp_path / "a.safetensors")
+    found = shardow.open(tmp_path / "a.safetensors", framework="numpy")
+    assert np.array_equal(found["half"], state["half"].float().numpy())
     assert found["flag"][0]
-    assert found["scalar"][...] == 3.5
+    assert found["scalar"] == 3.5
+    assert "tiny" in found
     with pytest.raises(NotImplementedError, match="'tiny' is F8_E5M2"):
-        found["tiny"][...]
+        found["tiny"]
     with pytest.raises(IndexError):
-        found["w"][5]
+        found.get_slice("w")[5]
     with pytest.raises(IndexError):
-        found["w"][0, 0, 0, 0]
-    with pytest.raises(KeyError):
+        found.get_slice("w")[0, 0, 0, 0]
+    with pytest.raises(KeyError, match="has no tensor 'nothing'"):
         found["nothing"]
     with pytest.raises(FileNotFoundError):
         shardow.open(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="framework='jax'"):
+        shardow.open(tmp_path / "a.safetensors", framework="jax")  # type: ignore[arg-type]
 
 
 def test_torch_is_not_imported(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     shardow.save(state, tmp_path / "a.safetensors")
-    code = f"import sys, shardow; print(shardow.open({str(tmp_path / 'a.safetensors')!r})['w'][1, 1, 1], 'torch' in sys.modules)"
+    code = f"import sys, shardow; print(shardow.open({str(tmp_path / 'a.safetensors')!r}, 'numpy').get_slice('w')[1, 1, 1], 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["25.0", "False"]

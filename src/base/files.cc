@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,7 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstdio>
+#include <limits>
 #include <system_error>
 #include <utility>
 
@@ -62,17 +63,11 @@ int Syscalls::rename(const char* from, const char* to) {
 int Syscalls::exchange(const char* a, const char* b) {
   return static_cast<int>(::syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE));
 }
-int Syscalls::unlink(const char* path) {
-  return ::unlink(path);
-}
 int Syscalls::mkdir(const char* path, mode_t mode) {
   return ::mkdir(path, mode);
 }
-int Syscalls::rmdir(const char* path) {
-  return ::rmdir(path);
-}
-int Syscalls::statvfs(const char* path, struct statvfs* out) {
-  return ::statvfs(path, out);
+int Syscalls::statfs(const char* path, struct statfs* out) {
+  return ::statfs(path, out);
 }
 
 Syscalls& syscalls() noexcept {
@@ -100,6 +95,10 @@ File File::open_for_writing(const Path& path) {
 }
 File File::create(const Path& path) {
   return {open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "cannot create"), path};
+}
+
+File File::replace(const Path& path) {
+  return {open_or_fail(path, O_WRONLY | O_CREAT | O_TRUNC, "cannot create"), path};
 }
 
 File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
@@ -168,10 +167,6 @@ bool exchange(const Path& a, const Path& b) {
   fail_io(errno, b, "cannot be exchanged");
 }
 
-void remove_file(const Path& path) {
-  if (syscalls().unlink(path.c_str()) != 0 && errno != ENOENT) fail_io(errno, path, "cannot remove");
-}
-
 void make_directory(const Path& path) {
   if (syscalls().mkdir(path.c_str(), 0777) != 0) fail_io(errno, path, "cannot make the directory");
 }
@@ -182,10 +177,12 @@ void sync_directory(const Path& path) {
   directory.close();
 }
 
-int64_t free_bytes(const Path& directory) {
-  struct statvfs found {};
-  if (syscalls().statvfs(directory.c_str(), &found) != 0) fail_io(errno, directory, "cannot ask for its free space");
-  return static_cast<int64_t>(found.f_bavail) * static_cast<int64_t>(found.f_frsize);
+Space space_at(const Path& directory) {
+  struct statfs found {};
+  if (syscalls().statfs(directory.c_str(), &found) != 0) fail_io(errno, directory, "cannot ask for its free space");
+  const bool counted = found.f_blocks != 0;  // mounts of object stores may say 0
+  return {counted ? static_cast<int64_t>(found.f_bavail) * static_cast<int64_t>(found.f_bsize) : std::numeric_limits<int64_t>::max(),
+          found.f_type == FUSE_SUPER_MAGIC};
 }
 
 }  // namespace shardow::base

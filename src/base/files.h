@@ -3,8 +3,8 @@
 // Syscalls is the one seam between shardow and the kernel's files: tests put a failing disk behind it.
 #pragma once
 
-#include <sys/statvfs.h>
 #include <sys/types.h>
+#include <sys/vfs.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -28,10 +28,8 @@ class Syscalls {
   virtual int fsync(int fd);
   virtual int rename(const char* from, const char* to);
   virtual int exchange(const char* a, const char* b);  ///< renameat2(RENAME_EXCHANGE)
-  virtual int unlink(const char* path);
   virtual int mkdir(const char* path, mode_t mode);
-  virtual int rmdir(const char* path);
-  virtual int statvfs(const char* path, struct statvfs* out);
+  virtual int statfs(const char* path, struct statfs* out);
 };
 
 Syscalls& syscalls() noexcept;                               ///< the kernel's, unless a test has put something before them
@@ -45,6 +43,7 @@ class File {
   static File open(const Path& path);              ///< for reading
   static File open_for_writing(const Path& path);  ///< an existing file, never read: on NFS boundary pages must not be cached
   static File create(const Path& path);            ///< a new file, mode 0666 & ~umask; kIo with EEXIST where there is one
+  static File replace(const Path& path);           ///< a new file, or an existing one emptied
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
   ~File();
@@ -67,9 +66,14 @@ class File {
 
 void rename(const Path& from, const Path& to);
 bool exchange(const Path& a, const Path& b);  ///< atomically; false where the file system cannot
-void remove_file(const Path& path);           ///< it may be gone already
 void make_directory(const Path& path);
 void sync_directory(const Path& path);      ///< so that names in it survive a crash
-int64_t free_bytes(const Path& directory);  ///< for us, on its file system
+
+/// Of the file system behind a directory.
+struct Space {
+  int64_t free_bytes;  ///< for us; the largest number where it does not count them
+  bool fuse;           ///< a program's: such mounts seldom merge what several machines write into one file
+};
+Space space_at(const Path& directory);
 
 }  // namespace shardow::base

@@ -30,11 +30,8 @@ struct Raw {
 };
 
 Raw::Text read_text(const Path& path) {
-  const base::File file = base::File::open(path);
-  const Header header = read_header(file);  // checked here, so that nothing is sent that others would refuse
-  std::string json(static_cast<size_t>(header.data_begin - kLengthBytes), '\0');
-  file.read(std::as_writable_bytes(std::span(json)), kLengthBytes);
-  return {path.string(), std::move(json), header.data_size()};
+  HeaderText text = read_header(base::File::open(path));
+  return {path.string(), std::move(text.json), text.data_bytes};
 }
 
 Raw read_raw(const Path& path) {
@@ -108,8 +105,9 @@ std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std
   return found;
 }
 
-Catalog to_catalog(const Raw& raw) {
+Catalog to_catalog(const Raw& raw, const Path& path) {
   Catalog catalog;
+  catalog.path = path.string();
   for (size_t f = 0; f < raw.files.size(); ++f) {
     const Raw::Text& file = raw.files[f];
     Header header = parse_header(file.json, file.data_bytes, file.path);
@@ -139,10 +137,6 @@ Catalog to_catalog(const Raw& raw) {
 
 }  // namespace
 
-Catalog read_catalog(const Path& path) {
-  return to_catalog(read_raw(path));
-}
-
 Catalog share_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout) {
   std::string bytes;
   together(group, timeout, [&] {
@@ -153,7 +147,7 @@ Catalog share_catalog(Group& group, const Path& path, std::chrono::milliseconds 
   group.all_reduce(std::span(&size, 1), Group::Op::kMax, deadline());
   bytes.resize(size);
   group.broadcast(std::as_writable_bytes(std::span(bytes)), 0, deadline());
-  return to_catalog(unpack(bytes));
+  return to_catalog(unpack(bytes), path);
 }
 
 }  // namespace shardow::file

@@ -24,15 +24,14 @@ struct Catalog {
     base::Path path;
     int64_t data_begin;
   };
+  std::string path;  ///< for messages
   std::vector<Source> files;
   std::map<std::string, Stored> tensors;
   Metadata metadata;  ///< of the first file, without what is for readers alone
 };
 
-/// `path` is a file, or a directory with an index or with model.safetensors. Throws kNotFound, or kCorrupt for what breaks a rule.
-Catalog read_catalog(const base::Path& path);
-
-/// The same, read by rank 0. Collective; an error is everybody's.
+/// `path` is a file, or a directory with an index or with model.safetensors. Read by rank 0. Collective; throws kNotFound, or kCorrupt for
+/// what breaks a rule, on every rank.
 Catalog share_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout);
 
 }  // namespace shardow::file

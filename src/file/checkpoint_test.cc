@@ -2,6 +2,7 @@
 // where anything failed.
 #include "shardow/checkpoint.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -12,6 +13,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <random>
 #include <set>
@@ -308,7 +310,7 @@ class BadDisk : public base::Syscalls {
   int rename(const char* from, const char* to) override { return fails(Call::kRename) ? -1 : Syscalls::rename(from, to); }
   int exchange(const char* a, const char* b) override { return fails(Call::kRename) ? -1 : Syscalls::exchange(a, b); }
   int mkdir(const char* path, mode_t mode) override { return fails(Call::kMkdir) ? -1 : Syscalls::mkdir(path, mode); }
-  int statvfs(const char* path, struct statvfs* out) override { return fails(Call::kSpace) ? -1 : Syscalls::statvfs(path, out); }
+  int statfs(const char* path, struct statfs* out) override { return fails(Call::kSpace) ? -1 : Syscalls::statfs(path, out); }
 
   bool failed() const { return failed_; }
 
@@ -354,6 +356,233 @@ TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
         EXPECT_TRUE(bytes_of(path / "model-00001-of-00003.safetensors") == before);
       }
     }
+  }
+}
+
+/// What a mount of an object store does: files are written from front to end and appear when they are closed, if all their writes went
+/// well; where `renames` is false nothing is renamed.
+class ObjectStore : public base::Syscalls {
+ public:
+  explicit ObjectStore(bool renames, int fail_after = -1) : renames_(renames), left_(fail_after) {}
+
+  int open(const char* path, int flags, mode_t mode) override {
+    if ((flags & O_CREAT) == 0) return Syscalls::open(path, flags, mode);
+    if (const int error = fs::exists(path) ? EEXIST : 0; error != 0 && (flags & O_EXCL) != 0) return refuse(error);
+    const std::string part = testing::TempDir() + "part" + std::to_string(parts_++);
+    const int fd = Syscalls::open(part.c_str(), flags, mode);
+    const std::lock_guard lock(mutex_);
+    if (fd >= 0) open_[fd] = {path, part};
+    return fd;
+  }
+  int close(int fd) override {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = open_.find(fd); found != open_.end()) {
+      found->second.failed ? fs::remove(found->second.part) : (fs::rename(found->second.part, found->second.path), true);
+      open_.erase(found);
+    }
+    return Syscalls::close(fd);
+  }
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
+    {
+      const std::lock_guard lock(mutex_);
+      Upload& upload = open_.at(fd);
+      const int error = upload.written != offset ? EINVAL : left_-- == 0 ? EIO : 0;
+      upload.failed = upload.failed || error != 0;
+      if (error != 0) return refuse(error);
+      upload.written += static_cast<off_t>(bytes);
+    }
+    return Syscalls::pwrite(fd, data, bytes, offset);
+  }
+  int ftruncate(int, off_t) override { return refuse(EOPNOTSUPP); }
+  int rename(const char* from, const char* to) override { return renames_ ? Syscalls::rename(from, to) : refuse(ENOSYS); }
+  int exchange(const char*, const char*) override { return refuse(ENOSYS); }
+
+  bool failed() const { return left_ < 0; }
+
+ private:
+  struct Upload {
+    fs::path path, part;
+    off_t written = 0;
+    bool failed = false;
+  };
+  static int refuse(int error) {
+    errno = error;
+    return -1;
+  }
+  bool renames_;
+  std::mutex mutex_;
+  std::map<int, Upload> open_;
+  int left_;
+  std::atomic<int> parts_{0};
+};
+
+TEST_F(Checkpoint, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
+  ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
+  const std::string reference = bytes_of(folder_ / "reference.safetensors");
+  for (const bool renames : {true, false}) {
+    for (const auto& [name, sharding] : kShardings) {
+      SCOPED_TRACE(std::string(name) + (renames ? ", renaming" : ", not renaming"));
+      ObjectStore store(renames);
+      base::replace_syscalls(&store);
+      for (int round = 0; round < 2; ++round) {
+        EXPECT_EQ(save_as(folder_ / "one.safetensors", sharding, 3), all(3, kFine));
+        EXPECT_EQ(save_as(folder_ / "model", sharding, 3, {.max_shard_size = 1 << 20}), all(3, kFine));
+        EXPECT_TRUE(bytes_of(folder_ / "one.safetensors") == reference);
+        EXPECT_EQ(load_as(folder_ / "model", whole, 1), all(1, kFine));
+        EXPECT_EQ(std::distance(fs::directory_iterator(folder_ / "model"), {}), 4);  // three files and the index
+      }
+      base::replace_syscalls(nullptr);
+    }
+  }
+  EXPECT_EQ(names(), (std::set<std::string>{"reference.safetensors", "one.safetensors", "model"}));
+}
+
+TEST_F(Checkpoint, OfADirectoryThatCannotBeRenamedIsTheOldOneUntilItsIndexIsThere) {
+  const auto path = folder_ / "model";
+  const SaveOptions options{.max_shard_size = 1 << 20};
+  for (int after = 0;; ++after) {
+    fs::remove_all(path);
+    version = 1;
+    ASSERT_EQ(save_as(path, rows, 3, options), all(3, kFine));
+    ObjectStore store(false, after);
+    base::replace_syscalls(&store);
+    version = 2;
+    const std::vector<int> codes = save_as(path, columns, 3, options);
+    base::replace_syscalls(nullptr);
+    if (!store.failed()) break;
+    EXPECT_EQ(codes, all(3, static_cast<int>(Code::kIo))) << after;
+    version = 1;
+    EXPECT_EQ(load_as(path, whole, 1), all(1, kFine)) << after;
+    ObjectStore healthy(false);
+    base::replace_syscalls(&healthy);
+    EXPECT_EQ(save_as(path, rows, 3, options), all(3, kFine));  // clears away what the failed one left
+    base::replace_syscalls(nullptr);
+    EXPECT_EQ(std::distance(fs::directory_iterator(path), {}), 4);
+  }
+  version = 2;
+  EXPECT_EQ(load_as(path, whole, 1), all(1, kFine));
+  version = 0;
+}
+
+TEST_F(Checkpoint, IsWrittenInSequenceWhereThatIsAskedFor) {
+  ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
+  ASSERT_EQ(save_as(folder_ / "other.safetensors", columns, 3, {.sequential = true}), all(3, kFine));
+  EXPECT_TRUE(bytes_of(folder_ / "other.safetensors") == bytes_of(folder_ / "reference.safetensors"));
+}
+
+/// A machine that does what its name says.
+class NoExchange : public base::Syscalls {
+ public:
+  int exchange(const char*, const char*) override { return (errno = EINVAL, -1); }
+};
+class Interrupted : public base::Syscalls {
+ public:
+  int open(const char* p, int flags, mode_t mode) override { return now() ? -1 : Syscalls::open(p, flags, mode); }
+  ssize_t pread(int fd, void* data, size_t bytes, off_t at) override { return now() ? -1 : Syscalls::pread(fd, data, bytes, at); }
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) override { return now() ? -1 : Syscalls::pwrite(fd, data, bytes, at); }
+  int ftruncate(int fd, off_t length) override { return now() ? -1 : Syscalls::ftruncate(fd, length); }
+  int fsync(int fd) override { return now() ? -1 : Syscalls::fsync(fd); }
+
+ private:
+  bool now() {
+    errno = EINTR;
+    return calls_++ % 2 == 0;
+  }
+  std::atomic<int> calls_{0};
+};
+class ReadOnly : public base::Syscalls {
+ public:
+  int open(const char* p, int flags, mode_t mode) override { return flags & O_CREAT ? (errno = EROFS, -1) : Syscalls::open(p, flags, mode); }
+  int mkdir(const char*, mode_t) override { return (errno = EROFS, -1); }
+};
+class Shrinking : public base::Syscalls {
+ public:
+  explicit Shrinking(fs::path path) : path_(std::move(path)) {}
+  ssize_t pread(int fd, void* data, size_t bytes, off_t at) override {
+    if (reads_++ == 4) fs::resize_file(path_, 5000);
+    return Syscalls::pread(fd, data, bytes, at);
+  }
+
+ private:
+  fs::path path_;
+  std::atomic<int> reads_{0};
+};
+
+TEST_F(Checkpoint, ReplacesADirectoryWhereTwoCannotBeExchanged) {
+  NoExchange machine;
+  base::replace_syscalls(&machine);
+  for (version = 1; version < 4; ++version) {
+    ASSERT_EQ(save_as(folder_ / "model", rows, 3, {.max_shard_size = 1 << 20}), all(3, kFine));
+    EXPECT_EQ(load_as(folder_ / "model", whole, 2), all(2, kFine));
+  }
+  version = 0;
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
+TEST_F(Checkpoint, GoesOnAfterInterruptions) {
+  Interrupted machine;
+  base::replace_syscalls(&machine);
+  EXPECT_EQ(save_as(folder_ / "a.safetensors", columns, 3), all(3, kFine));
+  EXPECT_EQ(load_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
+}
+
+TEST_F(Checkpoint, OfAReadOnlyDirectoryIsOneErrorForAll) {
+  ReadOnly machine;
+  base::replace_syscalls(&machine);
+  EXPECT_EQ(save_as(folder_ / "a.safetensors", rows, 3), all(3, static_cast<int>(Code::kIo)));
+  EXPECT_EQ(save_as(folder_ / "a", rows, 3), all(3, static_cast<int>(Code::kIo)));
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(Checkpoint, OfAFileThatShrinksWhileItIsReadIsOneErrorForAll) {
+  ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
+  Shrinking machine(folder_ / "a.safetensors");
+  base::replace_syscalls(&machine);
+  EXPECT_EQ(load_as(folder_ / "a.safetensors", columns, 2, false), all(2, static_cast<int>(Code::kCorrupt)));
+}
+
+TEST_F(Checkpoint, OfSeveralNamedFilesAppearsWhole) {
+  const auto save_both = [&](int ranks) {
+    return on_ranks(ranks, [&](Group& group) {
+      auto first = hold(rows, group.rank(), ranks, true), second = hold(columns, group.rank(), ranks, true);
+      const std::vector<SaveFile> files = {{"a.safetensors", views_of(first), {{"which", "a"}}}, {"b.safetensors", views_of(second)}};
+      save(group, files, folder_ / "both");
+    });
+  };
+  for (int round = 0; round < 2; ++round) EXPECT_EQ(save_both(3), all(3, kFine));
+  EXPECT_EQ(load_as(folder_ / "both" / "a.safetensors", flat, 2), all(2, kFine));
+  EXPECT_EQ(load_as(folder_ / "both" / "b.safetensors", flat, 2), all(2, kFine));
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_ / "both"), {}), 2);
+  EXPECT_EQ(on_ranks(1,
+                     [&](Group& group) {
+                       const std::vector<SaveFile> files = {{"../a.safetensors", {}}, {"b.safetensors", {}}};
+                       save(group, files, folder_ / "both");
+                     }),
+            all(1, static_cast<int>(Code::kInvalidArgument)));
+}
+
+TEST_F(Checkpoint, ThatWasStagedHasTheValuesOfThatMoment) {
+  for (const auto& dtype : {std::optional<DType>(), std::optional(DType::kBF16)}) {
+    SaveOptions options;
+    options.dtype = dtype;
+    const auto save_staged = [&](const fs::path& path, bool staged) {
+      return on_ranks(3, [&](Group& group) {
+        std::vector<Held> held;
+        for (const Spec& spec : {kSpecs[0], kSpecs[8]}) held.emplace_back(spec.name, spec.dtype, columns(spec.shape, group.rank(), 3));
+        for (Held& one : held) std::fill(one.memory.begin(), one.memory.end(), std::byte{0x3f});
+        const SaveFile file{"", views_of(held)};
+        StagedSave save(group, std::span(&file, 1), path, options);
+        std::vector<std::byte> memory(static_cast<size_t>(save.staging_bytes()));
+        if (staged) {
+          save.stage(memory);
+          for (Held& one : held) std::fill(one.memory.begin(), one.memory.end(), std::byte{0});
+        }
+        save.write();
+      });
+    };
+    ASSERT_EQ(save_staged(folder_ / "now.safetensors", false), all(3, kFine));
+    ASSERT_EQ(save_staged(folder_ / "staged.safetensors", true), all(3, kFine));
+    EXPECT_TRUE(bytes_of(folder_ / "staged.safetensors") == bytes_of(folder_ / "now.safetensors"));
   }
 }
 

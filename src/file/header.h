@@ -41,8 +41,14 @@ struct Header {
 /// the tensor.
 Header parse_header(std::string_view json, int64_t data_bytes, std::string_view where);
 
+/// A header as it stands in a file, not yet parsed.
+struct HeaderText {
+  std::string json;
+  int64_t data_bytes;
+};
+
 /// Reads nothing but the header, and allocates no more than the file's length has shown to be there.
-Header read_header(const base::File& file);
+HeaderText read_header(const base::File& file);
 
 /// Sets offsets in the order in which files are written (wide dtypes first, then by name), which depends on names and dtypes alone.
 /// Throws kInvalidArgument for a name that is not UTF-8, is "__metadata__" or comes twice.

@@ -158,7 +158,7 @@ Header parse_header(std::string_view json, int64_t data_bytes, std::string_view 
   return header;
 }
 
-Header read_header(const base::File& file) {
+HeaderText read_header(const base::File& file) {
   const std::string where = file.path().string();
   const int64_t size = file.size();
   if (size < kLengthBytes) corrupt(where, "{} bytes are no safetensors file", size);
@@ -170,7 +170,7 @@ Header read_header(const base::File& file) {
   if (static_cast<int64_t>(length) > size - kLengthBytes) corrupt(where, "its header claims {} bytes, the file has {}", length, size);
   std::string json(length, '\0');
   file.read(std::as_writable_bytes(std::span(json)), kLengthBytes);
-  return parse_header(json, size - kLengthBytes - static_cast<int64_t>(length), where);
+  return {std::move(json), size - kLengthBytes - static_cast<int64_t>(length)};
 }
 
 }  // namespace shardow::file

@@ -163,7 +163,8 @@ class Files : public testing::Test {
     file.write(std::as_bytes(std::span(bytes)), 0);
     file.close();
     try {
-      read_header(base::File::open(path_));
+      const HeaderText text = read_header(base::File::open(path_));
+      parse_header(text.json, text.data_bytes, "f");
     } catch (const Error& error) {
       return error.code();
     }

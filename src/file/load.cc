@@ -1,9 +1,10 @@
 // What a load compares before it reads, and after.
+#include "file/load.h"
+
 #include <algorithm>
 #include <chrono>
 
 #include "base/errors.h"
-#include "file/catalog.h"
 #include "file/plan.h"
 #include "file/reader.h"
 #include "file/together.h"
@@ -30,7 +31,7 @@ std::string listed(const std::vector<std::string>& names) {
 }
 
 /// Everything that does not fit, in one message, before anything is read. The same on every rank.
-LoadReport compare(const Catalog& catalog, const std::vector<Shared>& wanted, const LoadOptions& options, const std::string& where) {
+LoadReport compare(const Catalog& catalog, const std::vector<Shared>& wanted, const LoadOptions& options) {
   LoadReport report;
   std::vector<std::string> unfit;
   for (const Shared& tensor : wanted) {
@@ -46,13 +47,11 @@ LoadReport compare(const Catalog& catalog, const std::vector<Shared>& wanted, co
     }
   }
   for (const auto& [name, stored] : catalog.tensors) {
-    const auto found =
-        std::lower_bound(wanted.begin(), wanted.end(), name, [](const Shared& a, const std::string& b) { return a.name < b; });
-    if (found == wanted.end() || found->name != name) report.unexpected.push_back(name);
+    if (!find(wanted, name)) report.unexpected.push_back(name);
   }
   if (options.strict && !report.missing.empty()) unfit.push_back("missing in the file: " + listed(report.missing));
   if (options.strict && !report.unexpected.empty()) unfit.push_back("unexpected in the file: " + listed(report.unexpected));
-  if (!unfit.empty()) fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", where, fmt::join(unfit, "; "));
+  if (!unfit.empty()) fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog.path, fmt::join(unfit, "; "));
   report.metadata = catalog.metadata;
   return report;
 }
@@ -62,9 +61,7 @@ std::vector<bool> verifiable(const Catalog& catalog, const std::vector<Shared>& 
   std::vector<bool> result;
   for (const Shared& tensor : wanted) {
     const auto found = catalog.tensors.find(tensor.name);
-    std::vector<Region> regions = {Region::whole(tensor.shape).window(0, 0)};
-    for (const Shared::Piece& piece : tensor.pieces) regions.push_back(piece.region);
-    result.push_back(found != catalog.tensors.end() && found->second.crc && covers_once(regions));
+    result.push_back(found != catalog.tensors.end() && found->second.crc && covers_once(regions_of(tensor)));
   }
   return result;
 }
@@ -75,10 +72,8 @@ std::vector<Reader::Job> jobs_for(int rank, std::span<const TensorView> views, c
   for (const TensorView& view : views) {
     const auto stored = catalog.tensors.find(view.name);
     if (stored == catalog.tensors.end()) continue;
-    const auto shared =
-        std::lower_bound(wanted.begin(), wanted.end(), view.name, [](const Shared& a, const std::string& b) { return a.name < b; });
-    const auto t = static_cast<size_t>(shared - wanted.begin());
-    const bool first = std::any_of(shared->pieces.begin(), shared->pieces.end(),
+    const size_t t = *find(wanted, view.name);
+    const bool first = std::any_of(wanted[t].pieces.begin(), wanted[t].pieces.end(),
                                    [&](const Shared::Piece& p) { return p.holders[0] == rank && p.region == view.region; });
     jobs.push_back({&view, &stored->second, t, verified[t] && first});
   }
@@ -86,7 +81,7 @@ std::vector<Reader::Job> jobs_for(int rank, std::span<const TensorView> views, c
 }
 
 void check_sums(const Catalog& catalog, const std::vector<Shared>& wanted, const std::vector<bool>& verified,
-                const std::vector<uint64_t>& crcs, const std::string& where) {
+                const std::vector<uint64_t>& crcs) {
   std::vector<std::string> wrong;
   for (size_t t = 0; t < wanted.size(); ++t) {
     if (verified[t] && *catalog.tensors.at(wanted[t].name).crc != crcs[t]) wrong.push_back("'" + wanted[t].name + "'");
@@ -94,37 +89,37 @@ void check_sums(const Catalog& catalog, const std::vector<Shared>& wanted, const
   if (!wrong.empty()) {
     fail(Code::kCorrupt,
          "{}: the data of {} is not what was saved (checksums differ); the tensors that were loaded into hold it: load another checkpoint",
-         where, listed(wrong));
+         catalog.path, listed(wrong));
   }
 }
 
 }  // namespace
-}  // namespace file
 
-LoadReport load(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const LoadOptions& options) {
-  using namespace file;
+LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options) {
   const auto begin = Clock::now();
   const std::chrono::milliseconds timeout = options.timeout;
-  together(group, timeout, [&] {
-    for (const TensorView& view : views) {
-      if (view.device.kind != Device::Kind::kCpu)
-        fail(Code::kUnsupported, "'{}' is on a CUDA device; loading there is not built yet: load a CPU copy", view.name);
-    }
-  });
-  const Catalog catalog = share_catalog(group, path, timeout);
-  const std::vector<Shared> wanted = exchange(group, views, Clock::now() + timeout);
-  LoadReport report = compare(catalog, wanted, options, path.string());
+  const std::vector<Shared> wanted = share(group, views, Clock::now() + timeout);
+  LoadReport report = compare(catalog, wanted, options);
   if (options.check_only) return report;
   const std::vector<bool> verified = options.verify ? verifiable(catalog, wanted) : std::vector<bool>(wanted.size(), false);
-  Reader reader(catalog, jobs_for(group.rank(), views, catalog, wanted, verified), wanted.size());
-  int64_t total = 0;
-  for (const auto& [name, stored] : catalog.tensors) total += stored.entry.end - stored.entry.begin;
-  in_parts(group, timeout, total, options.progress, [&] { return reader.part(); });
-  if (!reader.crcs().empty()) group.all_reduce(reader.crcs(), Group::Op::kXor, Clock::now() + timeout);
-  check_sums(catalog, wanted, verified, reader.crcs(), path.string());
+  std::vector<Reader::Job> jobs = jobs_for(group.rank(), views, catalog, wanted, verified);
+  uint64_t total = 0;
+  for (const Reader::Job& job : jobs)
+    total += static_cast<uint64_t>(job.view->region.size() * dtype_bits(job.stored->entry.dtype) / 8);
+  group.all_reduce({&total, 1}, Group::Op::kSum, Clock::now() + timeout);
+  Reader reader(catalog, std::move(jobs), wanted.size());
+  Parts(group, timeout, static_cast<int64_t>(total), options.progress).run([&] { return reader.part(); });
+  if (options.verify) group.all_reduce(reader.crcs(), Group::Op::kXor, Clock::now() + timeout);
+  check_sums(catalog, wanted, verified, reader.crcs());
   report.bytes_read = reader.bytes();
   report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   return report;
+}
+
+}  // namespace file
+
+LoadReport load(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const LoadOptions& options) {
+  return file::load_from(group, views, file::share_catalog(group, path, options.timeout), options);
 }
 
 }  // namespace shardow

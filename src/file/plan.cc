@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <unordered_map>
 
 #include "base/errors.h"
 #include "file/wire.h"
@@ -59,7 +58,7 @@ std::string where_text(const Shape& shape, int64_t element) {
 
 }  // namespace
 
-std::vector<Shared> exchange(Group& group, std::span<const TensorView> views, Deadline deadline) {
+std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline) {
   std::map<std::string, Shared> all;
   const std::vector<std::string> described = group.all_gather(describe(views), deadline);
   for (size_t rank = 0; rank < described.size(); ++rank) {
@@ -78,8 +77,7 @@ std::vector<Shared> exchange(Group& group, std::span<const TensorView> views, De
 
 void check_whole(const std::vector<Shared>& tensors) {
   for (const Shared& tensor : tensors) {
-    std::vector<Region> regions = {Region::whole(tensor.shape).window(0, 0)};
-    for (const Shared::Piece& piece : tensor.pieces) regions.push_back(piece.region);
+    const std::vector<Region> regions = regions_of(tensor);
     int64_t where = 0;
     if (!covers(regions, &where))
       fail(Code::kInvalidArgument, "'{}': no rank holds element {}", tensor.name, where_text(tensor.shape, where));
@@ -90,26 +88,34 @@ void check_whole(const std::vector<Shared>& tensors) {
   }
 }
 
-std::vector<Owned> owned_by(int rank, const std::vector<Shared>& tensors, std::span<const TensorView> views) {
-  std::unordered_map<std::string_view, size_t> index;
-  for (size_t i = 0; i < tensors.size(); ++i) index.emplace(tensors[i].name, i);
-  std::vector<Owned> owned;
-  for (size_t v = 0; v < views.size(); ++v) {
-    const size_t t = index.at(views[v].name);
-    for (const Shared::Piece& piece : tensors[t].pieces) {
-      const auto me = std::find(piece.holders.begin(), piece.holders.end(), rank);
-      if (me == piece.holders.end() || !(piece.region == views[v].region)) continue;
-      const int count = static_cast<int>(piece.holders.size()), mine = static_cast<int>(me - piece.holders.begin());
-      if (count == 1 || piece.region.size() * dtype_bits(tensors[t].dtype) / 8 < kDivideBytes) {
-        if (static_cast<int>(t % static_cast<size_t>(count)) == mine) owned.push_back({t, v, views[v].region, 0});
-        continue;
-      }
-      int64_t begin = 0;
-      for (int before = 0; before < mine; ++before) begin += piece.region.part(before, count).size();
-      owned.push_back({t, v, piece.region.part(mine, count), begin});
+std::optional<size_t> find(const std::vector<Shared>& tensors, std::string_view name) {
+  const auto found = std::lower_bound(tensors.begin(), tensors.end(), name, [](const Shared& a, std::string_view b) { return a.name < b; });
+  if (found == tensors.end() || found->name != name) return std::nullopt;
+  return static_cast<size_t>(found - tensors.begin());
+}
+
+std::vector<Owned> owners(const Shared& tensor, size_t turn) {
+  std::vector<Owned> all;
+  for (size_t p = 0; p < tensor.pieces.size(); ++p) {
+    const auto& [region, holders] = tensor.pieces[p];
+    const auto count = static_cast<int>(holders.size());
+    if (count == 1 || region.size() * dtype_bits(tensor.dtype) / 8 < kDivideBytes) {
+      all.push_back({p, holders[turn % holders.size()], region, 0});
+      continue;
+    }
+    int64_t begin = 0;
+    for (int i = 0; i < count; ++i) {
+      all.push_back({p, holders[static_cast<size_t>(i)], region.part(i, count), begin});
+      begin += all.back().region.size();
     }
   }
-  return owned;
+  return all;
+}
+
+std::vector<Region> regions_of(const Shared& tensor) {
+  std::vector<Region> regions = {Region::whole(tensor.shape).window(0, 0)};
+  for (const Shared::Piece& piece : tensor.pieces) regions.push_back(piece.region);
+  return regions;
 }
 
 }  // namespace shardow::file

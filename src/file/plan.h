@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardow/group.h"
@@ -23,22 +25,29 @@ struct Shared {
   std::vector<Piece> pieces;
 };
 
-/// Every tensor that some rank has, by name, from all ranks' views. Collective. Throws kInvalidArgument on every rank where ranks differ in
+/// Every tensor that some rank has, ascending by name, from all ranks' views. Collective. Throws kInvalidArgument on every rank where ranks differ in
 /// a tensor's dtype or shape, or one has a name twice.
-std::vector<Shared> exchange(Group& group, std::span<const TensorView> views, Deadline deadline);
+std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline);
 
 /// Throws kInvalidArgument where regions of a tensor overlap, or no rank holds some element.
 void check_whole(const std::vector<Shared>& tensors);
 
-/// The part of a view that this rank writes: `region`, whose elements begin at element `local_begin` of the view.
+/// The index of `name` in what share() gave, or nothing.
+std::optional<size_t> find(const std::vector<Shared>& tensors, std::string_view name);
+
+/// A part of a tensor that one rank writes: `region`, which begins at element `local_begin` of piece `piece`.
 struct Owned {
-  size_t tensor;  ///< index into what exchange() gave
-  size_t view;
+  size_t piece;
+  int rank;
   Region region;
   int64_t local_begin;
 };
 
-/// What this rank writes. Large pieces with several holders are divided among them, small ones are dealt out.
-std::vector<Owned> owned_by(int rank, const std::vector<Shared>& tensors, std::span<const TensorView> views);
+/// Who writes what of a tensor, every element once. Large pieces with several holders are divided among them; of small ones, `turn` says
+/// which holder writes: give every tensor another one.
+std::vector<Owned> owners(const Shared& tensor, size_t turn);
+
+/// The pieces' regions, for coverage tests; never none.
+std::vector<Region> regions_of(const Shared& tensor);
 
 }  // namespace shardow::file

@@ -1,6 +1,9 @@
 #include "file/publish.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <span>
 #include <system_error>
 
 #include "base/errors.h"
@@ -33,6 +36,8 @@ bool is_ours(const std::string& name) {
 /// system has them.
 void keep_others(const Draft& draft) {
   if (!fs::is_directory(draft.target)) return;
+  std::error_code ignored;
+  fs::permissions(draft.temporary, fs::status(draft.target).permissions(), ignored);
   for (const fs::directory_entry& entry : fs::directory_iterator(draft.target)) {
     if (is_ours(entry.path().filename().string())) continue;
     const Path to = draft.temporary / entry.path().filename();
@@ -56,38 +61,91 @@ void remove_leftovers(const Path& target) {
   for (const Path& path : found) fs::remove_all(path, ignored);
 }
 
-}  // namespace
-
-Draft draft_for(const Path& target, bool directory, const std::string& nonce) {
-  const Path plain = target.has_filename() ? target : target.parent_path();  // "dir/" is "dir"
-  if (!plain.has_filename() || plain.filename() == "." || plain.filename() == "..")
-    fail(Code::kInvalidArgument, "'{}' is no name for a checkpoint", target.string());
-  return {plain, parent_of(plain) / (prefix_of(plain) + nonce + ".tmp"), directory};
+/// Where the draft is for an instant, to see whether it can be renamed.
+Path renamed(const Draft& draft) {
+  return parent_of(draft.target) / (prefix_of(draft.target) + draft.nonce + "-renamed.tmp");
 }
 
-void prepare(const Draft& draft, const std::vector<std::pair<std::string, int64_t>>& files) {
-  const Path parent = parent_of(draft.target);
-  std::error_code error;
-  fs::create_directories(parent, error);
-  if (error) base::fail_io(error.value(), parent, "cannot make the directory");
+/// Calls `fn`; false where it fails because the storage does not know such a thing.
+template <class Fn>
+bool is_supported(Fn fn) {
+  try {
+    fn();
+    return true;
+  } catch (const Error& error) {
+    constexpr int kUnknown[] = {EINVAL, EOPNOTSUPP, ENOSYS, ESPIPE, EPERM, EXDEV};
+    if (std::find(std::begin(kUnknown), std::end(kUnknown), error.os_errno()) == std::end(kUnknown)) throw;
+    return false;
+  }
+}
+
+/// The files at their full length, which takes writing at their ends.
+void make_files(const Draft& draft, const std::vector<std::pair<std::string, int64_t>>& files) {
+  const std::byte zeros[8] = {};
+  for (const auto& [name, bytes] : files) {
+    base::File file = base::File::create(draft.file(name));
+    file.set_size(bytes);
+    file.write(std::span(zeros).first(1), bytes - 1);
+    file.write(zeros, 0);
+    file.close();
+  }
+}
+
+void check_target(const Draft& draft) {
   if (!draft.directory && fs::is_directory(draft.target))
     fail(Code::kInvalidArgument, "{} is a directory; a single file is to be written there", draft.target.string());
   if (draft.directory && fs::exists(draft.target) && !fs::is_directory(draft.target)) {
     fail(Code::kInvalidArgument, "{} is a file; a directory is to be written there. Name it .safetensors for a single file",
          draft.target.string());
   }
+}
+
+}  // namespace
+
+Draft draft_for(const Path& target, bool directory, const std::string& nonce) {
+  const Path plain = target.has_filename() ? target : target.parent_path();  // "dir/" is "dir"
+  if (!plain.has_filename() || plain.filename() == "." || plain.filename() == "..")
+    fail(Code::kInvalidArgument, "'{}' is no name for a checkpoint", target.string());
+  if (directory && fs::is_symlink(plain)) {  // a link to a directory stays; one to a file is replaced, since blobs behind links are shared
+    std::error_code error;
+    const Path behind = fs::canonical(plain, error);
+    if (error) fail(Code::kInvalidArgument, "{} is a symbolic link to nothing; remove it, or make its target", plain.string());
+    return draft_for(behind, directory, nonce);
+  }
+  return {plain, parent_of(plain) / (prefix_of(plain) + nonce + ".tmp"), nonce, directory};
+}
+
+Storage prepare(const Draft& draft, const std::vector<std::pair<std::string, int64_t>>& files, bool several_hosts) {
+  const Path parent = parent_of(draft.target);
+  std::error_code error;
+  fs::create_directories(parent, error);
+  if (error) base::fail_io(error.value(), parent, "cannot make the directory");
+  check_target(draft);
   remove_leftovers(draft.target);
   int64_t needed = 0;
   for (const auto& [name, bytes] : files) needed += bytes;
-  if (const int64_t room = base::free_bytes(parent); room < needed) {
-    fail(Code::kOutOfSpace, "{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(), needed, room);
+  const base::Space space = base::space_at(parent);
+  if (space.free_bytes < needed) {
+    fail(Code::kOutOfSpace, "{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(), needed,
+         space.free_bytes);
   }
   if (draft.directory) base::make_directory(draft.temporary);
-  for (const auto& [name, bytes] : files) {
-    base::File file = base::File::create(draft.file(name));
-    file.set_size(bytes);
-    file.close();
+  Storage storage;
+  storage.random_writes = !(space.fuse && several_hosts) && is_supported([&] { make_files(draft, files); });
+  if (!storage.random_writes && !draft.directory) base::File::replace(draft.temporary).close();  // something to rename
+  storage.rename = is_supported([&] {
+    base::rename(draft.temporary, renamed(draft));
+    base::rename(renamed(draft), draft.temporary);
+  });
+  if (!storage.random_writes || !storage.rename) {
+    discard(draft);
+    if (draft.directory && storage.rename) base::make_directory(draft.temporary);
   }
+  return storage;
+}
+
+void prepare_in_place(const Draft& draft) {
+  if (draft.directory && !fs::exists(draft.target)) base::make_directory(draft.target);
 }
 
 void publish(const Draft& draft) {
@@ -113,9 +171,22 @@ void publish(const Draft& draft) {
   base::sync_directory(parent_of(draft.target));
 }
 
+void remove_old(const Draft& draft) {
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(draft.target, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (is_ours(name) && name != kIndexName && name.find(draft.nonce) == std::string::npos) fs::remove(entry.path(), ignored);
+  }
+}
+
 void discard(const Draft& draft) noexcept {
   std::error_code ignored;
   fs::remove_all(draft.temporary, ignored);
+  fs::remove_all(renamed(draft), ignored);
+  if (!draft.in_place || !draft.directory) return;
+  for (const fs::directory_entry& entry : fs::directory_iterator(draft.target, ignored)) {
+    if (entry.path().filename().string().find(draft.nonce) != std::string::npos) fs::remove(entry.path(), ignored);
+  }
 }
 
 }  // namespace shardow::file

@@ -1,11 +1,14 @@
 #include "file/reader.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
+#include <exception>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "file/crc.h"
+#include "file/feed.h"
 #include "file/layout.h"
 #include "kernels/kernels.h"
 #include "tensor/dtype.h"
@@ -13,11 +16,13 @@
 namespace shardow::file {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+constexpr int64_t kGapBytes = 4096;           // read and thrown away, where that saves a call
+constexpr int kLanes = 4;                     // reads in flight: what network and solid-state disks ask for
+constexpr int64_t kStepBytes = 512 << 10;     // read, then checked while it is in the cache
 
-constexpr int64_t kChunkBytes = int64_t{8} << 20;
-constexpr int64_t kGapBytes = 4096;  // read and thrown away, where that saves a call
-constexpr std::chrono::milliseconds kPart{500};
+std::byte* destination(const Reader::Job& job, int64_t element) {
+  return static_cast<std::byte*>(job.view->data) + element * dtype_bits(job.view->dtype) / 8;
+}
 
 void place(std::span<const std::byte> from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count) {
   if (from_dtype == to_dtype) {
@@ -27,97 +32,113 @@ void place(std::span<const std::byte> from, DType from_dtype, std::byte* to, DTy
   }
 }
 
-std::byte* destination(const Reader::Job& job, int64_t element) {
-  return static_cast<std::byte*>(job.view->data) + element * dtype_bits(job.view->dtype) / 8;
+int lanes_for(const std::vector<Reader::Job>& jobs) {
+  int64_t bytes = 0;
+  for (const Reader::Job& job : jobs) bytes += job.view->region.size() * dtype_bits(job.stored->entry.dtype) / 8;
+  return static_cast<int>(std::clamp<int64_t>(bytes / kChunkBytes, 1, kLanes));
 }
 
 }  // namespace
 
 Reader::Reader(const Catalog& catalog, std::vector<Job> jobs, size_t tensors)
-    : catalog_(catalog), jobs_(std::move(jobs)), crcs_(tensors, 0), files_(catalog.files.size()) {}
+    : catalog_(catalog), jobs_(std::move(jobs)), lanes_(lanes_for(jobs_)), crcs_(tensors, 0), files_(catalog.files.size()) {}
 
 Part Reader::part() {
-  const auto begin = Clock::now();
   const int64_t before = read_;
-  while (next_ < jobs_.size() && Clock::now() - begin < kPart) {
-    if (!runs_) {
-      runs_ = std::make_unique<RunCursor>(jobs_[next_].view->region);
-      run_ = runs_->next();
-    }
-    if (!run_) {
-      runs_.reset();
-      ++next_;
-    } else {
-      step();
-    }
+  const PartTime time;
+  std::vector<std::thread> others;
+  try {
+    for (int lane = 1; lane < lanes_; ++lane) others.emplace_back([&] { work(time); });
+  } catch (const std::system_error&) {  // no more threads: fewer reads in flight
   }
+  work(time);
+  for (std::thread& other : others) other.join();
+  const base::Lock lock(mutex_);
+  if (failure_) std::rethrow_exception(failure_);
   return {read_ - before, next_ == jobs_.size()};
 }
 
-/// One read: a part of a long run, or several short ones.
-void Reader::step() {
-  const Job& job = jobs_[next_];
-  const Entry& entry = job.stored->entry;
-  const int64_t most = kChunkBytes * 8 / dtype_bits(entry.dtype) / 16 * 16;
-  if (run_->length < most) return near_runs(most);
-  read_run(job, most);
-  *run_ = {run_->global_begin + most, run_->local_begin + most, run_->length - most};
-  if (run_->length == 0) run_ = runs_->next();
-}
-
-void Reader::read_run(const Job& job, int64_t count) {
-  const Entry& entry = job.stored->entry;
-  const int64_t begin = bytes_of(run_->global_begin, entry), bytes = bytes_of(run_->global_begin + count, entry) - begin;
-  std::byte* const to = destination(job, run_->local_begin);
-  const bool direct = entry.dtype == job.view->dtype;
-  if (!direct) buffer_.resize(static_cast<size_t>(kChunkBytes));
-  const std::span<std::byte> data(direct ? to : buffer_.data(), static_cast<size_t>(bytes));
-  read(job, data, begin);
-  count_bytes(job, data, begin);
-  if (!direct) kernels::cpu::cast(data.data(), entry.dtype, to, job.view->dtype, count);
-}
-
-/// The current run and those that lie close behind it, in one read.
-void Reader::near_runs(int64_t most) {
-  const Job& job = jobs_[next_];
-  const Entry& entry = job.stored->entry;
-  near_.assign(1, *run_);
-  std::optional<Run> after;
-  while ((after = runs_->next())) {
-    const int64_t gap = (after->global_begin - near_.back().global_begin - near_.back().length) * dtype_bits(entry.dtype) / 8;
-    if (gap > kGapBytes || after->global_begin + after->length - near_[0].global_begin > most) break;
-    near_.push_back(*after);
+void Reader::work(const PartTime& time) {
+  std::vector<std::byte> buffer;
+  try {
+    Read read;
+    while (!time.over() && next(read)) perform(read, buffer);
+  } catch (...) {
+    const base::Lock lock(mutex_);
+    if (!failure_) failure_ = std::current_exception();
   }
-  if (near_.size() == 1) {
-    read_run(job, run_->length);
-    run_ = after;
+}
+
+bool Reader::next(Read& read) {
+  const base::Lock lock(mutex_);
+  while (next_ < jobs_.size() && !failure_) {
+    const Job& job = jobs_[next_];
+    if (!runs_) {
+      runs_ = std::make_unique<RunCursor>(job.view->region);
+      run_ = runs_->next();
+    }
+    if (run_) {
+      auto& file = files_[job.stored->file];
+      if (!file) file = std::make_unique<base::File>(base::File::open(catalog_.files[job.stored->file].path));
+      read.job = &job;
+      read.file = file.get();
+      take_runs(read);
+      return true;
+    }
+    runs_.reset();
+    ++next_;
+  }
+  return false;
+}
+
+/// A chunk of a long run, or the current run and those that lie close behind it.
+void Reader::take_runs(Read& read) {
+  const DType dtype = read.job->stored->entry.dtype;
+  const int64_t most = chunk_elements(dtype);
+  read.runs.assign(1, {run_->global_begin, run_->local_begin, std::min(run_->length, most)});
+  if (run_->length > most) {
+    *run_ = {run_->global_begin + most, run_->local_begin + most, run_->length - most};
     return;
   }
-  const int64_t begin = bytes_of(near_[0].global_begin, entry), end = bytes_of(near_.back().global_begin + near_.back().length, entry);
-  buffer_.resize(static_cast<size_t>(kChunkBytes));
-  read(job, std::span(buffer_).first(static_cast<size_t>(end - begin)), begin);
-  for (const Run& run : near_) {
-    const int64_t first = bytes_of(run.global_begin, entry), last = bytes_of(run.global_begin + run.length, entry);
-    const std::span<const std::byte> data =
-        std::span(buffer_).subspan(static_cast<size_t>(first - begin), static_cast<size_t>(last - first));
-    count_bytes(job, data, first);
-    place(data, entry.dtype, destination(job, run.local_begin), job.view->dtype, run.length);
+  while ((run_ = runs_->next())) {
+    const Run& last = read.runs.back();
+    const int64_t gap = (run_->global_begin - last.global_begin - last.length) * dtype_bits(dtype) / 8;
+    if (gap > kGapBytes || run_->global_begin + run_->length - read.runs[0].global_begin > most) return;
+    read.runs.push_back(*run_);
   }
-  run_ = after;
 }
 
-void Reader::read(const Job& job, std::span<std::byte> data, int64_t begin) {
-  auto& file = files_[job.stored->file];
-  const Catalog::Source& source = catalog_.files[job.stored->file];
-  if (!file) file = std::make_unique<base::File>(base::File::open(source.path));
-  file->read(data, source.data_begin + job.stored->entry.begin + begin);
-  read_ += static_cast<int64_t>(data.size());
+void Reader::perform(const Read& read, std::vector<std::byte>& buffer) {
+  const Job& job = *read.job;
+  const Entry& entry = job.stored->entry;
+  const int64_t begin = bytes_of(read.runs[0].global_begin, entry);
+  const int64_t end = bytes_of(read.runs.back().global_begin + read.runs.back().length, entry);
+  const int64_t at = catalog_.files[job.stored->file].data_begin + entry.begin;
+  if (read.runs.size() == 1 && entry.dtype == job.view->dtype) {
+    std::byte* const to = destination(job, read.runs[0].local_begin);
+    for (int64_t step = begin; step < end; step += kStepBytes) {
+      const std::span<std::byte> data(to + (step - begin), static_cast<size_t>(std::min(kStepBytes, end - step)));
+      read.file->read(data, at + step);
+      count(job, data, step);
+    }
+  } else {
+    buffer.resize(static_cast<size_t>(kChunkBytes));
+    read.file->read(std::span(buffer).first(static_cast<size_t>(end - begin)), at + begin);
+    for (const Run& run : read.runs) {
+      const int64_t first = bytes_of(run.global_begin, entry), bytes = bytes_of(run.length, entry);
+      const auto data = std::span<const std::byte>(buffer).subspan(static_cast<size_t>(first - begin), static_cast<size_t>(bytes));
+      count(job, data, first);
+      place(data, entry.dtype, destination(job, run.local_begin), job.view->dtype, run.length);
+    }
+  }
+  read_ += end - begin;
 }
 
-void Reader::count_bytes(const Job& job, std::span<const std::byte> data, int64_t begin) {
+void Reader::count(const Job& job, std::span<const std::byte> data, int64_t begin) {
   if (!job.checked) return;
   const int64_t size = job.stored->entry.end - job.stored->entry.begin;
-  crcs_[job.tensor] ^= crc32_contribution(crc32(0, data), size - begin - static_cast<int64_t>(data.size()));
+  const uint64_t part = crc32_contribution(crc32(0, data), size - begin - static_cast<int64_t>(data.size()));
+  std::atomic_ref(crcs_[job.tensor]).fetch_xor(part);
 }
 
 }  // namespace shardow::file

@@ -1,14 +1,17 @@
-// Reads this rank's bytes: long runs straight into place, short ones that lie close together in one read.
+// Reads this rank's bytes, several reads in flight: long runs straight into place, short ones that lie close together in one read.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "base/files.h"
+#include "base/mutex.h"
 #include "file/catalog.h"
 #include "file/together.h"
 #include "shardow/region.h"
@@ -33,22 +36,31 @@ class Reader {
   int64_t bytes() const { return read_; }
 
  private:
-  void step();
-  void read_run(const Job& job, int64_t count);
-  void near_runs(int64_t most);
-  void read(const Job& job, std::span<std::byte> data, int64_t begin);
-  void count_bytes(const Job& job, std::span<const std::byte> data, int64_t begin);
+  /// Runs of one job, ascending, a chunk of the file at most from the first one's begin to the last one's end.
+  struct Read {
+    const Job* job;
+    base::File* file;
+    std::vector<Run> runs;
+  };
+
+  bool next(Read& read);
+  void take_runs(Read& read) SHARDOW_REQUIRES(mutex_);
+  void work(const PartTime& time);
+  void perform(const Read& read, std::vector<std::byte>& buffer);
+  void count(const Job& job, std::span<const std::byte> data, int64_t begin);
 
   const Catalog& catalog_;
-  std::vector<Job> jobs_;
-  std::vector<uint64_t> crcs_;
-  std::vector<std::unique_ptr<base::File>> files_;
-  std::vector<std::byte> buffer_;
-  std::vector<Run> near_;
-  std::unique_ptr<RunCursor> runs_;  // of jobs_[next_]
-  std::optional<Run> run_;
-  size_t next_ = 0;
-  int64_t read_ = 0;
+  const std::vector<Job> jobs_;
+  int lanes_;
+  std::vector<uint64_t> crcs_;  // changed through std::atomic_ref
+  std::atomic<int64_t> read_{0};
+
+  base::Mutex mutex_;
+  std::vector<std::unique_ptr<base::File>> files_ SHARDOW_GUARDED_BY(mutex_);
+  std::unique_ptr<RunCursor> runs_ SHARDOW_GUARDED_BY(mutex_);  // of jobs_[next_]
+  std::optional<Run> run_ SHARDOW_GUARDED_BY(mutex_);
+  size_t next_ SHARDOW_GUARDED_BY(mutex_) = 0;
+  std::exception_ptr failure_ SHARDOW_GUARDED_BY(mutex_);
 };
 
 }  // namespace shardow::file

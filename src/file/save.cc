@@ -1,15 +1,18 @@
 // The protocol of a save; the numbered steps are those of docs/durability.md.
+#include <unistd.h>
+
+#include <algorithm>
 #include <chrono>
 #include <random>
+#include <set>
 
 #include "base/errors.h"
+#include "file/direct.h"
+#include "file/exchange.h"
 #include "file/index.h"
-#include "file/layout.h"
-#include "file/plan.h"
 #include "file/publish.h"
 #include "file/together.h"
 #include "file/wire.h"
-#include "file/writer.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -20,44 +23,86 @@ namespace {
 using base::fail;
 using Clock = std::chrono::steady_clock;
 
-void check_views(std::span<const TensorView> views, const SaveOptions& options) {
+void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
   if (options.dtype && !is_floating(*options.dtype))
     fail(Code::kInvalidArgument, "dtype {}: only floating tensors are cast, and to floating types", dtype_name(*options.dtype));
   if (options.max_shard_size < 0) fail(Code::kInvalidArgument, "max_shard_size {} is negative", options.max_shard_size);
-  for (const TensorView& view : views) {
-    if (view.device.kind != Device::Kind::kCpu)
-      fail(Code::kUnsupported, "'{}' is on a CUDA device; saving from there is not built yet: save a CPU copy", view.name);
-    if (options.dtype && is_floating(view.dtype) && view.dtype != *options.dtype &&
-        (dtype_bits(view.dtype) < 16 || dtype_bits(*options.dtype) < 16)) {
-      fail(Code::kUnsupported, "'{}' is {}; types below 16 bits are not cast", view.name, dtype_name(view.dtype));
+  std::set<std::string> names;
+  for (const SaveFile& file : files) {
+    const bool plain = base::Path(file.name).filename() == file.name && file.name.ends_with(".safetensors");
+    if (!file.name.empty() && (!plain || !names.insert(file.name).second))
+      fail(Code::kInvalidArgument, "'{}' is no name for one of several files: a plain one that ends in .safetensors, once", file.name);
+  }
+  if (options.max_shard_size > 0 && !names.empty())
+    fail(Code::kInvalidArgument, "max_shard_size splits one file; {} are given", files.size());
+}
+
+void check_views(std::span<const SaveFile> files, const SaveOptions& options) {
+  for (const SaveFile& file : files) {
+    for (const TensorView& view : file.tensors) {
+      if (options.dtype && is_floating(view.dtype) && view.dtype != *options.dtype &&
+          (dtype_bits(view.dtype) < 16 || dtype_bits(*options.dtype) < 16)) {
+        fail(Code::kUnsupported, "'{}' is {}; types below 16 bits are not cast", view.name, dtype_name(view.dtype));
+      }
     }
   }
 }
 
-/// The same on every rank, or kInvalidArgument on every rank. Returns rank 0's nonce.
-std::string same_call(Group& group, const base::Path& path, const SaveOptions& options, Deadline deadline) {
+std::string host_name() {
+  char name[256] = {};
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+/// What all ranks know of a call when it has begun.
+struct Call {
+  std::string nonce;  ///< rank 0's
+  bool several_hosts;
+};
+
+std::string facts_of(std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options) {
   Sender facts;
+  const auto metadata = [&](const Metadata& texts) {
+    facts.number(static_cast<int64_t>(texts.size()));
+    for (const auto& [key, text] : texts) {
+      facts.text(key);
+      facts.text(text);
+    }
+  };
   facts.text(path.string());
   facts.number(options.dtype ? static_cast<int64_t>(*options.dtype) : -1);
   facts.number(options.max_shard_size);
-  facts.number(options.checksums ? 1 : 0);
-  for (const auto& [key, text] : options.metadata) {
-    facts.text(key);
-    facts.text(text);
+  facts.number((options.checksums ? 1 : 0) + (options.sequential ? 2 : 0));
+  metadata(options.metadata);
+  for (const SaveFile& file : files) {
+    facts.text(file.name);
+    metadata(file.metadata);
   }
-  Sender mine;
-  mine.text(facts.bytes());
+  return facts.bytes();
+}
+
+/// The same on every rank, or kInvalidArgument on every rank.
+Call same_call(Group& group, const std::string& facts, Deadline deadline) {
   std::random_device random;
+  Sender mine;
+  mine.text(facts);
   mine.text(fmt::format("{:08x}{:08x}", random(), random()));
+  mine.text(host_name());
   const std::vector<std::string> all = group.all_gather(mine.bytes(), deadline);
-  Receiver first(all[0]);
-  const std::string expected = first.text(), nonce = first.text();
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    if (Receiver(all[rank]).text() != expected) {
-      fail(Code::kInvalidArgument, "save(): rank {} was called with another path, dtype, max_shard_size or metadata than rank 0", rank);
+  Call call;
+  std::set<std::string> hosts;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Receiver in(all[rank]);
+    if (in.text() != facts) {
+      fail(Code::kInvalidArgument, "save(): rank {} was called with another path, dtype, max_shard_size or metadata than rank {}", rank,
+           group.rank());
     }
+    const std::string nonce = in.text();
+    if (rank == 0) call.nonce = nonce;
+    hosts.insert(in.text());
   }
-  return nonce;
+  call.several_hosts = hosts.size() > 1;
+  return call;
 }
 
 /// Header after byte 8, then, when that is on disk, the length: until then no reader takes the file.
@@ -72,68 +117,210 @@ void write_header(const base::Path& path, const Header& header) {
   file.close();
 }
 
-void write_index(const Draft& draft, Layout& layout) {
+void write_index(const Draft& draft, const Layout& layout) {
   WeightMap weights;
   for (const FilePlan& file : layout.files()) {
     for (const Entry& entry : file.header.entries) weights[entry.name] = file.name;
   }
   const std::string bytes = index_bytes(weights, layout.total());
-  base::File file = base::File::create(draft.temporary / kIndexName);
+  base::File file = base::File::replace(draft.file(kIndexName));
   file.write(std::as_bytes(std::span(bytes)), 0);
   file.sync();
   file.close();
 }
 
-void commit(const Draft& draft, Layout& layout, const std::vector<Shared>& tensors, const std::vector<uint64_t>& crcs, bool checksums) {
-  for (FilePlan& file : layout.files()) {
-    if (checksums) file.header.metadata[kChecksums] = checksum_text(file, tensors, crcs);
-    write_header(draft.file(file.name), file.header);
+/// What this rank writes: its views, found again in the layout, as far as it owns them.
+std::vector<Mine> parts_of(int rank, const Layout& layout, const std::vector<Volume>& volumes, std::span<const SaveFile> files) {
+  std::vector<std::vector<const TensorView*>> views(layout.tensors().size());
+  size_t first = 0;
+  for (size_t v = 0; v < files.size(); ++v) {
+    for (const TensorView& view : files[v].tensors) views[first + *find(volumes[v].tensors, view.name)].push_back(&view);
+    first += volumes[v].tensors.size();
   }
-  if (layout.files().size() > 1) write_index(draft, layout);
-  publish(draft);
+  std::vector<Mine> mine;
+  for (size_t t = 0; t < views.size(); ++t) {
+    for (const Owned& owned : owners(layout.tensors()[t], t)) {
+      if (owned.rank != rank) continue;
+      const Region& held = layout.tensors()[t].pieces[owned.piece].region;
+      const TensorView& view = **std::find_if(views[t].begin(), views[t].end(), [&](const TensorView* one) { return one->region == held; });
+      const std::byte* const data = static_cast<const std::byte*>(view.data) + owned.local_begin * dtype_bits(view.dtype) / 8;
+      mine.push_back({t, owned.piece, owned.region, data, view.dtype, view.device});
+    }
+  }
+  return mine;
 }
 
 }  // namespace
 }  // namespace file
 
-SaveReport save(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const SaveOptions& options) {
-  using namespace file;
-  const auto begin = Clock::now();
-  const std::chrono::milliseconds timeout = options.timeout;
-  together(group, timeout, [&] { check_views(views, options); });
-  const std::string nonce = same_call(group, path, options, Clock::now() + timeout);
-  const std::vector<Shared> tensors = exchange(group, views, Clock::now() + timeout);  // (1)
-  check_whole(tensors);
-  Layout layout(tensors, options);
-  const bool directory = path.extension() != ".safetensors";
-  if (!directory && layout.files().size() > 1) {
-    base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory", path.string(),
-               layout.files().size());
+using namespace file;
+
+struct StagedSave::Plan {
+  Group& group;
+  SaveOptions options;
+  bool hugging_face;  ///< files are named by us, and have an index where there are several
+  Call call;
+  std::optional<Layout> layout;
+  std::optional<Draft> draft;
+  std::vector<Mine> mine;
+  Clock::time_point begin = Clock::now();
+
+  Deadline deadline() const { return Clock::now() + options.timeout; }
+  Storage storage();
+  void write_anywhere();
+  void write_in_sequence();
+  void commit();
+  SaveReport report(int64_t written) const;
+  int64_t written = 0;
+};
+
+StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options)
+    : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}}) {
+  Plan& plan = *plan_;
+  together(group, options.timeout, [&] {
+    check_options(files, options);
+    check_views(files, options);
+  });
+  plan.call = same_call(group, facts_of(files, path, options), plan.deadline());
+  std::vector<Volume> volumes;  // (1)
+  for (const SaveFile& file : files) {
+    Metadata metadata = file.metadata;
+    metadata.insert(options.metadata.begin(), options.metadata.end());
+    volumes.push_back({file.name, std::move(metadata), share(group, file.tensors, plan.deadline())});
+    check_whole(volumes.back().tensors);
   }
-  const Draft draft = draft_for(path, directory, nonce);
+  plan.layout.emplace(volumes, options);
+  const bool directory = !plan.hugging_face || path.extension() != ".safetensors";
+  if (!directory && plan.layout->files().size() > 1) {
+    base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory", path.string(),
+               plan.layout->files().size());
+  }
+  plan.draft = draft_for(path, directory, plan.call.nonce);
+  plan.mine = parts_of(group.rank(), *plan.layout, volumes, files);
+}
+
+StagedSave::~StagedSave() = default;
+
+int64_t StagedSave::staging_bytes() const noexcept {
+  int64_t bytes = 0;
+  for (const Mine& mine : plan_->mine) bytes += mine.region.size() * dtype_bits(plan_->layout->place(mine.tensor).entry.dtype) / 8;
+  return bytes;
+}
+
+void StagedSave::stage(std::span<std::byte> memory) {
+  if (static_cast<int64_t>(memory.size()) < staging_bytes())
+    base::fail(Code::kInvalidArgument, "{} bytes of staging memory; {} are needed", memory.size(), staging_bytes());
+  Feed feed;
+  std::byte* to = memory.data();
+  for (Mine& mine : plan_->mine) {
+    const DType dtype = plan_->layout->place(mine.tensor).entry.dtype;
+    feed.copy(mine, 0, mine.region.size(), dtype, to);
+    mine.data = to;
+    mine.dtype = dtype;
+    mine.device = {};
+    to += mine.region.size() * dtype_bits(dtype) / 8;
+  }
+}
+
+/// (2)
+Storage StagedSave::Plan::storage() {
+  uint64_t missing = 0;
+  together(group, options.timeout, [&] {
+    if (group.rank() != 0) return;
+    std::vector<std::pair<std::string, int64_t>> sizes;
+    for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
+    const Storage found = prepare(*draft, sizes, call.several_hosts);
+    missing = (found.random_writes ? 0u : 1u) + (found.rename ? 0u : 2u);
+  });
+  group.all_reduce({&missing, 1}, Group::Op::kMax, deadline());
+  return {(missing & 1) == 0, (missing & 2) == 0};
+}
+
+/// (3), (4), (5)
+void StagedSave::Plan::write_anywhere() {
+  Output output(*layout, *draft, options.checksums);
+  Parts parts(group, options.timeout, layout->total(), options.progress);
+  const std::vector<bool> shared =
+      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
+  std::vector<Mine> alone;
+  std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone), [&](const Mine& one) { return !shared[one.tensor]; });
+  Direct direct(alone, *layout, output, false);
+  parts.run([&] { return direct.part(); });
+  Exchange exchange(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false), false);
+  parts.run([&] { return exchange.round(); });
+  together(group, options.timeout, [&] { output.finish(); });
+  if (options.checksums) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
+  together(group, options.timeout, [&] {
+    if (group.rank() != 0) return;
+    if (options.checksums) layout->set_checksums(output.crcs());
+    for (const FilePlan& file : layout->files()) write_header(draft->file(file.name), file.header);
+  });
+  written = output.written();
+}
+
+/// Headers come first here, so that checksums are counted before anything is written.
+void StagedSave::Plan::write_in_sequence() {
+  if (!group.moves_blocks()) {
+    base::fail(Code::kUnsupported,
+               "{}: this storage takes files only from front to end, and these ranks cannot send each other what one of them would write; "
+               "save elsewhere, or with a process group for CPU tensors (cpu:gloo,cuda:nccl)",
+               draft->target.string());
+  }
+  Output output(*layout, *draft, options.checksums);
+  if (options.checksums) {
+    Direct count(mine, *layout, output, true);
+    Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
+    group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
+    layout->set_checksums(output.crcs());
+  }
+  const std::vector<bool> all(layout->tensors().size(), true);
+  Exchange exchange(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true), true);
+  Parts(group, options.timeout, layout->total(), options.progress).run([&] { return exchange.round(); });
+  together(group, options.timeout, [&] { output.finish(); });
+  written = output.written();
+}
+
+/// (6)
+void StagedSave::Plan::commit() {
+  if (hugging_face && (layout->files().size() > 1 || (draft->in_place && draft->directory))) write_index(*draft, *layout);
+  if (!draft->in_place) return publish(*draft);
+  if (hugging_face && draft->directory) remove_old(*draft);
+}
+
+SaveReport StagedSave::write() {
+  Plan& plan = *plan_;
   try {
-    together(group, timeout, [&] {  // (2)
-      if (group.rank() != 0) return;
-      std::vector<std::pair<std::string, int64_t>> sizes;
-      for (const FilePlan& file : layout.files()) sizes.emplace_back(file.name, file.header.data_begin + file.header.data_size());
-      prepare(draft, sizes);
+    const Storage storage = plan.storage();
+    if (!storage.rename) {
+      plan.draft->in_place = true;
+      if (plan.hugging_face && plan.draft->directory) plan.layout->rename_files(plan.call.nonce);
+      together(plan.group, plan.options.timeout, [&] {
+        if (plan.group.rank() == 0) prepare_in_place(*plan.draft);
+      });
+    }
+    storage.random_writes && storage.rename && !plan.options.sequential ? plan.write_anywhere() : plan.write_in_sequence();
+    together(plan.group, plan.options.timeout, [&] {
+      if (plan.group.rank() == 0) plan.commit();
     });
-    Writer writer(views, owned_by(group.rank(), tensors, views), layout, draft, options.checksums, tensors.size());
-    in_parts(group, timeout, layout.total(), options.progress, [&] { return writer.part(); });  // (3)
-    together(group, timeout, [&] { writer.finish(); });
-    if (options.checksums) group.all_reduce(writer.crcs(), Group::Op::kXor, Clock::now() + timeout);  // (4)
-    together(group, timeout, [&] {                                                                    // (5), (6)
-      if (group.rank() == 0) commit(draft, layout, tensors, writer.crcs(), options.checksums);
-    });
-    SaveReport report;
-    for (const FilePlan& file : layout.files()) report.files.push_back(directory ? draft.target / file.name : draft.target);
-    report.bytes_written = writer.written();
-    report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-    return report;
   } catch (...) {
-    if (group.rank() == 0) discard(draft);
+    if (plan.group.rank() == 0) discard(*plan.draft);
     throw;
   }
+  SaveReport report;
+  for (const FilePlan& file : plan.layout->files())
+    report.files.push_back(plan.draft->directory ? plan.draft->target / file.name : plan.draft->target);
+  report.bytes_written = plan.written;
+  report.seconds = std::chrono::duration<double>(Clock::now() - plan.begin).count();
+  return report;
+}
+
+SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options) {
+  return StagedSave(group, files, path, options).write();
+}
+
+SaveReport save(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const SaveOptions& options) {
+  const SaveFile one{"", {views.begin(), views.end()}};
+  return save(group, std::span(&one, 1), path, options);
 }
 
 }  // namespace shardow

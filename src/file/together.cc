@@ -83,22 +83,20 @@ void together(Group& group, std::chrono::milliseconds timeout, const std::functi
   });
 }
 
-void in_parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, const ProgressFn& progress,
-              const std::function<Part()>& part) {
-  int64_t done = 0;
+void Parts::run(const std::function<Part()>& part) {
   bool here_done = false;
   for (bool all_done = false; !all_done;) {
-    const std::vector<Part> parts = step(group, timeout, [&] {
+    const std::vector<Part> parts = step(group_, timeout_, [&] {
       const Part found = here_done ? Part{0, true} : part();
       here_done = found.last;
       return found;
     });
     all_done = true;
     for (const Part& one : parts) {
-      done += one.bytes;
+      done_ += one.bytes;
       all_done = all_done && one.last;
     }
-    if (progress && group.rank() == 0) progress(done, total_bytes);
+    if (progress_ && group_.rank() == 0) progress_(done_, total_);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <utility>
 
 #include "shardow/checkpoint.h"
 #include "shardow/group.h"
@@ -20,9 +21,29 @@ struct Part {
   bool last;
 };
 
-/// Calls `part`, which takes about a second at most, until it is done on every rank. The timeout counts from one part to the next, not for
-/// all of the work.
-void in_parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, const ProgressFn& progress,
-              const std::function<Part()>& part);
+/// How long a rank works before it tells the others: from its making until over().
+class PartTime {
+ public:
+  bool over() const { return std::chrono::steady_clock::now() - begin_ > std::chrono::milliseconds(500); }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+/// Work of all ranks that goes on: the timeout counts from one part to the next, not for all of it.
+class Parts {
+ public:
+  Parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, ProgressFn progress)
+      : group_(group), timeout_(timeout), total_(total_bytes), progress_(std::move(progress)) {}
+
+  /// Calls `part`, which takes about a second at most, until it is done on every rank.
+  void run(const std::function<Part()>& part);
+
+ private:
+  Group& group_;
+  std::chrono::milliseconds timeout_;
+  int64_t total_, done_ = 0;
+  ProgressFn progress_;
+};
 
 }  // namespace shardow::file

@@ -106,6 +106,25 @@ bool Region::operator==(const Region& other) const noexcept {
   }
 }
 
+/// Dimension by dimension: elements whose index there is smaller come before, those with the same index are decided by the next one.
+int64_t Region::position(int64_t global) const noexcept {
+  const Grid& grid = *grid_;
+  int64_t before = 0, below = grid.elements;
+  for (size_t d = 0; d < grid.dims.size() && below > 0; ++d) {
+    below /= grid.counts[d];
+    const int64_t index = global / grid.strides[d];
+    global -= index * grid.strides[d];
+    bool same = false;
+    for (const auto& [begin, end] : grid.dims[d]) {
+      before += (std::clamp(index, begin, end) - begin) * below;
+      same = same || (begin <= index && index < end);
+    }
+    if (!same) return std::clamp(before, begin_, end_) - begin_;
+  }
+  if (grid.dims.empty()) before = std::min<int64_t>(global, grid.elements);  // a scalar
+  return std::clamp(before, begin_, end_) - begin_;
+}
+
 int64_t Region::num_runs() const noexcept {
   int64_t count = 0;
   for_each_run([&](const Run&) { ++count; });

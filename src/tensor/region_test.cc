@@ -109,6 +109,19 @@ TEST(RegionPart, RefusesAnIndexOutsideTheCount) {
   EXPECT_THROW(region.part(0, 1, 0), Error);
 }
 
+TEST(RegionPosition, CountsTheElementsBefore) {
+  Random random(5);
+  for (int i = 0; i < 3000; ++i) {
+    const Sample sample = random_sample(random, i % 2 == 1);
+    int64_t size = 1;
+    for (const int64_t n : sample.region.shape()) size *= n;
+    for (int64_t global = 0; global <= size + 1; global += pick(random, 1, 5)) {
+      const auto before = std::lower_bound(sample.elements.begin(), sample.elements.end(), global) - sample.elements.begin();
+      ASSERT_EQ(sample.region.position(global), before) << sample.region.to_string() << ", element " << global;
+    }
+  }
+}
+
 TEST(RegionEquality, IsOfElementsNotOfHowTheyWereCut) {
   const Region rows = Region::grid({6, 4}, {{{2, 4}}, {{0, 4}}});
   EXPECT_EQ(rows, Region::whole({6, 4}).window(8, 16));

@@ -22,7 +22,8 @@ def rank(group: _core.Group, me: int, path: str, limit: int) -> None:
     for version in range(1, 1_000_000):
         for one in memory:
             one.fill(version)
-        _core.save(group, views, path, max_shard_size=limit, metadata={"version": str(version)})
+        file = _core.SaveFile("", views, {"version": str(version)})
+        _core.Save(group, [file], path, max_shard_size=limit).write()
         if me == 0:
             print(version, flush=True)
 

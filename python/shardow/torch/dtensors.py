@@ -20,7 +20,8 @@ from shardow.torch.regions import region_of, replicas_of
 
 
 class DTensorAdapter:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, strided: bool) -> None:
+        self._strided = strided
         self._modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def claims(self, slot: Slot) -> bool:
@@ -32,7 +33,7 @@ class DTensorAdapter:
 
     def memory(self, slot: Slot) -> torch.Tensor:
         tensor: Any = slot.recorded
-        return plain_memory(slot.name, tensor._local_tensor)  # to_local() makes a new view, with a grad_fn, each time
+        return plain_memory(slot.name, tensor._local_tensor, self._strided)  # to_local() makes a new view, with a grad_fn, each time
 
     def others(self) -> Sequence[LocalTensor]:
         return ()

@@ -39,10 +39,10 @@ class ModelView:
     ``process_group``: the ranks that share the model; None: this process alone. ``watch_buffers``: unchanged() looks at buffers too, for those who hold on to their memory.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, strided: bool) -> None:
         _refuse_valueless(model)
         self._model = model
-        self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model), Fsdp1Adapter(model), PlainAdapter(model, group)
+        self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, strided), Fsdp1Adapter(model), PlainAdapter(model, group, strided)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
         self.watch_buffers = False
         self._found, self._found_buffers = self._collect(_parameter_slots(model)), self._collect(_buffer_slots(model))
@@ -244,11 +244,12 @@ class ModelView:
         )
 
 
-def find(model: nn.Module, group: dist.ProcessGroup | None = None) -> ModelView:
-    """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell their group."""
+def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False) -> ModelView:
+    """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell their group. ``strided``: tensors whose elements
+    don't lie one after another are found too, else refused."""
     if not isinstance(model, nn.Module):
         raise _errors.make("invalid_argument", f"model is a {type(model).__name__}; an nn.Module is needed")
-    return ModelView(model, group)
+    return ModelView(model, group, strided)
 
 
 def _parameter_slots(model: nn.Module) -> Iterator[Slot]:

@@ -80,14 +80,14 @@ def persistent_buffers(module: nn.Module) -> set[str]:
     return set(module._buffers) - module._non_persistent_buffers_set
 
 
-def plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, detached; raises where its elements don't lie one after another in memory that it owns. ``name`` is for messages."""
+def plain_memory(name: str, tensor: torch.Tensor, strided: bool = False) -> torch.Tensor:
+    """``tensor``, detached; raises where its elements don't lie in memory that it owns, and one after another unless ``strided``. ``name`` is for messages."""
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+    if tensor.layout is not torch.strided or not (strided or tensor.is_contiguous()):
         how = f"strides {tensor.stride()}" if tensor.layout is torch.strided else str(tensor.layout)
         raise _errors.make(
             "unsupported",
-            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous ({how}); make it so before making an EMA: model.to(memory_format=torch.contiguous_format)",
+            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous ({how}); make it so first: p.data = p.data.contiguous() for such a parameter p",
         )
     if tensor.numel() and not tensor.data_ptr():
         raise _errors.make(

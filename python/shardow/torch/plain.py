@@ -19,7 +19,8 @@ class PlainAdapter:
     Only parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing them, or handing out another's, would mix ranks.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, strided: bool) -> None:
+        self._strided = strided
         self._replicas: dict[int, Replicas] = {}
         if group is not None:
             self._replicas = dict.fromkeys(map(id, model.parameters()), _members(group))
@@ -38,7 +39,7 @@ class PlainAdapter:
         )
 
     def memory(self, slot: Slot) -> torch.Tensor:
-        return plain_memory(slot.name, slot.recorded)
+        return plain_memory(slot.name, slot.recorded, self._strided)
 
     def others(self) -> Sequence[LocalTensor]:
         return ()

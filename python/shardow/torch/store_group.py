@@ -13,11 +13,14 @@ whoever uses it: a rank that missed a call meets the verdict of that call next, 
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -25,35 +28,40 @@ from torch._C._distributed_c10d import PrefixStore
 from shardow import _core, _errors
 
 _ALL_THERE = b"ok"
+_MOST = 4 << 20  # bytes of one value; torch's TCPStore drops a client that sends 8 MiB
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreGroup] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
 
 
-def store_group(process_group: dist.ProcessGroup) -> StoreGroup:
-    """The one StoreGroup of a process group: all that act together count the same rounds."""
-    if process_group not in _groups:
-        _groups[process_group] = StoreGroup(process_group)
-    return _groups[process_group]
+def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
+    """The one StoreGroup of a process group and channel: all that act together count the same rounds. A channel is for one thread; channels don't know each other."""
+    channels = _groups.setdefault(process_group, {})
+    if channel not in channels:
+        channels[channel] = StoreGroup(process_group, channel)
+    return channels[channel]
 
 
 class StoreGroup(_core.Group):
     """Ranks of ``process_group``. Collective calls happen in the same order on every rank; one thread uses a group at a time."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, channel: int) -> None:
         super().__init__()
         self._process_group = weakref.ref(process_group)
         self.ranks: list[int] = dist.get_process_group_ranks(process_group)
         self.rank = dist.get_rank(process_group)
         self.size = len(self.ranks)
-        self._store = PrefixStore(f"shardow/{process_group.group_name}", dist.distributed_c10d._get_default_store())
+        self.moves_blocks = _has_cpu(process_group)
+        self._tag = channel
+        self._store = PrefixStore(f"shardow/{process_group.group_name}/{channel}", _connection(channel))
         self._round = 0
+        self._mine: list[str] = []  # keys of the last round
 
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
         """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time."""
         began, this = time.monotonic(), self._round
         self._round += 1
         keys = [f"{this}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], mine)  # type: ignore[arg-type]
+        written = self._set(keys[self.rank], mine)
         try:
             self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
             seen = _ALL_THERE
@@ -63,46 +71,74 @@ class StoreGroup(_core.Group):
         verdict = bytes(self._store.compare_set(f"{this}/verdict", "", seen.decode()))
         if verdict != _ALL_THERE:
             raise _errors.make("timeout", f"rank(s) {verdict.decode()} did not take part within {time.monotonic() - began:.1f} s")
-        gathered = [bytes(value) for value in self._store.multi_get(keys)]
-        self._forget(this - 1)
+        gathered = self._get(keys)
+        self._forget(this - 1, written)
         return gathered
 
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
         """Combines 64-bit words in place: op is "sum", "max" or "xor"."""
-        words = values.cast("B").cast("Q")
-        combinations: dict[str, Callable[[int, int], int]] = {
-            "sum": lambda a, b: (a + b) & (2**64 - 1),
-            "max": max,
-            "xor": lambda a, b: a ^ b,
-        }
-        combine = combinations[op]
-        result = [0] * len(words)
-        for one in self.all_gather(bytes(values), seconds):
-            result = [combine(a, b) for a, b in zip(result, memoryview(one).cast("Q"), strict=True)]
-        for i, word in enumerate(result):
-            words[i] = word
+        combine: Any = {"sum": operator.add, "max": np.maximum, "xor": operator.xor}[op]
+        everybody = [np.frombuffer(one, dtype=np.uint64) for one in self.all_gather(bytes(values), seconds)]
+        np.frombuffer(values, dtype=np.uint64)[:] = functools.reduce(combine, everybody)
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
-        """Copies root's bytes into everybody's, through the process group."""
-        _wait(dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), seconds)
+        """Copies root's bytes into everybody's: through the process group, or its store where that has no way for CPU tensors."""
+        if self.moves_blocks:
+            self._finish(dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), seconds)
+        else:
+            data[:] = self.all_gather(bytes(data) if self.rank == root else b"", seconds)[root]
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
-        _wait(dist.isend(_tensor(data), group_dst=to, group=self._process_group()), seconds)
+        self._finish(dist.isend(_tensor(data), group_dst=to, group=self._process_group(), tag=self._tag), seconds)
 
     def recv(self, data: memoryview, source: int, seconds: float) -> None:
-        _wait(dist.irecv(_tensor(data), group_src=source, group=self._process_group()), seconds)
+        self._finish(dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds)
 
-    def _forget(self, past: int) -> None:
-        if past < 0:
-            return
-        self._store.delete_key(f"{past}/{self.rank}")
-        if self.rank == 0:
+    def _finish(self, work: dist.Work | None, seconds: float) -> None:
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError as error:
+            code = "timeout" if "imed out" in str(error) else "peer_failed"
+            raise _errors.make(code, f"a block between ranks {self.ranks} did not arrive: {error}") from None
+
+    def _set(self, key: str, value: bytes) -> list[str]:
+        """Long values take several keys; the first, which others wait for, is written last and says how long it all is. Returns the keys."""
+        keys = [key, *(f"{key}/{at}" for at in range(_MOST, len(value), _MOST))]
+        for i, one in reversed(list(enumerate(keys))):
+            part = value[i * _MOST : (i + 1) * _MOST]
+            self._store.set(one, part if i else len(value).to_bytes(8, "little") + part)  # type: ignore[arg-type]
+        return keys
+
+    def _get(self, keys: list[str]) -> list[bytes]:
+        values = []
+        for key, first in zip(keys, self._store.multi_get(keys), strict=True):
+            length, parts = int.from_bytes(first[:8], "little"), [bytes(first[8:])]
+            parts += [bytes(self._store.get(f"{key}/{at}")) for at in range(_MOST, length, _MOST)]
+            values.append(b"".join(parts))
+        return values
+
+    def _forget(self, past: int, written: list[str]) -> None:
+        """Everybody has ended the round before the last one."""
+        for key in self._mine:
+            self._store.delete_key(key)
+        if past >= 0 and self.rank == 0:
             self._store.delete_key(f"{past}/verdict")
+        self._mine = written
 
 
-def _wait(work: dist.Work | None, seconds: float) -> None:
-    if work is not None:
-        work.wait(timedelta(seconds=seconds))
+def _connection(channel: int) -> Any:
+    """Channels wait at the same time, and a connection serves one wait."""
+    store = dist.distributed_c10d._get_default_store()
+    return store.clone() if channel else store  # type: ignore[attr-defined]
+
+
+def _has_cpu(process_group: dist.ProcessGroup) -> bool:
+    try:
+        process_group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

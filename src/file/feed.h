@@ -1,0 +1,41 @@
+// What a save writes from: this rank's parts of tensors, as bytes of the file's dtype in host memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "shardow/region.h"
+#include "shardow/tensor_view.h"
+
+namespace shardow::file {
+
+inline constexpr int64_t kChunkBytes = int64_t{8} << 20;  ///< of one read, write or copy
+
+/// This rank's part of a tensor: the region's elements, one after another, from `data`.
+struct Mine {
+  size_t tensor, piece;
+  Region region;
+  const std::byte* data;
+  DType dtype;
+  Device device;
+};
+
+/// Elements that fit into a chunk, a multiple of 16.
+int64_t chunk_elements(DType dtype) noexcept;
+
+/// Not for several threads at once. Holds a chunk of memory at most, two where the tensors are on a device.
+class Feed {
+ public:
+  /// Elements [begin, end) of the part, a chunk of them at most, as `dtype`. Valid until the next call.
+  std::span<const std::byte> get(const Mine& mine, int64_t begin, int64_t end, DType dtype);
+
+  /// Any number of them into `to`.
+  void copy(const Mine& mine, int64_t begin, int64_t end, DType dtype, std::byte* to);
+
+ private:
+  std::vector<std::byte> buffer_;
+};
+
+}  // namespace shardow::file

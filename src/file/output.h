@@ -1,0 +1,41 @@
+// The files of a checkpoint while they are written: offsets, checksums' parts, what this rank wrote.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/files.h"
+#include "file/layout.h"
+#include "file/publish.h"
+
+namespace shardow::file {
+
+class Output {
+ public:
+  Output(const Layout& layout, const Draft& draft, bool checksums);
+
+  /// `data` belongs at byte `begin` of the tensor. Every byte is counted once, over all ranks.
+  void count(size_t tensor, int64_t begin, std::span<const std::byte> data);
+  void write(size_t tensor, int64_t begin, std::span<const std::byte> data);
+
+  /// Where files are written from front to end: makes this one, with its header, unless that is done.
+  void begin_file(size_t file);
+
+  void finish();  ///< flushes and closes
+
+  std::vector<uint64_t>& crcs() { return crcs_; }  ///< by tensor: what this rank contributes
+  int64_t written() const { return written_; }
+
+ private:
+  const Layout& layout_;
+  const Draft& draft_;
+  bool checksums_;
+  std::vector<uint64_t> crcs_;
+  std::vector<std::unique_ptr<base::File>> files_;
+  int64_t written_ = 0;
+};
+
+}  // namespace shardow::file

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import weakref
 from dataclasses import dataclass
@@ -11,6 +13,16 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, _errors
+
+_untold: list[SaveHandle] = []  # failed, and nobody knows
+
+
+@atexit.register
+def _tell() -> None:
+    """Threads have ended by now."""
+    for handle in _untold:
+        print(f"shardow: {handle._path} was not saved: {handle._error}", file=sys.stderr)
+
 
 CHANNEL = 1  # of the process group's store: the training thread has its own
 
@@ -22,7 +34,6 @@ class SaveHandle:
         self._path = path
         self._report: dict[str, Any] = {}
         self._error: BaseException | None = None
-        self._told = False
         self._thread = threading.Thread(target=self._write, args=(save,), name=f"shardow save {path}")  # no daemon: the interpreter waits
         self._thread.start()
 
@@ -31,6 +42,7 @@ class SaveHandle:
             self._report = save.write()
         except BaseException as error:
             self._error = error
+            _untold.append(self)
 
     def done(self) -> bool:
         """True when nothing is left to wait for."""
@@ -42,7 +54,8 @@ class SaveHandle:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise _errors.make("timeout", f"{self._path}: not written after {timeout} s; it goes on")
-        self._told = True
+        if self in _untold:
+            _untold.remove(self)
         if self._error is not None:
             raise self._error
         return self._report
@@ -69,7 +82,7 @@ def settle(process_group: dist.ProcessGroup | None) -> None:
         return
     _slot(process_group).handle = None
     handle._thread.join()
-    if not handle._told:
+    if handle in _untold:
         handle.wait()
 
 

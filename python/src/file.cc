@@ -123,16 +123,18 @@ nb::list entries_of(const std::vector<file::Entry>& entries) {
 }  // namespace
 
 void bind_file(nb::module_& m) {
-  nb::class_<SaveFile>(m, "SaveFile", "One of the files that a save makes: its name (empty: named as Hugging Face does), tensors and metadata.")
+  nb::class_<SaveFile>(m, "SaveFile",
+                       "One of the files that a save makes: its name (empty: named as Hugging Face does), tensors and metadata.")
       .def(
           "__init__",
           [](SaveFile* self, std::string name, std::vector<TensorView> tensors, Strings metadata) {
             new (self) SaveFile{std::move(name), std::move(tensors), std::move(metadata)};
           },
           "name"_a, "tensors"_a, "metadata"_a = Strings());
-  nb::class_<Save>(m, "Save", "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
-      .def(nb::init<nb::object, const std::vector<SaveFile>&, const std::string&, const std::optional<std::string>&, int64_t, const Strings&,
-                    bool, bool, double, nb::object>(),
+  nb::class_<Save>(m, "Save",
+                   "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
+      .def(nb::init<nb::object, const std::vector<SaveFile>&, const std::string&, const std::optional<std::string>&, int64_t,
+                    const Strings&, bool, bool, double, nb::object>(),
            "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(), "checksums"_a = true,
            "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none())
       .def_prop_ro("staging_bytes", &Save::staging_bytes)

@@ -27,8 +27,8 @@ Deadline in_seconds(double seconds) {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-/// What a Python subclass provides: rank, size and moves_blocks as attributes, all_gather(bytes, seconds) -> list of bytes, broadcast and so on over
-/// buffers.
+/// What a Python subclass provides: rank, size and moves_blocks as attributes, all_gather(bytes, seconds) -> list of bytes, broadcast and
+/// so on over buffers.
 struct PyGroup final : Group {
   NB_TRAMPOLINE(Group, 2);
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -65,6 +66,9 @@ int Syscalls::exchange(const char* a, const char* b) {
 }
 int Syscalls::mkdir(const char* path, mode_t mode) {
   return ::mkdir(path, mode);
+}
+int Syscalls::memfd_create(const char* name, unsigned flags) {
+  return ::memfd_create(name, flags);
 }
 int Syscalls::statfs(const char* path, struct statfs* out) {
   return ::statfs(path, out);

@@ -16,7 +16,7 @@ namespace shardow::base {
 
 using Path = std::filesystem::path;
 
-/// The system calls that files need; each is the call of its name: -1 and errno on failure.
+/// The system calls that files and shared memory need; each is the call of its name: -1 and errno on failure.
 class Syscalls {
  public:
   virtual ~Syscalls() = default;
@@ -29,6 +29,7 @@ class Syscalls {
   virtual int rename(const char* from, const char* to);
   virtual int exchange(const char* a, const char* b);  ///< renameat2(RENAME_EXCHANGE)
   virtual int mkdir(const char* path, mode_t mode);
+  virtual int memfd_create(const char* name, unsigned flags);
   virtual int statfs(const char* path, struct statfs* out);
 };
 
@@ -67,7 +68,7 @@ class File {
 void rename(const Path& from, const Path& to);
 bool exchange(const Path& a, const Path& b);  ///< atomically; false where the file system cannot
 void make_directory(const Path& path);
-void sync_directory(const Path& path);      ///< so that names in it survive a crash
+void sync_directory(const Path& path);  ///< so that names in it survive a crash
 
 /// Of the file system behind a directory.
 struct Space {

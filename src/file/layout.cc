@@ -84,7 +84,8 @@ void Layout::set_checksums(const std::vector<uint64_t>& crcs) {
 }
 
 void Layout::rename_files(const std::string& nonce) {
-  for (size_t f = 0; f < files_.size(); ++f) files_[f].name = fmt::format("model-{}-{:05}-of-{:05}.safetensors", nonce, f + 1, files_.size());
+  for (size_t f = 0; f < files_.size(); ++f)
+    files_[f].name = fmt::format("model-{}-{:05}-of-{:05}.safetensors", nonce, f + 1, files_.size());
 }
 
 /// {"name":"01234567",...}: of fixed width, so that the header's length is known before the data.

@@ -104,8 +104,7 @@ LoadReport load_from(Group& group, std::span<const TensorView> views, const Cata
   const std::vector<bool> verified = options.verify ? verifiable(catalog, wanted) : std::vector<bool>(wanted.size(), false);
   std::vector<Reader::Job> jobs = jobs_for(group.rank(), views, catalog, wanted, verified);
   uint64_t total = 0;
-  for (const Reader::Job& job : jobs)
-    total += static_cast<uint64_t>(job.view->region.size() * dtype_bits(job.stored->entry.dtype) / 8);
+  for (const Reader::Job& job : jobs) total += static_cast<uint64_t>(job.view->region.size() * dtype_bits(job.stored->entry.dtype) / 8);
   group.all_reduce({&total, 1}, Group::Op::kSum, Clock::now() + timeout);
   Reader reader(catalog, std::move(jobs), wanted.size());
   Parts(group, timeout, static_cast<int64_t>(total), options.progress).run([&] { return reader.part(); });

@@ -240,8 +240,7 @@ Storage StagedSave::Plan::storage() {
 void StagedSave::Plan::write_anywhere() {
   Output output(*layout, *draft, options.checksums);
   Parts parts(group, options.timeout, layout->total(), options.progress);
-  const std::vector<bool> shared =
-      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
+  const std::vector<bool> shared = group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
   std::vector<Mine> alone;
   std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone), [&](const Mine& one) { return !shared[one.tensor]; });
   Direct direct(alone, *layout, output, false);
@@ -298,7 +297,7 @@ SaveReport StagedSave::write() {
         if (plan.group.rank() == 0) prepare_in_place(*plan.draft);
       });
     }
-    storage.random_writes && storage.rename && !plan.options.sequential ? plan.write_anywhere() : plan.write_in_sequence();
+    storage.random_writes&& storage.rename && !plan.options.sequential ? plan.write_anywhere() : plan.write_in_sequence();
     together(plan.group, plan.options.timeout, [&] {
       if (plan.group.rank() == 0) plan.commit();
     });

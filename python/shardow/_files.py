@@ -16,6 +16,7 @@ from shardow._gather import Part
 from shardow._options import invalid
 from shardow._progress import shown
 from shardow._team import Team
+from shardow.torch.memory import engine_view
 from shardow.torch.store_group import store_group
 
 _STATE = "shardow.state"  # key of the engine's state in a file's metadata
@@ -63,46 +64,51 @@ def state_in(path: str | Path, found: _core.Catalog) -> str:
 
 
 def write(files: Sequence[FileParts], path: str | Path, team: Team, **options: Any) -> dict[str, Any]:
-    """The engine's save. Device memory passes through a copy on the host. Collective."""
+    """The engine's save. Collective."""
     settle(team.process_group)
-    host = [_on_host(file.parts) for file in files]  # alive during the call
-    return _prepared(team.group, files, host, path, team, options).write()
+    reached = [_for_engine(file.parts) for file in files]  # alive during the call
+    return _prepared(team.group, files, reached, path, team, options).write()
 
 
 def write_in_background(files: Sequence[FileParts], path: str | Path, team: Team, **options: Any) -> SaveHandle:
     """Returns when everything is copied. Collective, and so is what goes on in the background."""
     settle(team.process_group)
-    host = [_on_host(file.parts) for file in files]
+    reached = [_for_engine(file.parts) for file in files]
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
     on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
-    return start(team.process_group, _prepared(group, files, host, path, team, options), str(path), pinned=on_cuda)
+    return start(team.process_group, _prepared(group, files, reached, path, team, options), str(path), pinned=on_cuda)
 
 
 def _prepared(
-    group: _core.Group, files: Sequence[FileParts], host: list[list[Part]], path: str | Path, team: Team, options: dict[str, Any]
+    group: _core.Group, files: Sequence[FileParts], reached: list[list[Part]], path: str | Path, team: Team, options: dict[str, Any]
 ) -> _core.Save:
     told = {**options, "progress": shown(options.get("progress"), f"save {Path(path).name}", team.rank)}
-    given = [_core.SaveFile(file.name, _views(parts), dict(file.metadata)) for file, parts in zip(files, host, strict=True)]
+    given = [_core.SaveFile(file.name, _views(parts), dict(file.metadata)) for file, parts in zip(files, reached, strict=True)]
     return _core.Save(group, given, str(path), timeout=team.timeout, **told)
 
 
 def read_into(parts: Sequence[Part], found: _core.Catalog, team: Team, **options: Any) -> dict[str, Any]:
     """The engine's load. Collective."""
-    host = _on_host(parts)
+    reached = _for_engine(parts)
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    report = _core.load(team.group, _views(host), found, timeout=team.timeout, **told)
-    for part, filled in zip(parts, host, strict=True):
-        if part.flat.device.type != "cpu":
+    report = _core.load(team.group, _views(reached), found, timeout=team.timeout, **told)
+    for part, filled in zip(parts, reached, strict=True):
+        if filled is not part:
             part.flat.copy_(filled.flat)
     return report
 
 
-def _on_host(parts: Iterable[Part]) -> list[Part]:
-    return [Part(part.name, part.flat.cpu(), part.region) for part in parts]
+def _for_engine(parts: Iterable[Part]) -> list[Part]:
+    """The engine reaches the memory of the CPU, and of CUDA devices where it was built for them; of other devices it gets a copy."""
+    return [part if part.flat.is_cpu or (part.flat.is_cuda and _core.cuda_available()) else _on_host(part) for part in parts]
+
+
+def _on_host(part: Part) -> Part:
+    return Part(part.name, part.flat.cpu(), part.region)
 
 
 def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
-    return [_core.TensorView(part.name, _dtype_name(part.name, part.flat.dtype), part.region, part.flat.data_ptr()) for part in parts]
+    return [engine_view(part.name, _dtype_name(part.name, part.flat.dtype), part.flat, part.region) for part in parts]
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:

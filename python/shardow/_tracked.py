@@ -130,13 +130,9 @@ def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torc
 
 def view_of(name: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
     """The engine's description of contiguous torch memory."""
-    device = tensor.device
-    if device.type == "cpu":
-        return _core.TensorView(name, DTYPES[tensor.dtype], region, tensor.data_ptr())
-    if device.type != "cuda":
-        raise unsupported(f"'{name}' is on {device}; averages are kept on cpu and cuda devices")
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return _core.TensorView(name, DTYPES[tensor.dtype], region, tensor.data_ptr(), device.type, device.index or 0, stream)
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise unsupported(f"'{name}' is on {tensor.device}; averages are kept on cpu and cuda devices")
+    return engine_view(name, DTYPES[tensor.dtype], tensor, region)
 
 
 def source_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:

@@ -22,8 +22,8 @@ namespace {
 
 using Strings = std::map<std::string, std::string>;
 
-std::chrono::seconds whole_seconds(double seconds) {
-  return std::chrono::seconds(static_cast<int64_t>(seconds < 1 ? 1 : seconds));
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
 ProgressFn in_python(const nb::object& progress) {
@@ -56,7 +56,7 @@ class Save {
     options.metadata = metadata;
     options.checksums = checksums;
     options.sequential = sequential;
-    options.timeout = whole_seconds(timeout);
+    options.timeout = milliseconds(timeout);
     options.progress = in_python(progress_);
     Group& ranks = nb::cast<Group&>(group_);
     const nb::gil_scoped_release release;
@@ -90,7 +90,7 @@ nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const
   options.strict = strict;
   options.verify = verify;
   options.check_only = check_only;
-  options.timeout = whole_seconds(timeout);
+  options.timeout = milliseconds(timeout);
   options.progress = in_python(progress);
   LoadReport report;
   {
@@ -148,7 +148,7 @@ void bind_file(nb::module_& m) {
       "read_catalog",
       [](Group& group, const std::string& path, double timeout) {
         const nb::gil_scoped_release release;
-        return file::share_catalog(group, path, whole_seconds(timeout));
+        return file::share_catalog(group, path, milliseconds(timeout));
       },
       "group"_a, "path"_a, "timeout"_a = 600.0, "Of a file or a directory. Collective.");
   m.def("load", &load_python, "group"_a, "tensors"_a, "catalog"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,

@@ -12,6 +12,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
@@ -43,7 +44,10 @@ class Pool:
     """The processes, and the store that they meet in, which outlives every rank as a launcher's does."""
 
     def __init__(self) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1, which can take seconds.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         self._workers: list[_Worker] = []
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
@@ -98,6 +102,7 @@ def _collect(workers: list[_Worker], timeout: float, may_die: bool) -> list[Any]
 
 def _serve(pipe: Connection, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "2"
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning of a timeout looks up names too
     torch.set_num_threads(1)
     while True:
         try:

@@ -175,10 +175,10 @@ void make_directory(const Path& path) {
   if (syscalls().mkdir(path.c_str(), 0777) != 0) fail_io(errno, path, "cannot make the directory");
 }
 
-void sync_directory(const Path& path) {
-  File directory = File::open(path);
-  directory.sync();
-  directory.close();
+void sync(const Path& path) {
+  File file = File::open(path);
+  file.sync();
+  file.close();
 }
 
 Space space_at(const Path& directory) {

@@ -68,7 +68,7 @@ class File {
 void rename(const Path& from, const Path& to);
 bool exchange(const Path& a, const Path& b);  ///< atomically; false where the file system cannot
 void make_directory(const Path& path);
-void sync_directory(const Path& path);  ///< so that names in it survive a crash
+void sync(const Path& path);  ///< a file's bytes, or a directory's names, so that they survive a crash
 
 /// Of the file system behind a directory.
 struct Space {

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "file/device.h"
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"
 
@@ -25,7 +26,8 @@ struct Mine {
 /// Elements that fit into a chunk, a multiple of 16.
 int64_t chunk_elements(DType dtype) noexcept;
 
-/// Not for several threads at once. Holds a chunk of memory at most, two where the tensors are on a device.
+/// Not for several threads at once. Holds a chunk of memory at most, and two pinned ones where tensors are on a device: while one is used,
+/// the next one is copied.
 class Feed {
  public:
   /// Elements [begin, end) of the part, a chunk of them at most, as `dtype`. Valid until the next call.
@@ -35,7 +37,20 @@ class Feed {
   void copy(const Mine& mine, int64_t begin, int64_t end, DType dtype, std::byte* to);
 
  private:
+  /// Elements [begin, end) of a part on a device.
+  struct Block {
+    Pinned memory;
+    const std::byte* part = nullptr;
+    int64_t begin = 0, end = 0;
+
+    bool has(const Mine& mine, int64_t element) const { return part == mine.data && begin <= element && element < end; }
+  };
+
+  Block& block_at(const Mine& mine, int64_t element);
+  static void fill(Block& block, const Mine& mine, int64_t begin);
+
   std::vector<std::byte> buffer_;
+  Block blocks_[2];
 };
 
 }  // namespace shardow::file

@@ -32,6 +32,15 @@ bool is_ours(const std::string& name) {
   return name == kSingleName || name == kIndexName || (name.rfind("model-", 0) == 0 && name.ends_with(".safetensors"));
 }
 
+/// A file, or a directory with all that is in it.
+void flush(const Path& path) {
+  if (fs::is_symlink(path)) return;
+  if (fs::is_directory(path)) {
+    for (const fs::directory_entry& entry : fs::directory_iterator(path)) flush(entry.path());
+  }
+  base::sync(path);
+}
+
 /// What stands beside the old checkpoint in its directory (configuration, tokenizer) stands beside the new one, as links where the file
 /// system has them.
 void keep_others(const Draft& draft) {
@@ -49,6 +58,7 @@ void keep_others(const Draft& draft) {
       fs::copy(entry.path(), to, kAll, error);
     }
     if (error) base::fail_io(error.value(), entry.path(), "cannot be kept beside the new checkpoint");
+    flush(to);
   }
 }
 
@@ -150,10 +160,10 @@ void prepare_in_place(const Draft& draft) {
 
 void publish(const Draft& draft) {
   if (draft.directory) keep_others(draft);
-  if (draft.directory) base::sync_directory(draft.temporary);
+  if (draft.directory) base::sync(draft.temporary);
   if (draft.directory && fs::exists(draft.target)) {
     if (base::exchange(draft.temporary, draft.target)) {
-      base::sync_directory(parent_of(draft.target));
+      base::sync(parent_of(draft.target));
       discard(draft);  // what was there before
       return;
     }
@@ -162,13 +172,13 @@ void publish(const Draft& draft) {
     old += ".old.tmp";
     base::rename(draft.target, old);
     base::rename(draft.temporary, draft.target);
-    base::sync_directory(parent_of(draft.target));
+    base::sync(parent_of(draft.target));
     std::error_code ignored;
     fs::remove_all(old, ignored);
     return;
   }
   base::rename(draft.temporary, draft.target);
-  base::sync_directory(parent_of(draft.target));
+  base::sync(parent_of(draft.target));
 }
 
 void remove_old(const Draft& draft) {

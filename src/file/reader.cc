@@ -59,10 +59,11 @@ Part Reader::part() {
 }
 
 void Reader::work(const PartTime& time) {
-  std::vector<std::byte> buffer;
   try {
+    Lane lane;
     Read read;
-    while (!time.over() && next(read)) perform(read, buffer);
+    while (!time.over() && next(read)) perform(read, lane);
+    lane.pinned.finish();
   } catch (...) {
     const base::Lock lock(mutex_);
     if (!failure_) failure_ = std::current_exception();
@@ -94,7 +95,7 @@ bool Reader::next(Read& read) {
 /// A chunk of a long run, or the current run and those that lie close behind it.
 void Reader::take_runs(Read& read) {
   const DType dtype = read.job->stored->entry.dtype;
-  const int64_t most = chunk_elements(dtype);
+  const int64_t most = std::min(chunk_elements(dtype), chunk_elements(read.job->view->dtype));
   read.runs.assign(1, {run_->global_begin, run_->local_begin, std::min(run_->length, most)});
   if (run_->length > most) {
     *run_ = {run_->global_begin + most, run_->local_begin + most, run_->length - most};
@@ -108,30 +109,50 @@ void Reader::take_runs(Read& read) {
   }
 }
 
-void Reader::perform(const Read& read, std::vector<std::byte>& buffer) {
+/// Local memory has the runs one after another: a single one of the file's dtype is read there, others through the buffer; on a device
+/// they are put together in pinned memory and copied in one.
+void Reader::perform(const Read& read, Lane& lane) {
   const Job& job = *read.job;
   const Entry& entry = job.stored->entry;
+  const TensorView& view = *job.view;
   const int64_t begin = bytes_of(read.runs[0].global_begin, entry);
   const int64_t end = bytes_of(read.runs.back().global_begin + read.runs.back().length, entry);
-  const int64_t at = catalog_.files[job.stored->file].data_begin + entry.begin;
-  if (read.runs.size() == 1 && entry.dtype == job.view->dtype) {
-    std::byte* const to = destination(job, read.runs[0].local_begin);
-    for (int64_t step = begin; step < end; step += kStepBytes) {
-      const std::span<std::byte> data(to + (step - begin), static_cast<size_t>(std::min(kStepBytes, end - step)));
-      read.file->read(data, at + step);
-      count(job, data, step);
-    }
+  const int64_t first = read.runs[0].local_begin, last = read.runs.back().local_begin + read.runs.back().length;
+  std::byte* const to = on_device(view.device) ? lane.pinned.data() : destination(job, first);
+  if (read.runs.size() == 1 && entry.dtype == view.dtype) {
+    read_in_steps(read, to, begin, end);
   } else {
-    buffer.resize(static_cast<size_t>(kChunkBytes));
-    read.file->read(std::span(buffer).first(static_cast<size_t>(end - begin)), at + begin);
+    lane.buffer.resize(static_cast<size_t>(kChunkBytes));
+    read_in_steps(read, lane.buffer.data(), begin, end);
     for (const Run& run : read.runs) {
-      const int64_t first = bytes_of(run.global_begin, entry), bytes = bytes_of(run.length, entry);
-      const auto data = std::span<const std::byte>(buffer).subspan(static_cast<size_t>(first - begin), static_cast<size_t>(bytes));
-      count(job, data, first);
-      place(data, entry.dtype, destination(job, run.local_begin), job.view->dtype, run.length);
+      const int64_t at = bytes_of(run.global_begin, entry) - begin, bytes = bytes_of(run.length, entry);
+      const auto data = std::span<const std::byte>(lane.buffer).subspan(static_cast<size_t>(at), static_cast<size_t>(bytes));
+      place(data, entry.dtype, to + (run.local_begin - first) * dtype_bits(view.dtype) / 8, view.dtype, run.length);
     }
   }
+  if (on_device(view.device))
+    lane.pinned.copy_to(destination(job, first), static_cast<size_t>((last - first) * dtype_bits(view.dtype) / 8), view.device);
   read_ += end - begin;
+}
+
+/// Bytes [begin, end) of the tensor, counting those that are in the runs while they are in the cache.
+void Reader::read_in_steps(const Read& read, std::byte* to, int64_t begin, int64_t end) {
+  const Job& job = *read.job;
+  const int64_t at = catalog_.files[job.stored->file].data_begin + job.stored->entry.begin;
+  size_t next = 0;
+  for (int64_t step = begin; step < end; step += kStepBytes) {
+    const std::span<std::byte> data(to + (step - begin), static_cast<size_t>(std::min(kStepBytes, end - step)));
+    read.file->read(data, at + step);
+    const int64_t reached = step + static_cast<int64_t>(data.size());
+    while (next < read.runs.size()) {
+      const int64_t run_begin = bytes_of(read.runs[next].global_begin, job.stored->entry);
+      const int64_t run_end = run_begin + bytes_of(read.runs[next].length, job.stored->entry);
+      const int64_t from = std::max(run_begin, step), until = std::min(run_end, reached);
+      if (from < until) count(job, std::span(to + (from - begin), static_cast<size_t>(until - from)), from);
+      if (run_end > reached) break;
+      ++next;
+    }
+  }
 }
 
 void Reader::count(const Job& job, std::span<const std::byte> data, int64_t begin) {

@@ -13,6 +13,7 @@
 #include "base/files.h"
 #include "base/mutex.h"
 #include "file/catalog.h"
+#include "file/device.h"
 #include "file/together.h"
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"
@@ -46,7 +47,15 @@ class Reader {
   bool next(Read& read);
   void take_runs(Read& read) SHARDOW_REQUIRES(mutex_);
   void work(const PartTime& time);
-  void perform(const Read& read, std::vector<std::byte>& buffer);
+
+  /// One thread's memory: what it reads into, and what it copies to a device from.
+  struct Lane {
+    std::vector<std::byte> buffer;
+    Pinned pinned;
+  };
+
+  void perform(const Read& read, Lane& lane);
+  void read_in_steps(const Read& read, std::byte* to, int64_t begin, int64_t end);
   void count(const Job& job, std::span<const std::byte> data, int64_t begin);
 
   const Catalog& catalog_;

@@ -298,4 +298,40 @@ void release(void* memory, int /*index*/) noexcept {
   static_cast<void>(cudaFree(memory));
 }  // an address names its device
 
+void* pin(size_t bytes) {
+  void* memory = nullptr;
+  check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable), "cudaHostAlloc");
+  return memory;
+}
+
+void unpin(void* memory) noexcept {
+  static_cast<void>(cudaFreeHost(memory));
+}
+
+namespace {
+
+class EventCopy final : public Copy {
+ public:
+  EventCopy(void* to, const void* from, size_t bytes, Device device) : index_(device.index) {
+    auto* const stream = static_cast<cudaStream_t>(device.stream);
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "copy between host and device");
+    event_.record(stream);
+  }
+  void wait() override {
+    const DeviceGuard guard(index_);
+    event_.wait();
+  }
+
+ private:
+  int index_;
+  Event event_;
+};
+
+}  // namespace
+
+std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device) {
+  const DeviceGuard guard(device.index);
+  return std::make_unique<EventCopy>(to, from, bytes, device);
+}
+
 }  // namespace shardow::kernels::cuda

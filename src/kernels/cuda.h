@@ -37,4 +37,17 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
 void* allocate(size_t bytes, int index);  ///< 256-byte aligned
 void release(void* memory, int index) noexcept;
 
+void* pin(size_t bytes);  ///< host memory that devices copy from and to without a copy in between
+void unpin(void* memory) noexcept;
+
+/// A copy that goes on.
+class Copy {
+ public:
+  virtual ~Copy() = default;
+  virtual void wait() = 0;
+};
+
+/// Between pinned and device memory, behind what device.stream has to do before.
+std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device);
+
 }  // namespace shardow::kernels::cuda

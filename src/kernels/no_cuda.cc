@@ -38,5 +38,12 @@ void* allocate(size_t /*bytes*/, int /*index*/) {
   refuse();
 }
 void release(void* /*memory*/, int /*index*/) noexcept {}
+void* pin(size_t /*bytes*/) {
+  refuse();
+}
+void unpin(void* /*memory*/) noexcept {}
+std::unique_ptr<Copy> begin_copy(void* /*to*/, const void* /*from*/, size_t /*bytes*/, Device /*device*/) {
+  refuse();
+}
 
 }  // namespace shardow::kernels::cuda

@@ -1,10 +1,21 @@
-"""Which tensors lie on the same memory though they are different objects."""
+"""Torch memory as the engine sees it, and which tensors lie on the same though they are different objects."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
+
+from shardow import _core
 from shardow.torch.local import LocalTensor
+
+
+def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
+    """Of a contiguous tensor on the CPU or a CUDA device, where the engine's work is enqueued on torch's current stream."""
+    if tensor.device.type == "cpu":
+        return _core.TensorView(name, dtype, region, tensor.data_ptr())
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    return _core.TensorView(name, dtype, region, tensor.data_ptr(), "cuda", tensor.device.index or 0, stream)
 
 
 def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:

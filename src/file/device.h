@@ -1,0 +1,50 @@
+// Device memory on its way to and from files: blocks of pinned host memory, and copies that go on while others are read or written.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "kernels/cuda.h"
+#include "shardow/tensor_view.h"
+
+namespace shardow::file {
+
+/// What devices are asked for; tests put memory of their own behind it.
+class Devices {
+ public:
+  virtual ~Devices() = default;
+  virtual void* pin(size_t bytes) { return kernels::cuda::pin(bytes); }
+  virtual void unpin(void* memory) noexcept { kernels::cuda::unpin(memory); }
+  virtual std::unique_ptr<kernels::cuda::Copy> begin_copy(void* to, const void* from, size_t bytes, Device device) {
+    return kernels::cuda::begin_copy(to, from, bytes, device);
+  }
+};
+
+Devices& devices() noexcept;                              ///< CUDA's, unless a test has put something before them
+Devices* replace_devices(Devices* replacement) noexcept;  ///< for tests; nullptr: CUDA's. Returns what was there
+
+inline bool on_device(const Device& device) noexcept {
+  return device.kind != Device::Kind::kCpu;
+}
+
+/// A chunk of pinned memory and the copy that it is in. Made when it is first used.
+class Pinned {
+ public:
+  Pinned() = default;
+  ~Pinned();
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+
+  std::byte* data();  ///< kChunkBytes of it, when the copy before has ended
+  void finish();      ///< waits for the copy
+  void copy_from(const std::byte* device_memory, size_t bytes, const Device& device);
+  void copy_to(std::byte* device_memory, size_t bytes, const Device& device);
+
+ private:
+  std::byte* memory_ = nullptr;
+  std::unique_ptr<kernels::cuda::Copy> copy_;
+};
+
+}  // namespace shardow::file

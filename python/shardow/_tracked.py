@@ -11,6 +11,7 @@ import torch
 
 from shardow import _core
 from shardow._options import DTYPES, Options, invalid, unsupported
+from shardow.torch.memory import engine_view
 
 if TYPE_CHECKING:
     from shardow.torch.local import LocalTensor

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from benchmarks import machine, report, startup
+from benchmarks import files, machine, report, startup
 from benchmarks.cases import Case, all_cases
 from benchmarks.measure import Timing, interleaved
 from benchmarks.peers import Candidate, candidates, limit
@@ -26,10 +26,12 @@ def main() -> None:
             results[case.name] = run(case, options.rounds, notes)
             report.print_case(case, results[case.name], notes)
     started = start_up(all_cases(options.quick)[-1], 3 if options.quick else 15)
-    bars = report.bars(results, started)
+    saved = files.run(0.01 if options.quick else 1.0, 1 if options.quick else 5)
+    print("\n".join(files.lines(saved)))
+    bars = report.bars(results, started) + files.bars(saved)
     report.print_bars(bars)
     if options.write:
-        report.write(machine.facts(), results, notes, started, bars)
+        report.write(machine.facts(), results, notes, started, files.lines(saved), bars)
 
 
 def run(case: Case, rounds: int, notes: dict[str, str]) -> dict[str, Timing]:

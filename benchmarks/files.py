@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,79 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where the files go; by default a temporary directory")
     options = parser.parse_args()
+    results = run(options.gib, options.rounds, options.folder)
+    print("\n".join(lines(results)))
+    for what, measured, bar, met in bars(results):
+        print(f"{what}: {measured:.3g}, asked {bar:g}: {'yes' if met else 'NO'}")
+
+
+def run(gib: float, rounds: int, folder: Path | None = None) -> Results:
+    """In processes of their own, whose memory is theirs."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=folder) as path:
         context = multiprocessing.get_context("spawn")
-        results = context.SimpleQueue()
-        processes = [
-            context.Process(target=rank_main, args=(rank, store.port, folder, options.gib, options.rounds, results))
-            for rank in range(WORLD)
-        ]
+        queue = context.SimpleQueue()
+        processes = [context.Process(target=rank_main, args=(rank, store.port, path, gib, rounds, queue)) for rank in range(WORLD)]
         for process in processes:
             process.start()
-        show(results.get(), options)
+        everybody = queue.get()
         for process in processes:
             process.join()
-        sys.exit(max(process.exitcode or 0 for process in processes))
+    if any(process.exitcode for process in processes):
+        sys.exit("a rank of the benchmark of files failed")
+    return Results(gib, everybody)
+
+
+@dataclass
+class Results:
+    gib: float
+    everybody: list[dict[str, list[dict[str, float]]]]  # by rank, candidate and round
+
+    def seconds(self, name: str) -> list[float]:
+        """By round, of the slowest rank."""
+        return [max(samples) for samples in zip(*([one["seconds"] for one in rank[name]] for rank in self.everybody), strict=True)]
+
+    def most(self, name: str, kind: str) -> float:
+        """Bytes of the rank that has most, in its worst round."""
+        return max(sample[kind] for rank in self.everybody for sample in rank[name])
+
+    def ratio(self, name: str, other: str) -> float:
+        """How many times as long as ``other``: the median over rounds."""
+        return statistics.median(a / b for a, b in zip(self.seconds(name), self.seconds(other), strict=True))
+
+
+def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+    """What DESIGN asks of save and load: (what, measured, bar, met)."""
+    save, load, own = "save: shardow", "load: shardow", results.gib * 2**30 / WORLD
+    at_most = [
+        ("save: bytes written, of the own ones", results.most(save, "written") / own, 1.0),
+        ("save: MiB of memory", results.most(save, "memory") / 2**20, 64),
+        ("save: times raw pwrite, fsync", results.ratio(save, "save: raw pwrite, fsync"), 1.1),
+        ("load: bytes read, of the own ones", results.most(load, "read") / own, 1.02),
+        ("load: MiB of memory", results.most(load, "memory") / 2**20, 64),
+        ("load: times DCP's HF reader", results.ratio(load, "load: DCP's HF reader"), 1.0),
+    ]
+    faster = results.ratio("save: DCP, consolidated", save)
+    flushed = results.ratio("save: DCP, consolidated, flushed", save)
+    return [(f"{what} (at most)", measured, bar, measured <= bar * 1.001) for what, measured, bar in at_most] + [
+        ("save: DCP + consolidation takes times as long", faster, 2.5, faster >= 2.5),
+        ("the same with its file flushed, as ours is", flushed, 2.5, flushed >= 2.5),
+    ]
+
+
+def lines(results: Results) -> list[str]:
+    rounds = len(next(iter(results.everybody[0].values())))
+    found = [
+        f"{results.gib:g} GiB over {WORLD} ranks, {rounds} rounds; bytes (by /proc/self/io, sockets included) and peak memory of the rank that has most",
+        "",
+        "| | seconds, median (range) | MiB written | MiB read | MiB of memory |",
+        "|---|---|---|---|---|",
+    ]
+    for name in results.everybody[0]:
+        seconds = results.seconds(name)
+        amounts = " | ".join(f"{results.most(name, kind) / 2**20:.0f}" for kind in ("written", "read", "memory"))
+        found.append(f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {amounts} |")
+    return found
 
 
 def rank_main(rank: int, port: int, folder: str, gib: float, rounds: int, results: Any) -> None:
@@ -150,6 +210,16 @@ def dcp_consolidated(state: State, path: Path) -> None:
     dcp.save(dict(state), storage_writer=writer)
 
 
+def dcp_flushed(state: State, path: Path) -> None:
+    """Consolidation leaves the final file in the page cache; a crash of the machine loses it."""
+    dcp_consolidated(state, path)
+    dist.barrier()
+    for file in path.glob("*.safetensors") if dist.get_rank() == 0 else ():
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
 def gathered(state: State) -> State:
     """On rank 0; every rank takes part, as in get_model_state_dict(full_state_dict=True, cpu_offload=True)."""
     full: State = {}
@@ -208,20 +278,11 @@ SAVES: dict[str, Way] = {
     "raw pwrite, fsync": raw,
     "shardow": shardow_save,
     "DCP, consolidated": dcp_consolidated,
+    "DCP, consolidated, flushed": dcp_flushed,
     "gather, save_file": gather_save_file,
     "gather, torch.save": gather_torch_save,
 }
 LOADS: dict[str, Way] = {"shardow": shardow_load, "DCP's HF reader": dcp_load, "rank 0, broadcast": broadcast_load}
-
-
-def show(everybody: list[dict[str, list[dict[str, float]]]], options: argparse.Namespace) -> None:
-    print(f"{options.gib} GiB over {WORLD} ranks, {options.rounds} rounds; bytes and memory of the rank that has most")
-    print(f"{'':28} {'seconds, median (range)':>26} {'MiB written':>12} {'MiB read':>10} {'MiB of memory':>14}")
-    for name in everybody[0]:
-        seconds = [max(one[name][i]["seconds"] for one in everybody) for i in range(options.rounds)]
-        most = {kind: max(sample[kind] for one in everybody for sample in one[name]) / 2**20 for kind in ("written", "read", "memory")}
-        shown = f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
-        print(f"{name:28} {shown:>26} {most['written']:12.0f} {most['read']:10.0f} {most['memory']:14.0f}")
 
 
 if __name__ == "__main__":

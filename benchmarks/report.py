@@ -56,7 +56,9 @@ def print_bars(found: list[Bar]) -> None:
     Console().print(table)
 
 
-def write(facts: list[tuple[str, str]], results: Results, notes: dict[str, str], started: dict[str, float], found: list[Bar]) -> None:
+def write(
+    facts: list[tuple[str, str]], results: Results, notes: dict[str, str], started: dict[str, float], saved: list[str], found: list[Bar]
+) -> None:
     lines = [BEGIN, "", *(f"* {name}: {value}" for name, value in facts), ""]
     names = list(dict.fromkeys(name for timings in results.values() for name in timings))
     lines += [f"| share of the limit's speed | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
@@ -70,6 +72,7 @@ def write(facts: list[tuple[str, str]], results: Results, notes: dict[str, str],
         *(f"| {what} | {seconds * 1e3:.1f} |" for what, seconds in started.items()),
         "",
     ]
+    lines += [*saved, ""]
     lines += ["| bar | measured | asked | met |", "|---|---|---|---|"]
     lines += [f"| {what} | {measured:.3g} | {bar:g} | {'yes' if met else '**no**'} |" for what, measured, bar, met in found]
     text = PAGE.read_text() if PAGE.exists() else f"{BEGIN}\n{END}\n"

@@ -25,7 +25,14 @@ def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
         "limit",
     ):
         assert name in done.stdout
-    for bar in ("times foreach lerp", "times AveragedModel", "import shardow", "beyond the copy"):
+    for bar in (
+        "save: times raw pwrite",
+        "load: times DCP's HF reader",
+        "times foreach lerp",
+        "times AveragedModel",
+        "import shardow",
+        "beyond the copy",
+    ):
         assert bar in done.stdout
     assert (ROOT / "docs" / "performance.md").read_bytes() == performance
 

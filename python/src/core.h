@@ -1,9 +1,12 @@
-// The areas of the extension module; each file binds one, and holds no logic.
+// The areas of the extension module; each file binds one, and holds no logic. Errors cross both ways in errors.cc.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 namespace shardow::python {
+
+/// For Python that the engine calls: throws the engine's Error where Python raised one of shardow's. The GIL is held.
+void throw_if_ours(const nanobind::python_error& raised);
 
 void bind_errors(nanobind::module_& m);
 void bind_region(nanobind::module_& m);

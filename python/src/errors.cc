@@ -1,4 +1,4 @@
-// The one bridge from shardow::Error to Python. The classes are made in shardow/_errors.py, where each is also the built-in that it
+// The one bridge between shardow::Error and Python. The classes are made in shardow/_errors.py, where each is also the built-in that it
 // resembles.
 #include "base/errors.h"
 
@@ -21,6 +21,17 @@ void translate(const std::exception_ptr& thrown, void*) {
 }
 
 }  // namespace
+
+void throw_if_ours(const nb::python_error& raised) {
+  const nb::handle error = raised.value();
+  if (!nb::isinstance(error, nb::module_::import_("shardow._errors").attr("Error"))) return;
+  const auto name = nb::cast<std::string>(error.attr("code"));
+  for (int i = 0; i <= static_cast<int>(Code::kInternal); ++i) {
+    const Code code = static_cast<Code>(i);
+    if (name == base::code_name(code))
+      throw Error(code, nb::cast<std::string>(error.attr("message")), nb::cast<int>(error.attr("os_errno")));
+  }
+}
 
 void bind_errors(nb::module_&) {
   nb::register_exception_translator(translate);

@@ -27,6 +27,17 @@ Deadline in_seconds(double seconds) {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
+template <class Fn>
+auto in_python(Fn fn) {
+  const nb::gil_scoped_acquire gil;
+  try {
+    return fn();
+  } catch (const nb::python_error& raised) {
+    throw_if_ours(raised);
+    throw;
+  }
+}
+
 /// What a Python subclass provides: rank, size and moves_blocks as attributes, all_gather(bytes, seconds) -> list of bytes, broadcast and
 /// so on over buffers.
 struct PyGroup final : Group {
@@ -41,35 +52,32 @@ struct PyGroup final : Group {
   }
 
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
-    nb::gil_scoped_acquire gil;
-    nb::list answer = nb::cast<nb::list>(self().attr("all_gather")(nb::bytes(mine.data(), mine.size()), seconds_left(deadline)));
-    std::vector<std::string> all;
-    for (nb::handle one : answer) {
-      const auto bytes = nb::cast<nb::bytes>(one);
-      all.emplace_back(bytes.c_str(), bytes.size());
-    }
-    return all;
+    return in_python([&] {
+      nb::list answer = nb::cast<nb::list>(self().attr("all_gather")(nb::bytes(mine.data(), mine.size()), seconds_left(deadline)));
+      std::vector<std::string> all;
+      for (nb::handle one : answer) {
+        const auto bytes = nb::cast<nb::bytes>(one);
+        all.emplace_back(bytes.c_str(), bytes.size());
+      }
+      return all;
+    });
   }
 
   void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    nb::gil_scoped_acquire gil;
     const char* name = op == Op::kSum ? "sum" : op == Op::kMax ? "max" : "xor";
-    self().attr("all_reduce")(view(std::as_writable_bytes(values)), name, seconds_left(deadline));
+    in_python([&] { self().attr("all_reduce")(view(std::as_writable_bytes(values)), name, seconds_left(deadline)); });
   }
 
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
-    nb::gil_scoped_acquire gil;
-    self().attr("broadcast")(view(bytes), root, seconds_left(deadline));
+    in_python([&] { self().attr("broadcast")(view(bytes), root, seconds_left(deadline)); });
   }
 
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
-    nb::gil_scoped_acquire gil;
-    self().attr("send")(view({const_cast<std::byte*>(bytes.data()), bytes.size()}), to, seconds_left(deadline));
+    in_python([&] { self().attr("send")(view({const_cast<std::byte*>(bytes.data()), bytes.size()}), to, seconds_left(deadline)); });
   }
 
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
-    nb::gil_scoped_acquire gil;
-    self().attr("recv")(view(bytes), from, seconds_left(deadline));
+    in_python([&] { self().attr("recv")(view(bytes), from, seconds_left(deadline)); });
   }
 
  private:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -187,6 +189,23 @@ def test_wrong_files_are_the_right_errors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../bad.safetensors"}}')
     with pytest.raises(ValueError, match="only plain names"):
         shardow.load(target, tmp_path)
+
+
+def test_a_flipped_bit_anywhere_in_the_data_is_found_and_names_its_tensor(tmp_path: Path) -> None:
+    state = {name: tensor.contiguous() for name, tensor in tensors().items()}
+    shardow.save(state, tmp_path / "good.safetensors")
+    good = (tmp_path / "good.safetensors").read_bytes()
+    length = 8 + int.from_bytes(good[:8], "little")
+    entries = {name: entry["data_offsets"] for name, entry in json.loads(good[8:length]).items() if name != "__metadata__"}
+    target = {name: torch.full_like(tensor, 0) for name, tensor in state.items()}
+    for at in range(len(good) - length):
+        bad = bytearray(good)
+        bad[length + at] ^= 1 << at % 8
+        (tmp_path / "bad.safetensors").write_bytes(bad)
+        name = next(name for name, (begin, end) in entries.items() if begin <= at < end)
+        with pytest.raises(ValueError, match=f"the data of '{re.escape(name)}' is not what was saved"):
+            shardow.load(target, tmp_path / "bad.safetensors")
+    shardow.load(target, tmp_path / "bad.safetensors", verify=False)
 
 
 def late_or_dead(path: str, how: str) -> tuple[str, float]:

@@ -68,7 +68,7 @@ void Exchange::share_memory() {
     offer.text("");
     offer.text("");
   }
-  const std::vector<std::string> offers = group_.all_gather(offer.bytes(), deadline());
+  const std::vector<std::string> offers = group_.all_gather(offer.bytes(), std::chrono::steady_clock::now() + timeout_);
   std::string found;
   for (size_t rank = 0; rank < offers.size(); ++rank) {
     Receiver in(offers[rank]);
@@ -78,12 +78,13 @@ void Exchange::share_memory() {
     if (of_[rank] && std::memcmp(of_[rank]->bytes().data(), expected.data(), kNonceBytes) != 0) of_[rank].reset();
     found += of_[rank] ? '1' : '0';
   }
-  const std::vector<std::string> all = group_.all_gather(found, deadline());
+  const std::vector<std::string> all = group_.all_gather(found, std::chrono::steady_clock::now() + timeout_);
   for (size_t rank = 0; rank < all.size(); ++rank) reached_by_[rank] = all[rank].at(static_cast<size_t>(group_.rank())) == '1';
 }
 
 Part Exchange::round() {
   if (next_ == rounds_.size()) return {0, true};
+  deadline_ = std::chrono::steady_clock::now() + timeout_ * 3 / 4;  // who waited in vain is in time to say so
   const std::vector<Stripe>& stripes = rounds_[next_++];
   const auto own = std::find_if(stripes.begin(), stripes.end(), [&](const Stripe& one) { return one.owner == group_.rank(); });
   const Stripe* const mine = own == stripes.end() ? nullptr : &*own;
@@ -126,13 +127,13 @@ void Exchange::give(const Stripe& stripe) {
   } else {
     pack(stripe);
   }
-  group_.send(message_, stripe.owner, deadline());
+  group_.send(message_, stripe.owner, deadline_);
 }
 
 void Exchange::take(const Stripe& stripe, int rank, int64_t bytes) {
   const bool is_there = reached_by_[static_cast<size_t>(rank)];
   message_.resize(is_there ? 1 : static_cast<size_t>(bytes));
-  group_.recv(message_, rank, deadline());
+  group_.recv(message_, rank, deadline_);
   if (!is_there) unpack(stripe, rank);
 }
 

@@ -36,7 +36,6 @@ class Exchange {
   void take(const Stripe& stripe, int rank, int64_t bytes);
   void write(const Stripe& stripe);
   const Mine& part(size_t tensor, size_t piece) const;
-  Deadline deadline() const { return std::chrono::steady_clock::now() + timeout_; }
 
   Group& group_;
   std::chrono::milliseconds timeout_;
@@ -53,6 +52,7 @@ class Exchange {
   std::vector<std::byte> alone_;                       // this rank's stripe, where nobody reaches it
   std::span<std::byte> stripe_;
   std::vector<std::byte> message_;
+  Deadline deadline_;  // of this round's messages
   size_t next_ = 0;
 };
 

@@ -1,18 +1,14 @@
 // The protocol of a save; the numbered steps are those of docs/durability.md.
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
-#include <random>
-#include <set>
 
 #include "base/errors.h"
+#include "file/call.h"
 #include "file/direct.h"
 #include "file/exchange.h"
 #include "file/index.h"
 #include "file/publish.h"
 #include "file/together.h"
-#include "file/wire.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -20,90 +16,7 @@ namespace shardow {
 namespace file {
 namespace {
 
-using base::fail;
 using Clock = std::chrono::steady_clock;
-
-void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
-  if (options.dtype && !is_floating(*options.dtype))
-    fail(Code::kInvalidArgument, "dtype {}: only floating tensors are cast, and to floating types", dtype_name(*options.dtype));
-  if (options.max_shard_size < 0) fail(Code::kInvalidArgument, "max_shard_size {} is negative", options.max_shard_size);
-  std::set<std::string> names;
-  for (const SaveFile& file : files) {
-    const bool plain = base::Path(file.name).filename() == file.name && file.name.ends_with(".safetensors");
-    if (!file.name.empty() && (!plain || !names.insert(file.name).second))
-      fail(Code::kInvalidArgument, "'{}' is no name for one of several files: a plain one that ends in .safetensors, once", file.name);
-  }
-  if (options.max_shard_size > 0 && !names.empty())
-    fail(Code::kInvalidArgument, "max_shard_size splits one file; {} are given", files.size());
-}
-
-void check_views(std::span<const SaveFile> files, const SaveOptions& options) {
-  for (const SaveFile& file : files) {
-    for (const TensorView& view : file.tensors) {
-      if (options.dtype && is_floating(view.dtype) && view.dtype != *options.dtype &&
-          (dtype_bits(view.dtype) < 16 || dtype_bits(*options.dtype) < 16)) {
-        fail(Code::kUnsupported, "'{}' is {}; types below 16 bits are not cast", view.name, dtype_name(view.dtype));
-      }
-    }
-  }
-}
-
-std::string host_name() {
-  char name[256] = {};
-  ::gethostname(name, sizeof name - 1);
-  return name;
-}
-
-/// What all ranks know of a call when it has begun.
-struct Call {
-  std::string nonce;  ///< rank 0's
-  bool several_hosts;
-};
-
-std::string facts_of(std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options) {
-  Sender facts;
-  const auto metadata = [&](const Metadata& texts) {
-    facts.number(static_cast<int64_t>(texts.size()));
-    for (const auto& [key, text] : texts) {
-      facts.text(key);
-      facts.text(text);
-    }
-  };
-  facts.text(path.string());
-  facts.number(options.dtype ? static_cast<int64_t>(*options.dtype) : -1);
-  facts.number(options.max_shard_size);
-  facts.number((options.checksums ? 1 : 0) + (options.sequential ? 2 : 0));
-  metadata(options.metadata);
-  for (const SaveFile& file : files) {
-    facts.text(file.name);
-    metadata(file.metadata);
-  }
-  return facts.bytes();
-}
-
-/// The same on every rank, or kInvalidArgument on every rank.
-Call same_call(Group& group, const std::string& facts, Deadline deadline) {
-  std::random_device random;
-  Sender mine;
-  mine.text(facts);
-  mine.text(fmt::format("{:08x}{:08x}", random(), random()));
-  mine.text(host_name());
-  const std::vector<std::string> all = group.all_gather(mine.bytes(), deadline);
-  Call call;
-  std::set<std::string> hosts;
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    Receiver in(all[rank]);
-    if (in.text() != facts) {
-      fail(Code::kInvalidArgument, "save(): rank {} was called with another path, dtype, max_shard_size or metadata than rank {}", rank,
-           group.rank());
-    }
-    const std::string nonce = in.text();
-    if (rank == 0) call.nonce = nonce;
-    hosts.insert(in.text());
-  }
-  call.several_hosts = hosts.size() > 1;
-  return call;
-}
 
 /// Header after byte 8, then, when that is on disk, the length: until then no reader takes the file.
 void write_header(const base::Path& path, const Header& header) {
@@ -163,25 +76,22 @@ struct StagedSave::Plan {
   std::optional<Layout> layout;
   std::optional<Draft> draft;
   std::vector<Mine> mine;
-  Clock::time_point begin = Clock::now();
+  int64_t written = 0;
+  Clock::time_point begin;
 
   Deadline deadline() const { return Clock::now() + options.timeout; }
   Storage storage();
   void write_anywhere();
   void write_in_sequence();
   void commit();
-  SaveReport report(int64_t written) const;
-  int64_t written = 0;
+  SaveReport report() const;
 };
 
 StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options)
-    : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}}) {
+    : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}, 0, Clock::now()}) {
   Plan& plan = *plan_;
-  together(group, options.timeout, [&] {
-    check_options(files, options);
-    check_views(files, options);
-  });
-  plan.call = same_call(group, facts_of(files, path, options), plan.deadline());
+  together(group, options.timeout, [&] { check_call(files, options); });
+  plan.call = same_call(group, files, path, options, plan.deadline());
   std::vector<Volume> volumes;  // (1)
   for (const SaveFile& file : files) {
     Metadata metadata = file.metadata;
@@ -286,6 +196,14 @@ void StagedSave::Plan::commit() {
   if (hugging_face && draft->directory) remove_old(*draft);
 }
 
+SaveReport StagedSave::Plan::report() const {
+  SaveReport report;
+  for (const FilePlan& file : layout->files()) report.files.push_back(draft->directory ? draft->target / file.name : draft->target);
+  report.bytes_written = written;
+  report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  return report;
+}
+
 SaveReport StagedSave::write() {
   Plan& plan = *plan_;
   try {
@@ -305,12 +223,7 @@ SaveReport StagedSave::write() {
     if (plan.group.rank() == 0) discard(*plan.draft);
     throw;
   }
-  SaveReport report;
-  for (const FilePlan& file : plan.layout->files())
-    report.files.push_back(plan.draft->directory ? plan.draft->target / file.name : plan.draft->target);
-  report.bytes_written = plan.written;
-  report.seconds = std::chrono::duration<double>(Clock::now() - plan.begin).count();
-  return report;
+  return plan.report();
 }
 
 SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options) {

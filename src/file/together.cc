@@ -1,5 +1,6 @@
 #include "file/together.h"
 
+#include <algorithm>
 #include <exception>
 #include <numeric>
 #include <optional>
@@ -57,7 +58,21 @@ std::vector<Part> parts_of(const std::vector<std::string>& messages) {
   return parts;
 }
 
+/// What a rank that waits for a dead or late one gets, which differs from rank to rank.
+bool is_about_others(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    return error.code() == Code::kTimeout || error.code() == Code::kPeerFailed;
+  } catch (...) {
+    return false;
+  }
+}
+
+/// The timeout counts from the beginning, so that a rank whose `fn` waited in vain for another does not wait twice.
 std::vector<Part> step(Group& group, std::chrono::milliseconds timeout, const std::function<Part()>& fn) {
+  constexpr std::chrono::milliseconds kAtLeast{1000};
+  const auto begin = std::chrono::steady_clock::now();
   std::string mine;
   std::exception_ptr thrown;
   try {
@@ -67,9 +82,10 @@ std::vector<Part> step(Group& group, std::chrono::milliseconds timeout, const st
     mine = failure_of(thrown);
   }
   try {
-    return parts_of(group.all_gather(mine, std::chrono::steady_clock::now() + timeout));
+    const Deadline deadline = std::max(begin + timeout, std::chrono::steady_clock::now() + std::min(timeout, kAtLeast));
+    return parts_of(group.all_gather(mine, deadline));
   } catch (...) {
-    if (thrown) std::rethrow_exception(thrown);
+    if (thrown && !is_about_others(thrown)) std::rethrow_exception(thrown);
     throw;
   }
 }

@@ -15,7 +15,7 @@ import shardow
 
 #: {name: (shape, dtype, the axis that ranks share)}; some do not divide evenly, and of one the last rank of three has nothing.
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
-    "embedding": ((64, 48), torch.float32, 0),
+    "embedding": ((96, 720), torch.float32, 0),  # long enough for each rank to write its own
     "across": ((3, 70), torch.bfloat16, 1),
     "uneven": ((7, 5, 3), torch.float64, 0),
     "bias": ((4,), torch.int64, 0),

@@ -1,0 +1,24 @@
+// What was asked for: checked on each rank, and the same on all.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "shardow/checkpoint.h"
+
+namespace shardow::file {
+
+/// Throws kInvalidArgument or kUnsupported for what no save can do. Local.
+void check_call(std::span<const SaveFile> files, const SaveOptions& options);
+
+/// What all ranks know of a call when it has begun.
+struct Call {
+  std::string nonce;  ///< rank 0's, of this save alone
+  bool several_hosts;
+};
+
+/// Throws kInvalidArgument on every rank where ranks differ in anything but their tensors. Collective.
+Call same_call(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options,
+               Deadline deadline);
+
+}  // namespace shardow::file

@@ -1,0 +1,182 @@
+// For tests of save() and load(): tensors of many kinds, shardings, ranks as threads, and a folder.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "base/files.h"
+#include "shardow/checkpoint.h"
+#include "shardow/error.h"
+#include "tensor/dtype.h"
+
+namespace shardow {
+
+namespace fs = std::filesystem;
+
+#ifdef __SANITIZE_THREAD__
+constexpr bool kSlow = true;  // fewer rounds of the same
+#else
+constexpr bool kSlow = false;
+#endif
+
+/// One tensor as one rank has it.
+struct Held {
+  std::vector<std::byte> memory;
+  TensorView view;
+
+  Held(const std::string& name, DType dtype, const Region& region)
+      : memory(static_cast<size_t>(region.size() * dtype_bits(dtype) / 8)), view{name, dtype, region, nullptr} {
+    view.data = memory.data();
+  }
+};
+
+struct Spec {
+  std::string name;
+  DType dtype;
+  Shape shape;
+};
+
+inline const std::vector<Spec> kSpecs = {{"blocks.0.weight", DType::kF32, {37, 11}},
+                                         {"blocks.0.bias", DType::kF32, {37}},
+                                         {"half", DType::kBF16, {8, 5, 3}},
+                                         {"scalar", DType::kF64, {}},
+                                         {"none", DType::kF32, {0, 4}},
+                                         {"counts", DType::kI64, {13}},
+                                         {"flags", DType::kBool, {7}},
+                                         {"tiny", DType::kF8E4M3, {5, 3}},
+                                         {"large", DType::kF32, {700, 1000}},
+                                         {"one row", DType::kF32, {1, 9}}};
+
+/// How `ranks` ranks share a tensor.
+using Sharding = std::function<Region(const Shape&, int rank, int ranks)>;
+
+inline Region rows(const Shape& shape, int rank, int ranks) {
+  if (shape.empty() || shape[0] == 0) return Region::whole(shape);
+  std::vector<std::vector<Interval>> dims;
+  for (const int64_t size : shape) dims.push_back({{0, size}});
+  const int64_t each = (shape[0] + ranks - 1) / ranks, begin = std::min(each * rank, shape[0]), end = std::min(begin + each, shape[0]);
+  dims[0] = begin < end ? std::vector<Interval>{{begin, end}} : std::vector<Interval>{};
+  return Region::grid(shape, dims);
+}
+inline Region columns(const Shape& shape, int rank, int ranks) {
+  if (shape.size() < 2) return rows(shape, rank, ranks);
+  std::vector<std::vector<Interval>> dims;
+  for (const int64_t size : shape) dims.push_back({{0, size}});
+  const int64_t each = (shape[1] + ranks - 1) / ranks, begin = std::min(each * rank, shape[1]), end = std::min(begin + each, shape[1]);
+  dims[1] = begin < end ? std::vector<Interval>{{begin, end}} : std::vector<Interval>{};
+  return Region::grid(shape, dims);
+}
+inline Region flat(const Shape& shape, int rank, int ranks) {
+  return Region::whole(shape).part(rank, ranks, 1);
+}
+inline Region whole(const Shape& shape, int, int) {
+  return Region::whole(shape);
+}
+
+inline int version = 0;  ///< of all values
+
+/// The byte at this place of the global tensor.
+inline std::byte value(const Spec& spec, int64_t byte) {
+  if (spec.dtype == DType::kBool) return static_cast<std::byte>(byte % 2);
+  return static_cast<std::byte>((byte * 31 + static_cast<int64_t>(spec.name.size()) * 7 + byte / 251 + version) % 127);
+}
+
+inline std::vector<Held> hold(const Sharding& sharding, int rank, int ranks, bool filled) {
+  std::vector<Held> held;
+  for (const Spec& spec : kSpecs) {
+    Held& one = held.emplace_back(spec.name, spec.dtype, sharding(spec.shape, rank, ranks));
+    const int64_t size = dtype_bits(spec.dtype) / 8;
+    if (!filled) continue;
+    one.view.region.for_each_run([&](const Run& run) {
+      for (int64_t i = 0; i < run.length * size; ++i)
+        one.memory[static_cast<size_t>(run.local_begin * size + i)] = value(spec, run.global_begin * size + i);
+    });
+  }
+  return held;
+}
+
+inline std::vector<TensorView> views_of(std::vector<Held>& held) {
+  std::vector<TensorView> views;
+  for (Held& one : held) {
+    one.view.data = one.memory.data();
+    views.push_back(one.view);
+  }
+  return views;
+}
+
+/// Runs fn(group) on `ranks` threads; the code with which each ended, kInternal + 1 for none.
+constexpr int kFine = -1;
+inline std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn) {
+  auto groups = threads(ranks);
+  std::vector<int> codes(static_cast<size_t>(ranks), kFine);
+  std::vector<std::thread> running;
+  for (int rank = 0; rank < ranks; ++rank) {
+    running.emplace_back([&, rank] {
+      try {
+        fn(*groups[static_cast<size_t>(rank)]);
+      } catch (const Error& error) {
+        codes[static_cast<size_t>(rank)] = static_cast<int>(error.code());
+      }
+    });
+  }
+  for (std::thread& thread : running) thread.join();
+  return codes;
+}
+
+inline std::vector<int> all(int ranks, int code) {
+  return std::vector<int>(static_cast<size_t>(ranks), code);
+}
+
+inline std::string bytes_of(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class Checkpoint : public testing::Test {
+ protected:
+  Checkpoint() : folder_(fs::path(testing::TempDir()) / ("checkpoint_test_" + std::to_string(::getpid()))) {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  ~Checkpoint() override {
+    base::replace_syscalls(nullptr);
+    fs::remove_all(folder_);
+  }
+
+  std::vector<int> save_as(const fs::path& path, const Sharding& sharding, int ranks, const SaveOptions& options = {}) {
+    return on_ranks(ranks, [&](Group& group) {
+      auto held = hold(sharding, group.rank(), ranks, true);
+      save(group, views_of(held), path, options);
+    });
+  }
+
+  std::vector<int> load_as(const fs::path& path, const Sharding& sharding, int ranks, bool compare = true) {
+    return on_ranks(ranks, [&](Group& group) {
+      auto held = hold(sharding, group.rank(), ranks, false);
+      load(group, views_of(held), path);
+      if (!compare) return;
+      auto expected = hold(sharding, group.rank(), ranks, true);
+      for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
+    });
+  }
+
+  std::set<std::string> names() const {
+    std::set<std::string> found;
+    for (const auto& entry : fs::directory_iterator(folder_)) found.insert(entry.path().filename().string());
+    return found;
+  }
+
+  fs::path folder_;
+};
+
+inline const std::vector<std::pair<const char*, Sharding>> kShardings = {
+    {"rows", rows}, {"columns", columns}, {"flat", flat}, {"whole", whole}};
+
+}  // namespace shardow

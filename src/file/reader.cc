@@ -16,9 +16,9 @@
 namespace shardow::file {
 namespace {
 
-constexpr int64_t kGapBytes = 4096;        // read and thrown away, where that saves a call
-constexpr int kLanes = 4;                  // reads in flight: what network and solid-state disks ask for
-constexpr int64_t kStepBytes = 512 << 10;  // read, then checked while it is in the cache
+constexpr int64_t kGapBytes = 4096;      // read and thrown away, where that saves a call
+constexpr int kLanes = 4;                // reads in flight: what network and solid-state disks ask for
+constexpr int64_t kStepBytes = 1 << 20;  // read, then checked while it is in the cache
 
 std::byte* destination(const Reader::Job& job, int64_t element) {
   return static_cast<std::byte*>(job.view->data) + element * dtype_bits(job.view->dtype) / 8;

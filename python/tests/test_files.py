@@ -85,9 +85,10 @@ def test_a_mapping_of_every_dtype_goes_to_safetensors_and_back(tmp_path: Path) -
     state = tensors()
     report = shardow.save(state, tmp_path / "a.safetensors", metadata={"who": "me"})
     assert report["bytes_written"] == sum(tensor.nbytes for tensor in state.values())
-    theirs = load_file(tmp_path / "a.safetensors")
-    assert set(theirs) == set(state)
-    assert all(same(theirs[name], state[name]) for name in state)
+    for backend in ("mmap", "pread"):
+        theirs = load_file(tmp_path / "a.safetensors", backend=backend)
+        assert set(theirs) == set(state)
+        assert all(same(theirs[name], state[name]) for name in state), backend
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"
         assert file.metadata()["who"] == "me"

@@ -20,7 +20,7 @@ namespace shardow {
 
 namespace fs = std::filesystem;
 
-#ifdef __SANITIZE_THREAD__
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr bool kSlow = true;  // fewer rounds of the same
 #else
 constexpr bool kSlow = false;

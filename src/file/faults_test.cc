@@ -148,6 +148,7 @@ TEST_F(Checkpoint, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
   const std::string reference = bytes_of(folder_ / "reference.safetensors");
   for (const bool renames : {true, false}) {
     for (const auto& [name, sharding] : kShardings) {
+      if (kSlow && std::string(name) != "columns") continue;
       SCOPED_TRACE(std::string(name) + (renames ? ", renaming" : ", not renaming"));
       ObjectStore store(renames);
       base::replace_syscalls(&store);

@@ -169,7 +169,7 @@ void StagedSave::Plan::write_anywhere() {
 
 /// Headers come first here, so that checksums are counted before anything is written.
 void StagedSave::Plan::write_in_sequence() {
-  if (!group.moves_blocks()) {
+  if (group.size() > 1 && !group.moves_blocks()) {
     base::fail(Code::kUnsupported,
                "{}: this storage takes files only from front to end, and these ranks cannot send each other what one of them would write; "
                "save elsewhere, or with a process group for CPU tensors (cpu:gloo,cuda:nccl)",
@@ -215,7 +215,11 @@ SaveReport StagedSave::write() {
         if (plan.group.rank() == 0) prepare_in_place(*plan.draft);
       });
     }
-    storage.random_writes&& storage.rename && !plan.options.sequential ? plan.write_anywhere() : plan.write_in_sequence();
+    if (storage.random_writes && storage.rename && !plan.options.sequential) {
+      plan.write_anywhere();
+    } else {
+      plan.write_in_sequence();
+    }
     together(plan.group, plan.options.timeout, [&] {
       if (plan.group.rank() == 0) plan.commit();
     });

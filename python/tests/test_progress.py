@@ -1,0 +1,54 @@
+"""Long work shows a bar on a terminal, and what it is asked to call elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardow
+from shardow._progress import shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_of_bytes_is_drawn_on_rank_0s_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    monkeypatch.setattr("tqdm.tqdm._time", lambda self: now[0], raising=False)
+    update = shown(None, "save a.safetensors", rank=0)
+    assert update is not None
+    update(10, 4000)
+    assert terminal.getvalue() == ""
+    update(2000, 4000)
+    now[0] = 5.0
+    update(3000, 4000)
+    assert "save a.safetensors" in terminal.getvalue()
+    assert "3.00k/4.00k" in terminal.getvalue()
+    update(4000, 4000)
+    assert shown(None, "save", rank=1) is None
+
+
+def test_nothing_is_shown_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shardow.save({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_called_with_bytes_done_and_in_all(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    state = {"a": torch.ones(1000), "b": torch.ones(3).bool()}
+    shardow.save(state, tmp_path / "a.safetensors", progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (4003, 4003)
+    calls.clear()
+    shardow.load(
+        {"a": torch.zeros(1000)}, tmp_path / "a.safetensors", strict=False, progress=lambda done, total: calls.append((done, total))
+    )
+    assert calls[-1] == (4000, 4000)  # what is read, not what is there

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardow import schedules
     from shardow.checkpoint import async_save, load, save
     from shardow.ema import EMA
+    from shardow.meta import materialize, meta_init
     from shardow.reading import open_checkpoint as open  # noqa: F401
 
 __version__ = "0.1.0"
@@ -24,10 +25,19 @@ __all__ = [
     "__version__",
     "async_save",
     "load",
+    "materialize",
+    "meta_init",
     "save",
     "schedules",
 ]  # not "open", which `import *` would put before Python's own
-_NEEDS_TORCH = {"EMA": "shardow.ema", "async_save": "shardow.checkpoint", "load": "shardow.checkpoint", "save": "shardow.checkpoint"}
+_NEEDS_TORCH = {
+    "EMA": "shardow.ema",
+    "materialize": "shardow.meta",
+    "meta_init": "shardow.meta",
+    "async_save": "shardow.checkpoint",
+    "load": "shardow.checkpoint",
+    "save": "shardow.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -49,7 +49,7 @@ class Gatherer:
                 yield part.name, self._receive(i)
             else:
                 if self._mine[i]:
-                    for block in _blocks(part.region, part.flat):
+                    for block in blocks(part.region, part.flat):
                         dist.send(block.contiguous(), group_dst=0, group=self._group)
                 yield part.name, None
 
@@ -94,7 +94,7 @@ class Gatherer:
             if rank == 0:
                 place(part.flat.cpu(), region, full)
                 continue
-            for window in _windows(region, full.element_size()):
+            for window in windows(region, full.element_size()):
                 block = torch.empty(window.size, dtype=part.flat.dtype, device=part.flat.device)
                 dist.recv(block, group_src=rank, group=self._group)
                 place(block.cpu(), window, full)
@@ -125,15 +125,17 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]] | No
     return picked
 
 
-def _windows(region: _core.Region, itemsize: int) -> Iterator[_core.Region]:
+def windows(region: _core.Region, itemsize: int) -> Iterator[_core.Region]:
+    """The region in messages of at most 16 MiB."""
     step = max(_BLOCK // itemsize, 1)
     for begin in range(0, region.size, step):
         yield region.window(begin, min(begin + step, region.size))
 
 
-def _blocks(region: _core.Region, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+def blocks(region: _core.Region, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same messages, as parts of what is held."""
     at = 0
-    for window in _windows(region, flat.element_size()):
+    for window in windows(region, flat.element_size()):
         yield flat[at : at + window.size]
         at += window.size
 

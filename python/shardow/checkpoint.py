@@ -116,7 +116,7 @@ def load(
     """
     held, team = _prepare("load()", target, group, timeout, saving=False)
     found = _files.catalog(path, team)
-    keys = team.agree("load()", lambda: _matched(held, list(found.tensors)))
+    keys = team.agree("load()", lambda: matched(held, list(found.tensors)))
     parts = [Part(keys[part.name], part.flat, part.region) for part in held.parts]
     report = _files.read_into(parts, found, team, strict=strict, verify=verify, progress=progress)
     held.put_back()
@@ -133,7 +133,7 @@ def _prepare(
     return team.agree(what, lambda: held_by(state, team.process_group, saving)), team
 
 
-def _matched(held: Held, available: list[str]) -> dict[str, str]:
+def matched(held: Held, available: list[str]) -> dict[str, str]:
     """{name here: key in the file}. A name without a counterpart keeps itself, and is missing."""
     there = set(available)
     cleaned: dict[str, list[str]] = defaultdict(list)

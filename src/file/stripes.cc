@@ -20,7 +20,7 @@ bool runs_are_short(const Shared& tensor, size_t turn, DType dtype) {
     elements += owned.region.size();
     runs += (owned.region.size() + first->length - 1) / first->length;
   }
-  return ranks.size() > 1 && elements * dtype_bits(dtype) / 8 / runs < kLongRunBytes;
+  return ranks.size() > 1 && elements * dtype_bits(dtype) / 8 < runs * kLongRunBytes;
 }
 
 /// Ranks that have some of the segment, ascending.

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardow import _core, checkpoint
 from shardow._gather import Part, blocks, take, windows
-from shardow._held import Held, held_by
+from shardow._held import Held
 from shardow._options import invalid
 from shardow._team import Team
 from shardow.torch.names import join, walk
@@ -33,21 +33,18 @@ def from_file(model: nn.Module, path: str | Path, options: Options) -> dict[str,
     return checkpoint.load(model, path, strict=options.strict, progress=options.progress, group=options.group, timeout=options.timeout)
 
 
-def from_own_mapping(model: nn.Module, state: Mapping[str, torch.Tensor], team: Team, options: Options) -> dict[str, Any]:
+def from_own_mapping(held: Held, state: Mapping[str, torch.Tensor], team: Team, options: Options) -> dict[str, Any]:
     """Every rank takes its slices of what it has."""
-    held = held_by(model, options.group, saving=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     keys, report = team.agree("materialize()", lambda: _compared(held, shapes, options.strict))
     for part in held.parts:
         if part.name in keys:
             take(_whole(state[keys[part.name]]), part.region, part.flat)
-    held.put_back()
     return report
 
 
-def from_first_rank(model: nn.Module, state: Mapping[str, torch.Tensor] | None, team: Team, options: Options) -> dict[str, Any]:
+def from_first_rank(held: Held, state: Mapping[str, torch.Tensor] | None, team: Team, options: Options) -> dict[str, Any]:
     """Rank 0 sends every rank its slices, in the rank's dtype, in blocks, and nothing else."""
-    held = held_by(model, options.group, saving=False)
     pg = team.process_group
     assert pg is not None
     shapes: list[Any] = [{name: tuple(tensor.shape) for name, tensor in state.items()} if state is not None else None]
@@ -71,20 +68,17 @@ def from_first_rank(model: nn.Module, state: Mapping[str, torch.Tensor] | None, 
                 block = torch.empty(window.size, dtype=dtype)
                 take(full, window, block)
                 dist.send(block.to(part.flat.device), group_dst=rank, group=pg)
-    held.put_back()
     return report
 
 
-def by_init(model: nn.Module, init: Callable[[nn.Module], object] | None, team: Team, options: Options) -> dict[str, Any]:
+def by_init(held: Held, model: nn.Module, init: Callable[[nn.Module], object] | None, team: Team, options: Options) -> dict[str, Any]:
     """Module by module, whole, on the CPU; each rank keeps its slices. One random stream for all, from the seed."""
-    held = held_by(model, options.group, saving=False)
     parts = {part.name: part for part in held.parts}
     modules = team.agree("materialize()", lambda: _initialised(model, parts, init is None))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         for name, module in modules:
             _init_one(name, module, parts, init or (lambda one: one.reset_parameters()))  # type: ignore[operator]
-    held.put_back()
     return {"missing": [], "unexpected": []}
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _fill, _origins
-from shardow._held import held_by
+from shardow._held import Held, held_by
 from shardow._options import invalid, seconds
 from shardow._team import Team
 from shardow.torch.names import walk
@@ -93,10 +93,11 @@ def materialize(
     bindings = None if optimizer is None else _origins.bindings(optimizer, model)
     given = _give_memory(model, device, dtype)
     try:
-        view = held_by(model, group, saving=False)
-        team = Team(view.process_group, seconds(timeout))
-        kinds = team.gather("materialize()", _kind(source).encode())
-        report = _filled(model, source, [kind.decode() for kind in kinds], team, _fill.Options(strict, progress, seed, group, timeout))
+        held = held_by(model, group, saving=False)
+        team = Team(held.process_group, seconds(timeout))
+        kinds = [kind.decode() for kind in team.gather("materialize()", _kind(source).encode())]
+        report = _filled(model, held, source, kinds, team, _fill.Options(strict, progress, seed, group, timeout))
+        held.put_back()
     except BaseException:
         _take_memory(model, given)
         raise
@@ -120,15 +121,15 @@ def _kind(source: object) -> str:
     raise invalid(f"source is a {type(source).__name__}; give a path, a mapping of tensors or a function of a module")
 
 
-def _filled(model: nn.Module, source: Any, kinds: list[str], team: Team, options: _fill.Options) -> dict[str, Any]:
+def _filled(model: nn.Module, held: Held, source: Any, kinds: list[str], team: Team, options: _fill.Options) -> dict[str, Any]:
     if set(kinds) <= {"nothing", "a function"} and len(set(kinds)) == 1:
-        return _fill.by_init(model, source, team, options)
+        return _fill.by_init(held, model, source, team, options)
     if len(set(kinds)) == 1 and kinds[0].startswith("the file"):
         return _fill.from_file(model, source, options)
     if set(kinds) == {"a mapping"}:
-        return _fill.from_own_mapping(model, source, team, options)
+        return _fill.from_own_mapping(held, source, team, options)
     if kinds[0] == "a mapping" and set(kinds[1:]) == {"nothing"}:
-        return _fill.from_first_rank(model, source, team, options)
+        return _fill.from_first_rank(held, source, team, options)
     raise invalid(
         f"materialize(): ranks have different sources: {', '.join(kinds)}; the same on all, or a mapping on rank 0 and None elsewhere"
     )

@@ -57,21 +57,19 @@ inline const std::vector<Spec> kSpecs = {{"blocks.0.weight", DType::kF32, {37, 1
 /// How `ranks` ranks share a tensor.
 using Sharding = std::function<Region(const Shape&, int rank, int ranks)>;
 
-inline Region rows(const Shape& shape, int rank, int ranks) {
-  if (shape.empty() || shape[0] == 0) return Region::whole(shape);
+/// Near-equal pieces of one dimension, the last ones smaller or empty, as torch cuts them.
+inline Region cut(const Shape& shape, size_t dim, int rank, int ranks) {
   std::vector<std::vector<Interval>> dims;
   for (const int64_t size : shape) dims.push_back({{0, size}});
-  const int64_t each = (shape[0] + ranks - 1) / ranks, begin = std::min(each * rank, shape[0]), end = std::min(begin + each, shape[0]);
-  dims[0] = begin < end ? std::vector<Interval>{{begin, end}} : std::vector<Interval>{};
+  const int64_t size = shape[dim], each = (size + ranks - 1) / ranks, begin = std::min(each * rank, size);
+  dims[dim] = {{begin, std::min(begin + each, size)}};
   return Region::grid(shape, dims);
 }
+inline Region rows(const Shape& shape, int rank, int ranks) {
+  return shape.empty() || shape[0] == 0 ? Region::whole(shape) : cut(shape, 0, rank, ranks);
+}
 inline Region columns(const Shape& shape, int rank, int ranks) {
-  if (shape.size() < 2) return rows(shape, rank, ranks);
-  std::vector<std::vector<Interval>> dims;
-  for (const int64_t size : shape) dims.push_back({{0, size}});
-  const int64_t each = (shape[1] + ranks - 1) / ranks, begin = std::min(each * rank, shape[1]), end = std::min(begin + each, shape[1]);
-  dims[1] = begin < end ? std::vector<Interval>{{begin, end}} : std::vector<Interval>{};
-  return Region::grid(shape, dims);
+  return shape.size() < 2 ? rows(shape, rank, ranks) : cut(shape, 1, rank, ranks);
 }
 inline Region flat(const Shape& shape, int rank, int ranks) {
   return Region::whole(shape).part(rank, ranks, 1);

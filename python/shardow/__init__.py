@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardow.ema import EMA
     from shardow.meta import materialize, meta_init
     from shardow.reading import open_checkpoint as open  # noqa: F401
+    from shardow.sharding import wrap
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "meta_init",
     "save",
     "schedules",
+    "wrap",
 ]  # not "open", which `import *` would put before Python's own
 _NEEDS_TORCH = {
     "EMA": "shardow.ema",
@@ -37,6 +39,7 @@ _NEEDS_TORCH = {
     "async_save": "shardow.checkpoint",
     "load": "shardow.checkpoint",
     "save": "shardow.checkpoint",
+    "wrap": "shardow.sharding",
 }
 
 

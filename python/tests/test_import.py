@@ -9,7 +9,7 @@ import pytest
 
 import shardow
 
-SURFACE = ["EMA", "Error", "Schedule", "__version__", "async_save", "load", "materialize", "meta_init", "save", "schedules"]
+SURFACE = ["EMA", "Error", "Schedule", "__version__", "async_save", "load", "materialize", "meta_init", "save", "schedules", "wrap"]
 
 
 def test_public_surface_is_frozen() -> None:

@@ -135,3 +135,38 @@ def test_load_reads_what_save_pretrained_writes(kind: str, max_shard_size: str |
     assert (num_files(tmp_path) > 1) == (max_shard_size is not None)
     assert ranks.run(KINDS[kind][0], load, kind, tied, str(tmp_path)) == [[]] * KINDS[kind][0]
     assert set(shardow.open(tmp_path)) == {name for name, _ in model.named_parameters()}
+
+
+def architecture(name: str, tied: bool) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+    make = {"llama": LlamaConfig, "qwen": Qwen2Config}[name]
+    config = make(
+        vocab_size=65, hidden_size=32, intermediate_size=33, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def without_memory(name: str, tied: bool, directory: str) -> bool:
+    """On meta, sharded by wrap(), filled from what save_pretrained() wrote; the logits of from_pretrained(), sharded the same way."""
+    from transformers import AutoModelForCausalLM
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    expected = fsdp2(AutoModelForCausalLM.from_pretrained(directory).eval())
+    with shardow.meta_init():
+        model = architecture(name, tied)
+    assert all(p.is_meta for p in model.parameters())
+    shardow.wrap(model, mesh, source=directory)
+    assert not differing(model, expected)
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        return same(model(tokens).logits, expected(tokens).logits)
+
+
+@TIED
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_a_model_built_without_memory_has_the_logits_of_from_pretrained(name: str, tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    architecture(name, tied).save_pretrained(tmp_path / "hub")
+    assert ranks.run(2, without_memory, name, tied, str(tmp_path / "hub")) == [True, True]

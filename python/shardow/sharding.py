@@ -1,0 +1,153 @@
+"""wrap(): shards a model with FSDP2, layer by layer, without any rank holding more than its own shards beside where the weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from shardow import _origins
+from shardow._options import invalid
+from shardow.meta import Source, materialize
+from shardow.torch.names import join, walk
+
+Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
+
+
+def wrap(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None = None,
+    units: Units = None,
+    source: Source = None,
+    memory_efficient_init: bool = True,
+    reshard_after_forward: bool = True,
+    mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None,
+    strict: bool = True,
+    timeout: float | timedelta | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """fully_shard() on every unit and on the model, and its weights, in one call. Collective over the mesh.
+
+    Args:
+        model: with weights on rank 0 at least, or on meta with a ``source``.
+        mesh: of one dimension (FSDP2), or two (HSDP).
+        optimizer: made from the model's parameters; its groups, their options and its state are kept, its parameters become the sharded ones.
+        units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the modules of every ModuleList and Sequential that holds several of one class.
+        source: as in materialize(); by default the weights that the model has on rank 0, from which every rank is sent its slices.
+        memory_efficient_init: False: every rank has the whole model in memory, and shards it where it is.
+        reshard_after_forward: as fully_shard().
+        mixed_precision: torch's policy, or the dtype of parameters in forward and backward; gradients are reduced in float32 then.
+        strict, timeout: as in materialize().
+
+    Returns:
+        (model, optimizer), the same objects.
+
+    Raises:
+        ValueError: no such unit, a model on meta without a source; else as materialize(). The model has no weights then.
+    """
+    chosen = _chosen(model, units)
+    _check_ties(model, chosen)
+    policy = (
+        MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
+        if isinstance(mixed_precision, torch.dtype)
+        else mixed_precision
+    )
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": policy or MixedPrecisionPolicy()}
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                _origins.remember(module, key)
+    from_memory = source is None and memory_efficient_init
+    if from_memory:
+        source = _own_weights(model, first=mesh.get_rank() == int(mesh.mesh.flatten()[0]))
+        _to_meta(model)
+    bindings = None if optimizer is None else _origins.bindings(optimizer, model)
+    for unit in chosen:
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    if from_memory or source is not None:
+        materialize(model, source, optimizer, strict=strict, timeout=timeout)
+    elif optimizer is not None and bindings is not None:
+        _origins.bind(optimizer, bindings)
+    return model, optimizer
+
+
+def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
+    if units is None:
+        return _repeated(model)
+    if callable(units):
+        found = [module for name, module in walk(model) if module is not model and units(name, module)]
+    else:
+        wanted = list(units)
+        known = {one if isinstance(one, str) else one.__name__ for one in wanted}
+        found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
+    if not found:
+        raise invalid(f"wrap(): no module of the model is one of units={units!r}")
+    return found
+
+
+def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
+    """FSDP2 would give a weight that two of its groups share to each of them, and they would train apart."""
+    units = set(map(id, chosen))
+    seen: dict[int, tuple[str, int]] = {}  # by tensor: its name, and the unit that it is in
+
+    def visit(module: nn.Module, prefix: str, unit: int) -> None:
+        unit = id(module) if id(module) in units else unit
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            name, first = seen.setdefault(id(param), (join(prefix, key), unit))
+            if first != unit:
+                raise invalid(
+                    f"wrap(): '{join(prefix, key)}' is the same tensor as '{name}', in another unit; leave one of the two modules out of units="
+                )
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(child, join(prefix, key), unit)
+
+    visit(model, "", 0)
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model: members of a list that has several of their class. The outermost lists count."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or id(module) in inside:
+            continue
+        classes = [type(child) for child in module]
+        blocks = [child for child in module if classes.count(type(child)) > 1 and any(True for _ in child.parameters())]
+        found += blocks
+        inside.update(id(one) for block in blocks for one in block.modules())
+    return found
+
+
+def _own_weights(model: nn.Module, first: bool) -> Mapping[str, torch.Tensor] | None:
+    if not first:
+        return None
+    state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+    on_meta = [name for name, tensor in state.items() if tensor.is_meta]
+    if on_meta:
+        raise invalid(f"wrap(): {', '.join(on_meta[:8])} have no values on rank 0; give a source")
+    return state
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Parameters and persistent buffers; tied ones stay tied."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                moved.setdefault(id(param), nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
+                module._parameters[key] = moved[id(param)]  # type: ignore[assignment]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                module._buffers[key] = moved.setdefault(id(buffer), buffer.to("meta"))
+
+
+__all__ = ["wrap"]

@@ -1,0 +1,86 @@
+"""wrap(): fully_shard on every block, and weights that only rank 0 had, bit for bit those of a model that every rank had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import test_meta
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import shardow
+from shardow.sharding import wrap
+
+
+def mesh_of(kind: str) -> Any:
+    world = dist.get_world_size()
+    if kind == "hsdp":
+        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (world,))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = []
+    for step in range(5):
+        loss = model(torch.arange(6) + step % 3).square().mean()
+        found.append(loss.detach().clone())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def expected(kind: str) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model, mesh = test_meta.Model(), mesh_of(kind)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return train(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def wrapped(kind: str, efficient: bool) -> bool:
+    reference, mesh = expected(kind), mesh_of(kind)
+    torch.manual_seed(1 if dist.get_rank() == 0 or not efficient else 77 + dist.get_rank())  # other ranks' values must not matter
+    model = test_meta.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    returned = wrap(model, mesh, optimizer, memory_efficient_init=efficient)
+    assert returned == (model, optimizer)
+    assert [isinstance(layer, FSDPModule) for layer in model.layers] == [True, True]
+    assert model.head.weight is model.embed.weight
+    return all(torch.equal(a, b) for a, b in zip(train(model, optimizer), reference, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)])
+@pytest.mark.parametrize("efficient", [True, False])
+def test_training_is_that_of_a_model_which_every_rank_had(kind: str, world: int, efficient: bool) -> None:
+    assert ranks.run(world, wrapped, kind, efficient) == [True] * world
+
+
+def meta_and_units(path: str) -> list[str]:
+    mesh = mesh_of("fsdp2")
+    told = []
+    with shardow.meta_init():
+        model = test_meta.Model()
+    for options in ({}, {"units": ["Nothing"]}, {"units": [nn.Linear]}):
+        with pytest.raises((ValueError, ConnectionError)) as error:
+            wrap(model, mesh, **options, timeout=30)  # type: ignore[arg-type]
+        told.append(str(error.value))
+    with shardow.meta_init():
+        model = test_meta.Model()
+    wrap(model, mesh, units=lambda name, module: name.startswith("layers."), source=path)
+    assert torch.equal(model.layers[0].weight.full_tensor(), shardow.open(path)["layers.0.weight"])
+    return told
+
+
+def test_a_model_on_meta_wants_a_source(tmp_path: Any) -> None:
+    shardow.save(test_meta.Model(), tmp_path / "a.safetensors")
+    for told in ranks.run(1, meta_and_units, str(tmp_path / "a.safetensors")):
+        assert "have no values on rank 0; give a source" in told[0]
+        assert "units=['Nothing']" in told[1]
+        assert "'head.weight' is the same tensor as 'embed.weight', in another unit" in told[2]

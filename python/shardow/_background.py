@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardow import _core, _errors
 
+CHANNEL = 1  # of the process group's store: the training thread has its own
 _untold: list[SaveHandle] = []  # failed, and nobody knows
 
 
@@ -22,9 +23,6 @@ def _tell() -> None:
     """Threads have ended by now."""
     for handle in _untold:
         print(f"shardow: {handle._path} was not saved: {handle._error}", file=sys.stderr)
-
-
-CHANNEL = 1  # of the process group's store: the training thread has its own
 
 
 class SaveHandle:

@@ -62,11 +62,11 @@ def wrap(
         for key, param in module._parameters.items():
             if param is not None:
                 _origins.remember(module, key)
+    bindings = None if optimizer is None else _origins.bindings(optimizer, model)  # a foreign optimizer is refused while the model is whole
     from_memory = source is None and memory_efficient_init
     if from_memory:
         source = _own_weights(model, first=mesh.get_rank() == int(mesh.mesh.flatten()[0]))
         _to_meta(model)
-    bindings = None if optimizer is None else _origins.bindings(optimizer, model)
     for unit in chosen:
         fully_shard(unit, **options)
     fully_shard(model, **options)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from shardow import schedules
     from shardow.checkpoint import async_save, load, save
     from shardow.ema import EMA
-    from shardow.meta import materialize, meta_init
+    from shardow.materializing import materialize
+    from shardow.meta import meta_init, to_empty
     from shardow.reading import open_checkpoint as open  # noqa: F401
     from shardow.sharding import wrap
 
@@ -30,12 +31,14 @@ __all__ = [
     "meta_init",
     "save",
     "schedules",
+    "to_empty",
     "wrap",
 ]  # not "open", which `import *` would put before Python's own
 _NEEDS_TORCH = {
     "EMA": "shardow.ema",
-    "materialize": "shardow.meta",
+    "materialize": "shardow.materializing",
     "meta_init": "shardow.meta",
+    "to_empty": "shardow.meta",
     "async_save": "shardow.checkpoint",
     "load": "shardow.checkpoint",
     "save": "shardow.checkpoint",

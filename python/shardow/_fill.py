@@ -1,145 +1,109 @@
-"""Values for a model whose shards have memory: from a file, from tensors in memory, or from an initialisation."""
+"""Values for a model whose shards have memory: from a file, from tensors on every rank, or from rank 0's. Each fills what it can, and reports as load() does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from shardow import _core, checkpoint
-from shardow._gather import Part, blocks, take, windows
+from shardow import _files
+from shardow._gather import Part, take
 from shardow._held import Held
+from shardow._match import Form, compared, matched
 from shardow._options import invalid
+from shardow._progress import Progress, shown
+from shardow._stream import Client, Fill, Server, Want, narrower
 from shardow._team import Team
-from shardow.torch.names import join, walk
+from shardow.torch.store_group import store_group
+
+State = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Options:
+class Job:
+    """``what`` is asked, for messages. ``wanted``: names that have no values; of them, ``essential`` can't be left without. What else there is keeps its values where the source has none."""
+
+    what: str
+    held: Held
+    team: Team
+    wanted: Collection[str]
+    essential: Collection[str]
     strict: bool
-    progress: Callable[[int, int], None] | None
-    seed: int
-    group: dist.ProcessGroup | None
-    timeout: float | timedelta | None
+    verify: bool
+    progress: Progress | None
 
 
-def from_file(model: nn.Module, path: str | Path, options: Options) -> dict[str, Any]:
-    return checkpoint.load(model, path, strict=options.strict, progress=options.progress, group=options.group, timeout=options.timeout)
+def from_file(job: Job, path: str | Path) -> dict[str, Any]:
+    found = _files.catalog(path, job.team)
+    keys = job.team.agree(job.what, lambda: matched(job.held, found.tensors.keys(), str(path)))
+    lacking = [name for name in job.wanted if name not in keys]
+    if not job.strict:
+        job.team.agree(job.what, lambda: _refuse_lacking(job, lacking))
+    parts = [
+        Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
+    ]
+    report = _files.read_into(parts, found, job.team, strict=job.strict, verify=job.verify, progress=job.progress)
+    return {**report, "kept": [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking]}
 
 
-def from_own_mapping(held: Held, state: Mapping[str, torch.Tensor], team: Team, options: Options) -> dict[str, Any]:
+def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     """Every rank takes its slices of what it has."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    keys, report = team.agree("materialize()", lambda: _compared(held, shapes, options.strict))
-    for part in held.parts:
-        if part.name in keys:
-            take(_whole(state[keys[part.name]]), part.region, part.flat)
+
+    def fill() -> dict[str, Any]:
+        found = compared(job.held, job.wanted, _forms(state), job.strict)
+        _refuse_lacking(job, found.missing)
+        for part in job.held.parts:
+            if part.name in found.keys:
+                take(state[found.keys[part.name]].detach(), part.region, part.flat)
+        return found.report()
+
+    return job.team.agree(job.what, fill)
+
+
+def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
+    """Rank 0 sends every rank its slices, and nothing else."""
+    team = job.team
+    mine = team.agree(job.what, lambda: b"" if state is None else pickle.dumps(_forms(state)))
+    forms: dict[str, Form] = pickle.loads(team.gather(job.what, mine)[0])
+
+    def compare() -> tuple[dict[str, Any], list[Fill]]:
+        found = compared(job.held, job.wanted, forms, job.strict)
+        _refuse_lacking(job, found.missing)
+        fills = []
+        for part in job.held.parts:
+            if (key := found.keys.get(part.name)) is not None:
+                fills.append(Fill(part, Want(key, part.region.encode(), narrower(forms[key][1], part.flat.dtype))))
+        return found.report(), fills
+
+    report, fills = team.agree(job.what, compare)
+    device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
+    assert team.process_group is not None
+    tag = store_group(team.process_group).next_tag()
+
+    def move() -> None:
+        if state is not None:
+            Server(team, device, tag).run(state, fills, shown(job.progress, "materialize", team.rank))
+        else:
+            Client(team, device, tag).run(fills)
+
+    team.agree(job.what, move)
     return report
 
 
-def from_first_rank(held: Held, state: Mapping[str, torch.Tensor] | None, team: Team, options: Options) -> dict[str, Any]:
-    """Rank 0 sends every rank its slices, in the rank's dtype, in blocks, and nothing else."""
-    pg = team.process_group
-    assert pg is not None
-    shapes: list[Any] = [{name: tuple(tensor.shape) for name, tensor in state.items()} if state is not None else None]
-    dist.broadcast_object_list(shapes, group_src=0, group=pg)
-    keys, report = team.agree("materialize()", lambda: _compared(held, shapes[0], options.strict))
-    wanted = [(part.name, part.region.encode(), part.flat.dtype) for part in held.parts if part.name in keys]
-    everybody: list[Any] | None = [None] * team.size if team.rank == 0 else None
-    dist.gather_object(wanted, everybody, group_dst=0, group=pg)
-    parts = [part for part in held.parts if part.name in keys]
-    for i, part in enumerate(parts):
-        if everybody is None or state is None:
-            for block in blocks(part.region, part.flat):
-                dist.recv(block, group_src=0, group=pg)
-            continue
-        full = _whole(state[keys[part.name]])
-        take(full, part.region, part.flat)
-        for rank in range(1, team.size):
-            name, region, dtype = everybody[rank][i]
-            assert name == part.name
-            for window in windows(_core.Region.decode(region), dtype.itemsize):
-                block = torch.empty(window.size, dtype=dtype)
-                take(full, window, block)
-                dist.send(block.to(part.flat.device), group_dst=rank, group=pg)
-    return report
+def _forms(state: State) -> dict[str, Form]:
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
+            raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed")
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
 
 
-def by_init(held: Held, model: nn.Module, init: Callable[[nn.Module], object] | None, team: Team, options: Options) -> dict[str, Any]:
-    """Module by module, whole, on the CPU; each rank keeps its slices. One random stream for all, from the seed."""
-    parts = {part.name: part for part in held.parts}
-    modules = team.agree("materialize()", lambda: _initialised(model, parts, init is None))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
-        for name, module in modules:
-            _init_one(name, module, parts, init or (lambda one: one.reset_parameters()))  # type: ignore[operator]
-    return {"missing": [], "unexpected": []}
-
-
-def _initialised(model: nn.Module, parts: dict[str, Part], by_reset: bool) -> list[tuple[str, nn.Module]]:
-    """Modules with tensors of their own, each once."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for name, module in walk(model):
-        if any(join(name, key) in parts for key in [*module._parameters, *module._buffers]):
-            found.setdefault(id(module), (name, module))
-    lacking = [
-        f"{name or 'the model'} ({type(module).__name__})" for name, module in found.values() if not hasattr(module, "reset_parameters")
-    ]
-    if by_reset and lacking:
+def _refuse_lacking(job: Job, lacking: Collection[str]) -> None:
+    without = [name for name in lacking if name in job.essential]
+    if without:
         raise invalid(
-            f"materialize(): no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a module as source"
+            f"{job.what}: missing in the source: {', '.join(without[:20])}; they have memory without values since FSDP1 wrapped them, and can't be left so"
         )
-    return list(found.values())
-
-
-def _init_one(name: str, module: nn.Module, parts: dict[str, Part], init: Callable[[nn.Module], object]) -> None:
-    own: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        kinds: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
-        for tensors in kinds:
-            for key, tensor in list(tensors.items()):
-                if tensor is None or (tensors is module._buffers and key in module._non_persistent_buffers_set):
-                    continue
-                own.append((tensors, key, tensor))
-                whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
-                tensors[key] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if tensors is module._parameters else whole
-        init(module)
-        for tensors, key, _ in own:
-            part = parts.get(join(name, key))  # a further name of a tied tensor has none
-            if part is not None:
-                take(tensors[key].detach(), part.region, part.flat)
-    finally:
-        for tensors, key, tensor in own:
-            tensors[key] = tensor
-
-
-def _compared(held: Held, shapes: Mapping[str, tuple[int, ...]], strict: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """({name here: key there}, report); raises with everything that does not fit."""
-    keys = {name: key for name, key in checkpoint.matched(held, list(shapes)).items() if key in shapes}
-    known = {alias for names in held.names.values() for alias in names}
-    missing = [part.name for part in held.parts if part.name not in keys]
-    unexpected = [key for key in shapes if key not in keys.values() and key not in known]
-    wrong = [
-        f"'{part.name}' has shape {list(shapes[keys[part.name]])} in the source and {list(part.region.shape)} here"
-        for part in held.parts
-        if part.name in keys and list(shapes[keys[part.name]]) != list(part.region.shape)
-    ]
-    if strict and missing:
-        wrong.append(f"missing in the source: {', '.join(missing[:20])}")
-    if strict and unexpected:
-        wrong.append(f"unexpected in the source: {', '.join(unexpected[:20])}")
-    if wrong:
-        raise invalid(f"materialize(): the source does not fit: {'; '.join(wrong)}")
-    return keys, {"missing": missing, "unexpected": unexpected}
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if hasattr(tensor, "device_mesh"):
-        raise invalid("the source's tensors must be full ones; it has DTensors")
-    return tensor.detach()

@@ -11,6 +11,8 @@ Facts (1) travel as objects over the process group, data (2) as torch tensors, p
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -125,9 +127,9 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]] | No
     return picked
 
 
-def windows(region: _core.Region, itemsize: int) -> Iterator[_core.Region]:
-    """The region in messages of at most 16 MiB."""
-    step = max(_BLOCK // itemsize, 1)
+def windows(region: _core.Region, itemsize: int, most: int = _BLOCK) -> Iterator[_core.Region]:
+    """The region in messages of at most ``most`` bytes."""
+    step = max(most // itemsize, 1)
     for begin in range(0, region.size, step):
         yield region.window(begin, min(begin + step, region.size))
 
@@ -143,24 +145,30 @@ def blocks(region: _core.Region, flat: torch.Tensor) -> Iterator[torch.Tensor]:
 def place(flat: torch.Tensor, region: _core.Region, full: torch.Tensor) -> None:
     """full[region] = flat."""
     for offsets, sizes, begin in region.boxes():
-        count = _count(sizes)
-        box(full, offsets, sizes).copy_(flat[begin : begin + count].view(sizes))
+        box(full, offsets, sizes).copy_(flat[begin : begin + math.prod(sizes)].view(sizes))
 
 
 def take(full: torch.Tensor, region: _core.Region, flat: torch.Tensor) -> None:
     """flat = full[region], cast to flat's dtype."""
+    whole = stretch(full, region)
+    if whole is not None:
+        flat.copy_(whole)
+        return
     for offsets, sizes, begin in region.boxes():
-        count = _count(sizes)
-        flat[begin : begin + count].view(sizes).copy_(box(full, offsets, sizes))
+        flat[begin : begin + math.prod(sizes)].view(sizes).copy_(box(full, offsets, sizes))
+
+
+def stretch(full: torch.Tensor, region: _core.Region) -> torch.Tensor | None:
+    """full[region] as a view, 1-D, where its elements lie one after another."""
+    boxes = region.boxes()
+    if not boxes or not full.is_contiguous():
+        return None
+    strides, (offsets, sizes, _) = full.stride(), boxes[-1]
+    first = sum(map(operator.mul, boxes[0][0], strides))
+    last = sum((offset + size - 1) * stride for offset, size, stride in zip(offsets, sizes, strides, strict=True))
+    return full.view(-1)[first : last + 1] if last + 1 - first == region.size else None
 
 
 def box(full: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """The sub-tensor of ``full`` at offsets, of sizes; a view."""
     return full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-
-
-def _count(sizes: Sequence[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count

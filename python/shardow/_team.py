@@ -27,10 +27,15 @@ class Team:
         self.timeout = timeout if timeout is not None else _default_timeout(process_group)
 
     def agree(self, what: str, fn: Callable[[], T]) -> T:
-        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout."""
+        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout, which begins when fn() is done."""
         result: list[T] = []
+        failed: list[Exception] = []
         try:
-            _core.agree(self.group, self.timeout, lambda: result.append(fn()))
+            result.append(fn())
+        except Exception as error:
+            failed.append(error)
+        try:
+            _core.agree(self.group, self.timeout, lambda: _raise(failed))
         except TimeoutError as error:
             if result and self.size > 1:
                 raise _errors.make(
@@ -57,6 +62,11 @@ class Team:
         except TimeoutError as error:
             raise _errors.make("timeout", f"{what} is collective, every rank must call it: {error}") from None
         return gathered
+
+
+def _raise(failed: list[Exception]) -> None:
+    for error in failed:
+        raise error
 
 
 def _difference(everybody: list[dict[str, Any]]) -> str:

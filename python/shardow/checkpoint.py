@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +14,12 @@ from torch import nn
 from shardow import _files
 from shardow._background import SaveHandle
 from shardow._files import FileParts
-from shardow._gather import Part
+from shardow._fill import Job, from_file
 from shardow._held import Held, Saveable, group_of, held_by
-from shardow._options import invalid, seconds
+from shardow._options import seconds
 from shardow._team import Team
-from shardow.torch.names import clean_file_key
+from shardow.materializing import Request, fill_model
+from shardow.torch.ranks import group_of_model
 
 Progress = Callable[[int, int], None]
 
@@ -98,8 +98,10 @@ def load(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
     timeout: float | timedelta | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it. Collective over the ranks that share them.
+    """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it; a module that is on meta gets memory, as by materialize(). Collective over
+    the ranks that share them.
 
     Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as they are, under a tied tensor's other names, and without
     what wrappers, DDP and PEFT put into them. Everything that does not fit is listed before anything changes.
@@ -107,18 +109,20 @@ def load(
     Args:
         strict: every tensor here is in the file, and every one there is wanted; else the rest is in the report.
         verify: compare checksums where the file carries them; no extra reads.
+        optimizer: of a module, as in materialize().
 
     Returns:
-        {"missing": [name], "unexpected": [name], "metadata": {str: str}, "bytes_read": by this rank, "seconds": float}.
+        {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str}, "bytes_read": by this rank, "seconds": float}.
 
     Raises:
         ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
     """
+    if isinstance(target, nn.Module):
+        return fill_model(
+            Request("load()", target, Path(path), optimizer, strict=strict, verify=verify, progress=progress, group=group, timeout=timeout)
+        )
     held, team = _prepare("load()", target, group, timeout, saving=False)
-    found = _files.catalog(path, team)
-    keys = team.agree("load()", lambda: matched(held, list(found.tensors)))
-    parts = [Part(keys[part.name], part.flat, part.region) for part in held.parts]
-    report = _files.read_into(parts, found, team, strict=strict, verify=verify, progress=progress)
+    report = from_file(Job("load()", held, team, [part.name for part in held.parts], (), strict, verify, progress), path)
     held.put_back()
     return report
 
@@ -126,25 +130,6 @@ def load(
 def _prepare(
     what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool
 ) -> tuple[Held, Team]:
-    if isinstance(state, nn.Module) and group is None:
-        held = held_by(state, group, saving)  # the model tells which ranks
-        return held, Team(held.process_group, seconds(timeout))
-    team = Team(group_of(state, group), seconds(timeout))
-    return team.agree(what, lambda: held_by(state, team.process_group, saving)), team
-
-
-def matched(held: Held, available: list[str]) -> dict[str, str]:
-    """{name here: key in the file}. A name without a counterpart keeps itself, and is missing."""
-    there = set(available)
-    cleaned: dict[str, list[str]] = defaultdict(list)
-    for key in available:
-        cleaned[clean_file_key(key)].append(key)
-    found = {}
-    for part in held.parts:
-        names = held.names[part.name]
-        exact = next((name for name in names if name in there), None)
-        alike = [key for name in names for key in cleaned.get(clean_file_key(name), [])]
-        if exact is None and len(set(alike)) > 1:
-            raise invalid(f"'{part.name}' could be any of {', '.join(map(repr, sorted(set(alike))))} in the file; rename the keys there")
-        found[part.name] = exact or (alike[0] if alike else part.name)
-    return found
+    ranks = group_of_model(state, group) if isinstance(state, nn.Module) else group_of(state, group)
+    team = Team(ranks, seconds(timeout))
+    return team.agree(what, lambda: held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving)), team

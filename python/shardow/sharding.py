@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardow import _origins
 from shardow._options import invalid
-from shardow.meta import Source, materialize
+from shardow.materializing import Source, materialize
 from shardow.torch.names import join, walk
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None

@@ -19,6 +19,7 @@ from shardow.torch.local import Adapter, LocalTensor, Slot, persistent_buffers, 
 from shardow.torch.memory import overlaps
 from shardow.torch.names import walk
 from shardow.torch.plain import PlainAdapter
+from shardow.torch.ranks import group_of_model
 
 _WAY_OUT = "make the EMA after the model has its final form, or make a new EMA and load the old one's state_dict() into it"
 
@@ -51,7 +52,7 @@ class ModelView:
         self.parameters = _in_model_order([*found, *self._fsdp1.others()], model)
         self._buffers = [one.local for one in self._found_buffers if not one.tied]
         self._record()
-        self.process_group = self._choose_group(group)
+        self.process_group = group_of_model(model, group, self._fsdp1)
 
     @property
     def ranks(self) -> list[int]:
@@ -215,33 +216,6 @@ class ModelView:
     def bump_versions(self) -> None:
         """Tells autograd that weights were written behind its back: a backward through the old values raises, where autograd can see it."""
         torch.autograd.graph.increment_version([*self._whole, *self._sharded, *self._fsdp1.flat_parameters()])
-
-    # ---- the ranks
-
-    def _choose_group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """``given``, or the known group of exactly the ranks that share the model."""
-        groups = self._fsdp1.groups() + [group for local in [*self.parameters, *self._buffers] for group, _, _ in local.replicas]
-        meshes = list({id(tensor.device_mesh): tensor.device_mesh for tensor in self._sharded}.values())
-        ranks = {rank for group in {id(g): g for g in groups}.values() for rank in dist.get_process_group_ranks(group)}
-        ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
-        if given is not None:
-            outside = ranks - set(dist.get_process_group_ranks(given))
-            if outside:
-                raise _errors.make(
-                    "invalid_argument", f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them"
-                )
-            return given
-        if len(ranks) < 2:
-            return None
-        if self._fsdp1.spans_world() or ranks == set(range(dist.get_world_size())):
-            return dist.group.WORLD
-        groups += [mesh.get_group(0) for mesh in meshes if mesh.ndim == 1]
-        for group in groups:
-            if set(dist.get_process_group_ranks(group)) == ranks:
-                return group
-        raise _errors.make(
-            "invalid_argument", f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group="
-        )
 
 
 def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False) -> ModelView:

@@ -30,7 +30,18 @@ from shardow import _core, _errors
 _ALL_THERE = b"ok"
 _MOST = 4 << 20  # bytes of one value; torch's TCPStore drops a client that sends 8 MiB
 
+_FIRST_TAG = 64  # smaller ones are channels
+
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
+
+
+def finish(work: dist.Work | None, seconds: float, otherwise: str) -> None:
+    """Waits for a transfer; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo closes the connection of the two ranks, for good."""
+    try:
+        if work is not None:
+            work.wait(timedelta(seconds=max(seconds, 0.001)))
+    except RuntimeError as error:
+        raise _errors.make("timeout" if "imed out" in str(error) else "peer_failed", f"{otherwise}: {error}") from None
 
 
 def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
@@ -94,13 +105,12 @@ class StoreGroup(_core.Group):
     def recv(self, data: memoryview, source: int, seconds: float) -> None:
         self._finish(dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds)
 
+    def next_tag(self) -> int:
+        """For messages of one call among all that this group makes; the same on every rank."""
+        return _FIRST_TAG + self._round
+
     def _finish(self, work: dist.Work | None, seconds: float) -> None:
-        try:
-            if work is not None:
-                work.wait(timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError as error:
-            code = "timeout" if "imed out" in str(error) else "peer_failed"
-            raise _errors.make(code, f"a block between ranks {self.ranks} did not arrive: {error}") from None
+        finish(work, seconds, f"a block between ranks {self.ranks} did not arrive")
 
     def _set(self, key: str, value: bytes) -> list[str]:
         """Long values take several keys; the first, which others wait for, is written last and says how long it all is. Returns the keys."""

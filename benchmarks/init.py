@@ -1,0 +1,342 @@
+"""``python -m benchmarks.init``: how a model of 500 M parameters gets its weights on 4 ranks of FSDP2, side by side with what is used elsewhere: seconds, memory at the peak, bytes read and received.
+
+Every candidate starts from the same safetensors file, in fresh processes, in an order drawn anew each round; the file is in the page cache for all. Ranks are forked from a process that has
+imported everything, so that their memory is what the start takes. Where weights are held on rank 0 first, that is counted apart, as ``source``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+WORLD = 4
+WIDTH, LAYERS, WORDS = 2048, 8, 32768  # 537 M parameters; the largest tensor is the embedding, 256 MiB
+MIB = 2**20
+Way = Callable[[int, int, Path], nn.Module]  # (width, layers, file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.init", description=__doc__)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="where the file goes; by default a temporary directory")
+    parser.add_argument("--only", default="", help="candidates whose name has this in it")
+    options = parser.parse_args()
+    results = run(options.width, options.layers, options.rounds, options.folder, options.only)
+    print("\n".join(lines(results)))
+    for what, measured, bar, met in bars(results):
+        print(f"{what}: {measured:.3g}, asked {bar:g}: {'yes' if met else 'NO'}")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.mix(self.norm(hidden)).chunk(3, -1)
+        hidden = hidden + self.out(a * b.sigmoid() + c)
+        mixed: torch.Tensor = hidden + self.down(self.up(hidden).relu())
+        return mixed
+
+
+def build(width: int, layers: int) -> nn.Sequential:
+    words = WORDS * width // WIDTH
+    return nn.Sequential(nn.Embedding(words, width), *(Block(width) for _ in range(layers)), nn.Linear(width, words, bias=False))
+
+
+def shard(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for unit in model.children():
+        fully_shard(unit, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+# ---- the candidates
+
+
+def shardow_file(width: int, layers: int, path: Path) -> nn.Module:
+    import shardow
+
+    with shardow.meta_init():
+        model = build(width, layers)
+    shard(model)
+    shardow.materialize(model, path)
+    return model
+
+
+def shardow_first_rank(width: int, layers: int, path: Path) -> nn.Module:
+    import shardow
+
+    with shardow.meta_init():
+        model = build(width, layers)
+    shard(model)
+    shardow.materialize(model, first_rank_loads(path))
+    return model
+
+
+def set_model_state_dict(width: int, layers: int, path: Path) -> nn.Module:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model = on_meta(width, layers)
+    shard(model)
+    model.to_empty(device="cpu")
+    set_model_state_dict(
+        model, first_rank_loads(path) or {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+    )
+    return model
+
+
+def accelerate(width: int, layers: int, path: Path) -> nn.Module:
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
+    class Accelerator:  # all that it asks of one
+        is_main_process = dist.get_rank() == 0
+
+    model = on_meta(width, layers)
+    shard(model)
+    fsdp2_load_full_state_dict(Accelerator(), model, first_rank_loads(path) or {})
+    return model
+
+
+def everybody_loads(width: int, layers: int, path: Path) -> nn.Module:
+    from safetensors.torch import load_file
+
+    model = on_meta(width, layers).to_empty(device="cpu")
+    model.load_state_dict(load_file(path))
+    return shard(model)
+
+
+def everybody_maps(width: int, layers: int, path: Path) -> nn.Module:
+    """The whole model mapped into each rank, whose own part alone is touched; the file's tensors become the parameters."""
+    from safetensors.torch import load_file
+
+    model = on_meta(width, layers)
+    model.load_state_dict(load_file(path), assign=True)
+    return shard(model)
+
+
+def on_meta(width: int, layers: int) -> nn.Module:
+    with torch.device("meta"):
+        return build(width, layers)
+
+
+def first_rank_loads(path: Path) -> dict[str, torch.Tensor] | None:
+    """Mapped, as load_file() gives it: pages count where they are touched."""
+    from safetensors.torch import load_file
+
+    if dist.get_rank() != 0:
+        return None
+    source = load_file(path)
+    _source.append(sum(tensor.nbytes for tensor in source.values()))
+    return source
+
+
+_source: list[int] = []
+
+WAYS: dict[str, Way] = {
+    "shardow: every rank reads its own": shardow_file,
+    "every rank loads the whole": everybody_loads,
+    "every rank maps the whole": everybody_maps,
+    "shardow: from rank 0": shardow_first_rank,
+    "set_model_state_dict, broadcast_from_rank0": set_model_state_dict,
+    "accelerate, fsdp2_load_full_state_dict": accelerate,
+}
+
+
+# ---- measuring
+
+
+@dataclass
+class Results:
+    elements: int
+    largest: int  # bytes of a tensor
+    samples: dict[str, list[list[dict[str, float]]]] = field(default_factory=dict)  # by candidate, round and rank
+
+    def seconds(self, name: str) -> list[float]:
+        """By round, of the slowest rank."""
+        return [max(rank["seconds"] for rank in one) for one in self.samples[name]]
+
+    def most(self, name: str, kind: str, ranks: slice = slice(None)) -> float:
+        """Of the rank that has most, in its worst round."""
+        return max(rank[kind] for one in self.samples[name] for rank in one[ranks])
+
+
+def run(width: int, layers: int, rounds: int, folder: Path | None = None, only: str = "") -> Results:
+    model = on_meta(width, layers)
+    results = Results(sum(p.numel() for p in model.parameters()), max(p.nbytes for p in model.parameters()))
+    names, order = [name for name in WAYS if only in name], random.Random(0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.preload"])
+    with tempfile.TemporaryDirectory(dir=folder) as path:
+        file = Path(path) / "model.safetensors"
+        _write(width, layers, file)
+        for _ in range(rounds):
+            for name in order.sample(names, len(names)):
+                results.samples.setdefault(name, []).append(_one_start(context, name, width, layers, file))
+    return results
+
+
+def _write(width: int, layers: int, path: Path) -> None:
+    import shardow
+
+    torch.manual_seed(0)
+    model = on_meta(width, layers).to_empty(device="cpu")
+    for i, p in enumerate(model.parameters()):
+        p.data.view(-1)[:] = torch.arange(p.numel(), dtype=torch.float32).mul_(1e-3).add_(i)
+    shardow.save(model, path)
+
+
+def _one_start(context: Any, name: str, width: int, layers: int, file: Path) -> list[dict[str, float]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    queue = context.Queue()
+    processes = [context.Process(target=_rank_main, args=(rank, port, name, width, layers, file, queue)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    found = sorted((queue.get(timeout=600) for _ in processes), key=lambda one: float(one["rank"]))
+    for process in processes:
+        process.join()
+    del store
+    if any(not one["right"] for one in found):
+        sys.exit(f"{name}: weights are not those of the file")
+    return found
+
+
+def _rank_main(rank: int, port: int, name: str, width: int, layers: int, file: Path, queue: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD)
+    sample = measured(lambda: WAYS[name](width, layers, file))
+    queue.put({"rank": rank, **sample})
+    queue.close()
+    queue.join_thread()
+    dist.barrier()
+    os._exit(0)  # a process group that ends takes its time
+
+
+def measured(start: Callable[[], nn.Module]) -> dict[str, float]:
+    """Until all ranks have their weights."""
+    dist.all_reduce(torch.zeros(1))
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    resident, read, received = _status("VmRSS"), _read(), _received()
+    began = time.perf_counter()
+    model = start()
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    return {
+        "seconds": seconds,
+        "memory": (_status("VmHWM") - resident) * 1024,
+        "source": sum(_source),
+        "own": sum(_local(p).nbytes for p in model.parameters()),
+        "read": _read() - read,
+        "received": _received() - received,
+        "right": all(map(_is_right, range(10**9), model.parameters())),
+    }
+
+
+def _is_right(i: int, param: torch.Tensor) -> bool:
+    assert isinstance(param, DTensor)
+    local = param.to_local().view(-1)
+    begin = dist.get_rank() * -(-param.shape[0] // WORLD) * (param.numel() // param.shape[0])
+    return bool(torch.equal(local[-1000:], torch.arange(begin, begin + local.numel(), dtype=torch.float32)[-1000:].mul_(1e-3).add_(i)))
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _read() -> int:
+    return next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
+
+
+def _status(name: str) -> int:
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+
+def _received() -> int:
+    """Bytes that this process's TCP connections have received, by the kernel's count."""
+    total = 0
+    for handle in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{handle}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(handle))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                        total += struct.unpack_from("Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 128)[0]
+    return total
+
+
+# ---- the tables
+
+
+def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+    """What is asked of a start: (what, measured, bar, met)."""
+    own = results.elements * 4 / WORLD
+    file, first = "shardow: every rank reads its own", "shardow: from rank 0"
+    found = [
+        ("init from a file: MiB of memory beyond the own shard", (results.most(file, "memory") - own) / MIB, 64),
+        ("init from a file: bytes read, of the own ones", results.most(file, "read") / own, 1.02),
+        ("init from rank 0: MiB of memory beyond the own shard, others", (results.most(first, "memory", slice(1, None)) - own) / MIB, 64),
+        (
+            "init from rank 0: MiB beyond own shard and source, rank 0",
+            (results.most(first, "memory", slice(1)) - own - results.most(first, "source")) / MIB,
+            64 + results.largest / MIB,
+        ),
+        ("init from rank 0: bytes received, of the own ones", results.most(first, "received") / own, 1.02),
+    ]
+    for ours, rivals in ((file, ("every rank loads", "every rank maps")), (first, ("set_model", "accelerate"))):
+        for name in results.samples:
+            if name.startswith(rivals):
+                ratios = [a / b for a, b in zip(results.seconds(ours), results.seconds(name), strict=True)]
+                found.append((f"{ours}: times as long as {name}", statistics.median(ratios), 1.0))
+    return [(f"{what} (at most)", measured, bar, measured <= bar) for what, measured, bar in found]
+
+
+def lines(results: Results) -> list[str]:
+    rounds = len(next(iter(results.samples.values())))
+    found = [
+        f"{results.elements / 1e6:.0f} M parameters on {WORLD} ranks, {rounds} rounds; a shard is {results.elements * 4 / WORLD / MIB:.0f} MiB; "
+        "of the rank that has most: memory at the peak above what it had, bytes read (by /proc/self/io) and received (by the kernel's count of its connections)",
+        "",
+        "| | seconds, median (range) | MiB on rank 0 | MiB on others | MiB read | MiB received |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in results.samples:
+        seconds = results.seconds(name)
+        memory = [results.most(name, "memory", part) / MIB for part in (slice(1), slice(1, None))]
+        amounts = [*memory, *(results.most(name, kind) / MIB for kind in ("read", "received"))]
+        found.append(
+            f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | "
+            f"{' | '.join(f'{amount:.0f}' for amount in amounts)} |"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""What ranks of benchmarks have imported before they are forked: imports are not what is measured."""
+
+import accelerate.utils.fsdp_utils  # noqa: F401
+import safetensors.torch  # noqa: F401
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp  # noqa: F401
+
+import shardow.meta  # noqa: F401

@@ -1,0 +1,105 @@
+"""Values by initialisation: module by module, whole, on the CPU, from one random stream; each rank keeps its slices, so that values are the same at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow._fill import Job
+from shardow._gather import Part, take
+from shardow._options import invalid
+from shardow.torch.names import join, walk, wrapped_child
+
+Init = Callable[[nn.Module], object]
+Own = dict[str, Part]  # a module's parameters and persistent buffers by their keys, tied ones too
+
+
+def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[str, Any]:
+    """Fills what is wanted. Modules come in the order of named_modules(), once each, as in a loop over them; of a tied tensor the last module's values stay."""
+
+    def fill() -> None:
+        modules = _modules(job, model, init is None)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            for name, module, own in modules:
+                _init_one(name, module, own, job, init or (lambda one: one.reset_parameters()))  # type: ignore[operator]
+
+    job.team.agree(job.what, fill)
+    return {"missing": [], "unexpected": [], "kept": [part.name for part in job.held.parts if part.name not in job.wanted]}
+
+
+def _modules(job: Job, model: nn.Module, by_reset: bool) -> list[tuple[str, nn.Module, Own]]:
+    """Those with tensors of their own of which one is wanted."""
+    known = {alias: part for part in job.held.parts for alias in job.held.names[part.name]}
+    by_module: dict[str, Own] = {}
+    for alias, part in known.items():
+        module_name, _, key = alias.rpartition(".")
+        by_module.setdefault(module_name, {})[key] = part
+    found: dict[int, tuple[str, nn.Module, Own]] = {}
+    for name, module in walk(model):
+        own = by_module.get(name, {})
+        if wrapped_child(module) is None and any(part.name in job.wanted for part in own.values()):
+            found.setdefault(id(module), (name, module, own))
+    lacking = [
+        f"{name or 'the model'} ({type(module).__name__})" for name, module, _ in found.values() if not hasattr(module, "reset_parameters")
+    ]
+    if by_reset and lacking:
+        raise invalid(
+            f"materialize(): no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a module as source"
+        )
+    return list(found.values())
+
+
+def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> None:
+    with _StandIns(module, own) as values:
+        init(module)
+        for key, part in own.items():
+            value = values.now(key)
+            if part.name not in job.wanted:
+                continue
+            if value is None or tuple(value.shape) != tuple(part.region.shape):
+                shape = None if value is None else list(value.shape)
+                raise invalid(
+                    f"materialize(): the initialisation of '{join(name, key)}' left it with shape {shape}, not {list(part.region.shape)}"
+                )
+            take(value.detach(), part.region, part.flat)
+
+
+class _StandIns:
+    """While it lasts, a module's own tensors are whole, without values, on the CPU, whatever shards or views of flat shards were in their place."""
+
+    def __init__(self, module: nn.Module, own: Own) -> None:
+        self._module, self._own = module, own
+        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def __enter__(self) -> _StandIns:
+        module = self._module
+        for tensors in (module.__dict__, module._parameters, module._buffers):
+            self._kept.append((tensors, dict(tensors)))
+        for key, part in self._own.items():
+            before = module._parameters.get(key)
+            whole = torch.empty(tuple(part.region.shape), dtype=part.flat.dtype)
+            module.__dict__.pop(key, None)  # FSDP1 without use_orig_params leaves a plain attribute there
+            if key in module._buffers:
+                module._buffers[key] = whole
+            else:
+                floating = whole.is_floating_point() or whole.is_complex()
+                module._parameters[key] = nn.Parameter(whole, requires_grad=floating and (before is None or before.requires_grad))
+        return self
+
+    def now(self, key: str) -> torch.Tensor | None:
+        """What the initialisation has left there; it may have put another object in its place."""
+        found = self._module._buffers.get(key) if key in self._module._buffers else self._module._parameters.get(key)
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        for tensors, before in self._kept[1:]:
+            tensors.clear()
+            tensors.update(before)
+        attributes, before = self._kept[0]
+        for key in self._own:
+            if key in before:
+                attributes[key] = before[key]

@@ -1,0 +1,84 @@
+"""Which tensor of a source is which of a model's: as it is called, under a tied tensor's other names, and without what wrappers, DDP and PEFT put into names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardow._held import Held
+from shardow._options import invalid
+from shardow.torch.names import clean_file_key
+
+Form = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
+
+
+def matched(held: Held, available: Collection[str], where: str = "the file") -> dict[str, str]:
+    """{name here: key there}, of those that have a counterpart. Raises where there are several."""
+    cleaned: dict[str, list[str]] = defaultdict(list)
+    for key in available:
+        cleaned[clean_file_key(key)].append(key)
+    there = set(available)
+    found = {}
+    for part in held.parts:
+        names = held.names[part.name]
+        exact = next((name for name in names if name in there), None)
+        alike = [key for name in names for key in cleaned.get(clean_file_key(name), [])]
+        if exact is None and len(set(alike)) > 1:
+            raise invalid(f"'{part.name}' could be any of {', '.join(map(repr, sorted(set(alike))))} in {where}; rename the keys there")
+        if exact is not None or alike:
+            found[part.name] = exact or alike[0]
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    keys: dict[str, str]  # {name here: key there}
+    missing: list[str]  # of those that are wanted
+    kept: list[str]  # have values, which stay
+    unexpected: list[str]
+
+    def report(self) -> dict[str, Any]:
+        return {"missing": self.missing, "unexpected": self.unexpected, "kept": self.kept}
+
+
+def compared(held: Held, wanted: Collection[str], source: Mapping[str, Form], strict: bool) -> Comparison:
+    """``wanted``: names without values. Raises with everything that does not fit; without ``strict`` only with what can't be cast or has another shape."""
+    keys = matched(held, source, "the source")
+    found = Comparison(
+        keys,
+        [part.name for part in held.parts if part.name not in keys and part.name in wanted],
+        [part.name for part in held.parts if part.name not in keys and part.name not in wanted],
+        _unexpected(held, keys, source),
+    )
+    wrong = [
+        text
+        for part in held.parts
+        if part.name in keys
+        for text in _differences(part.name, part.region.shape, part.flat.dtype, source[keys[part.name]])
+    ]
+    if strict and found.missing:
+        wrong.append(f"missing in the source: {', '.join(found.missing[:20])}")
+    if strict and found.unexpected:
+        wrong.append(f"unexpected in the source: {', '.join(found.unexpected[:20])}")
+    if wrong:
+        raise invalid(f"materialize(): the source does not fit: {'; '.join(wrong[:20])}")
+    return found
+
+
+def _unexpected(held: Held, keys: Mapping[str, str], source: Mapping[str, Form]) -> list[str]:
+    known = {clean_file_key(alias) for names in held.names.values() for alias in names}
+    used = set(keys.values())
+    return [key for key in source if key not in used and clean_file_key(key) not in known]
+
+
+def _differences(name: str, shape: tuple[int, ...], dtype: torch.dtype, there: Form) -> list[str]:
+    found = []
+    if tuple(there[0]) != tuple(shape):
+        found.append(f"'{name}' has shape {list(there[0])} in the source and {list(shape)} here")
+    if there[1] != dtype and not (there[1].is_floating_point and dtype.is_floating_point):
+        found.append(f"'{name}' is {there[1]} in the source and {dtype} here, and only floating numbers are cast")
+    return found

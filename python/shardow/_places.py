@@ -1,0 +1,92 @@
+"""Memory for what is on meta, and back: every place where a model keeps a tensor keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+
+from shardow import _core
+from shardow._options import invalid
+from shardow.torch.names import join, walk
+
+Place = tuple[nn.Module, str, str]  # (module, "_parameters" or "_buffers", key)
+_HUGE = 4 << 20  # bytes from which huge pages are worth asking for
+
+
+def places(model: nn.Module) -> dict[int, list[tuple[str, Place]]]:
+    """(clean name, place) by tensor."""
+    found: dict[int, list[tuple[str, Place]]] = {}
+    for name, module in walk(model):
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), []).append((join(name, key), (module, kind, key)))
+    return found
+
+
+def there(place: Place) -> torch.Tensor:
+    module, kind, key = place
+    found: torch.Tensor = getattr(module, kind)[key]
+    return found
+
+
+def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
+    known = [where for where in places(model).values() if there(where[0][1]).is_meta]
+    _refuse_tables(known)
+
+    def give(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        mesh = getattr(tensor, "device_mesh", None)
+        where = device or (mesh.device_type if mesh is not None else "cpu")
+        return _with_few_faults(
+            torch.empty_like(tensor, device=where, dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        )
+
+    model._apply(give)
+    return _joined(known)
+
+
+def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
+    """What had no memory has none again."""
+    ours = {id(tensor) for tensor in given}
+    known = [where for key, where in places(model).items() if key in ours]
+    model._apply(lambda tensor: tensor.to("meta") if id(tensor) in ours else tensor)
+    _joined(known)
+
+
+def names_of(model: nn.Module, tensors: Collection[torch.Tensor]) -> set[str]:
+    """All clean names of the tensors."""
+    ours = {id(tensor) for tensor in tensors}
+    return {name for key, where in places(model).items() if key in ours for name, _ in where}
+
+
+def _joined(known: list[list[tuple[str, Place]]]) -> list[torch.Tensor]:
+    """Puts the tensor of the first place into the others; torch gives each a new one."""
+    tensors = []
+    for where in known:
+        one = there(where[0][1])
+        tensors.append(one)
+        for _, (module, kind, key) in where[1:]:
+            getattr(module, kind)[key] = one
+    return tensors
+
+
+def _refuse_tables(known: list[list[tuple[str, Place]]]) -> None:
+    tables = {
+        name for where in known for name, (module, kind, key) in where if kind == "_buffers" and key in module._non_persistent_buffers_set
+    }
+    if tables:
+        raise invalid(
+            f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}; build the model under shardow.meta_init()"
+        )
+
+
+def _with_few_faults(tensor: torch.Tensor) -> torch.Tensor:
+    storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    if storage.device.type == "cpu" and storage.nbytes() >= _HUGE:
+        _core.prefer_huge_pages(storage.data_ptr(), storage.nbytes())
+    return tensor

@@ -2,7 +2,11 @@
 
 import accelerate.utils.fsdp_utils  # noqa: F401
 import safetensors.torch  # noqa: F401
+import torch
 import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp
 
+import shardow.materializing
 import shardow.meta  # noqa: F401
+
+torch.nn.Linear(1, 1, device="meta")  # imports torch's compiler

@@ -11,7 +11,7 @@ from shardow._core import Schedule
 from shardow._errors import Error
 
 if TYPE_CHECKING:
-    from shardow import schedules
+    from shardow import memory, schedules
     from shardow.checkpoint import async_save, load, save
     from shardow.ema import EMA
     from shardow.materializing import materialize
@@ -28,6 +28,7 @@ __all__ = [
     "async_save",
     "load",
     "materialize",
+    "memory",
     "meta_init",
     "save",
     "schedules",
@@ -50,8 +51,8 @@ def __getattr__(name: str) -> Any:
     """What needs torch is imported where it is first used."""
     import importlib
 
-    if name == "schedules":
-        return importlib.import_module("shardow.schedules")
+    if name in ("memory", "schedules"):
+        return importlib.import_module(f"shardow.{name}")
     if name == "open":
         return importlib.import_module("shardow.reading").open_checkpoint
     if name in _NEEDS_TORCH:

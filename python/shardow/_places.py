@@ -7,12 +7,10 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
-from shardow import _core
 from shardow._options import invalid
 from shardow.torch.names import join, walk
 
 Place = tuple[nn.Module, str, str]  # (module, "_parameters" or "_buffers", key)
-_HUGE = 4 << 20  # bytes from which huge pages are worth asking for
 
 
 def places(model: nn.Module) -> dict[int, list[tuple[str, Place]]]:
@@ -42,11 +40,13 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
             return tensor
         mesh = getattr(tensor, "device_mesh", None)
         where = device or (mesh.device_type if mesh is not None else "cpu")
-        return _with_few_faults(
-            torch.empty_like(tensor, device=where, dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
-        )
+        return torch.empty_like(tensor, device=where, dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
-    model._apply(give)
+    try:
+        model._apply(give)
+    except BaseException:  # out of memory
+        take_memory(model, [tensor for where in known if not (tensor := there(where[0][1])).is_meta])
+        raise
     return _joined(known)
 
 
@@ -83,10 +83,3 @@ def _refuse_tables(known: list[list[tuple[str, Place]]]) -> None:
         raise invalid(
             f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}; build the model under shardow.meta_init()"
         )
-
-
-def _with_few_faults(tensor: torch.Tensor) -> torch.Tensor:
-    storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-    if storage.device.type == "cpu" and storage.nbytes() >= _HUGE:
-        _core.prefer_huge_pages(storage.data_ptr(), storage.nbytes())
-    return tensor

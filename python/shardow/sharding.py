@@ -7,14 +7,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardow import _origins
-from shardow._options import invalid
+from shardow._options import invalid, seconds
+from shardow._team import Team
 from shardow.materializing import Source, materialize
 from shardow.torch.names import join, walk
+from shardow.torch.ranks import choose_group, meshes_of
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
 
@@ -29,13 +33,14 @@ def wrap(
     reshard_after_forward: bool = True,
     mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None,
     strict: bool = True,
+    group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """fully_shard() on every unit and on the model, and its weights, in one call. Collective over the mesh.
 
     Args:
         model: with weights on rank 0 at least, or on meta with a ``source``.
-        mesh: of one dimension (FSDP2), or two (HSDP).
+        mesh: of one dimension (FSDP2), or two (HSDP). What is sharded already, as experts on a mesh of their own, stays as it is.
         optimizer: made from the model's parameters; its groups, their options and its state are kept, its parameters become the sharded ones.
         units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the modules of every ModuleList and Sequential that holds several of one class.
         source: as in materialize(); by default the weights that the model has on rank 0, from which every rank is sent its slices.
@@ -43,6 +48,7 @@ def wrap(
         reshard_after_forward: as fully_shard().
         mixed_precision: torch's policy, or the dtype of parameters in forward and backward; gradients are reduced in float32 then.
         strict, timeout: as in materialize().
+        group: the mesh's ranks, where torch knows no group of them.
 
     Returns:
         (model, optimizer), the same objects.
@@ -50,36 +56,45 @@ def wrap(
     Raises:
         ValueError: no such unit, a model on meta without a source; else as materialize(). The model has no weights then.
     """
-    chosen = _chosen(model, units)
-    _check_ties(model, chosen)
-    policy = (
-        MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
-        if isinstance(mixed_precision, torch.dtype)
-        else mixed_precision
-    )
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": policy or MixedPrecisionPolicy()}
-    for module in model.modules():
-        for key, param in module._parameters.items():
-            if param is not None:
-                _origins.remember(module, key)
-    bindings = None if optimizer is None else _origins.bindings(optimizer, model)  # a foreign optimizer is refused while the model is whole
+    team = Team(choose_group([], [mesh, *meshes_of(model)], group), seconds(timeout))
     from_memory = source is None and memory_efficient_init
+    chosen, bindings, own = team.agree("wrap()", lambda: _checked(model, units, optimizer, from_memory and team.rank == 0))
     if from_memory:
-        source = _own_weights(model, first=mesh.get_rank() == int(mesh.mesh.flatten()[0]))
         _to_meta(model)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": _policy(mixed_precision)}
     for unit in chosen:
         fully_shard(unit, **options)
     fully_shard(model, **options)
     if from_memory or source is not None:
-        materialize(model, source, optimizer, strict=strict, timeout=timeout)
+        materialize(model, own if from_memory else source, optimizer, strict=strict, group=group, timeout=timeout)
     elif optimizer is not None and bindings is not None:
         _origins.bind(optimizer, bindings)
     return model, optimizer
 
 
+def _checked(
+    model: nn.Module, units: Units, optimizer: torch.optim.Optimizer | None, has_weights: bool
+) -> tuple[list[nn.Module], _origins.Bindings | None, Mapping[str, torch.Tensor] | None]:
+    """Units, where the optimizer's parameters are, and the weights that this rank gives; raises while the model is whole."""
+    chosen = _chosen(model, units)
+    _check_ties(model, chosen)
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                _origins.remember(module, key)
+    bindings = None if optimizer is None else _origins.bindings(optimizer, model)
+    return chosen, bindings, _own_weights(model) if has_weights else None
+
+
+def _policy(mixed_precision: MixedPrecisionPolicy | torch.dtype | None) -> MixedPrecisionPolicy:
+    if isinstance(mixed_precision, torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
+    return mixed_precision or MixedPrecisionPolicy()
+
+
 def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
     if units is None:
-        return _repeated(model)
+        return [module for module in _repeated(model) if not isinstance(module, FSDPModule)]
     if callable(units):
         found = [module for name, module in walk(model) if module is not model and units(name, module)]
     else:
@@ -88,7 +103,7 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
         found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
     if not found:
         raise invalid(f"wrap(): no module of the model is one of units={units!r}")
-    return found
+    return [module for module in found if not isinstance(module, FSDPModule)]
 
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
@@ -127,10 +142,9 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _own_weights(model: nn.Module, first: bool) -> Mapping[str, torch.Tensor] | None:
-    if not first:
-        return None
-    state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+def _own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """What is sharded already stays where it is."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, DTensor)}
     on_meta = [name for name, tensor in state.items() if tensor.is_meta]
     if on_meta:
         raise invalid(f"wrap(): {', '.join(on_meta[:8])} have no values on rank 0; give a source")
@@ -138,15 +152,15 @@ def _own_weights(model: nn.Module, first: bool) -> Mapping[str, torch.Tensor] | 
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Parameters and persistent buffers; tied ones stay tied."""
+    """Parameters and persistent buffers that are not sharded yet; tied ones stay tied."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
-            if param is not None:
+            if param is not None and not isinstance(param, DTensor):
                 moved.setdefault(id(param), nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
                 module._parameters[key] = moved[id(param)]  # type: ignore[assignment]
         for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
+            if buffer is not None and not isinstance(buffer, DTensor) and key not in module._non_persistent_buffers_set:
                 module._buffers[key] = moved.setdefault(id(buffer), buffer.to("meta"))
 
 

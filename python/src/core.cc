@@ -12,7 +12,6 @@ NB_MODULE(_core, m) {
   bind_average(m);
   bind_watch(m);
   bind_file(m);
-  bind_memory(m);
 }
 
 }  // namespace shardow::python

@@ -15,6 +15,5 @@ void bind_schedule(nanobind::module_& m);
 void bind_average(nanobind::module_& m);
 void bind_watch(nanobind::module_& m);
 void bind_file(nanobind::module_& m);
-void bind_memory(nanobind::module_& m);
 
 }  // namespace shardow::python

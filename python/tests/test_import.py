@@ -9,7 +9,21 @@ import pytest
 
 import shardow
 
-SURFACE = ["EMA", "Error", "Schedule", "__version__", "async_save", "load", "materialize", "meta_init", "save", "schedules", "wrap"]
+SURFACE = [
+    "EMA",
+    "Error",
+    "Schedule",
+    "__version__",
+    "async_save",
+    "load",
+    "materialize",
+    "memory",
+    "meta_init",
+    "save",
+    "schedules",
+    "to_empty",
+    "wrap",
+]
 
 
 def test_public_surface_is_frozen() -> None:

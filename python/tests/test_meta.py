@@ -206,5 +206,7 @@ def test_values_are_cast_where_memory_is_given(tmp_path: Path) -> None:
 def test_a_table_that_was_made_on_meta_is_an_error_that_names_it() -> None:
     with torch.device("meta"):
         model = Model()
-    with pytest.raises(ValueError, match=r"on meta, without values: rotary.original, rotary.table; build the model under shardow\.meta_init\(\)"):
+    with pytest.raises(
+        ValueError, match=r"on meta, without values: rotary.original, rotary.table; build the model under shardow\.meta_init\(\)"
+    ):
         shardow.materialize(model, {})

@@ -18,9 +18,12 @@ def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsd
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone. ``fsdp1``: the model's, where one was made already."""
     fsdp1 = fsdp1 or Fsdp1Adapter(model)
     groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return choose_group(groups, meshes_of(model), given, fsdp1.spans_world())
+
+
+def meshes_of(model: nn.Module) -> list[DeviceMesh]:
     tensors = (tensor for module in model.modules() for tensor in [*module._parameters.values(), *module._buffers.values()])
-    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    return choose_group(groups, meshes, given, fsdp1.spans_world())
+    return list({id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}.values())
 
 
 def choose_group(

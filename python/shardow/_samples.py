@@ -1,0 +1,111 @@
+"""A process's memory over time: what the kernel and torch's allocator say, sampled by a thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+_MOST = 4096  # samples; then every two become one
+_SHARE = 0.02  # of the time, for what is costly to ask: PSS needs a walk over all pages
+
+Series = list[tuple[float, int]]  # (seconds since the epoch, bytes)
+
+
+@dataclass
+class Samples:
+    """``resident``: of the process (RSS); ``proportional``: with what several processes share divided among them (PSS); ``device``: allocated by torch on the accelerator, empty without one.
+
+    ``before`` and ``peak``: resident bytes at the start, and the most there were, by the kernel's own count where it rose.
+    """
+
+    rank: int
+    resident: Series = field(default_factory=list)
+    proportional: Series = field(default_factory=list)
+    device: Series = field(default_factory=list)
+    marks: list[tuple[float, str]] = field(default_factory=list)
+    before: int = 0
+    peak: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Sampler:
+    """Samples this process from ``start()`` to ``stop()``."""
+
+    def __init__(self, rank: int, interval: float) -> None:
+        self.samples = Samples(rank)
+        self._interval = interval
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardow-memory", daemon=True)
+        self._page = _page_size()
+        self._next_proportional = 0.0
+
+    def start(self) -> None:
+        self._high_before = _status("VmHWM")
+        self.samples.before = self._resident()
+        self._sample(costly=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._sample(costly=True)
+        high = _status("VmHWM")
+        highest = max(amount for _, amount in self.samples.resident)
+        self.samples.peak = max(high, highest) if high > self._high_before else highest
+
+    def mark(self, what: str) -> None:
+        self.samples.marks.append((time.time(), what))
+        self._sample(costly=False)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            self._sample(costly=time.monotonic() >= self._next_proportional)
+
+    def _sample(self, costly: bool) -> None:
+        now = time.time()
+        self._add(self.samples.resident, now, self._resident())
+        device = _on_device()
+        if device is not None:
+            self._add(self.samples.device, now, device)
+        if costly:
+            began = time.monotonic()
+            self._add(self.samples.proportional, now, _proportional())
+            self._next_proportional = time.monotonic() + (time.monotonic() - began) / _SHARE
+
+    def _add(self, series: Series, now: float, amount: int) -> None:
+        series.append((now, amount))
+        if len(series) > _MOST:  # the highest of two: a peak is what one looks for
+            series[:] = [max(pair, key=lambda one: one[1]) for pair in zip(series[::2], series[1::2], strict=False)]
+            self._interval *= 2
+
+    def _resident(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * self._page
+
+
+def _page_size() -> int:
+    import resource
+
+    return resource.getpagesize()
+
+
+def _status(name: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+
+def _proportional() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _on_device() -> int | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.memory_allocated())

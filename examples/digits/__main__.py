@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: Options, command: str) -> int:
-    from examples.digits import report, text, train
+    from examples.digits import report, starts, text, train
 
     begin = time.monotonic()
     how = f"{text.ranks(options.ranks)}, {options.shard}, averages of decay {' and '.join(map(str, options.decays))}"
@@ -47,6 +47,9 @@ def _run(options: Options, command: str) -> int:
     run = _gathered(options, command, trained, resumed)
     equal = text.is_equal(run)
     print(f"  averages after the resume: {'bit for bit those that were saved' if equal else 'NOT those that were saved'}")
+    print("A larger model is started twice, whole on every rank and without memory:")
+    run["starts"] = starts.compare(options)
+    print(f"  {text.starts(run)}")
     run["seconds"] = time.monotonic() - begin
     page = report.write(run, options.out)
     _summary(run, page)

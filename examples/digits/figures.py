@@ -7,6 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+import shardow
+
 from .averages import RAW, name_of
 from .measure import FOREACH, SHARDOW, SOURCES
 from .options import Options
@@ -100,6 +102,13 @@ def memory(run: Run, theme: Theme) -> Figure:
     axes.set_ylim(0, 1.25 * full)
     legend(axes, theme, loc="upper left", ncols=2, columnspacing=1.2, handlelength=1.2)
     return figure
+
+
+def start(run: Run, theme: Theme) -> Figure:
+    """The memory of every rank while a larger model gets its weights, both ways."""
+    colours = shardow.memory.Colours(theme.ground, theme.ink, theme.faint, theme.grid, theme.raw, theme.averages[0])
+    timelines = {name: shardow.memory.Timeline(ranks) for name, ranks in run["starts"]["timelines"].items()}
+    return shardow.memory.figure(timelines, colours)
 
 
 def update_time(run: Run, theme: Theme) -> Figure:

@@ -45,6 +45,8 @@ def compose(run: Run, pictures: dict[str, dict[str, bytes]]) -> str:
     return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(
         {name: shown[name] for name in ("frechet", "distance", "loss", "decay", "memory", "update_time")},
         samples=grids,
+        start=figure("start", pictures["start"], captions["start"], "wide"),
+        start_text=text.start(),
         growth=figure("growth", pictures["growth"], captions["growth"], "wide"),
         intro=text.intro(run),
         tiles="".join(tile(*each) for each in text.tiles(run)),
@@ -94,6 +96,10 @@ def numbers(run: Run) -> dict[str, Any]:
         "seconds": run["seconds"],
         "train": _plain(run["train"]),
         "resume": _plain(run["resume"]),
+        "starts": {
+            "parameters": run["starts"]["parameters"],
+            "above": {name: [one.peak - one.before for one in ranks] for name, ranks in run["starts"]["timelines"].items()},
+        },
     }
 
 

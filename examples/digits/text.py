@@ -107,6 +107,10 @@ def captions(run: Run) -> dict[str, str]:
             "ranks, so the curve goes on after the resume where it stood."
         ),
         "memory": _memory_caption(run),
+        "start": (
+            "<strong>Memory of every rank while a model starts</strong>, by <code>shardow.memory.timeline()</code>, above what the process had before. "
+            f"{starts(run)}."
+        ),
         "update_time": _update_caption(run),
     }
 
@@ -189,6 +193,23 @@ def resume(run: Run) -> str:
         f"(<code>ema.save()</code>, {files['averages']}) and for inference (<code>ema.export()</code>, {files['exported']}). "
         f"Then {ranks(options.resume_ranks)} in fresh processes, whose model began from other weights, loaded both and trained "
         f"{options.resume_steps} steps more. The table compares SHA-256 over the names, shapes and bytes of the full averages, shortened."
+    )
+
+
+def start() -> str:
+    return (
+        "A model of the same kind, but larger, gets its weights from a file and is sharded by FSDP2. Once every rank builds and loads it whole, and then keeps its part; "
+        "once it is built under <code>shardow.meta_init()</code>, sharded while it has no memory, and filled by <code>shardow.load()</code>, each rank reading its own bytes."
+    )
+
+
+def starts(run: Run) -> str:
+    found = run["starts"]
+    most = {name: max(one.peak - one.before for one in ranks) for name, ranks in found["timelines"].items()}
+    took = {name: max(one.resident[-1][0] - one.resident[0][0] for one in ranks) for name, ranks in found["timelines"].items()}
+    each = "; ".join(f"{name}, {most[name] / 2**20:.0f} MiB at most, {took[name]:.1f} s" for name in most)
+    return (
+        f"{found['parameters'] / 1e6:.1f} M parameters, {4 * found['parameters'] / 2**20:.0f} MiB, on {ranks(run['options'].ranks)}: {each}"
     )
 
 

@@ -43,11 +43,12 @@ def figure_of(timelines: Mapping[str, Sequence[Samples]], colours: Colours, widt
             panel = axes[row][column]
             _dress(panel, colours, f"{what}, {unit}" if column == 0 else "")
             _lines(panel, ranks, series_of, scale, colours)
+            panel.set_ylim(0, most / scale * 1.06)
             if row == 0:
-                panel.set_title(title, color=colours.ink, fontsize=10, loc="left")
-    legend = axes[0][0].legend(frameon=False, fontsize=9, loc="upper left")
-    for text in legend.get_texts():
-        text.set_color(colours.ink)
+                highest = max(one.peak - one.before for one in ranks)
+                panel.set_title(f"{title}\nat most {highest / scale:.2f} {unit}", color=colours.ink, fontsize=10, loc="left")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink)
     return figure
 
 
@@ -79,7 +80,6 @@ def _dress(panel: Axes, colours: Colours, y: str) -> None:
     panel.set_facecolor(colours.ground)
     panel.set_xlabel("seconds", color=colours.faint)
     panel.set_ylabel(y, color=colours.faint)
-    panel.set_ylim(bottom=0)
     panel.tick_params(which="both", colors=colours.faint, length=0)
     panel.grid(axis="y", color=colours.grid, linewidth=0.8)
     panel.set_axisbelow(True)

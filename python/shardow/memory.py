@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardow import _errors
+from shardow._drawing import Colours, figure_of
 from shardow._samples import Sampler, Samples
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from matplotlib.figure import Figure
 
     from shardow._team import Team
 
@@ -79,10 +81,13 @@ def timeline(
 def draw(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     """Timelines side by side, by their titles, with one scale: each rank's resident memory above what it had at the start, and its device's memory where there is one. Needs matplotlib; the
     suffix of ``path`` is the format."""
-    from shardow._drawing import Colours, figure_of
-
     colours = Colours()
-    figure_of({title: one.ranks for title, one in timelines.items()}, colours).savefig(path, dpi=160, facecolor=colours.ground)
+    figure(timelines, colours).savefig(path, dpi=160, facecolor=colours.ground)
+
+
+def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) -> Figure:
+    """The matplotlib figure that draw() writes, for reports with colours of their own."""
+    return figure_of({title: one.ranks for title, one in timelines.items()}, colours or Colours())
 
 
 def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) -> Team | None:
@@ -95,4 +100,4 @@ def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) ->
     return Team(group or torch.distributed.group.WORLD, seconds(timeout))
 
 
-__all__ = ["Timeline", "draw", "timeline"]
+__all__ = ["Colours", "Timeline", "draw", "figure", "timeline"]

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from benchmarks import files, machine, report, startup
+from benchmarks import files, init, machine, report, startup
 from benchmarks.cases import Case, all_cases
 from benchmarks.measure import Timing, interleaved
 from benchmarks.peers import Candidate, candidates, limit
@@ -28,10 +28,14 @@ def main() -> None:
     started = start_up(all_cases(options.quick)[-1], 3 if options.quick else 15)
     saved = files.run(0.01 if options.quick else 1.0, 1 if options.quick else 5)
     print("\n".join(files.lines(saved)))
-    bars = report.bars(results, started) + files.bars(saved)
+    begun = (
+        init.run(64, 2, 1) if options.quick else init.run(init.WIDTH, init.LAYERS, 5, picture=report.PAGE.parent / "pictures" / "init.png")
+    )
+    print("\n".join(init.lines(begun)))
+    bars = report.bars(results, started) + files.bars(saved) + init.bars(begun)
     report.print_bars(bars)
     if options.write:
-        report.write(machine.facts(), results, notes, started, files.lines(saved), bars)
+        report.write(machine.facts(), results, notes, started, [*files.lines(saved), "", *init.lines(begun)], bars)
 
 
 def run(case: Case, rounds: int, notes: dict[str, str]) -> dict[str, Timing]:

@@ -42,8 +42,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where the file goes; by default a temporary directory")
     parser.add_argument("--only", default="", help="candidates whose name has this in it")
+    parser.add_argument("--picture", type=Path, default=None, help="where a picture of memory over time goes, from a round of its own")
     options = parser.parse_args()
-    results = run(options.width, options.layers, options.rounds, options.folder, options.only)
+    results = run(options.width, options.layers, options.rounds, options.folder, options.only, options.picture)
     print("\n".join(lines(results)))
     for what, measured, bar, met in bars(results):
         print(f"{what}: {measured:.3g}, asked {bar:g}: {'yes' if met else 'NO'}")
@@ -167,7 +168,7 @@ WAYS: dict[str, Way] = {
     "set_model_state_dict, broadcast_from_rank0": set_model_state_dict,
     "accelerate, fsdp2_load_full_state_dict": accelerate,
 }
-
+DRAWN = [*list(WAYS)[1::-1], *list(WAYS)[4:2:-1]]
 
 # ---- measuring
 
@@ -176,18 +177,18 @@ WAYS: dict[str, Way] = {
 class Results:
     elements: int
     largest: int  # bytes of a tensor
-    samples: dict[str, list[list[dict[str, float]]]] = field(default_factory=dict)  # by candidate, round and rank
+    samples: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)  # by candidate, round and rank
 
     def seconds(self, name: str) -> list[float]:
         """By round, of the slowest rank."""
-        return [max(rank["seconds"] for rank in one) for one in self.samples[name]]
+        return [max(float(rank["seconds"]) for rank in one) for one in self.samples[name]]
 
     def most(self, name: str, kind: str, ranks: slice = slice(None)) -> float:
         """Of the rank that has most, in its worst round."""
-        return max(rank[kind] for one in self.samples[name] for rank in one[ranks])
+        return max(float(rank[kind]) for one in self.samples[name] for rank in one[ranks])
 
 
-def run(width: int, layers: int, rounds: int, folder: Path | None = None, only: str = "") -> Results:
+def run(width: int, layers: int, rounds: int, folder: Path | None = None, only: str = "", picture: Path | None = None) -> Results:
     model = on_meta(width, layers)
     results = Results(sum(p.numel() for p in model.parameters()), max(p.nbytes for p in model.parameters()))
     names, order = [name for name in WAYS if only in name], random.Random(0)
@@ -199,7 +200,16 @@ def run(width: int, layers: int, rounds: int, folder: Path | None = None, only: 
         for _ in range(rounds):
             for name in order.sample(names, len(names)):
                 results.samples.setdefault(name, []).append(_one_start(context, name, width, layers, file))
+        if picture is not None:
+            _draw(picture, {name: _one_start(context, name, width, layers, file, sampled=True) for name in names})
     return results
+
+
+def _draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
+    import shardow
+
+    titles = {name: name.replace(", ", ",\n").removeprefix("shardow: ") for name in DRAWN if name in found}
+    shardow.memory.draw({titles[name]: shardow.memory.Timeline(found[name][0]["timeline"]) for name in titles}, path)
 
 
 def _write(width: int, layers: int, path: Path) -> None:
@@ -212,12 +222,12 @@ def _write(width: int, layers: int, path: Path) -> None:
     shardow.save(model, path)
 
 
-def _one_start(context: Any, name: str, width: int, layers: int, file: Path) -> list[dict[str, float]]:
+def _one_start(context: Any, name: str, width: int, layers: int, file: Path, sampled: bool = False) -> list[dict[str, Any]]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     queue = context.Queue()
-    processes = [context.Process(target=_rank_main, args=(rank, port, name, width, layers, file, queue)) for rank in range(WORLD)]
+    processes = [context.Process(target=_rank_main, args=(rank, port, name, width, layers, file, queue, sampled)) for rank in range(WORLD)]
     for process in processes:
         process.start()
     found = sorted((queue.get(timeout=600) for _ in processes), key=lambda one: float(one["rank"]))
@@ -229,10 +239,10 @@ def _one_start(context: Any, name: str, width: int, layers: int, file: Path) -> 
     return found
 
 
-def _rank_main(rank: int, port: int, name: str, width: int, layers: int, file: Path, queue: Any) -> None:
+def _rank_main(rank: int, port: int, name: str, width: int, layers: int, file: Path, queue: Any, sampled: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD)
-    sample = measured(lambda: WAYS[name](width, layers, file))
+    sample = measured(lambda: WAYS[name](width, layers, file), sampled)
     queue.put({"rank": rank, **sample})
     queue.close()
     queue.join_thread()
@@ -240,15 +250,18 @@ def _rank_main(rank: int, port: int, name: str, width: int, layers: int, file: P
     os._exit(0)  # a process group that ends takes its time
 
 
-def measured(start: Callable[[], nn.Module]) -> dict[str, float]:
-    """Until all ranks have their weights."""
+def measured(start: Callable[[], nn.Module], sampled: bool) -> dict[str, Any]:
+    """Until all ranks have their weights. ``sampled``: with a timeline, which takes some of the time."""
+    import shardow
+
     dist.all_reduce(torch.zeros(1))
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     resident, read, received = _status("VmRSS"), _read(), _received()
     began = time.perf_counter()
-    model = start()
-    dist.barrier()
+    with shardow.memory.timeline() if sampled else contextlib.nullcontext() as timeline:
+        model = start()
+        dist.barrier()
     seconds = time.perf_counter() - began
     return {
         "seconds": seconds,
@@ -257,6 +270,7 @@ def measured(start: Callable[[], nn.Module]) -> dict[str, float]:
         "own": sum(_local(p).nbytes for p in model.parameters()),
         "read": _read() - read,
         "received": _received() - received,
+        "timeline": timeline.ranks if timeline is not None else None,
         "right": all(map(_is_right, range(10**9), model.parameters())),
     }
 

@@ -7,6 +7,9 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 
 import shardow.materializing
-import shardow.meta  # noqa: F401
+import shardow.meta
 
-torch.nn.Linear(1, 1, device="meta")  # imports torch's compiler
+with torch.device("meta"):  # imports torch's compiler
+    torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 2))
+with shardow.meta.meta_init():
+    torch.nn.Linear(2, 2)

@@ -32,6 +32,14 @@ def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
         "times AveragedModel",
         "import shardow",
         "beyond the copy",
+        "init from a file: MiB",
+        "init from a file: bytes read",
+        "init from rank 0: MiB",
+        "init from rank 0: bytes received",
+        "as long as every rank loads the whole",
+        "as long as every rank maps the whole",
+        "as long as accelerate",
+        "as long as set_model_state_dict",
     ):
         assert bar in done.stdout
     assert (ROOT / "docs" / "performance.md").read_bytes() == performance

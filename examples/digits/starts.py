@@ -58,7 +58,6 @@ def whole(options: Options, path: Path) -> Any:
         model = _large(options)
         timeline.mark("built")
         model.load_state_dict(load_file(path))
-        timeline.mark("loaded")
         model = shard.wrap(model, "fsdp2")
     del model
     return timeline.ranks

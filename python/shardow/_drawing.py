@@ -46,7 +46,9 @@ def figure_of(timelines: Mapping[str, Sequence[Samples]], colours: Colours, widt
             panel.set_ylim(0, most / scale * 1.06)
             if row == 0:
                 highest = max(one.peak - one.before for one in ranks)
-                panel.set_title(f"{title}\nat most {highest / scale:.2f} {unit}", color=colours.ink, fontsize=10, loc="left")
+                panel.set_title(
+                    f"{title}\nat most {highest / scale:.{2 if scale == 2**30 else 0}f} {unit}", color=colours.ink, fontsize=10, loc="left"
+                )
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink)
     return figure
@@ -59,7 +61,7 @@ def _above(one: Samples) -> Series:
 def _lines(panel: Axes, ranks: Sequence[Samples], series_of: Any, scale: int, colours: Colours) -> None:
     start = min(one.resident[0][0] for one in ranks)
     for one in sorted(ranks, key=lambda one: -one.rank):  # rank 0 on top
-        label = {0: "rank 0", len(ranks) - 1: "other ranks"}.get(one.rank) if len(ranks) > 1 else None
+        label = {0: "rank 0", len(ranks) - 1: "other ranks" if len(ranks) > 2 else "rank 1"}.get(one.rank) if len(ranks) > 1 else None
         points = series_of(one)
         panel.plot(
             [at - start for at, _ in points],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardow
 
@@ -27,8 +31,17 @@ def test_there_are_examples() -> None:
     assert any(name.startswith("README") for name, _ in examples())
 
 
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    gc.collect()
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(("name", "code"), examples(), ids=[name for name, _ in examples()])
-def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -38,6 +51,7 @@ def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.
         "torch": torch,
         "model": model,
         "optimizer": optimizer,
+        "mesh": mesh,
         "evaluate": lambda m: m(torch.ones(8)),
     }
     exec(compile(code.replace("...", "pass"), name, "exec"), space)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardow._gather import take
 from shardow._options import invalid
+from shardow.torch.regions import region_of
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,26 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
 
 
 def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
-    """Puts the model's parameters into the groups; state goes with its parameter."""
+    """Puts the model's parameters into the groups; state goes with its parameter, and is sharded as it is."""
     for group, where in zip(optimizer.param_groups, places, strict=True):
         now = [module._parameters[key] for module, key in where]
         for old, new in zip(group["params"], now, strict=True):
             if new is not None and old is not new and old in optimizer.state:
-                optimizer.state[new] = optimizer.state.pop(old)
+                optimizer.state[new] = {key: _sharded_as(new, value) for key, value in optimizer.state.pop(old).items()}
         group["params"] = now
+
+
+def _sharded_as(param: torch.Tensor, value: Any) -> Any:
+    """This rank's part of a state tensor (a momentum) of the whole parameter; everything else as it is."""
+    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != param.shape:
+        return value
+    if not value.ndim:  # a step, of a parameter that is a number as well
+        return value
+    local = torch.empty_like(param._local_tensor, dtype=value.dtype)
+    flat = torch.empty(local.numel(), dtype=value.dtype, device=value.device)
+    take(value, region_of("a state of the optimizer", param), flat)
+    local.copy_(flat.view(local.shape))
+    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def _remembered(param: torch.Tensor) -> tuple[nn.Module, str] | None:

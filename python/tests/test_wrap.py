@@ -62,6 +62,22 @@ def test_training_is_that_of_a_model_which_every_rank_had(kind: str, world: int,
     assert ranks.run(world, wrapped, kind, efficient) == [True] * world
 
 
+def trained_before(_: object) -> bool:
+    torch.manual_seed(1)
+    plain, model = test_meta.Model(), test_meta.Model()
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (plain, model)]
+    train(plain, optimizers[0])
+    train(model, optimizers[1])
+    wrap(model, mesh_of("fsdp2"), optimizers[1])
+    return all(torch.equal(a, b) for a, b in zip(train(model, optimizers[1]), train(plain, optimizers[0]), strict=True))
+
+
+def test_an_optimizer_that_has_stepped_goes_on_with_its_state() -> None:
+    """Both ranks have the same batch, so that the mean of their gradients is each one's."""
+    assert ranks.run(2, trained_before, None) == [True, True]
+
+
 def meta_and_units(path: str) -> list[str]:
     mesh = mesh_of("fsdp2")
     told = []

@@ -46,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     results = run(options.width, options.layers, options.rounds, options.folder, options.only, options.picture)
     print("\n".join(lines(results)))
-    for what, measured, bar, met in bars(results):
+    for what, measured, bar, met in bars(results) if not options.only else ():
         print(f"{what}: {measured:.3g}, asked {bar:g}: {'yes' if met else 'NO'}")
 
 
@@ -98,6 +98,17 @@ def shardow_first_rank(width: int, layers: int, path: Path) -> nn.Module:
         model = build(width, layers)
     shard(model)
     shardow.materialize(model, first_rank_loads(path))
+    return model
+
+
+def shardow_per_module(width: int, layers: int, path: Path) -> nn.Module:
+    """From no file: each module's reset_parameters(), whole, on every rank."""
+    import shardow
+
+    with shardow.meta_init():
+        model = build(width, layers)
+    shard(model)
+    shardow.materialize(model)
     return model
 
 
@@ -168,6 +179,7 @@ WAYS: dict[str, Way] = {
     "set_model_state_dict, broadcast_from_rank0": set_model_state_dict,
     "accelerate, fsdp2_load_full_state_dict": accelerate,
 }
+RARE: dict[str, Way] = {"shardow: by initialisation, module by module": shardow_per_module}  # nobody to compare with: once is enough
 DRAWN = [*list(WAYS)[1::-1], *list(WAYS)[4:2:-1]]
 
 # ---- measuring
@@ -200,6 +212,8 @@ def run(width: int, layers: int, rounds: int, folder: Path | None = None, only: 
         for _ in range(rounds):
             for name in order.sample(names, len(names)):
                 results.samples.setdefault(name, []).append(_one_start(context, name, width, layers, file))
+        for name in RARE if not only else ():
+            results.samples[name] = [_one_start(context, name, width, layers, file)]
         if picture is not None:
             _draw(picture, {name: _one_start(context, name, width, layers, file, sampled=True) for name in names})
     return results
@@ -234,7 +248,7 @@ def _one_start(context: Any, name: str, width: int, layers: int, file: Path, sam
     for process in processes:
         process.join()
     del store
-    if any(not one["right"] for one in found):
+    if name not in RARE and any(not one["right"] for one in found):
         sys.exit(f"{name}: weights are not those of the file")
     return found
 
@@ -242,7 +256,7 @@ def _one_start(context: Any, name: str, width: int, layers: int, file: Path, sam
 def _rank_main(rank: int, port: int, name: str, width: int, layers: int, file: Path, queue: Any, sampled: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD)
-    sample = measured(lambda: WAYS[name](width, layers, file), sampled)
+    sample = measured(lambda: {**WAYS, **RARE}[name](width, layers, file), sampled)
     queue.put({"rank": rank, **sample})
     queue.close()
     queue.join_thread()
@@ -324,6 +338,9 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
         ),
         ("init from rank 0: bytes received, of the own ones", results.most(first, "received") / own, 1.02),
     ]
+    for name in RARE:
+        beyond = (results.most(name, "memory") - own) / MIB
+        found.append(("init by module: MiB of memory beyond the own shard", beyond, 64 + results.largest / MIB))
     for ours, rivals in ((file, ("every rank loads", "every rank maps")), (first, ("set_model", "accelerate"))):
         for name in results.samples:
             if name.startswith(rivals):
@@ -335,7 +352,7 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
 def lines(results: Results) -> list[str]:
     rounds = len(next(iter(results.samples.values())))
     found = [
-        f"{results.elements / 1e6:.0f} M parameters on {WORLD} ranks, {rounds} rounds; a shard is {results.elements * 4 / WORLD / MIB:.0f} MiB; "
+        f"{results.elements / 1e6:.3g} M parameters on {WORLD} ranks, {rounds} rounds; a shard is {results.elements * 4 / WORLD / MIB:.0f} MiB; "
         "of the rank that has most: memory at the peak above what it had, bytes read (by /proc/self/io) and received (by the kernel's count of its connections)",
         "",
         "| | seconds, median (range) | MiB on rank 0 | MiB on others | MiB read | MiB received |",

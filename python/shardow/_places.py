@@ -50,6 +50,16 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     return _joined(known)
 
 
+def move_tables(model: nn.Module, device: torch.device | str) -> None:
+    """Buffers that no file has follow the weights to ``device``, where sharding has not moved them already; two names of one table stay so."""
+    for where in places(model).values():
+        module, kind, key = where[0][1]
+        if kind == "_buffers" and key in module._non_persistent_buffers_set:
+            moved = there(where[0][1]).to(device)
+            for _, (other, _, other_key) in where:
+                other._buffers[other_key] = moved
+
+
 def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
     """What had no memory has none again."""
     ours = {id(tensor) for tensor in given}

@@ -92,6 +92,8 @@ def fill_model(request: Request) -> dict[str, Any]:
         _places.take_memory(model, given)
         raise
     meta.have_values(model)
+    if request.device is not None:
+        _places.move_tables(model, request.device)
     missing = set(report["missing"])
     _places.take_memory(model, [tensor for tensor in given if missing & _places.names_of(model, [tensor])] if missing else [])
     tie = getattr(model, "tie_weights", None)

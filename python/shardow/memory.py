@@ -1,11 +1,11 @@
-"""What memory a run takes: timeline() samples every rank during a block, draw() shows several of them side by side."""
+"""What memory a run takes: timeline() samples every rank during a block, draw() shows several of them side by side, apply() makes training steps take less."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,9 @@ from shardow._samples import Sampler, Samples
 if TYPE_CHECKING:
     import torch.distributed as dist
     from matplotlib.figure import Figure
+    from torch import nn
 
+    from shardow._switches import Switches
     from shardow._team import Team
 
 
@@ -90,6 +92,30 @@ def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) ->
     return figure_of({title: one.ranks for title, one in timelines.items()}, colours or Colours())
 
 
+def apply(
+    model: nn.Module,
+    bf16: bool = True,
+    activation_checkpointing: bool | str | Callable[[str, nn.Module], bool] = True,
+    attention_weights: bool = False,
+) -> Switches:
+    """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block. Names, parameters and hooks stay; sharded models too.
+
+    Args:
+        bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they are. In evaluation nothing changes.
+        activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has several of their class), or those that a predicate of (name, module)
+            chooses, keep their inputs alone in a training forward, and are run again in backward (``torch.utils.checkpoint``, not reentrant): the same gradients, bit for bit, where the forward
+            is deterministic. In evaluation and under no_grad nothing changes.
+        attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so that they are never built; also in evaluation. Values differ in the
+            last digits, since another kernel computes them.
+
+    Raises:
+        ValueError: there are no such blocks.
+    """
+    from shardow._switches import put_on
+
+    return put_on(model, bf16, activation_checkpointing, attention_weights)
+
+
 def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) -> Team | None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -100,4 +126,4 @@ def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) ->
     return Team(group or torch.distributed.group.WORLD, seconds(timeout))
 
 
-__all__ = ["Colours", "Timeline", "draw", "figure", "timeline"]
+__all__ = ["Colours", "Timeline", "apply", "draw", "figure", "timeline"]

@@ -1,0 +1,105 @@
+"""Switches that trade memory for time or precision, put on a model and taken off again: its modules' forward is wrapped in place, so names, hooks and sharding do not see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardow._options import invalid
+from shardow.torch.blocks import repeated_blocks
+from shardow.torch.names import walk
+
+Wrap = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]  # (module, its forward) -> the new forward
+Blocks = bool | str | Callable[[str, nn.Module], bool]
+
+
+class Switches:
+    """What apply() put on a model. ``remove()`` takes it off, once; a block of ``with`` does so at its end."""
+
+    def __init__(self) -> None:
+        self._put: list[tuple[nn.Module, Callable[..., Any], bool]] = []
+
+    def put(self, module: nn.Module, wrap: Wrap) -> None:
+        had_own = "forward" in module.__dict__
+        before = module.forward
+        module.forward = wrap(module, before)
+        self._put.append((module, before, had_own))
+
+    def remove(self) -> None:
+        while self._put:
+            module, before, had_own = self._put.pop()
+            if had_own:
+                module.forward = before
+            else:
+                module.__dict__.pop("forward", None)
+
+    def __enter__(self) -> Switches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def put_on(model: nn.Module, bf16: bool, blocks: Blocks, attention_weights: bool) -> Switches:
+    if isinstance(blocks, str) and blocks != "blocks":
+        raise invalid(f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)")
+    chosen = _chosen(model, blocks)
+    switches = Switches()
+    for module in chosen:
+        switches.put(module, _checkpointed)
+    if not attention_weights:
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                switches.put(module, _without_weights)
+    if bf16:
+        switches.put(model, _autocast)
+    return switches
+
+
+def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    if blocks is False:
+        return []
+    if callable(blocks):
+        predicate = blocks
+        found = list({id(module): module for name, module in walk(model) if module is not model and predicate(name, module)}.values())
+    else:
+        found = repeated_blocks(model)
+    if not found:
+        what = (
+            "the predicate chose no module"
+            if callable(blocks)
+            else "the model has no ModuleList or Sequential of several blocks of one class"
+        )
+        raise invalid(f"memory.apply(): {what}; give activation_checkpointing a predicate of (name, module), or False")
+    return found
+
+
+def _checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def again_in_backward(*args: Any, **kwargs: Any) -> Any:
+        if module.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return forward(*args, **kwargs)
+
+    return again_in_backward
+
+
+def _without_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def only_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2:  # (key_padding_mask, need_weights, ...)
+            kwargs.setdefault("need_weights", False)
+        return forward(query, key, value, *args, **kwargs)
+
+    return only_output
+
+
+def _autocast(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def in_bf16(*args: Any, **kwargs: Any) -> Any:
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        with torch.autocast(device, torch.bfloat16, enabled=module.training):
+            return forward(*args, **kwargs)
+
+    return in_bf16

@@ -1,0 +1,19 @@
+"""The repeated blocks of a model, which are sharded, checkpointed and looked at one by one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Members, with parameters, of a list that has several of their class. The outermost lists count."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or id(module) in inside:
+            continue
+        classes = [type(child) for child in module]
+        blocks = [child for child in module if classes.count(type(child)) > 1 and any(True for _ in child.parameters())]
+        found += blocks
+        inside.update(id(one) for block in blocks for one in block.modules())
+    return found

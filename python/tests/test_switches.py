@@ -1,0 +1,176 @@
+"""memory.apply(): less memory in training steps, the same names and, where it says so, the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import shardow
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mix = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attention(hidden, hidden, hidden)[0]
+        mixed: torch.Tensor = hidden + self.mix(hidden)
+        return mixed
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = nn.Linear(4, 16)
+        self.blocks = nn.ModuleList([Block(16, dropout) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inside(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+X = torch.linspace(-1, 1, 2 * 8 * 4).view(2, 8, 4)
+OFF: dict[str, Any] = {"bf16": False, "activation_checkpointing": False, "attention_weights": True}
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    model(X).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """What autograd keeps at the end of forward, each storage once."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(X)
+    return sum(kept.values())
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [True, "blocks", lambda name, module: name.startswith("blocks.") and isinstance(module, Block)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_checkpointed_blocks_keep_less_and_have_the_same_gradients(blocks: Any, dropout: float) -> None:
+    model = Model(dropout)
+    expected, much = gradients(model), kept_bytes(model)
+    with shardow.memory.apply(model, **{**OFF, "activation_checkpointing": blocks}):
+        assert same(gradients(model), expected)
+        assert kept_bytes(model) < 0.4 * much
+    assert kept_bytes(model) == much
+    assert same(gradients(model), expected)
+
+
+def test_bf16_is_autocast_in_training_alone() -> None:
+    model = Model()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(model)
+    plain = model.eval()(X)
+    with shardow.memory.apply(model, **{**OFF, "bf16": True}):
+        assert torch.equal(model.eval()(X), plain)
+        assert same(gradients(model.train()), expected)
+        assert not same(expected, gradients(Model()))
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert same(gradients(model), gradients(Model()))
+
+
+def test_attention_weights_are_not_built_unless_asked_for() -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 8, 16)
+    lean = attention(x, x, x, need_weights=False)[0]
+    with shardow.memory.apply(attention, **{**OFF, "attention_weights": False}):
+        output, weights = attention(x, x, x)
+        assert weights is None
+        assert torch.equal(output, lean)
+        assert attention(x, x, x, need_weights=True)[1].shape == (2, 8, 8)
+        assert attention(x, x, x, None, True)[1].shape == (2, 8, 8)
+        attention.eval()
+        assert attention(x, x, x)[1] is None
+    assert attention(x, x, x)[1].shape == (2, 8, 8)
+    model = Model()
+    much = kept_bytes(model)
+    with shardow.memory.apply(model, **{**OFF, "attention_weights": False}):
+        assert kept_bytes(model) < much
+
+
+def test_names_and_state_are_those_of_before_and_remove_ends_it() -> None:
+    model = Model()
+    names, forward = list(model.state_dict()), model.forward.__func__  # type: ignore[attr-defined]
+    handle = shardow.memory.apply(model)
+    assert list(model.state_dict()) == names
+    handle.remove()
+    handle.remove()
+    assert model.forward.__func__ is forward  # type: ignore[attr-defined]
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_forward_that_was_the_objects_own_comes_back() -> None:
+    model = Model()
+    own: Callable[..., torch.Tensor] = lambda x: x  # noqa: E731
+    model.forward = own  # type: ignore[method-assign]
+    with shardow.memory.apply(model, **{**OFF, "bf16": True}):
+        assert model.forward is not own
+    assert model.forward is own
+
+
+def test_an_error_in_forward_leaves_autocast_off() -> None:
+    model = Model()
+    with shardow.memory.apply(model), pytest.raises(RuntimeError):
+        model(torch.ones(2, 8, 5))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [("layers", "give True, False, 'blocks' or a predicate"), (lambda *_: False, "chose no module"), (True, "no ModuleList or Sequential")],
+)
+def test_blocks_that_are_not_there(blocks: Any, said: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=said):
+        shardow.memory.apply(model, activation_checkpointing=blocks)
+    assert "forward" not in model.__dict__
+
+
+def sharded(_: object) -> bool:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def made() -> nn.Module:
+        model = Model()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    expected = gradients(made())
+    model = made()
+    ema = shardow.EMA(model, 0.5)
+    with shardow.memory.apply(model, bf16=False, attention_weights=True):
+        found = gradients(model)
+        ema.update()
+        with ema.swapped():
+            model.eval()(X)
+    return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(found, expected, strict=True))  # type: ignore[attr-defined]
+
+
+def test_sharded_models_take_the_switches() -> None:
+    assert ranks.run(2, sharded, None) == [True, True]

@@ -25,7 +25,8 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """``what`` is asked, for messages. ``wanted``: names that have no values; of them, ``essential`` can't be left without. What else there is keeps its values where the source has none."""
+    """``what`` is asked, for messages. ``wanted``: names that have no values, or all where all have some; ``without``: those of them that have none, and ``essential``: that can't be left so.
+    What else there is keeps its values where the source has none."""
 
     what: str
     held: Held
@@ -35,6 +36,7 @@ class Job:
     strict: bool
     verify: bool
     progress: Progress | None
+    without: Collection[str] = ()
 
 
 def from_file(job: Job, path: str | Path) -> dict[str, Any]:

@@ -76,8 +76,12 @@ def _joined(known: list[list[tuple[str, Place]]]) -> list[torch.Tensor]:
 
 
 def _refuse_tables(known: list[list[tuple[str, Place]]]) -> None:
+    """A buffer that is persistent under one of its names comes from there."""
     tables = {
-        name for where in known for name, (module, kind, key) in where if kind == "_buffers" and key in module._non_persistent_buffers_set
+        name
+        for where in known
+        if all(kind == "_buffers" and key in module._non_persistent_buffers_set for _, (module, kind, key) in where)
+        for name, _ in where
     }
     if tables:
         raise invalid(

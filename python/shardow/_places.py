@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from shardow import _origins
 from shardow._options import invalid
 from shardow.torch.names import join, walk
 
@@ -34,6 +35,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
     known = [where for where in places(model).values() if there(where[0][1]).is_meta]
     _refuse_tables(known)
+    _origins.forget_swapped(model)
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:

@@ -13,7 +13,7 @@ import torch
 from shardow import _files
 from shardow._gather import Part, take
 from shardow._held import Held
-from shardow._match import Form, compared, matched
+from shardow._match import Form, compared, matched, unexpected
 from shardow._options import invalid
 from shardow._progress import Progress, shown
 from shardow._stream import Client, Fill, Server, Want, narrower
@@ -25,7 +25,8 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """``what`` is asked, for messages. ``wanted``: names that have no values; of them, ``essential`` can't be left without. What else there is keeps its values where the source has none."""
+    """``what`` is asked, for messages. ``wanted``: names that have no values, or all where all have some; ``without``: those of them that have none, and ``essential``: that can't be left so.
+    What else there is keeps its values where the source has none."""
 
     what: str
     held: Held
@@ -35,6 +36,7 @@ class Job:
     strict: bool
     verify: bool
     progress: Progress | None
+    without: Collection[str] = ()
 
 
 def from_file(job: Job, path: str | Path) -> dict[str, Any]:
@@ -46,8 +48,14 @@ def from_file(job: Job, path: str | Path) -> dict[str, Any]:
     parts = [
         Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
     ]
-    report = _files.read_into(parts, found, job.team, strict=job.strict, verify=job.verify, progress=job.progress)
-    return {**report, "kept": [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking]}
+    surplus = unexpected(job.held, keys, found.tensors.keys())
+    strict = job.strict and bool(lacking or surplus)  # the engine, which knows one name of each tensor, lists what does not fit
+    report = _files.read_into(parts, found, job.team, strict=strict, verify=job.verify, progress=job.progress)
+    return {
+        **report,
+        "unexpected": surplus,
+        "kept": [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking],
+    }
 
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:

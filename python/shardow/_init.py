@@ -14,6 +14,7 @@ from shardow._options import invalid
 from shardow.torch.names import join, walk, wrapped_child
 
 Init = Callable[[nn.Module], object]
+_PATTERN = 0xAA  # of bytes that nobody wrote: -3e-13 in float32
 Own = dict[str, Part]  # a module's parameters and persistent buffers by their keys, tied ones too
 
 
@@ -24,8 +25,14 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
         modules = _modules(job, model, init is None)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
+            lacking = dict.fromkeys(job.without)
             for name, module, own in modules:
-                _init_one(name, module, own, job, init or (lambda one: one.reset_parameters()))  # type: ignore[operator]
+                for done in _init_one(name, module, own, job, init or (lambda one: one.reset_parameters())):  # type: ignore[operator]
+                    lacking.pop(done, None)
+        if lacking:
+            raise invalid(
+                f"materialize(): the initialisation left {', '.join([*lacking][:20])} without values; give a function that sets them as source"
+            )
 
     job.team.agree(job.what, fill)
     return {"missing": [], "unexpected": [], "kept": [part.name for part in job.held.parts if part.name not in job.wanted]}
@@ -53,12 +60,14 @@ def _modules(job: Job, model: nn.Module, by_reset: bool) -> list[tuple[str, nn.M
     return list(found.values())
 
 
-def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> None:
+def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> list[str]:
+    """Returns the names of what has values now."""
+    done = []
     with _StandIns(module, own) as values:
         init(module)
         for key, part in own.items():
             value = values.now(key)
-            if part.name not in job.wanted:
+            if part.name not in job.wanted or _unwritten(value):
                 continue
             if value is None or tuple(value.shape) != tuple(part.region.shape):
                 shape = None if value is None else list(value.shape)
@@ -66,6 +75,17 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> N
                     f"materialize(): the initialisation of '{join(name, key)}' left it with shape {shape}, not {list(part.region.shape)}"
                 )
             take(value.detach(), part.region, part.flat)
+            done.append(part.name)
+    return done
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _unwritten(value: torch.Tensor | None) -> bool:
+    """An initialisation may pass a tensor over, such as a buffer that its module computes elsewhere. The beginning mostly tells."""
+    return value is not None and value.numel() > 0 and all(bool((one == _PATTERN).all()) for one in (_bytes(value)[:64], _bytes(value)))
 
 
 class _StandIns:
@@ -74,6 +94,7 @@ class _StandIns:
     def __init__(self, module: nn.Module, own: Own) -> None:
         self._module, self._own = module, own
         self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._made: dict[str, torch.Tensor] = {}  # by the part's name: what is tied stays so
 
     def __enter__(self) -> _StandIns:
         module = self._module
@@ -81,7 +102,10 @@ class _StandIns:
             self._kept.append((tensors, dict(tensors)))
         for key, part in self._own.items():
             before = module._parameters.get(key)
-            whole = torch.empty(tuple(part.region.shape), dtype=part.flat.dtype)
+            if part.name not in self._made:
+                self._made[part.name] = torch.empty(tuple(part.region.shape), dtype=part.flat.dtype)
+                _bytes(self._made[part.name]).fill_(_PATTERN)
+            whole = self._made[part.name]
             module.__dict__.pop(key, None)  # FSDP1 without use_orig_params leaves a plain attribute there
             if key in module._buffers:
                 module._buffers[key] = whole

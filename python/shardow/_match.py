@@ -11,27 +11,45 @@ import torch
 
 from shardow._held import Held
 from shardow._options import invalid
-from shardow.torch.names import clean_file_key
+from shardow.torch.names import clean_file_key, without_adapter
 
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 
 
 def matched(held: Held, available: Collection[str], where: str = "the file") -> dict[str, str]:
-    """{name here: key there}, of those that have a counterpart. Raises where there are several."""
-    cleaned: dict[str, list[str]] = defaultdict(list)
-    for key in available:
-        cleaned[clean_file_key(key)].append(key)
+    """{name here: key there}, of those that have a counterpart. Raises where there are several, here or there."""
     there = set(available)
-    found = {}
+    own = {name for names in held.names.values() for name in names}
+    cleaned: dict[str, list[str]] = defaultdict(list)
+    for key in sorted(there - own):  # what is called as something here is nothing else
+        cleaned[clean_file_key(key)].append(key)
+    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
     for part in held.parts:
         names = held.names[part.name]
         exact = next((name for name in names if name in there), None)
-        alike = [key for name in names for key in cleaned.get(clean_file_key(name), [])]
-        if exact is None and len(set(alike)) > 1:
-            raise invalid(f"'{part.name}' could be any of {', '.join(map(repr, sorted(set(alike))))} in {where}; rename the keys there")
-        if exact is not None or alike:
-            found[part.name] = exact or alike[0]
+        chosen = _alike(part.name, names, cleaned, where) if exact is None else exact
+        if chosen is None:
+            continue
+        if chosen in taken:
+            raise invalid(f"'{chosen}' in {where} could be '{taken[chosen]}' or '{part.name}' here; rename it there")
+        found[part.name], taken[chosen] = chosen, part.name
     return found
+
+
+def _alike(name: str, names: Collection[str], cleaned: Mapping[str, list[str]], where: str) -> str | None:
+    forms = [clean_file_key(alias) for alias in names] + [clean_file_key(without_adapter(alias)) for alias in names]
+    keys = next((cleaned[form] for form in forms if form in cleaned), [])
+    if len(keys) > 1:
+        raise invalid(f"'{name}' could be any of {', '.join(map(repr, keys))} in {where}; rename the keys there")
+    return keys[0] if keys else None
+
+
+def unexpected(held: Held, keys: Mapping[str, str], available: Collection[str]) -> list[str]:
+    """What is there and not here. A tied tensor may be there under all its names: one of them is read."""
+    used = set(keys.values())
+    others = {clean_file_key(alias) for names in held.names.values() for alias in names} - set(map(clean_file_key, used))
+    return [key for key in available if key not in used and clean_file_key(key) not in others]
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,7 @@ def compared(held: Held, wanted: Collection[str], source: Mapping[str, Form], st
         keys,
         [part.name for part in held.parts if part.name not in keys and part.name in wanted],
         [part.name for part in held.parts if part.name not in keys and part.name not in wanted],
-        _unexpected(held, keys, source),
+        unexpected(held, keys, source),
     )
     wrong = [
         text
@@ -67,12 +85,6 @@ def compared(held: Held, wanted: Collection[str], source: Mapping[str, Form], st
     if wrong:
         raise invalid(f"materialize(): the source does not fit: {'; '.join(wrong[:20])}")
     return found
-
-
-def _unexpected(held: Held, keys: Mapping[str, str], source: Mapping[str, Form]) -> list[str]:
-    known = {clean_file_key(alias) for names in held.names.values() for alias in names}
-    used = set(keys.values())
-    return [key for key in source if key not in used and clean_file_key(key) not in known]
 
 
 def _differences(name: str, shape: tuple[int, ...], dtype: torch.dtype, there: Form) -> list[str]:

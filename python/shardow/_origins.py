@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow._gather import take
@@ -28,6 +29,15 @@ _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter; tensors c
 def remember(module: nn.Module, key: str) -> None:
     """That the parameter which is there now is there."""
     _origins[module._parameters[key]] = _Origin(weakref.ref(module), key)
+
+
+def forget_swapped(model: nn.Module) -> None:
+    """Before its parameters get other memory: DTensors stay the same objects then, found in the model itself, and torch refuses to swap what is weakly referenced."""
+    always = torch.__future__.get_swap_module_params_on_conversion()
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and (always or is_traceable_wrapper_subclass(param)):
+                _origins.pop(param, None)
 
 
 Bindings = list[list[tuple[nn.Module, str]]]  # by parameter group, where each of its parameters is

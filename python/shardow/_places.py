@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from shardow import _origins
 from shardow._options import invalid
 from shardow.torch.names import join, walk
 
@@ -34,6 +35,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
     known = [where for where in places(model).values() if there(where[0][1]).is_meta]
     _refuse_tables(known)
+    _origins.forget_swapped(model)
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -86,8 +88,12 @@ def _joined(known: list[list[tuple[str, Place]]]) -> list[torch.Tensor]:
 
 
 def _refuse_tables(known: list[list[tuple[str, Place]]]) -> None:
+    """A buffer that is persistent under one of its names comes from there."""
     tables = {
-        name for where in known for name, (module, kind, key) in where if kind == "_buffers" and key in module._non_persistent_buffers_set
+        name
+        for where in known
+        if all(kind == "_buffers" and key in module._non_persistent_buffers_set for _, (module, kind, key) in where)
+        for name, _ in where
     }
     if tables:
         raise invalid(

@@ -44,7 +44,8 @@ def materialize(
             are sent their own slices of it; or a function that initialises one module's own tensors, by default its ``reset_parameters()``, called for modules that have some without values.
         optimizer: one that was made from the model's parameters before they were sharded or had memory: its groups, their options and its state are kept, its parameters become the model's.
         device: of what is on meta; by default the mesh's, else the CPU.
-        strict: everything without values has its counterpart in the source, and everything in the source in the model. Else what the source lacks stays on meta, and is "missing".
+        strict: everything without values has its counterpart in the source, and everything in the source in the model. Else what the source lacks stays on meta, and is "missing". Of a model
+            that has all its values, everything is asked for, as by load().
         dtype: of floating parameters that are on meta; by default their own. Values are cast.
         progress: called on rank 0 with (bytes done, bytes in all).
         seed: of an initialisation; modules are initialised whole, one after another, in the order of named_modules(), on the CPU: the values are the same at any world size.
@@ -52,7 +53,7 @@ def materialize(
         timeout: seconds or timedelta without a sign of some rank. Past it, the connections of the process group may be closed.
 
     Returns:
-        {"missing": [...], "unexpected": [...], "kept": [had values, and the source has none]}, and what load() reports of a file.
+        {"missing": [...], "unexpected": [...], "kept": [had values when others had none, and the source has none]}, and what load() reports of a file.
 
     Raises:
         as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model that had values is partly filled where reading itself failed.
@@ -113,7 +114,8 @@ def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[
     essential = meta.valueless(model)
     without = _places.names_of(model, given) | essential
     wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
-    return bindings, _fill.Job(request.what, held, team, wanted, essential, request.strict, request.verify, request.progress)
+    lacking = wanted if without else []
+    return bindings, _fill.Job(request.what, held, team, wanted, essential, request.strict, request.verify, request.progress, lacking)
 
 
 def _filled(request: Request, job: _fill.Job, team: Team) -> dict[str, Any]:

@@ -26,22 +26,22 @@ def meta_init() -> Iterator[None]:
     It changes torch.nn.Module for the time being, for all threads. An optimizer made from such parameters is bound anew by ``materialize(..., optimizer=)``.
     """
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
+    instead: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a tensor that is registered under several names stays one
 
     def parameter_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register_parameter(module, name, param)
         if param is None:
             return
         if not param.is_meta:
-            kept = {key: value for key, value in vars(param).items() if not key.startswith("_")}
-            moved = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
-            vars(moved).update(kept)
-            module._parameters[name] = moved
+            if param not in instead:
+                instead[param] = _moved(param)
+            module._parameters[name] = instead[param]
         _origins.remember(module, name)
 
     def buffer_on_meta(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor, persistent)
-        if tensor is not None and persistent:
-            module._buffers[name] = tensor.to("meta")
+        if tensor is not None:
+            module._buffers[name] = instead.setdefault(tensor, tensor.to("meta") if persistent else tensor)
 
     module_class: Any = nn.Module
     module_class.register_parameter, module_class.register_buffer = parameter_on_meta, buffer_on_meta
@@ -49,6 +49,13 @@ def meta_init() -> Iterator[None]:
         yield
     finally:
         module_class.register_parameter, module_class.register_buffer = register_parameter, register_buffer
+
+
+def _moved(param: nn.Parameter) -> nn.Parameter:
+    kept = {key: value for key, value in vars(param).items() if not key.startswith("_")}
+    moved = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+    vars(moved).update(kept)
+    return moved
 
 
 def to_empty(module: nn.Module) -> None:

@@ -103,7 +103,17 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
         found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
     if not found:
         raise invalid(f"wrap(): no module of the model is one of units={units!r}")
+    containers = {type(module).__name__ for module in found if _is_container(module)}
+    if containers:
+        raise invalid(
+            f"wrap(): {', '.join(sorted(containers))} in units= can't be sharded by itself, since it has no forward(); name what is in it"
+        )
     return [module for module in found if not isinstance(module, FSDPModule)]
+
+
+def _is_container(module: nn.Module) -> bool:
+    """torch shards no list or mapping of modules: it has no forward() to bring its weights together for."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
@@ -136,7 +146,11 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or id(module) in inside:
             continue
         classes = [type(child) for child in module]
-        blocks = [child for child in module if classes.count(type(child)) > 1 and any(True for _ in child.parameters())]
+        blocks = [
+            child
+            for child in module
+            if classes.count(type(child)) > 1 and any(True for _ in child.parameters()) and not _is_container(child)
+        ]
         found += blocks
         inside.update(id(one) for block in blocks for one in block.modules())
     return found

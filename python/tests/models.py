@@ -12,6 +12,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import shardow
+
 INPUTS = 6
 
 
@@ -32,7 +34,9 @@ def make_even(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequentia
 
 def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Sequential, int], nn.Module]:
     def apply(model: nn.Sequential, world: int) -> nn.Module:
-        options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy}
+        options = {
+            "device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy, "param_init_fn": shardow.to_empty
+        }  # fmt: skip
         if strategy is ShardingStrategy.HYBRID_SHARD:
             options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
         model[0] = FullyShardedDataParallel(model[0], **options)

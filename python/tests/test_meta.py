@@ -64,7 +64,7 @@ def weights_by(kind: str) -> Callable[[], nn.Sequential]:
 def materialized(kind: str, source: Any, **options: Any) -> nn.Module:
     with shardow.meta_init():
         model = weights_by(kind)()
-    if kind in ("ddp", "fsdp1"):  # they want memory when they wrap
+    if kind == "ddp":  # it wants memory when it wraps
         shardow.materialize(model, source if not callable(source) else source(), **options)
         return models.PARALLEL[kind](model, dist.get_world_size())
     model = models.PARALLEL[kind](model, dist.get_world_size())
@@ -93,7 +93,7 @@ def same_as_whole(kind: str, path: str) -> bool:
     state = weights_by(kind)(seed=11).state_dict()
     rank0: Any = state if dist.get_rank() == 0 else None
     sources = {"file": path, "mapping": state}
-    if kind not in ("plain", "ddp", "fsdp1"):
+    if kind not in ("plain", "ddp"):
         sources["rank 0"] = rank0
     for how, source in sources.items():
         model = materialized(kind, source)

@@ -100,3 +100,29 @@ def test_a_model_on_meta_wants_a_source(tmp_path: Any) -> None:
         assert "have no values on rank 0; give a source" in told[0]
         assert "units=['Nothing']" in told[1]
         assert "'head.weight' is the same tensor as 'embed.weight', in another unit" in told[2]
+
+
+class Steps(nn.Module):
+    """Blocks that torch can't shard by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList([nn.ModuleDict({"inner": nn.Linear(4, 4)}) for _ in range(2)])
+
+
+def containers() -> str:
+    mesh = mesh_of("fsdp2")
+    torch.manual_seed(1)
+    model = Steps()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="units=") as error:
+        wrap(model, mesh, units=[nn.ModuleDict])
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in state.items())
+    wrap(model, mesh)
+    assert all(torch.equal(model.get_parameter(name).full_tensor(), tensor) for name, tensor in state.items())
+    return str(error.value)
+
+
+def test_containers_are_no_units_and_asking_for_them_leaves_the_weights_where_they_are() -> None:
+    for told in ranks.run(2, containers):
+        assert "ModuleDict in units= can't be sharded by itself" in told

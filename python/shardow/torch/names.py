@@ -6,6 +6,7 @@ files, the known prefixes go by their spelling.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from torch import nn
@@ -21,6 +22,9 @@ _WRAPPERS = {
 
 #: Components that a file's keys may have and a plain model's names don't: wrappers', DDP's, PEFT's.
 _IN_FILES = {*_WRAPPERS.values(), "module", "base_layer", "parametrizations"}
+
+_LORA = re.compile(r"(\blora_\w+)\.[^.]+(?=(?:\.weight|\.bias)?$)")
+_MAGNITUDE = re.compile(r"(\blora_magnitude_vector)\.weight$")  # DoRA's is a module in the model, and a plain tensor in the file
 
 
 def wrapped_child(module: nn.Module) -> str | None:
@@ -48,11 +52,19 @@ def join(prefix: str, name: str) -> str:
 
 
 def clean_file_key(key: str) -> str:
-    """A file's key without the components that wrappers, DDP and PEFT put into it, anywhere.
+    """A file's key without the components that wrappers, DDP and PEFT put into it, anywhere, and without PEFT's ``base_model.model.`` before it, however often.
 
     It knows spellings only, and takes a user's own ``module`` for DDP's: to match a model, clean the model's names with it too, and compare the results.
     """
-    parts = key.removeprefix("base_model.model.").split(".")
+    parts = key.split(".")
     if "parametrizations" in parts and parts[-1] == "original":
         parts.pop()
-    return ".".join(part for part in parts if part not in _IN_FILES)
+    parts = [part for part in parts if part not in _IN_FILES]
+    while parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    return ".".join(parts)
+
+
+def without_adapter(name: str) -> str:
+    """A LoRA weight's name as PEFT writes it into an adapter's file: ``lora_A.weight`` for the ``lora_A.default.weight`` of a model; others as they are."""
+    return _MAGNITUDE.sub(r"\1", _LORA.sub(r"\1", name))

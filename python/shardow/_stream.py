@@ -5,7 +5,8 @@ Numbered, as the code below:
 1. every rank tells rank 0 what it wants: keys, regions, dtypes
 2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together; few are on the way at any time
 3. rank 0 sends them in turns; where the source's elements lie one after another they are sent from where they are
-4. who fails keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Whoever calls this agrees afterwards
+4. who fails reads nothing more, and keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Then it raises its first failure; whoever calls this agrees
+   afterwards
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from shardow import _core
 from shardow._gather import Part, stretch, take, windows
 from shardow._team import Team
-from shardow.torch.store_group import finish
+from shardow.torch.store_group import begun, finish
 
 _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8
@@ -94,6 +95,10 @@ class _Side:
         self._team, self._device, self._tag = team, device, tag
         self.failed: Exception | None = None
 
+    def end(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+
     @contextlib.contextmanager
     def keeping_step(self) -> Iterator[None]:
         """The first failure is noted; others are waiting for what comes after it."""
@@ -103,13 +108,16 @@ class _Side:
             self.failed = self.failed or error
 
     def send(self, data: torch.Tensor, rank: int) -> dist.Work | None:
-        return dist.isend(data, group_dst=rank, group=self._team.process_group, tag=self._tag)
+        return begun(lambda: dist.isend(data, group_dst=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
 
     def receive(self, data: torch.Tensor, rank: int) -> dist.Work | None:
-        return dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag)
+        return begun(lambda: dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
 
     def finish(self, work: dist.Work | None, rank: int) -> None:
-        finish(work, self._team.timeout, f"weights between rank {self._team.rank} and rank {rank} did not arrive")
+        finish(work, self._team.timeout, self._otherwise(rank))
+
+    def _otherwise(self, rank: int) -> str:
+        return f"weights between rank {self._team.rank} and rank {rank} did not arrive"
 
 
 class Server(_Side):
@@ -127,14 +135,15 @@ class Server(_Side):
                 if message is None or rank in self._lost:
                     continue
                 with self.keeping_step():
-                    if rank == 0:
-                        _copy(source, message, own)
-                    else:
+                    if rank:
                         self._send_message(source, message, wants[rank], rank)
+                    elif self.failed is None:
+                        _copy(source, message, own)
                     done += sum(piece.nbytes for piece in message)
-                    if progress is not None:
+                    if progress is not None and self.failed is None:
                         progress(done, total)
         self._until(0)
+        self.end()
 
     def _wants_of(self, rank: int) -> list[Want]:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -150,8 +159,9 @@ class Server(_Side):
 
     def _send_message(self, source: Mapping[str, torch.Tensor], message: Message, wants: Sequence[Want], rank: int) -> None:
         data = torch.empty(0)
-        with self.keeping_step():
-            data = _filled(source, message, wants)
+        if self.failed is None:
+            with self.keeping_step():
+                data = _filled(source, message, wants)
         if not data.numel():  # the rank waits for it all the same
             data = torch.zeros(_length(message), dtype=torch.uint8)
         data = data.to(self._device)
@@ -189,6 +199,7 @@ class Client(_Side):
             self._coming.append((self.receive(data, 0), data, message if direct is None else []))
             self._until(_ON_THE_WAY, own)
         self._until(0, own)
+        self.end()
 
     def _until(self, most: int, own: Sequence[Fill]) -> None:
         while len(self._coming) > most:

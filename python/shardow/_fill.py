@@ -13,7 +13,7 @@ import torch
 from shardow import _files
 from shardow._gather import Part, take
 from shardow._held import Held
-from shardow._match import Form, compared, matched
+from shardow._match import Form, compared, matched, unexpected
 from shardow._options import invalid
 from shardow._progress import Progress, shown
 from shardow._stream import Client, Fill, Server, Want, narrower
@@ -41,13 +41,19 @@ def from_file(job: Job, path: str | Path) -> dict[str, Any]:
     found = _files.catalog(path, job.team)
     keys = job.team.agree(job.what, lambda: matched(job.held, found.tensors.keys(), str(path)))
     lacking = [name for name in job.wanted if name not in keys]
+    extra = unexpected(job.held, keys, found.tensors.keys())
     if not job.strict:
         job.team.agree(job.what, lambda: _refuse_lacking(job, lacking))
     parts = [
         Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
     ]
-    report = _files.read_into(parts, found, job.team, strict=job.strict, verify=job.verify, progress=job.progress)
-    return {**report, "kept": [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking]}
+    strict = job.strict and bool(lacking or extra)  # the engine knows no tied tensor's other names
+    report = _files.read_into(parts, found, job.team, strict=strict, verify=job.verify, progress=job.progress)
+    return {
+        **report,
+        "unexpected": extra,
+        "kept": [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking],
+    }
 
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:

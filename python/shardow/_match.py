@@ -52,7 +52,7 @@ def compared(held: Held, wanted: Collection[str], source: Mapping[str, Form], st
         keys,
         [part.name for part in held.parts if part.name not in keys and part.name in wanted],
         [part.name for part in held.parts if part.name not in keys and part.name not in wanted],
-        _unexpected(held, keys, source),
+        unexpected(held, keys, source),
     )
     wrong = [
         text
@@ -69,7 +69,8 @@ def compared(held: Held, wanted: Collection[str], source: Mapping[str, Form], st
     return found
 
 
-def _unexpected(held: Held, keys: Mapping[str, str], source: Mapping[str, Form]) -> list[str]:
+def unexpected(held: Held, keys: Mapping[str, str], source: Collection[str]) -> list[str]:
+    """Keys of the source that are no tensor here, under any of its names."""
     known = {clean_file_key(alias) for names in held.names.values() for alias in names}
     used = set(keys.values())
     return [key for key in source if key not in used and clean_file_key(key) not in known]

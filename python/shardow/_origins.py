@@ -26,6 +26,13 @@ def remember(module: nn.Module, key: str) -> None:
     _origins[module._parameters[key]] = _Origin(weakref.ref(module), key)
 
 
+def forget_sharded(model: nn.Module) -> None:
+    """Torch gives no memory to a sharded tensor that is weakly referenced; when it does it keeps the object, so that nothing need be remembered of it."""
+    for param in model.parameters():
+        if hasattr(param, "_local_tensor"):
+            _origins.pop(param, None)
+
+
 Bindings = list[list[tuple[nn.Module, str]]]  # by parameter group, where each of its parameters is
 
 

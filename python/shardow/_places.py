@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from shardow import _origins
 from shardow._options import invalid
 from shardow.torch.names import join, walk
 
@@ -34,6 +35,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
     known = [where for where in places(model).values() if there(where[0][1]).is_meta]
     _refuse_tables(known)
+    _origins.forget_sharded(model)
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -53,6 +55,8 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
 def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
     """What had no memory has none again."""
     ours = {id(tensor) for tensor in given}
+    if not ours:
+        return
     known = [where for key, where in places(model).items() if key in ours]
     model._apply(lambda tensor: tensor.to("meta") if id(tensor) in ours else tensor)
     _joined(known)

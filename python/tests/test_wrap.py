@@ -62,6 +62,20 @@ def test_training_is_that_of_a_model_which_every_rank_had(kind: str, world: int,
     assert ranks.run(world, wrapped, kind, efficient) == [True] * world
 
 
+def with_a_layer_that_was_sharded(kind: str) -> bool:
+    reference, mesh = expected(kind), mesh_of(kind)
+    torch.manual_seed(1)
+    model = test_meta.Model()
+    fully_shard(model.layers[0], mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wrap(model, mesh, optimizer)
+    return all(torch.equal(a, b) for a, b in zip(train(model, optimizer), reference, strict=True))
+
+
+def test_what_is_sharded_already_stays_as_it_is() -> None:
+    assert ranks.run(2, with_a_layer_that_was_sharded, "fsdp2") == [True, True]
+
+
 def meta_and_units(path: str) -> list[str]:
     mesh = mesh_of("fsdp2")
     told = []

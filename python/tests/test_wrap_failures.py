@@ -30,7 +30,7 @@ def wrap(how: str) -> tuple[Told, bool]:
     if how == "no such unit":
         options = {"units": on_rank(0, ["Nothing"])}
     elif how == "units differ":
-        options = {"units": on_rank(0, ["Linear"], ["Embedding"])}
+        options = {"units": lambda name, module: name == on_rank(0, "layers.0", "layers.1")}
     elif how == "a container":
         options = {"units": ["ModuleList"]}
     elif how == "foreign optimizer":
@@ -55,7 +55,7 @@ def wrap(how: str) -> tuple[Told, bool]:
 
 
 WRAP = {
-    "no such unit": "units=['Nothing']", "units differ": "units", "a container": "ModuleList has no forward()", "foreign optimizer": "optimizer group 0",
+    "no such unit": "units=['Nothing']", "units differ": "units is ['layers.0'] on rank 0 and ['layers.1'] on rank 1", "a container": "ModuleList has no forward()", "foreign optimizer": "optimizer group 0",
     "sources differ": "ranks have different sources: nothing, the file", "no source": "source is a int", "on meta": "have no values on rank 0", "another shape": "'layers.1.bias' is missing on rank 0",
 }  # fmt: skip
 

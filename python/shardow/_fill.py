@@ -103,10 +103,12 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
 
 
 def _forms(state: State) -> dict[str, Form]:
+    forms = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
             raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed")
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+        forms[name] = (tuple(tensor.shape), tensor.dtype)
+    return forms
 
 
 def _refuse_lacking(job: Job, lacking: Collection[str]) -> None:

@@ -31,7 +31,7 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
                     lacking.pop(done, None)
         if lacking:
             raise invalid(
-                f"materialize(): the initialisation left {', '.join([*lacking][:20])} without values; give a function that sets them as source"
+                f"{job.what}: the initialisation left {', '.join([*lacking][:20])} without values; give a function that sets them as source"
             )
 
     job.team.agree(job.what, fill)

@@ -65,6 +65,8 @@ def move_tables(model: nn.Module, device: torch.device | str) -> None:
 def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
     """What had no memory has none again."""
     ours = {id(tensor) for tensor in given}
+    if not ours:
+        return
     known = [where for key, where in places(model).items() if key in ours]
     model._apply(lambda tensor: tensor.to("meta") if id(tensor) in ours else tensor)
     _joined(known)

@@ -5,7 +5,8 @@ Numbered, as the code below:
 1. every rank tells rank 0 what it wants: keys, regions, dtypes
 2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together; few are on the way at any time
 3. rank 0 sends them in turns; where the source's elements lie one after another they are sent from where they are
-4. who fails keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Whoever calls this agrees afterwards
+4. who fails reads nothing more, and keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Then it raises its first failure; whoever calls this agrees
+   afterwards
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from shardow import _core
 from shardow._gather import Part, stretch, take, windows
 from shardow._team import Team
-from shardow.torch.store_group import finish
+from shardow.torch.store_group import begun, finish
 
 _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8
@@ -94,6 +95,10 @@ class _Side:
         self._team, self._device, self._tag = team, device, tag
         self.failed: Exception | None = None
 
+    def end(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+
     @contextlib.contextmanager
     def keeping_step(self) -> Iterator[None]:
         """The first failure is noted; others are waiting for what comes after it."""
@@ -103,13 +108,36 @@ class _Side:
             self.failed = self.failed or error
 
     def send(self, data: torch.Tensor, rank: int) -> dist.Work | None:
-        return dist.isend(data, group_dst=rank, group=self._team.process_group, tag=self._tag)
+        return begun(lambda: dist.isend(data, group_dst=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
 
     def receive(self, data: torch.Tensor, rank: int) -> dist.Work | None:
-        return dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag)
+        return begun(lambda: dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
 
     def finish(self, work: dist.Work | None, rank: int) -> None:
-        finish(work, self._team.timeout, f"weights between rank {self._team.rank} and rank {rank} did not arrive")
+        finish(work, self._team.timeout, self._otherwise(rank))
+
+    def _otherwise(self, rank: int) -> str:
+        return f"weights between rank {self._team.rank} and rank {rank} did not arrive"
+
+
+class _Recent:
+    """The source's tensors, detached. A lazy mapping reads one each time it is asked: the last ones stay, up to 64 MiB of them or one."""
+
+    _MOST = 64 << 20
+
+    def __init__(self, source: Mapping[str, torch.Tensor]) -> None:
+        self._source = source
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        found = self._source[key].detach()
+        self._kept[key] = found
+        while len(self._kept) > 1 and sum(tensor.nbytes for tensor in self._kept.values()) > self._MOST:
+            self._kept.popitem(last=False)
+        return found
 
 
 class Server(_Side):
@@ -121,20 +149,21 @@ class Server(_Side):
         self._sent: deque[tuple[dist.Work | None, int, torch.Tensor]] = deque()
         wants = [[fill.want for fill in own], *(self._wants_of(rank) for rank in range(1, self._team.size))]
         total = sum(_core.Region.decode(want.region).size * want.dtype.itemsize for one in wants for want in one)
-        done = 0
+        done, recent = 0, _Recent(source)
         for turn in itertools.zip_longest(*(messages(one) for one in wants)):
             for rank, message in enumerate(turn):
                 if message is None or rank in self._lost:
                     continue
                 with self.keeping_step():
-                    if rank == 0:
-                        _copy(source, message, own)
-                    else:
-                        self._send_message(source, message, wants[rank], rank)
+                    if rank:
+                        self._send_message(recent, message, wants[rank], rank)
+                    elif self.failed is None:
+                        _copy(recent, message, own)
                     done += sum(piece.nbytes for piece in message)
-                    if progress is not None:
+                    if progress is not None and self.failed is None:
                         progress(done, total)
         self._until(0)
+        self.end()
 
     def _wants_of(self, rank: int) -> list[Want]:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -148,10 +177,11 @@ class Server(_Side):
         wants: list[Want] = pickle.loads(text.cpu().numpy().tobytes())
         return wants
 
-    def _send_message(self, source: Mapping[str, torch.Tensor], message: Message, wants: Sequence[Want], rank: int) -> None:
+    def _send_message(self, source: _Recent, message: Message, wants: Sequence[Want], rank: int) -> None:
         data = torch.empty(0)
-        with self.keeping_step():
-            data = _filled(source, message, wants)
+        if self.failed is None:
+            with self.keeping_step():
+                data = _filled(source, message, wants)
         if not data.numel():  # the rank waits for it all the same
             data = torch.zeros(_length(message), dtype=torch.uint8)
         data = data.to(self._device)
@@ -189,6 +219,7 @@ class Client(_Side):
             self._coming.append((self.receive(data, 0), data, message if direct is None else []))
             self._until(_ON_THE_WAY, own)
         self._until(0, own)
+        self.end()
 
     def _until(self, most: int, own: Sequence[Fill]) -> None:
         while len(self._coming) > most:
@@ -199,22 +230,22 @@ class Client(_Side):
                     _target(piece, own).copy_(_inside(data, piece, own[piece.want].want.dtype))
 
 
-def _filled(source: Mapping[str, torch.Tensor], message: Message, wants: Sequence[Want]) -> torch.Tensor:
+def _filled(source: _Recent, message: Message, wants: Sequence[Want]) -> torch.Tensor:
     """A message's bytes: a view of the source's where they lie there as they travel."""
     first = wants[message[0].want]
-    there = stretch(source[first.key].detach(), message[0].region) if len(message) == 1 else None
+    there = stretch(source[first.key], message[0].region) if len(message) == 1 else None
     if there is not None and there.dtype == first.dtype:
         return there.view(torch.uint8)
     packed = torch.empty(_length(message), dtype=torch.uint8)
     for piece in message:
         want = wants[piece.want]
-        take(source[want.key].detach(), piece.region, _inside(packed, piece, want.dtype))
+        take(source[want.key], piece.region, _inside(packed, piece, want.dtype))
     return packed
 
 
-def _copy(source: Mapping[str, torch.Tensor], message: Message, own: Sequence[Fill]) -> None:
+def _copy(source: _Recent, message: Message, own: Sequence[Fill]) -> None:
     for piece in message:
-        take(source[own[piece.want].want.key].detach(), piece.region, _target(piece, own))
+        take(source[own[piece.want].want.key], piece.region, _target(piece, own))
 
 
 def _in_place(message: Message, own: Sequence[Fill]) -> torch.Tensor | None:

@@ -19,6 +19,8 @@ from shardow._progress import Progress
 from shardow._team import Team
 from shardow.torch.ranks import group_of_model
 
+_RANK_0 = "a mapping on rank 0"
+
 Source = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], object] | None
 
 
@@ -107,7 +109,7 @@ def fill_model(request: Request) -> dict[str, Any]:
 
 def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[_origins.Bindings | None, _fill.Job]:
     model = request.model
-    _kind(request.source)
+    kind_of(request.source)
     bindings = None if request.optimizer is None else _origins.bindings(request.optimizer, model)
     given += _places.give_memory(model, request.device, request.dtype)
     held = held_by(model, request.group, saving=False)
@@ -120,21 +122,27 @@ def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[
 
 def _filled(request: Request, job: _fill.Job, team: Team) -> dict[str, Any]:
     source = request.source
-    kinds = [kind.decode() for kind in team.gather(request.what, _kind(source).encode())]
-    if set(kinds) <= {"nothing", "a function"} and len(set(kinds)) == 1:
+    kind = common_kind(request.what, source, team)
+    if kind in ("nothing", "a function"):
         return _init.by_init(job, request.model, source, request.seed)
-    if len(set(kinds)) == 1 and kinds[0].startswith("the file"):
-        return _fill.from_file(job, source)
-    if set(kinds) == {"a mapping"}:
+    if kind == "a mapping":
         return _fill.from_own_mapping(job, source)
-    if kinds[0] == "a mapping" and set(kinds[1:]) == {"nothing"}:
+    if kind == _RANK_0:
         return _fill.from_first_rank(job, source)
-    raise invalid(
-        f"{request.what}: ranks have different sources: {', '.join(kinds)}; the same on all, or a mapping on rank 0 and None elsewhere"
-    )
+    return _fill.from_file(job, source)
 
 
-def _kind(source: object) -> str:
+def common_kind(what: str, source: Source, team: Team) -> str:
+    """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping. Collective."""
+    kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode())]
+    if len(set(kinds)) == 1:
+        return kinds[0]
+    if kinds[0] == "a mapping" and set(kinds[1:]) == {"nothing"}:
+        return _RANK_0
+    raise invalid(f"{what}: ranks have different sources: {', '.join(kinds)}; the same on all, or a mapping on rank 0 and None elsewhere")
+
+
+def kind_of(source: object) -> str:
     if source is None:
         return "nothing"
     if isinstance(source, (str, Path)):

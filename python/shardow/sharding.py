@@ -14,9 +14,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardow import _origins
+from shardow._errors import Error
 from shardow._options import invalid, seconds
 from shardow._team import Team
-from shardow.materializing import Source, materialize
+from shardow.materializing import Source, common_kind, kind_of, materialize
+from shardow.torch.blocks import has_forward, repeated_blocks
 from shardow.torch.names import join, walk
 from shardow.torch.ranks import choose_group, meshes_of
 
@@ -56,9 +58,14 @@ def wrap(
     Raises:
         ValueError: no such unit, a model on meta without a source; else as materialize(). The model has no weights then.
     """
+    if not isinstance(model, nn.Module):
+        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
     team = Team(choose_group([], [mesh, *meshes_of(model)], group), seconds(timeout))
     from_memory = source is None and memory_efficient_init
+    team.agree("wrap()", lambda: kind_of(source))
+    common_kind("wrap()", source, team)
     chosen, bindings, own = team.agree("wrap()", lambda: _checked(model, units, optimizer, from_memory and team.rank == 0))
+    team.same("wrap()", _facts(model, chosen, memory_efficient_init))
     if from_memory:
         _to_meta(model)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": _policy(mixed_precision)}
@@ -66,7 +73,11 @@ def wrap(
         fully_shard(unit, **options)
     fully_shard(model, **options)
     if from_memory or source is not None:
-        materialize(model, own if from_memory else source, optimizer, strict=strict, group=group, timeout=timeout)
+        try:
+            materialize(model, own if from_memory else source, optimizer, strict=strict, group=group, timeout=timeout)
+        except Error as error:
+            error.message += "; the model is sharded now, and has no weights: materialize() brings them" if from_memory else ""
+            raise
     elif optimizer is not None and bindings is not None:
         _origins.bind(optimizer, bindings)
     return model, optimizer
@@ -76,7 +87,10 @@ def _checked(
     model: nn.Module, units: Units, optimizer: torch.optim.Optimizer | None, has_weights: bool
 ) -> tuple[list[nn.Module], _origins.Bindings | None, Mapping[str, torch.Tensor] | None]:
     """Units, where the optimizer's parameters are, and the weights that this rank gives; raises while the model is whole."""
+    if isinstance(model, FSDPModule):
+        raise invalid("wrap(): the model is sharded already; materialize() brings weights")
     chosen = _chosen(model, units)
+    _check_containers([*chosen, model])
     _check_ties(model, chosen)
     for module in model.modules():
         for key, param in module._parameters.items():
@@ -84,6 +98,17 @@ def _checked(
                 _origins.remember(module, key)
     bindings = None if optimizer is None else _origins.bindings(optimizer, model)
     return chosen, bindings, _own_weights(model) if has_weights else None
+
+
+def _facts(model: nn.Module, chosen: list[nn.Module], memory_efficient_init: bool) -> dict[str, Any]:
+    """In which ranks must be alike."""
+    units = set(map(id, chosen))
+    tensors = {join(name, key): param for name, module in walk(model) for key, param in module._parameters.items() if param is not None}
+    return {
+        "tensors": {name: f"{param.dtype} {list(param.shape)}" for name, param in tensors.items()},
+        "units": [name for name, module in walk(model) if id(module) in units],
+        "memory_efficient_init": memory_efficient_init,
+    }
 
 
 def _policy(mixed_precision: MixedPrecisionPolicy | torch.dtype | None) -> MixedPrecisionPolicy:
@@ -94,7 +119,7 @@ def _policy(mixed_precision: MixedPrecisionPolicy | torch.dtype | None) -> Mixed
 
 def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
     if units is None:
-        return [module for module in _repeated(model) if not isinstance(module, FSDPModule)]
+        return [module for module in repeated_blocks(model) if not isinstance(module, FSDPModule)]
     if callable(units):
         found = [module for name, module in walk(model) if module is not model and units(name, module)]
     else:
@@ -103,17 +128,14 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
         found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
     if not found:
         raise invalid(f"wrap(): no module of the model is one of units={units!r}")
-    containers = {type(module).__name__ for module in found if _is_container(module)}
-    if containers:
-        raise invalid(
-            f"wrap(): {', '.join(sorted(containers))} in units= can't be sharded by itself, since it has no forward(); name what is in it"
-        )
     return [module for module in found if not isinstance(module, FSDPModule)]
 
 
-def _is_container(module: nn.Module) -> bool:
-    """torch shards no list or mapping of modules: it has no forward() to bring its weights together for."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+def _check_containers(units: list[nn.Module]) -> None:
+    """FSDP2 gathers weights before forward(), which these do not have."""
+    for unit in units:
+        if not has_forward(unit):
+            raise invalid(f"wrap(): a {type(unit).__name__} has no forward(), and can't be a unit; name its members' class")
 
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
@@ -136,24 +158,6 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
                 visit(child, join(prefix, key), unit)
 
     visit(model, "", 0)
-
-
-def _repeated(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: members of a list that has several of their class. The outermost lists count."""
-    found: list[nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or id(module) in inside:
-            continue
-        classes = [type(child) for child in module]
-        blocks = [
-            child
-            for child in module
-            if classes.count(type(child)) > 1 and any(True for _ in child.parameters()) and not _is_container(child)
-        ]
-        found += blocks
-        inside.update(id(one) for block in blocks for one in block.modules())
-    return found
 
 
 def _own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:

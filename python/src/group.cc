@@ -10,6 +10,10 @@
 #include <nanobind/stl/vector.h>
 #include <nanobind/trampoline.h>
 
+#include <exception>
+#include <stdexcept>
+#include <string>
+
 #include "core.h"
 
 namespace nb = nanobind;
@@ -106,8 +110,26 @@ std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double ti
   return result;
 }
 
+/// "ValueError: decay=7.0". What python_error::what() says begins with the whole stack, and a status is cut at its end.
+std::string without_stack(const nb::python_error& error) {
+  return std::string(nb::str(error.type().attr("__name__")).c_str()) + ": " + nb::str(error.value()).c_str();
+}
+
 void agree_python(Group& group, double timeout, const nb::callable& fn) {
-  agree(group, in_seconds(timeout), [&] { fn(); });
+  std::exception_ptr mine;
+  try {
+    agree(group, in_seconds(timeout), [&] {
+      try {
+        fn();
+      } catch (const nb::python_error& error) {
+        mine = std::current_exception();
+        throw std::runtime_error(without_stack(error));
+      }
+    });
+  } catch (...) {
+    if (mine) std::rethrow_exception(mine);
+    throw;
+  }
 }
 
 }  // namespace

@@ -147,6 +147,18 @@ def test_ties_tables_and_optimizers_survive_sharding(tmp_path: Path) -> None:
     assert ranks.run(2, tied_and_optimizer, str(tmp_path / "a.safetensors")) == [True, True]
 
 
+def test_a_file_that_has_both_names_of_a_tied_weight(tmp_path: Path) -> None:
+    whole = Model()
+    shardow.save(whole.state_dict(), tmp_path / "a.safetensors")
+    assert "head.weight" in shardow.open(tmp_path / "a.safetensors")
+    with shardow.meta_init():
+        model = Model()
+    report = shardow.materialize(model, tmp_path / "a.safetensors")
+    assert report["missing"] == report["unexpected"] == report["kept"] == []
+    assert torch.equal(model.head.weight, whole.head.weight)
+    assert model.head.weight is model.embed.weight
+
+
 def refused(path: str) -> list[str]:
     """Errors leave the model on meta and the optimizer as it was; then a good source works."""
     with shardow.meta_init():

@@ -78,6 +78,20 @@ def test_an_optimizer_that_has_stepped_goes_on_with_its_state() -> None:
     assert ranks.run(2, trained_before, None) == [True, True]
 
 
+def with_a_layer_that_was_sharded(kind: str) -> bool:
+    reference, mesh = expected(kind), mesh_of(kind)
+    torch.manual_seed(1)
+    model = test_meta.Model()
+    fully_shard(model.layers[0], mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wrap(model, mesh, optimizer)
+    return all(torch.equal(a, b) for a, b in zip(train(model, optimizer), reference, strict=True))
+
+
+def test_what_is_sharded_already_stays_as_it_is() -> None:
+    assert ranks.run(2, with_a_layer_that_was_sharded, "fsdp2") == [True, True]
+
+
 def meta_and_units(path: str) -> list[str]:
     mesh = mesh_of("fsdp2")
     told = []
@@ -115,7 +129,7 @@ def containers() -> str:
     torch.manual_seed(1)
     model = Steps()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match="units=") as error:
+    with pytest.raises(ValueError, match="has no forward") as error:
         wrap(model, mesh, units=[nn.ModuleDict])
     assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in state.items())
     wrap(model, mesh)
@@ -125,4 +139,4 @@ def containers() -> str:
 
 def test_containers_are_no_units_and_asking_for_them_leaves_the_weights_where_they_are() -> None:
     for told in ranks.run(2, containers):
-        assert "ModuleDict in units= can't be sharded by itself" in told
+        assert "a ModuleDict has no forward()" in told

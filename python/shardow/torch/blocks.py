@@ -5,6 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 
+def has_forward(module: nn.Module) -> bool:
+    """False for lists and mappings of modules, which can't be called."""
+    return type(module).forward is not nn.Module.forward
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Members, with parameters, of a list that has several of their class. The outermost lists count."""
     found: list[nn.Module] = []
@@ -13,7 +18,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or id(module) in inside:
             continue
         classes = [type(child) for child in module]
-        blocks = [child for child in module if classes.count(type(child)) > 1 and any(True for _ in child.parameters())]
+        blocks = [
+            child for child in module if classes.count(type(child)) > 1 and has_forward(child) and any(True for _ in child.parameters())
+        ]
         found += blocks
         inside.update(id(one) for block in blocks for one in block.modules())
     return found

@@ -17,6 +17,7 @@ import functools
 import operator
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -35,13 +36,25 @@ _FIRST_TAG = 64  # smaller ones are channels
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
 
 
+def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | None:
+    """A transfer; that it can't even begin, on a connection that is closed, is a typed error that begins with ``otherwise``."""
+    try:
+        return begin()
+    except RuntimeError as error:
+        raise _lost(error, otherwise) from None
+
+
 def finish(work: dist.Work | None, seconds: float, otherwise: str) -> None:
     """Waits for a transfer; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo closes the connection of the two ranks, for good."""
     try:
         if work is not None:
             work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError as error:
-        raise _errors.make("timeout" if "imed out" in str(error) else "peer_failed", f"{otherwise}: {error}") from None
+        raise _lost(error, otherwise) from None
+
+
+def _lost(error: RuntimeError, otherwise: str) -> Exception:
+    return _errors.make("timeout" if "imed out" in str(error) else "peer_failed", f"{otherwise}: {error}")
 
 
 def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
@@ -68,7 +81,15 @@ class StoreGroup(_core.Group):
         self._mine: list[str] = []  # keys of the last round
 
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
-        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time."""
+        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ConnectionError where the store is gone."""
+        try:
+            return self._all_gather(mine, seconds)
+        except dist.DistError as error:
+            raise _errors.make(
+                "peer_failed", f"the store of the process group is gone, and with it the rank that kept it: {error}"
+            ) from None
+
+    def _all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
         began, this = time.monotonic(), self._round
         self._round += 1
         keys = [f"{this}/{rank}" for rank in range(self.size)]
@@ -77,11 +98,11 @@ class StoreGroup(_core.Group):
             self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
             seen = _ALL_THERE
         except dist.DistStoreError:
-            missing = [rank for rank in range(self.size) if not self._store.check([keys[rank]])]
-            seen = _ALL_THERE if not missing else repr([self.ranks[rank] for rank in missing]).encode()
+            missing = [self.ranks[rank] for rank in range(self.size) if not self._store.check([keys[rank]])]
+            seen = f"rank(s) {missing} did not take part within {time.monotonic() - began:.1f} s".encode() if missing else _ALL_THERE
         verdict = bytes(self._store.compare_set(f"{this}/verdict", "", seen.decode()))
         if verdict != _ALL_THERE:
-            raise _errors.make("timeout", f"rank(s) {verdict.decode()} did not take part within {time.monotonic() - began:.1f} s")
+            raise _errors.make("timeout", verdict.decode())
         gathered = self._get(keys)
         self._forget(this - 1, written)
         return gathered
@@ -95,22 +116,23 @@ class StoreGroup(_core.Group):
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
         """Copies root's bytes into everybody's: through the process group, or its store where that has no way for CPU tensors."""
         if self.moves_blocks:
-            self._finish(dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), seconds)
+            self._move(lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), seconds)
         else:
             data[:] = self.all_gather(bytes(data) if self.rank == root else b"", seconds)[root]
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
-        self._finish(dist.isend(_tensor(data), group_dst=to, group=self._process_group(), tag=self._tag), seconds)
+        self._move(lambda: dist.isend(_tensor(data), group_dst=to, group=self._process_group(), tag=self._tag), seconds)
 
     def recv(self, data: memoryview, source: int, seconds: float) -> None:
-        self._finish(dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds)
+        self._move(lambda: dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds)
 
     def next_tag(self) -> int:
         """For messages of one call among all that this group makes; the same on every rank."""
         return _FIRST_TAG + self._round
 
-    def _finish(self, work: dist.Work | None, seconds: float) -> None:
-        finish(work, seconds, f"a block between ranks {self.ranks} did not arrive")
+    def _move(self, begin: Callable[[], dist.Work | None], seconds: float) -> None:
+        otherwise = f"a block between ranks {self.ranks} did not arrive"
+        finish(begun(begin, otherwise), seconds, otherwise)
 
     def _set(self, key: str, value: bytes) -> list[str]:
         """Long values take several keys; the first, which others wait for, is written last and says how long it all is. Returns the keys."""

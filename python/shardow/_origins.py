@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,13 @@ _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter; tensors c
 def remember(module: nn.Module, key: str) -> None:
     """That the parameter which is there now is there."""
     _origins[module._parameters[key]] = _Origin(weakref.ref(module), key)
+
+
+def of(param: torch.Tensor) -> tuple[nn.Module, str] | None:
+    """The module and the key that are remembered of a parameter."""
+    origin = _origins.get(param)
+    module = None if origin is None else origin.module()
+    return None if origin is None or module is None else (module, origin.key)
 
 
 def forget_swapped(model: nn.Module) -> None:
@@ -69,8 +77,12 @@ def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
         now = [module._parameters[key] for module, key in where]
         for old, new in zip(group["params"], now, strict=True):
             if new is not None and old is not new and old in optimizer.state:
-                optimizer.state[new] = {key: _sharded_as(new, value) for key, value in optimizer.state.pop(old).items()}
+                optimizer.state[new] = state_for(new, optimizer.state.pop(old))
         group["params"] = now
+
+
+def state_for(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _sharded_as(param, value) for key, value in state.items()}
 
 
 def _sharded_as(param: torch.Tensor, value: Any) -> Any:
@@ -87,9 +99,8 @@ def _sharded_as(param: torch.Tensor, value: Any) -> Any:
 
 
 def _remembered(param: torch.Tensor) -> tuple[nn.Module, str] | None:
-    origin = _origins.get(param)
-    module = None if origin is None else origin.module()
-    return None if module is None or module._parameters.get(origin.key) is None else (module, origin.key)
+    place = of(param)
+    return None if place is None or place[0]._parameters.get(place[1]) is None else place
 
 
 def _named(modules: dict[str, nn.Module], name: str | None) -> tuple[nn.Module, str] | None:

@@ -18,7 +18,7 @@ from shardow._errors import Error
 from shardow._options import invalid, seconds
 from shardow._team import Team
 from shardow.materializing import Source, common_kind, kind_of, materialize
-from shardow.torch.blocks import has_forward, repeated_blocks
+from shardow.torch.blocks import is_container, repeated_blocks
 from shardow.torch.names import join, walk
 from shardow.torch.ranks import choose_group, meshes_of
 
@@ -44,7 +44,7 @@ def wrap(
         model: with weights on rank 0 at least, or on meta with a ``source``.
         mesh: of one dimension (FSDP2), or two (HSDP). What is sharded already, as experts on a mesh of their own, stays as it is.
         optimizer: made from the model's parameters; its groups, their options and its state are kept, its parameters become the sharded ones.
-        units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the modules of every ModuleList and Sequential that holds several of one class.
+        units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the modules of every ModuleList and Sequential that holds several of one class; nothing, as in ``units=()``: the model alone.
         source: as in materialize(); by default the weights that the model has on rank 0, from which every rank is sent its slices.
         memory_efficient_init: False: every rank has the whole model in memory, and shards it where it is.
         reshard_after_forward: as fully_shard().
@@ -124,6 +124,8 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
         found = [module for name, module in walk(model) if module is not model and units(name, module)]
     else:
         wanted = list(units)
+        if not wanted:
+            return []
         known = {one if isinstance(one, str) else one.__name__ for one in wanted}
         found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
     if not found:
@@ -132,9 +134,8 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
 
 
 def _check_containers(units: list[nn.Module]) -> None:
-    """FSDP2 gathers weights before forward(), which these do not have."""
     for unit in units:
-        if not has_forward(unit):
+        if is_container(unit):
             raise invalid(f"wrap(): a {type(unit).__name__} has no forward(), and can't be a unit; name its members' class")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from shardow import _samples
 MIB = 2**20
 
 
-def touch(mib: int) -> np.ndarray:
-    return np.ones(mib * MIB, dtype=np.uint8)
+def touch(mib: int) -> mmap.mmap:
+    """New pages, which no allocator had."""
+    held = mmap.mmap(-1, mib * MIB)
+    np.frombuffer(held, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
+    return held
 
 
 def test_a_peak_is_seen_though_it_is_over_at_the_end() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 
-def has_forward(module: nn.Module) -> bool:
-    """False for lists and mappings of modules, which can't be called."""
-    return type(module).forward is not nn.Module.forward
+def is_container(module: nn.Module) -> bool:
+    """A list or mapping of modules, which can't be called: torch shards none, since it brings weights together before forward()."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -19,7 +19,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             continue
         classes = [type(child) for child in module]
         blocks = [
-            child for child in module if classes.count(type(child)) > 1 and has_forward(child) and any(True for _ in child.parameters())
+            child
+            for child in module
+            if classes.count(type(child)) > 1 and not is_container(child) and any(True for _ in child.parameters())
         ]
         found += blocks
         inside.update(id(one) for block in blocks for one in block.modules())

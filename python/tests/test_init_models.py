@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 import shardow
 
 State = Mapping[str, torch.Tensor]
+KINDS = [
+    (strategy, world, orig) for strategy, world in (("FULL_SHARD", 2), ("FULL_SHARD", 4), ("HYBRID_SHARD", 4)) for orig in (True, False)
+]
+FSDP1 = KINDS if os.environ.get("SHARDOW_ALL") else [KINDS[0], KINDS[5]]
 
 
 class Block(nn.Module):
@@ -159,8 +164,7 @@ def fsdp1_from_meta(strategy: str, orig: bool, path: str) -> bool:
     return same(whole(model), whole(fsdp1(net(3), strategy, orig)))
 
 
-@pytest.mark.parametrize("orig", [True, False], ids=["orig-params", "flat"])
-@pytest.mark.parametrize(("strategy", "world"), [("FULL_SHARD", 2), ("FULL_SHARD", 4), ("HYBRID_SHARD", 4)])
+@pytest.mark.parametrize(("strategy", "world", "orig"), FSDP1)
 def test_fsdp1_that_was_wrapped_on_meta_trains_as_one_that_was_built_whole(strategy: str, world: int, orig: bool, tmp_path: Path) -> None:
     shardow.save(net(3), tmp_path / "a.safetensors")
     for name in ("narrow.bias", "blocks.1.calls"):

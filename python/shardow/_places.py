@@ -78,6 +78,12 @@ def names_of(model: nn.Module, tensors: Collection[torch.Tensor]) -> set[str]:
     return {name for key, where in places(model).items() if key in ours for name, _ in where}
 
 
+def called(model: nn.Module, tensors: Collection[torch.Tensor], names: Collection[str]) -> list[torch.Tensor]:
+    """Those of the tensors that have one of the names."""
+    wanted = {key for key, where in places(model).items() if any(name in names for name, _ in where)}
+    return [tensor for tensor in tensors if id(tensor) in wanted]
+
+
 def _joined(known: list[list[tuple[str, Place]]]) -> list[torch.Tensor]:
     """Puts the tensor of the first place into the others; torch gives each a new one."""
     tensors = []

@@ -97,8 +97,7 @@ def fill_model(request: Request) -> dict[str, Any]:
     meta.have_values(model)
     if request.device is not None:
         _places.move_tables(model, request.device)
-    missing = set(report["missing"])
-    _places.take_memory(model, [tensor for tensor in given if missing & _places.names_of(model, [tensor])] if missing else [])
+    _places.take_memory(model, _places.called(model, given, set(report["missing"])))
     tie = getattr(model, "tie_weights", None)
     if given and callable(tie):
         tie()

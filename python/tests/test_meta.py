@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardow
+from shardow import _places
 
 KINDS = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("tp+fsdp2", 4)]
 
@@ -55,6 +56,15 @@ def test_under_meta_init_weights_have_no_memory_and_tables_have_their_values() -
     assert model.rotary.original is model.rotary.table
     assert model.head.weight is model.embed.weight
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_tables_follow_the_weights_to_another_device() -> None:
+    model = Model()
+    _places.move_tables(model, "meta")  # another device than the CPU that every machine has
+    assert model.rotary.table.is_meta
+    assert model.rotary.original is model.rotary.table
+    assert not model.rotary.calls.is_meta
+    assert not any(p.is_meta for p in model.parameters())
 
 
 def weights_by(kind: str) -> Callable[[], nn.Sequential]:

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow._gather import take
 from shardow._options import invalid
+from shardow.torch.dtensors import sharded_like
 from shardow.torch.regions import region_of
 
 
@@ -95,7 +96,7 @@ def _sharded_as(param: torch.Tensor, value: Any) -> Any:
     flat = torch.empty(local.numel(), dtype=value.dtype, device=value.device)
     take(value, region_of("a state of the optimizer", param), flat)
     local.copy_(flat.view(local.shape))
-    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+    return sharded_like(param, local)
 
 
 def _remembered(param: torch.Tensor) -> tuple[nn.Module, str] | None:

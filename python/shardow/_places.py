@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardow import _origins
 from shardow._options import invalid
+from shardow.torch.dtensors import sharded_like
 from shardow.torch.names import join, walk
 
 Place = tuple[nn.Module, str, str]  # (module, "_parameters" or "_buffers", key)
@@ -40,9 +42,11 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        mesh = getattr(tensor, "device_mesh", None)
-        where = device or (mesh.device_type if mesh is not None else "cpu")
-        return torch.empty_like(tensor, device=where, dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        now = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if not isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, device=device or "cpu", dtype=now)
+        local = torch.empty_like(tensor._local_tensor, device=device or tensor.device_mesh.device_type, dtype=now)
+        return sharded_like(tensor, local)
 
     try:
         model._apply(give)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,7 +71,6 @@ def peft_lora(model: Base) -> nn.Module:
 
 
 LORA: dict[str, Callable[[Base], nn.Module]] = {"own": own_lora, "peft": peft_lora}
-KINDS = ["own", pytest.param("peft", marks=pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"))]
 
 
 def lora_states() -> tuple[State, State, State]:
@@ -155,7 +153,7 @@ def test_names_of_lora_weights_that_could_be_meant_for_two_adapters_are_an_error
     assert torch.equal(model.get_parameter("base_model.model.layers.0.q_proj.lora_A.other.weight"), before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", list(LORA))
 def test_a_base_checkpoint_and_then_an_adapter_fill_a_model_with_lora(kind: str, tmp_path: Path) -> None:
     base, adapter, _ = lora_states()
     save_file(dict(base), tmp_path / "base.safetensors")

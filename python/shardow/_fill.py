@@ -62,7 +62,7 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     """Every rank takes its slices of what it has."""
 
     def fill() -> dict[str, Any]:
-        found = compared(job.held, job.wanted, _forms(state), job.strict)
+        found = compared(job.what, job.held, job.wanted, _forms(state), job.strict)
         _refuse_lacking(job, found.missing)
         for part in job.held.parts:
             if part.name in found.keys:
@@ -79,7 +79,7 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     forms: dict[str, Form] = pickle.loads(team.gather(job.what, mine)[0])
 
     def compare() -> tuple[dict[str, Any], list[Fill]]:
-        found = compared(job.held, job.wanted, forms, job.strict)
+        found = compared(job.what, job.held, job.wanted, forms, job.strict)
         _refuse_lacking(job, found.missing)
         fills = []
         for part in job.held.parts:
@@ -107,6 +107,8 @@ def _forms(state: State) -> dict[str, Form]:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
             raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed")
+        if tensor.is_meta:
+            raise invalid(f"the source's '{name}' is on meta, without values")
         forms[name] = (tuple(tensor.shape), tensor.dtype)
     return forms
 

@@ -22,6 +22,10 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
     """Fills what is wanted. Modules come in the order of named_modules(), once each, as in a loop over them; of a tied tensor the last module's values stay."""
 
     def fill() -> None:
+        if init is None and not job.without:
+            raise invalid(
+                f"{job.what}: the model has all its values, and there is no source; give one, or a function that initialises a module"
+            )
         modules = _modules(job, model, init is None)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -100,11 +104,12 @@ class _StandIns:
         module = self._module
         for tensors in (module.__dict__, module._parameters, module._buffers):
             self._kept.append((tensors, dict(tensors)))
+        for part in self._own.values():  # first, since there may be no memory for it
+            if part.name not in self._made:
+                self._made[part.name] = torch.empty(tuple(part.region.shape), dtype=part.flat.dtype, device="cpu")
+                _bytes(self._made[part.name]).fill_(_PATTERN)
         for key, part in self._own.items():
             before = module._parameters.get(key)
-            if part.name not in self._made:
-                self._made[part.name] = torch.empty(tuple(part.region.shape), dtype=part.flat.dtype)
-                _bytes(self._made[part.name]).fill_(_PATTERN)
             whole = self._made[part.name]
             module.__dict__.pop(key, None)  # FSDP1 without use_orig_params leaves a plain attribute there
             if key in module._buffers:

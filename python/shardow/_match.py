@@ -63,7 +63,7 @@ class Comparison:
         return {"missing": self.missing, "unexpected": self.unexpected, "kept": self.kept}
 
 
-def compared(held: Held, wanted: Collection[str], source: Mapping[str, Form], strict: bool) -> Comparison:
+def compared(what: str, held: Held, wanted: Collection[str], source: Mapping[str, Form], strict: bool) -> Comparison:
     """``wanted``: names without values. Raises with everything that does not fit; without ``strict`` only with what can't be cast or has another shape."""
     keys = matched(held, source, "the source")
     found = Comparison(
@@ -83,7 +83,7 @@ def compared(held: Held, wanted: Collection[str], source: Mapping[str, Form], st
     if strict and found.unexpected:
         wrong.append(f"unexpected in the source: {', '.join(found.unexpected[:20])}")
     if wrong:
-        raise invalid(f"materialize(): the source does not fit: {'; '.join(wrong[:20])}")
+        raise invalid(f"{what}: the source does not fit: {'; '.join(wrong[:20])}")
     return found
 
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardow._gather import take
 from shardow._options import invalid
 from shardow.torch.dtensors import sharded_like
+from shardow.torch.names import walk
 from shardow.torch.regions import region_of
 
 
@@ -55,7 +56,7 @@ Bindings = list[list[tuple[nn.Module, str]]]  # by parameter group, where each o
 def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
     """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything has changed, for one that is nowhere."""
     there = {id(p): (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None}
-    modules = dict(model.named_modules())
+    modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
     found: Bindings = []
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [None] * len(group["params"])
@@ -74,11 +75,16 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
 
 def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
     """Puts the model's parameters into the groups; state goes with its parameter, and is sharded as it is."""
-    for group, where in zip(optimizer.param_groups, places, strict=True):
-        now = [module._parameters[key] for module, key in where]
-        for old, new in zip(group["params"], now, strict=True):
-            if new is not None and old is not new and old in optimizer.state:
-                optimizer.state[new] = state_for(new, optimizer.state.pop(old))
+    groups = [[module._parameters[key] for module, key in where] for where in places]
+    pairs = [
+        (old, new) for group, now in zip(optimizer.param_groups, groups, strict=True) for old, new in zip(group["params"], now, strict=True)
+    ]
+    moved = [(old, new) for old, new in pairs if new is not None and old is not new and old in optimizer.state]
+    states = [state_for(new, optimizer.state[old]) for old, new in moved]  # what there may be no memory for, before anything changes
+    for (old, new), state in zip(moved, states, strict=True):
+        del optimizer.state[old]
+        optimizer.state[new] = state
+    for group, now in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = now
 
 

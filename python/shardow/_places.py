@@ -12,6 +12,7 @@ from shardow import _origins
 from shardow._options import invalid
 from shardow.torch.dtensors import sharded_like
 from shardow.torch.names import join, walk
+from shardow.torch.ranks import meshes_of
 
 Place = tuple[nn.Module, str, str]  # (module, "_parameters" or "_buffers", key)
 
@@ -36,15 +37,19 @@ def there(place: Place) -> torch.Tensor:
 def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
     known = [where for where in places(model).values() if there(where[0][1]).is_meta]
+    if not known:
+        return []
     _refuse_tables(known)
     _origins.forget_swapped(model)
+
+    beside = device or next((mesh.device_type for mesh in meshes_of(model)), "cpu")  # of what is not sharded, as persistent buffers
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
         now = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         if not isinstance(tensor, DTensor):
-            return torch.empty_like(tensor, device=device or "cpu", dtype=now)
+            return torch.empty_like(tensor, device=beside, dtype=now)
         local = torch.empty_like(tensor._local_tensor, device=device or tensor.device_mesh.device_type, dtype=now)
         return sharded_like(tensor, local)
 
@@ -57,7 +62,9 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
 
 
 def move_tables(model: nn.Module, device: torch.device | str) -> None:
-    """Buffers that no file has follow the weights to ``device``, where sharding has not moved them already; two names of one table stay so."""
+    """Buffers that no file has follow the weights to ``device``; two names of one table stay so. Of a sharded model, which moves them itself, they stay."""
+    if meshes_of(model):
+        return
     for where in places(model).values():
         module, kind, key = where[0][1]
         if kind == "_buffers" and key in module._non_persistent_buffers_set:

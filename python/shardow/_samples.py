@@ -39,7 +39,7 @@ class Sampler:
     def __init__(self, rank: int, interval: float) -> None:
         self.samples = Samples(rank)
         self._interval = interval
-        self._stopped = threading.Event()
+        self._stopped, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="shardow-memory", daemon=True)
         self._page = _page_size()
         self._next_proportional = 0.0
@@ -67,6 +67,10 @@ class Sampler:
             self._sample(costly=time.monotonic() >= self._next_proportional)
 
     def _sample(self, costly: bool) -> None:
+        with self._lock:  # a mark comes from another thread
+            self._sample_now(costly)
+
+    def _sample_now(self, costly: bool) -> None:
         now = time.time()
         self._add(self.samples.resident, now, self._resident())
         device = _on_device()
@@ -81,7 +85,8 @@ class Sampler:
         series.append((now, amount))
         if len(series) > _MOST:  # the highest of two: a peak is what one looks for
             series[:] = [max(pair, key=lambda one: one[1]) for pair in zip(series[::2], series[1::2], strict=False)]
-            self._interval *= 2
+            if series is self.samples.resident:
+                self._interval *= 2
 
     def _resident(self) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * self._page

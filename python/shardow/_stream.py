@@ -181,10 +181,9 @@ class Server(_Side):
         data = torch.empty(0)
         if self.failed is None:
             with self.keeping_step():
-                data = _filled(source, message, wants)
+                data = _filled(source, message, wants).to(self._device)
         if not data.numel():  # the rank waits for it all the same
-            data = torch.zeros(_length(message), dtype=torch.uint8)
-        data = data.to(self._device)
+            data = torch.zeros(_length(message), dtype=torch.uint8, device=self._device)
         try:
             self._sent.append((self.send(data, rank), rank, data))
         except Exception as error:
@@ -214,7 +213,7 @@ class Client(_Side):
             self.finish(self.send(data, 0), 0)
         self._coming: deque[tuple[dist.Work | None, torch.Tensor, Message]] = deque()
         for message in messages([fill.want for fill in own]):
-            direct = _in_place(message, own)
+            direct = _in_place(message, own, self._device)
             data = torch.empty(_length(message), dtype=torch.uint8, device=self._device) if direct is None else direct
             self._coming.append((self.receive(data, 0), data, message if direct is None else []))
             self._until(_ON_THE_WAY, own)
@@ -248,10 +247,11 @@ def _copy(source: _Recent, message: Message, own: Sequence[Fill]) -> None:
         take(source[own[piece.want].want.key], piece.region, _target(piece, own))
 
 
-def _in_place(message: Message, own: Sequence[Fill]) -> torch.Tensor | None:
+def _in_place(message: Message, own: Sequence[Fill], device: torch.device) -> torch.Tensor | None:
     """Where a message of one piece can be received as it is."""
     fill = own[message[0].want]
-    one = len(message) == 1 and fill.part.flat.dtype == fill.want.dtype
+    flat = fill.part.flat
+    one = len(message) == 1 and flat.dtype == fill.want.dtype and flat.device == device
     return _target(message[0], own).view(torch.uint8) if one else None
 
 

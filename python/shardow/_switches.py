@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardow._options import invalid
 from shardow.torch.blocks import repeated_blocks
 from shardow.torch.names import walk
 
-Wrap = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]  # (module, its forward) -> the new forward
+Forward = Callable[..., Any]
 Blocks = bool | str | Callable[[str, nn.Module], bool]
 
 
@@ -23,10 +24,10 @@ class Switches:
     def __init__(self) -> None:
         self._put: list[tuple[nn.Module, Callable[..., Any], bool]] = []
 
-    def put(self, module: nn.Module, wrap: Wrap) -> None:
+    def put(self, module: nn.Module, wrap: Forward) -> None:
         had_own = "forward" in module.__dict__
         before = module.forward
-        module.forward = wrap(module, before)
+        module.forward = functools.partial(wrap, module, before)  # a deep copy's is of its own module
         self._put.append((module, before, had_own))
 
     def remove(self) -> None:
@@ -78,28 +79,22 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     return found
 
 
-def _checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def again_in_backward(*args: Any, **kwargs: Any) -> Any:
-        if module.training and torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def _checkpointed(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if module.training and torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _without_weights(
+    module: nn.Module, forward: Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if len(args) < 2:  # (key_padding_mask, need_weights, ...)
+        kwargs.setdefault("need_weights", False)
+    return forward(query, key, value, *args, **kwargs)
+
+
+def _autocast(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not module.training:
         return forward(*args, **kwargs)
-
-    return again_in_backward
-
-
-def _without_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def only_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if len(args) < 2:  # (key_padding_mask, need_weights, ...)
-            kwargs.setdefault("need_weights", False)
-        return forward(query, key, value, *args, **kwargs)
-
-    return only_output
-
-
-def _autocast(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def in_bf16(*args: Any, **kwargs: Any) -> Any:
-        device = next((p.device.type for p in module.parameters()), "cpu")
-        with torch.autocast(device, torch.bfloat16, enabled=module.training):
-            return forward(*args, **kwargs)
-
-    return in_bf16
+    with torch.autocast(next((p.device.type for p in module.parameters()), "cpu"), torch.bfloat16):
+        return forward(*args, **kwargs)

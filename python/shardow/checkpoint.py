@@ -16,7 +16,7 @@ from shardow._background import SaveHandle
 from shardow._files import FileParts
 from shardow._fill import Job, from_file
 from shardow._held import Held, Saveable, group_of, held_by
-from shardow._options import seconds
+from shardow._options import invalid, seconds
 from shardow._team import Team
 from shardow.materializing import Request, fill_model
 from shardow.torch.ranks import group_of_model
@@ -121,6 +121,8 @@ def load(
         return fill_model(
             Request("load()", target, Path(path), optimizer, strict=strict, verify=verify, progress=progress, group=group, timeout=timeout)
         )
+    if optimizer is not None:
+        raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
     held, team = _prepare("load()", target, group, timeout, saving=False)
     report = from_file(Job("load()", held, team, [part.name for part in held.parts], (), strict, verify, progress), path)
     held.put_back()

@@ -90,20 +90,25 @@ def fill_model(request: Request) -> dict[str, Any]:
     try:
         bindings, job = team.agree(request.what, lambda: _prepared(request, team, given))
         report = _filled(request, job, team)
-        job.held.put_back()
+        team.agree(request.what, lambda: _finished(request, job, given, set(report["missing"])))
     except BaseException:
         _places.take_memory(model, given)
         raise
     meta.have_values(model)
-    if request.device is not None:
-        _places.move_tables(model, request.device)
-    _places.take_memory(model, _places.called(model, given, set(report["missing"])))
-    tie = getattr(model, "tie_weights", None)
-    if given and callable(tie):
-        tie()
     if request.optimizer is not None and bindings is not None:
         _origins.bind(request.optimizer, bindings)
     return report
+
+
+def _finished(request: Request, job: _fill.Job, given: list[torch.Tensor], missing: set[str]) -> None:
+    model = request.model
+    job.held.put_back()
+    if given and request.device is not None:
+        _places.move_tables(model, request.device)
+    _places.take_memory(model, _places.called(model, given, missing))
+    tie = getattr(model, "tie_weights", None)
+    if given and callable(tie):
+        tie()
 
 
 def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[_origins.Bindings | None, _fill.Job]:

@@ -56,7 +56,8 @@ def wrap(
         (model, optimizer), the same objects.
 
     Raises:
-        ValueError: no such unit, a model on meta without a source; else as materialize(). The model has no weights then.
+        ValueError: no such unit, a model on meta without a source, while the model is whole. Else as materialize(), and the model has no weights then, nor has the optimizer, which
+            ``materialize(..., optimizer=)`` binds again.
     """
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
@@ -64,14 +65,15 @@ def wrap(
     from_memory = source is None and memory_efficient_init
     team.agree("wrap()", lambda: kind_of(source))
     common_kind("wrap()", source, team)
-    chosen, bindings, own = team.agree("wrap()", lambda: _checked(model, units, optimizer, from_memory and team.rank == 0))
+    has_weights = source is None and (team.rank == 0 or not memory_efficient_init)
+    chosen, bindings, own = team.agree("wrap()", lambda: _checked(model, mesh, units, optimizer, has_weights))
     team.same("wrap()", _facts(model, chosen, memory_efficient_init))
     if from_memory:
         _to_meta(model)
+        if optimizer is not None and bindings is not None:
+            _origins.bind(optimizer, bindings)  # it would keep the whole model
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": _policy(mixed_precision)}
-    for unit in chosen:
-        fully_shard(unit, **options)
-    fully_shard(model, **options)
+    team.agree("wrap()", lambda: _shard([*chosen, model], options))
     if from_memory or source is not None:
         try:
             materialize(model, own if from_memory else source, optimizer, strict=strict, group=group, timeout=timeout)
@@ -83,12 +85,24 @@ def wrap(
     return model, optimizer
 
 
+def _shard(units: list[nn.Module], options: dict[str, Any]) -> None:
+    for unit in units:
+        try:
+            fully_shard(unit, **options)
+        except Exception as error:
+            raise invalid(
+                f"wrap(): fully_shard() of a {type(unit).__name__}: {error}; build the model anew, its weights are gone"
+            ) from error
+
+
 def _checked(
-    model: nn.Module, units: Units, optimizer: torch.optim.Optimizer | None, has_weights: bool
+    model: nn.Module, mesh: DeviceMesh, units: Units, optimizer: torch.optim.Optimizer | None, has_weights: bool
 ) -> tuple[list[nn.Module], _origins.Bindings | None, Mapping[str, torch.Tensor] | None]:
     """Units, where the optimizer's parameters are, and the weights that this rank gives; raises while the model is whole."""
     if isinstance(model, FSDPModule):
         raise invalid("wrap(): the model is sharded already; materialize() brings weights")
+    if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
+        raise invalid(f"wrap(): the mesh has {mesh.ndim} dimensions named {mesh.mesh_dim_names}; FSDP2 takes one, or two with names (HSDP)")
     chosen = _chosen(model, units)
     _check_containers([*chosen, model])
     _check_ties(model, chosen)
@@ -130,7 +144,9 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
         found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
     if not found:
         raise invalid(f"wrap(): no module of the model is one of units={units!r}")
-    return [module for module in found if not isinstance(module, FSDPModule)]
+    return list(
+        {id(module): module for module in reversed(found) if not isinstance(module, FSDPModule)}.values()
+    )  # inner units first, as torch wants
 
 
 def _check_containers(units: list[nn.Module]) -> None:
@@ -178,6 +194,7 @@ def _to_meta(model: nn.Module) -> None:
             if param is not None and not isinstance(param, DTensor):
                 moved.setdefault(id(param), nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
                 module._parameters[key] = moved[id(param)]  # type: ignore[assignment]
+                _origins.remember(module, key)
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor) and key not in module._non_persistent_buffers_set:
                 module._buffers[key] = moved.setdefault(id(buffer), buffer.to("meta"))

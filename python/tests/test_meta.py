@@ -217,6 +217,18 @@ def test_an_initialisation_by_a_function_and_one_that_nobody_knows() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_a_model_that_has_all_its_values_is_not_initialised_again_by_chance() -> None:
+    model = nn.Linear(2, 3)
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match="has all its values, and there is no source"):
+        shardow.materialize(model)
+    with pytest.raises(ValueError, match="'weight' is on meta, without values"):
+        shardow.materialize(model, {"weight": model.weight.to("meta"), "bias": model.bias})
+    assert torch.equal(model.weight, before)
+    shardow.materialize(model, lambda module: module.reset_parameters())  # asked for
+    assert not torch.equal(model.weight, before)
+
+
 def test_values_are_cast_where_memory_is_given(tmp_path: Path) -> None:
     state = models.make_even().state_dict()
     with shardow.meta_init():

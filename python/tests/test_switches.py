@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,22 @@ def test_bf16_is_autocast_in_training_alone() -> None:
         assert not same(expected, gradients(Model()))
         assert all(p.dtype == torch.float32 for p in model.parameters())
     assert same(gradients(model), gradients(Model()))
+
+
+def test_a_deep_copy_has_its_own_weights_and_evaluation_keeps_the_callers_autocast() -> None:
+    model = Model()
+    with shardow.memory.apply(model, attention_weights=True):
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in copied.parameters():
+                p.zero_()
+        assert not copied(X).any()
+        assert model(X).any()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model.eval().inside(X).dtype == torch.bfloat16
+            found = model(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(X), found)
 
 
 def test_attention_weights_are_not_built_unless_asked_for() -> None:

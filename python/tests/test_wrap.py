@@ -92,6 +92,36 @@ def test_what_is_sharded_already_stays_as_it_is() -> None:
     assert ranks.run(2, with_a_layer_that_was_sharded, "fsdp2") == [True, True]
 
 
+def nested_and_repeated(_: object) -> list[str]:
+    mesh, told = mesh_of("fsdp2"), []
+    block = nn.Linear(4, 4)
+    repeated = nn.Sequential(block, nn.ReLU(), block)
+    wrap(repeated, mesh)
+    assert isinstance(block, FSDPModule)
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    wrap(nested, mesh, units=lambda name, module: True)
+    assert all(isinstance(module, FSDPModule) for module in nested.modules())
+    assert torch.equal(nested(torch.ones(4)), nested[1](nested[0](torch.ones(4))))
+    with shardow.meta_init():
+        on_meta = nn.Linear(2, 2)
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for model, options in (
+        (on_meta, {"memory_efficient_init": False, "mesh": mesh}),
+        (whole, {"mesh": init_device_mesh("cpu", (1, 1, 1))}),
+    ):
+        with pytest.raises(ValueError) as error:
+            wrap(model, **{"units": (), **options})
+        told.append(str(error.value))
+    assert not any(p.is_meta for p in whole.parameters())
+    return told
+
+
+def test_a_block_used_twice_blocks_in_blocks_and_what_can_not_be_wrapped() -> None:
+    for told in ranks.run(1, nested_and_repeated, None):
+        assert "have no values on rank 0; give a source" in told[0]
+        assert "the mesh has 3 dimensions" in told[1]
+
+
 def meta_and_units(path: str) -> list[str]:
     mesh = mesh_of("fsdp2")
     told = []

@@ -153,8 +153,8 @@ def _policy(mixed_precision: str) -> MixedPrecisionPolicy:
 
 def _broadcast_sharded_state_dict(model: nn.Module, full_sd: Mapping[str, torch.Tensor], device_type: str = "cuda") -> None:
     """Rank 0's ``full_sd`` into the model's shards; the others give {}. A model on meta gets memory on ``device_type``."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    materialize(model, full_sd if full_sd or alone else None, device=device_type)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    materialize(model, full_sd if first else None, device=device_type)
 
 
 def _get_non_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

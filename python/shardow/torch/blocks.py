@@ -11,7 +11,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Members, with parameters, of a list that has several of their class. The outermost lists count."""
+    """Members, with parameters, of a list that has several of their class, each once. The outermost lists count."""
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -25,4 +25,4 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         ]
         found += blocks
         inside.update(id(one) for block in blocks for one in block.modules())
-    return found
+    return list({id(block): block for block in found}.values())

@@ -109,7 +109,7 @@ def nested_and_repeated(_: object) -> list[str]:
         (on_meta, {"memory_efficient_init": False, "mesh": mesh}),
         (whole, {"mesh": init_device_mesh("cpu", (1, 1, 1))}),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="wrap") as error:
             wrap(model, **{"units": (), **options})
         told.append(str(error.value))
     assert not any(p.is_meta for p in whole.parameters())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("program.py")
-TRIES = 30 if os.environ.get("SHARDOW_ALL") else 3
+TRIES = 30 if os.environ.get("SHARDOW_ALL") else 2
 
 
 def free_port() -> int:

@@ -1,6 +1,6 @@
 """The demo from end to end: train and average on several ranks, save, resume on others, report.
 
-.venv/bin/python -m examples.digits             # about three minutes on two cores
+.venv/bin/python -m examples.digits             # about four minutes on two cores
 .venv/bin/python -m examples.digits --quick     # the same path in seconds
 """
 

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from benchmarks.process import io, status
+
 WORLD = 2
 State = dict[str, torch.Tensor]
 Way = Callable[[State, Path], object]
@@ -151,25 +153,17 @@ def measured(way: Callable[[], object]) -> dict[str, float]:
         os.sync()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, resident = _io(), _status("VmRSS")
+    before, resident = io(), status("VmRSS")
     began = time.perf_counter()
     way()
     dist.barrier()
-    after = _io()
+    after = io()
     return {
         "seconds": time.perf_counter() - began,
         "written": after["wchar"] - before["wchar"],
         "read": after["rchar"] - before["rchar"],
-        "memory": (_status("VmHWM") - resident) * 1024,
+        "memory": (status("VmHWM") - resident) * 1024,
     }
-
-
-def _io() -> dict[str, int]:
-    return {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()}
-
-
-def _status(name: str) -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
 
 
 # ---- the candidates

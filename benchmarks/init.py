@@ -29,6 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks.process import io, status
+
 WORLD = 4
 WIDTH, LAYERS, WORDS = 2048, 8, 32768  # 537 M parameters; the largest tensor is the embedding, 256 MiB
 MIB = 2**20
@@ -271,7 +273,7 @@ def measured(start: Callable[[], nn.Module], sampled: bool) -> dict[str, Any]:
     dist.all_reduce(torch.zeros(1))
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    resident, read, received = _status("VmRSS"), _read(), _received()
+    resident, read, received = status("VmRSS"), io()["rchar"], _received()
     began = time.perf_counter()
     with shardow.memory.timeline() if sampled else contextlib.nullcontext() as timeline:
         model = start()
@@ -279,10 +281,10 @@ def measured(start: Callable[[], nn.Module], sampled: bool) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     return {
         "seconds": seconds,
-        "memory": (_status("VmHWM") - resident) * 1024,
+        "memory": (status("VmHWM") - resident) * 1024,
         "source": sum(_source),
         "own": sum(_local(p).nbytes for p in model.parameters()),
-        "read": _read() - read,
+        "read": io()["rchar"] - read,
         "received": _received() - received,
         "timeline": timeline.ranks if timeline is not None else None,
         "right": all(map(_is_right, range(10**9), model.parameters())),
@@ -298,14 +300,6 @@ def _is_right(i: int, param: torch.Tensor) -> bool:
 
 def _local(param: torch.Tensor) -> torch.Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
-
-
-def _read() -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
-
-
-def _status(name: str) -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
 
 
 def _received() -> int:

@@ -58,9 +58,7 @@ def _modules(job: Job, model: nn.Module, by_reset: bool) -> list[tuple[str, nn.M
         f"{name or 'the model'} ({type(module).__name__})" for name, module, _ in found.values() if not hasattr(module, "reset_parameters")
     ]
     if by_reset and lacking:
-        raise invalid(
-            f"materialize(): no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a module as source"
-        )
+        raise invalid(f"{job.what}: no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a module as source")
     return list(found.values())
 
 
@@ -76,7 +74,7 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> l
             if value is None or tuple(value.shape) != tuple(part.region.shape):
                 shape = None if value is None else list(value.shape)
                 raise invalid(
-                    f"materialize(): the initialisation of '{join(name, key)}' left it with shape {shape}, not {list(part.region.shape)}"
+                    f"{job.what}: the initialisation of '{join(name, key)}' left it with shape {shape}, not {list(part.region.shape)}"
                 )
             take(value.detach(), part.region, part.flat)
             done.append(part.name)

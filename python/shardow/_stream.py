@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +23,13 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow._gather import Part, stretch, take, windows
+from shardow._progress import Progress
 from shardow._team import Team
 from shardow.torch.store_group import begun, finish
 
 _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8
 _ALIGN = 16  # of a piece in a packed message
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from shardow._files import FileParts
 from shardow._fill import Job, from_file
 from shardow._held import Held, Saveable, group_of, held_by
 from shardow._options import invalid, seconds
+from shardow._progress import Progress
 from shardow._team import Team
 from shardow.materializing import Request, fill_model
 from shardow.torch.ranks import group_of_model
-
-Progress = Callable[[int, int], None]
 
 
 def save(

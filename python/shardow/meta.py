@@ -34,7 +34,7 @@ def meta_init() -> Iterator[None]:
             return
         if not param.is_meta:
             if param not in instead:
-                instead[param] = _moved(param)
+                instead[param] = moved_to_meta(param)
             module._parameters[name] = instead[param]
         _origins.remember(module, name)
 
@@ -51,7 +51,7 @@ def meta_init() -> Iterator[None]:
         module_class.register_parameter, module_class.register_buffer = register_parameter, register_buffer
 
 
-def _moved(param: nn.Parameter) -> nn.Parameter:
+def moved_to_meta(param: nn.Parameter) -> nn.Parameter:
     kept = {key: value for key, value in vars(param).items() if not key.startswith("_")}
     moved = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
     vars(moved).update(kept)

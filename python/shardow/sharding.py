@@ -18,6 +18,7 @@ from shardow._errors import Error
 from shardow._options import invalid, seconds
 from shardow._team import Team
 from shardow.materializing import Source, common_kind, kind_of, materialize
+from shardow.meta import moved_to_meta
 from shardow.torch.blocks import is_container, repeated_blocks
 from shardow.torch.names import join, walk
 from shardow.torch.ranks import choose_group, meshes_of
@@ -192,8 +193,7 @@ def _to_meta(model: nn.Module) -> None:
     for module in model.modules():
         for key, param in module._parameters.items():
             if param is not None and not isinstance(param, DTensor):
-                moved.setdefault(id(param), nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
-                module._parameters[key] = moved[id(param)]  # type: ignore[assignment]
+                module._parameters[key] = moved.setdefault(id(param), moved_to_meta(param))  # type: ignore[assignment]
                 _origins.remember(module, key)
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor) and key not in module._non_persistent_buffers_set:

@@ -24,9 +24,11 @@ namespace shardow {
 
 /// How the new average is rounded together; bit for bit what the named origin computes.
 enum class Rule {
-  kLerp,         ///< fma(w, p - e, e), for w >= 0.5 fma(w - 1, p - e, p): the accurate one (torch.lerp)
-  kMulAdd,       ///< fma(p, 1-d, round(e d)): mul_().add_(), biased for long decays
-  kTwoProducts,  ///< round(e d) + round(p (1-d)): timm's ModelEma
+  kLerp,             ///< fma(w, p - e, e), for w >= 0.5 fma(w - 1, p - e, p): the accurate one (torch.lerp)
+  kMulAdd,           ///< fma(p, 1-d, round(e d)): mul_().add_(), biased for long decays
+  kTwoProducts,      ///< round(e d) + round(p (1-d)): timm's ModelEma
+  kDifference,       ///< e - round(w (e - p)): torch-ema, diffusers
+  kFusedDifference,  ///< fma(w, p - e, e) for every w: diffusers with foreach
 };
 
 enum class Rounding {
@@ -51,6 +53,7 @@ struct AverageOptions {
   int64_t update_every = 1;   ///< average every n-th step, with decay^n
   int64_t start_step = 0;     ///< an update at a step <= start_step copies the parameters
   uint64_t seed = 0;          ///< of stochastic rounding
+  bool keep_values = false;   ///< the averages begin with what their memory holds, not equal to the parameters
   int num_threads = 0;        ///< 0: what OMP_NUM_THREADS and the affinity mask allow
   Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
   std::chrono::milliseconds timeout{600'000};  ///< of the exchanges with `replicas` in swap()
@@ -90,6 +93,10 @@ class Average {
   /// After an optimizer step, on the parameters as last bound. Without `step` it counts itself; a given step must exceed the last one.
   /// `samples`: training samples seen so far, for schedules in samples. CUDA views: enqueued on the view's stream, nothing waits.
   UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
+
+  /// The same by the caller's own schedule: `factors`, one of each average, in place of the Average's. Throws kInvalidArgument where their
+  /// number is another.
+  UpdateReport update_by(std::span<const Factors> factors, std::optional<int64_t> step = std::nullopt);
 
   /// The same, after bind(parameters).
   UpdateReport update(std::span<const TensorView> parameters, std::optional<int64_t> step = std::nullopt, double samples = 0);

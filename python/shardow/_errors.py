@@ -87,3 +87,12 @@ def make(code: str, message: str, errno: int = 0) -> Error:
     if errno and isinstance(error, OSError):
         error.errno = errno
     return error
+
+
+def make_also(kind: type[Exception], message: str, code: str = "invalid_argument") -> Error:
+    """make(), of an exception that is ``kind`` too: what another library raises there, whose users may be catching it."""
+    base = _CLASSES[code]
+    cls: type[Error] = (
+        base if issubclass(base, kind) else type(base.__name__, (base, kind), {"__doc__": base.__doc__, "__module__": base.__module__})
+    )
+    return cls(message)

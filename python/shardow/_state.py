@@ -27,11 +27,11 @@ Copy = tuple[torch.Tensor, torch.Tensor, "_core.Region | None"]
 
 def make(tracked: Sequence[Tracked], keys: Sequence[str], engine_state: str) -> dict[str, Any]:
     """{"averages": {name: tensor}, "state": str}, with several keys {"averages": {key: {name: tensor}}, ...}."""
-    by_key = {key: {one.name: _as_tensor(one, k) for one in tracked} for k, key in enumerate(keys)}
+    by_key = {key: {one.name: as_tensor(one, k) for one in tracked} for k, key in enumerate(keys)}
     return {"averages": by_key[keys[0]] if len(keys) == 1 else by_key, "state": engine_state}
 
 
-def _as_tensor(one: Tracked, k: int) -> torch.Tensor:
+def as_tensor(one: Tracked, k: int) -> torch.Tensor:
     shape = tuple(one.region.shape)
     if one.region == _core.Region.whole(list(shape)):
         return one.averages[k].view(shape)
@@ -47,7 +47,6 @@ def engine_state(state: Mapping[str, Any]) -> str:
 
 def check(state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str]) -> list[Copy]:
     """What load_state_dict will copy. Raises with everything that does not fit, before anything is copied."""
-    engine_state(state)
     averages = state.get("averages")
     if not isinstance(averages, Mapping):
         raise invalid("this is not a state of shardow.EMA: 'averages' is missing")

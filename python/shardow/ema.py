@@ -39,7 +39,8 @@ class EMA:
         replicas: "split": ranks that hold the same weights (DDP, HSDP) divide the work and the memory; "copy": each averages everything it holds.
         params: "trainable", "all", or a predicate of (name, parameter).
         buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves them out. Integer buffers are only copied.
-        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)) or "two_products" (e*d + (1-d)*p): bit-equal to those forms.
+        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p), "difference" (e.sub_((1-d)*(e-p))) or "fused_difference" (e.sub_(e-p, alpha=1-d)):
+            bit-equal to those forms.
         stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would lose it.
         nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise" (held, then ValueError).
         update_every: average every n-th step, with decay^n.
@@ -132,18 +133,30 @@ class EMA:
         self._update(step, samples)
 
     def _update(self, step: int | None, samples: float) -> None:
+        self._ready_to_update()
+        _, held = self._average.update(step, samples)
+        self._warn_of(held)
+
+    @torch.no_grad()
+    def _update_by(self, decay: float, weight: float) -> None:
+        """update() by somebody else's schedule: the surfaces of other libraries have their own."""
+        self._ready_to_update()
+        self._warn_of(self._average.update_by([(decay, weight)]))
+
+    def _ready_to_update(self) -> None:
         if self._in is not None:
             raise invalid("update() inside swapped(): the weights are averages now; leave the block first")
         if not self._view.unchanged():
             self._rebind()
-        _, held = self._average.update(step, samples)
+
+    def _warn_of(self, held: int) -> None:
         if held and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{held} weights on this rank are NaN or Inf; their averages {self._fate()} (nonfinite={self._options.nonfinite!r}). "
                 "stats()['held_nonfinite'] counts them; this warning is given once",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _fate(self) -> str:
@@ -246,11 +259,34 @@ class EMA:
         Everything is checked on every rank first, and everything that does not fit is listed; then averages, counters and schedules are replaced.
         """
 
-        def check() -> list[tuple[torch.Tensor, torch.Tensor, _core.Region | None]]:
+        before = self._average.state()
+
+        def check() -> list[_state.Copy]:
             self._not_swapped("load_state_dict()")
             copies = _state.check(state, self._tracked, self._keys)
             self._average.set_state(_state.engine_state(state))
             return copies
+
+        try:
+            copies = self._team.agree("load_state_dict()", check)
+        except BaseException:
+            if self._in is None:  # this rank's was good, another's was not
+                self._average.set_state(before)
+            raise
+        for target, value, region in copies:
+            _state.copy(target, value, region)
+
+    def _averages(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
+        return {one.name: _state.as_tensor(one, 0) for one in self._tracked}
+
+    @torch.no_grad()
+    def _load_averages(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
+
+        def check() -> list[_state.Copy]:
+            self._not_swapped("load_state_dict()")
+            return _state.check({"averages": averages}, self._tracked, self._keys[:1])
 
         for target, value, region in self._team.agree("load_state_dict()", check):
             _state.copy(target, value, region)

@@ -27,7 +27,7 @@ TensorView make_view(std::string name, const std::string& dtype, const Region& r
 }
 
 AverageOptions make_options(std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding, NonFinite non_finite,
-                            int64_t update_every, int64_t start_step, uint64_t seed, int num_threads) {
+                            int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool keep_values) {
   AverageOptions options;
   options.schedules = std::move(schedules);
   options.dtype = dtype_from_name(dtype);
@@ -38,6 +38,7 @@ AverageOptions make_options(std::vector<Schedule> schedules, const std::string& 
   options.start_step = start_step;
   options.seed = seed;
   options.num_threads = num_threads;
+  options.keep_values = keep_values;
   return options;
 }
 
@@ -61,7 +62,12 @@ nb::dict stats_dict(const Average& average) {
 }
 
 void bind_enums(nb::module_& m) {
-  nb::enum_<Rule>(m, "Rule").value("lerp", Rule::kLerp).value("mul_add", Rule::kMulAdd).value("two_products", Rule::kTwoProducts);
+  nb::enum_<Rule>(m, "Rule")
+      .value("lerp", Rule::kLerp)
+      .value("mul_add", Rule::kMulAdd)
+      .value("two_products", Rule::kTwoProducts)
+      .value("difference", Rule::kDifference)
+      .value("fused_difference", Rule::kFusedDifference);
   nb::enum_<Rounding>(m, "Rounding")
       .value("auto", Rounding::kAuto)
       .value("nearest", Rounding::kNearest)
@@ -90,12 +96,12 @@ void bind_average(nb::module_& m) {
       .def(
           "__init__",
           [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding,
-             NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed, int num_threads) {
-            new (self) AverageOptions(
-                make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every, start_step, seed, num_threads));
+             NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool keep_values) {
+            new (self) AverageOptions(make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every, start_step, seed,
+                                                   num_threads, keep_values));
           },
           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a, "start_step"_a, "seed"_a,
-          "num_threads"_a);
+          "num_threads"_a, "keep_values"_a = false);
   nb::class_<Average>(m, "Average", "Exponential moving averages of the parameters that this rank holds, in the caller's memory.")
       .def(
           "__init__",
@@ -115,6 +121,16 @@ void bind_average(nb::module_& m) {
             return std::pair(report.applied, report.non_finite);
           },
           "step"_a = nb::none(), "samples"_a = 0.0, "(applied, elements held because their parameter was not finite)")
+      .def(
+          "update_by",
+          [](Average& self, const std::vector<std::pair<double, double>>& factors, std::optional<int64_t> step) {
+            std::vector<Factors> given;
+            for (const auto& [decay, weight] : factors) given.push_back({decay, weight});
+            const nb::gil_scoped_release release;
+            return self.update_by(given, step).non_finite;
+          },
+          "factors"_a, "step"_a = nb::none(),
+          "The caller's (decay, weight) of each average; elements held because their parameter was not finite")
       .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(), "Copies the bound parameters into every average.")
       .def(
           "swap", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap(weights, k); }, "weights"_a, "k"_a = 0,

@@ -126,7 +126,7 @@ int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
   return *step;
 }
 
-UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples) {
+UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given) {
   if (swapped) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
   const int64_t now = next_step(step);
   UpdateReport report;
@@ -136,13 +136,13 @@ UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples) 
     return report;
   }
   const auto began = std::chrono::steady_clock::now();
-  apply(report, now, samples);
+  apply(report, now, samples, given);
   seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   return report;
 }
 
-void Average::Impl::apply(UpdateReport& report, int64_t step, double samples) {
-  const kernels::Step planned = plan_step(step, samples, &report.factors);
+void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given) {
+  const kernels::Step planned = plan_step(step, samples, given, &report.factors);
   report.applied = true;
   report.bytes_moved = bytes_per_update;
   const NonFiniteCount met = dispatch(planned);
@@ -156,7 +156,7 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples) {
 }
 
 /// Where training stands, in the numbers that a kernel needs. Throws what schedules throw, before anything has changed.
-kernels::Step Average::Impl::plan_step(int64_t step, double samples, Factors* first) const {
+kernels::Step Average::Impl::plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const {
   kernels::Step planned{};
   planned.num_averages = static_cast<int32_t>(options.schedules.size());
   planned.hold = options.non_finite != NonFinite::kPropagate;
@@ -168,7 +168,7 @@ kernels::Step Average::Impl::plan_step(int64_t step, double samples, Factors* fi
     if (step <= options.start_step) {
       planned.averages[k] = {Form::kCopy, 0, 1};
     } else {
-      planned.averages[k] = plan_one(options.schedules[k].factors(progress));
+      planned.averages[k] = plan_one(given.empty() ? options.schedules[k].factors(progress) : given[k]);
     }
   }
   *first = {planned.averages[0].decay, planned.averages[0].weight};
@@ -180,6 +180,8 @@ kernels::Step::One Average::Impl::plan_one(const Factors& factors) const {
   switch (options.rule) {
     case Rule::kMulAdd: return {Form::kMulAdd, decay, weight};
     case Rule::kTwoProducts: return {Form::kTwoProducts, decay, weight};
+    case Rule::kDifference: return {Form::kDifference, decay, weight};
+    case Rule::kFusedDifference: return {Form::kFusedDifference, decay, weight};
     case Rule::kLerp: break;
   }
   if (weight == 1) return {Form::kCopy, decay, weight};
@@ -219,7 +221,7 @@ Average::Average(std::span<const TensorView> parameters, std::span<const std::ve
   average::check_averages(impl_->parts, averages, impl_->options);
   impl_->averages.assign(averages.begin(), averages.end());
   impl_->make_backends();
-  impl_->copy_parameters();
+  if (!impl_->options.keep_values) impl_->copy_parameters();
 }
 
 Average::Average(std::span<const TensorView> parameters, AverageOptions options)
@@ -235,6 +237,11 @@ Average::~Average() = default;
 
 UpdateReport Average::update(std::optional<int64_t> step, double samples) {
   return impl_->update(step, samples);
+}
+
+UpdateReport Average::update_by(std::span<const Factors> factors, std::optional<int64_t> step) {
+  if (factors.size() != size()) fail(Code::kInvalidArgument, "{} factors for {} averages", factors.size(), size());
+  return impl_->update(step, 0, factors);
 }
 
 UpdateReport Average::update(std::span<const TensorView> parameters, std::optional<int64_t> step, double samples) {

@@ -67,6 +67,30 @@ std::string message_of(Fn&& fn, Code code) {
   return {};
 }
 
+TEST(Average, TakesFactorsFromTheCallerAndCountsAsEver) {
+  Owned p("p", {kRows, kColumns}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.5));
+  std::vector<float> expected = p.values;
+  p.fill(2);
+  const Factors factors{0.9, 1 - 0.9};
+  EXPECT_TRUE(ema.update_by({&factors, 1}).applied);
+  lerp(expected, p.values, 1 - 0.9);
+  EXPECT_EQ(copy_of(ema.views()[0]), expected);
+  EXPECT_EQ(ema.stats().step, 1);
+  EXPECT_NE(message_of([&] { ema.update_by({}); }, Code::kInvalidArgument).find("0 factors for 1 averages"), std::string::npos);
+}
+
+TEST(Average, BeginsWithWhatItsMemoryHoldsWhereAsked) {
+  Owned p("p", {kRows, kColumns}, 1), average("p", {kRows, kColumns}, 2);
+  const std::vector<float> kept = average.values;
+  AverageOptions options = with_decay(0.5);
+  options.keep_values = true;
+  Average ema(std::vector{p.view}, std::vector<std::vector<TensorView>>{{average.view}}, options);
+  EXPECT_EQ(average.values, kept);
+  ema.reset();
+  EXPECT_EQ(average.values, p.values);
+}
+
 TEST(Average, BeginsEqualToTheParameters) {
   Owned p("p", {kRows, kColumns}, 1);
   const Average ema(std::vector{p.view});

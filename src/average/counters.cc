@@ -21,6 +21,8 @@ std::string_view rule_name(Rule rule) {
     case Rule::kLerp: return "lerp";
     case Rule::kMulAdd: return "mul_add";
     case Rule::kTwoProducts: return "two_products";
+    case Rule::kDifference: return "difference";
+    case Rule::kFusedDifference: return "fused_difference";
   }
   return "";
 }

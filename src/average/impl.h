@@ -39,14 +39,14 @@ struct Average::Impl {
   void bind(std::span<const TensorView> parameters);
   void make_backends();
   void copy_parameters();
-  UpdateReport update(std::optional<int64_t> step, double samples);
+  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {});
   std::vector<TensorView> divide(std::span<const TensorView> views) const;
   void swap(std::span<const TensorView> weights, size_t k);
 
  private:
   int64_t next_step(std::optional<int64_t> step) const;
-  void apply(UpdateReport& report, int64_t step, double samples);
-  kernels::Step plan_step(int64_t step, double samples, Factors* first) const;
+  void apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given);
+  kernels::Step plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const;
   kernels::Step::One plan_one(const Factors& factors) const;
   average::NonFiniteCount dispatch(const kernels::Step& step);
   [[noreturn]] void raise_non_finite(const average::NonFiniteCount& met, int64_t step) const;

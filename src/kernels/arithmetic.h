@@ -9,6 +9,8 @@
 //   kLerp         W < 1/2: fma(W, p - e, e)     else fma(W - 1, p - e, p)      torch.lerp
 //   kMulAdd       fma(p, W, round(e D))                                        e.mul_(d).add_(p, alpha=1-d)
 //   kTwoProducts  round(e D) + round(p W)                                      e*d + (1.-d)*p (timm's ModelEma)
+//   kDifference   e - round(W (e - p))                                         e.sub_(w * (e - p)) (torch-ema, diffusers)
+//   kFusedDifference  fma(W, p - e, e)                                         e.sub_(e - p, alpha=w) (diffusers with foreach)
 //   kStochastic   float32 averages, W < 1/2: e + fma(W, p - e, n ulp(e)); without noise where p = e, so that a weight at rest keeps its
 //   average.
 //                 W >= 1/2 and float64 averages: kLerp.
@@ -34,7 +36,7 @@ template <class S>
 using Computing = std::conditional_t<std::is_same_v<S, double>, double, float>;
 
 /// A Form with its conditions resolved: what is left to decide per block is one switch.
-enum class Op : uint8_t { kCopy, kLerp, kLerpFromParameter, kMulAdd, kTwoProducts, kStochastic, kIntegerStep };
+enum class Op : uint8_t { kCopy, kLerp, kLerpFromParameter, kMulAdd, kTwoProducts, kDifference, kStochastic, kIntegerStep };
 
 template <class T>
 struct Rule {
@@ -55,6 +57,8 @@ SHARDOW_HD Rule<Computing<S>> resolve(const Step::One& one) {
   if constexpr (is_16_bit<S>) return {Op::kIntegerStep, weight, decay};
   if (one.form == Form::kMulAdd) return {Op::kMulAdd, weight, decay};
   if (one.form == Form::kTwoProducts) return {Op::kTwoProducts, weight, decay};
+  if (one.form == Form::kDifference) return {Op::kDifference, weight, decay};
+  if (one.form == Form::kFusedDifference) return {Op::kLerp, weight, decay};
   if (!(weight < T(0.5))) return {Op::kLerpFromParameter, weight - T(1), decay};
   const bool stochastic = one.form == Form::kStochastic && std::is_same_v<T, float>;
   return {stochastic ? Op::kStochastic : Op::kLerp, weight, decay};
@@ -142,6 +146,8 @@ SHARDOW_HD S next_as(T w, T decay, T p, S average, uint32_t noise) {
     return canonical(fused(p, w, average * decay));
   } else if constexpr (kOp == Op::kTwoProducts) {
     return canonical(average * decay + p * w);
+  } else if constexpr (kOp == Op::kDifference) {
+    return canonical(average - w * (average - p));
   } else if constexpr (kOp == Op::kStochastic && std::is_same_v<S, float>) {
     return canonical(stochastic_lerp(w, p, average, noise));
   } else {
@@ -157,6 +163,7 @@ SHARDOW_HD auto with_op(Op op, Visit&& visit) {
     case Op::kLerpFromParameter: return visit.template operator()<Op::kLerpFromParameter>();
     case Op::kMulAdd: return visit.template operator()<Op::kMulAdd>();
     case Op::kTwoProducts: return visit.template operator()<Op::kTwoProducts>();
+    case Op::kDifference: return visit.template operator()<Op::kDifference>();
     case Op::kStochastic: return visit.template operator()<Op::kStochastic>();
     case Op::kIntegerStep: return visit.template operator()<Op::kIntegerStep>();
     default: return visit.template operator()<Op::kLerp>();

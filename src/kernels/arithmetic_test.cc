@@ -32,11 +32,13 @@ TYPED_TEST(Forms, EqualTheirFormulas) {
     const T p = static_cast<T>(draws.value()), e = static_cast<T>(draws.value());
     const double weight = std::pow(10.0, std::uniform_real_distribution(-7.0, -0.001)(draws.random));
     const T w = static_cast<T>(weight), d = static_cast<T>(1 - weight);
-    volatile T kept = e * d, added = p * w;  // each rounded by itself
+    volatile T kept = e * d, added = p * w, moved = w * (e - p);  // each rounded by itself
     ASSERT_EQ(updated<T>(Form::kCopy, weight, p, e), p);
     ASSERT_EQ(updated<T>(Form::kLerp, weight, p, e), w < T(0.5) ? std::fma(w, p - e, e) : std::fma(w - 1, p - e, p));
     ASSERT_EQ(updated<T>(Form::kMulAdd, weight, p, e), std::fma(p, w, T(kept)));
     ASSERT_EQ(updated<T>(Form::kTwoProducts, weight, p, e), kept + added);
+    ASSERT_EQ(updated<T>(Form::kDifference, weight, p, e), e - moved);
+    ASSERT_EQ(updated<T>(Form::kFusedDifference, weight, p, e), std::fma(w, p - e, e));
   }
 }
 
@@ -45,7 +47,7 @@ TYPED_TEST(Forms, GiveOneNanWhicheverWayItArose) {
   const T infinity = static_cast<T>(HUGE_VAL),
           nan = std::is_same_v<T, float> ? T(float_of(0xffc12345u)) : T(double_of(0xfff8123456789abcu));
   const auto canonical_bits = bits_of(std::is_same_v<T, float> ? T(float_of(0x7fc00000u)) : T(double_of(0x7ff8000000000000u)));
-  for (const Form form : {Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kStochastic}) {
+  for (const Form form : {Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kDifference, Form::kFusedDifference, Form::kStochastic}) {
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, nan, T(1))), canonical_bits);
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, T(1), nan)), canonical_bits);
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, -infinity, infinity)), canonical_bits);

@@ -19,7 +19,8 @@ namespace shardow::kernels::testing {
 using Random = std::mt19937_64;
 
 inline constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
-inline constexpr Form kForms[] = {Form::kCopy, Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kStochastic};
+inline constexpr Form kForms[] = {
+    Form::kCopy, Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kDifference, Form::kFusedDifference, Form::kStochastic};
 
 inline size_t size_of(DType dtype) {
   return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
@@ -140,7 +141,7 @@ inline Step::One random_one(DType average_dtype, Random& random) {
   static constexpr double kWeights[] = {0.1, 1e-3, 1e-4, 1e-5, 0.5, 0.75, 0.49999, 1e-7};
   const bool narrow = average_dtype == DType::kBF16 || average_dtype == DType::kF16;
   Form form = kForms[random() % std::size(kForms)];
-  if (narrow && (form == Form::kMulAdd || form == Form::kTwoProducts)) form = Form::kStochastic;
+  if (narrow && form != Form::kCopy && form != Form::kLerp) form = Form::kStochastic;
   return one(form, kWeights[random() % std::size(kWeights)]);
 }
 

@@ -1,0 +1,168 @@
+"""Pairs: averages beside the tensors that they follow, both of somebody else's making. What the surfaces of libraries that keep a second model, or a list of tensors, are made of.
+
+The engine averages what it can reach in one pass; the rest (low-precision averages rounded to nearest, complex numbers, tensors on two devices, or with holes) goes through torch by the same formula.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardow import _core
+from shardow._options import DTYPES
+from shardow.torch.memory import engine_view
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(eq=False)
+class Pair:
+    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors."""
+
+    name: str
+    source: torch.Tensor
+    average: torch.Tensor
+
+
+class Pairs:
+    """``rule``: as in shardow.EMA. ``stochastic``: bfloat16 and float16 averages under "lerp" are rounded stochastically, by ``seed``; else as torch rounds them.
+
+    Averages that are not floating are copies. What is NaN or Inf in a source is held: the average keeps its value there, where the engine makes it. Addresses are those of construction.
+    """
+
+    def __init__(self, pairs: Iterable[Pair], rule: str, stochastic: bool = False, seed: int = 0) -> None:
+        self._rule, self._stochastic, self._seed = rule, stochastic, seed
+        self._warned = False
+        engine: dict[torch.dtype, list[Pair]] = {}
+        self._copies: list[Pair] = []
+        self._others: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Pair]] = {}
+        self._averages: list[torch.Tensor] = []  # that the engine writes
+        for pair in (Pair(pair.name, _memory(pair.source), _memory(pair.average)) for pair in pairs):
+            if not (pair.average.is_floating_point() or pair.average.is_complex()):
+                self._copies.append(pair)
+            elif self._engine_takes(pair):
+                engine.setdefault(pair.average.dtype, []).append(pair)
+                self._averages.append(pair.average)
+            else:
+                self._others.setdefault((pair.average.device, pair.average.dtype, pair.source.dtype), []).append(pair)
+        self._engines = [self._engine(dtype, some) for dtype, some in engine.items()]
+
+    def update(self, decay: float, weight: float) -> None:
+        """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average."""
+        held = sum(engine.update_by([(decay, weight)]) for engine in self._engines)
+        torch.autograd.graph.increment_version(self._averages)
+        for pairs in self._others.values():
+            sources = [pair.source.to(pair.average.device) for pair in pairs]
+            _IN_TORCH[self._rule]([pair.average for pair in pairs], sources, decay, weight)
+        self._copy(self._copies)
+        if held and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{held} weights are NaN or Inf; their averages keep their last values. This warning is given once",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def copy(self) -> None:
+        """The averages become what they follow."""
+        for engine in self._engines:
+            engine.reset()
+        torch.autograd.graph.increment_version(self._averages)
+        self._copy([*self._copies, *(pair for pairs in self._others.values() for pair in pairs)])
+
+    def held(self) -> int:
+        """Elements kept because what they follow was NaN or Inf, since construction."""
+        return sum(engine.stats()["held_nonfinite"] for engine in self._engines)
+
+    def _copy(self, pairs: Sequence[Pair]) -> None:
+        if pairs:
+            torch._foreach_copy_([pair.average for pair in pairs], [pair.source for pair in pairs])
+
+    def _engine_takes(self, pair: Pair) -> bool:
+        source, average = pair.source, pair.average
+        if source.device != average.device or not (average.is_cpu or (average.is_cuda and _core.cuda_available())):
+            return False
+        if (
+            source.dtype not in DTYPES
+            or source.dtype.itemsize > average.dtype.itemsize
+            or flat(source) is None
+            or _strides(source) != _strides(average)
+        ):
+            return False
+        if average.dtype in (torch.float32, torch.float64):
+            return self._rule != "two_products" or source.dtype == average.dtype  # torch rounds w * p to the source's dtype
+        return average.dtype in DTYPES and self._stochastic and self._rule == "lerp"
+
+    def _engine(self, dtype: torch.dtype, pairs: Sequence[Pair]) -> _core.Average:
+        narrow = dtype.itemsize == 2
+        options = _core.AverageOptions(
+            schedules=[_core.Schedule.make("constant", {"decay": 1.0})],  # never asked: update_by() brings its own
+            dtype=DTYPES[dtype], rule=getattr(_core.Rule, self._rule), rounding=_core.Rounding.stochastic if narrow else _core.Rounding.nearest,
+            non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0, keep_values=True,
+        )  # fmt: skip
+        return _core.Average(
+            [_view(pair.name, pair.source) for pair in pairs], [[_view(pair.name, pair.average) for pair in pairs]], options
+        )
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements in the order of memory, 1-D, a view; None where they have holes between them, or overlap."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    expected = 1
+    for stride, size in sorted(zip(_strides(tensor), (size for size in tensor.shape if size != 1), strict=True)):
+        if stride != expected:
+            return None
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of the dimensions that have any."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1) if tensor.numel() else ()
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def _view(name: str, tensor: torch.Tensor) -> _core.TensorView:
+    memory = flat(tensor)
+    assert memory is not None
+    return engine_view(name, DTYPES[tensor.dtype], memory, _core.Region.whole([memory.numel()]))
+
+
+def _lerp(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    torch._foreach_lerp_(averages, [source.to(average.dtype) for average, source in zip(averages, sources, strict=True)], weight)
+
+
+def _mul_add(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    for average in averages:
+        average.mul_(decay)
+    torch._foreach_add_(averages, sources, alpha=weight)
+
+
+def _two_products(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    for average, source in zip(averages, sources, strict=True):
+        average.copy_(average * decay + weight * source)
+
+
+def _difference(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    torch._foreach_sub_(averages, [difference.mul_(weight) for difference in torch._foreach_sub(averages, sources)])
+
+
+def _fused_difference(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    torch._foreach_sub_(averages, torch._foreach_sub(averages, sources), alpha=weight)
+
+
+#: The rules of shardow.EMA, in torch, on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds the number to a 16-bit dtype first.
+_IN_TORCH: dict[str, Callable[[Tensors, Tensors, float, float], None]] = {
+    "lerp": _lerp, "mul_add": _mul_add, "two_products": _two_products, "difference": _difference, "fused_difference": _fused_difference,
+}  # fmt: skip

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from benchmarks import files, init, machine, report, startup
+from benchmarks import files, init, machine, report, startup, surfaces
 from benchmarks.cases import Case, all_cases
 from benchmarks.measure import Timing, interleaved
 from benchmarks.peers import Candidate, candidates, limit
@@ -26,16 +26,20 @@ def main() -> None:
             results[case.name] = run(case, options.rounds, notes)
             report.print_case(case, results[case.name], notes)
     started = start_up(all_cases(options.quick)[-1], 3 if options.quick else 15)
+    beside = surfaces.run(options.quick, options.rounds)
+    print("\n".join(surfaces.lines(beside)))
     saved = files.run(0.01 if options.quick else 1.0, 1 if options.quick else 5)
     print("\n".join(files.lines(saved)))
     begun = (
         init.run(64, 2, 1) if options.quick else init.run(init.WIDTH, init.LAYERS, 5, picture=report.PAGE.parent / "pictures" / "init.png")
     )
     print("\n".join(init.lines(begun)))
-    bars = report.bars(results, started) + files.bars(saved) + init.bars(begun)
+    bars = report.bars(results, started) + surfaces.bars(beside) + files.bars(saved) + init.bars(begun)
     report.print_bars(bars)
     if options.write:
-        report.write(machine.facts(), results, notes, started, [*files.lines(saved), "", *init.lines(begun)], bars)
+        report.write(
+            machine.facts(), results, notes, started, [*surfaces.lines(beside), "", *files.lines(saved), "", *init.lines(begun)], bars
+        )
 
 
 def run(case: Case, rounds: int, notes: dict[str, str]) -> dict[str, Timing]:

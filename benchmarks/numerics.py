@@ -20,6 +20,7 @@ FORMS = {
     "lerp, stochastic": {"rule": "lerp", "stochastic": True},
     "mul_add": {"rule": "mul_add"},
     "two_products": {"rule": "two_products"},
+    "difference": {"rule": "difference"},
 }
 
 

@@ -112,7 +112,7 @@ def _narrow(model: nn.Module) -> str:
     return "" if next(model.parameters()).dtype == torch.float32 else "averages in bf16, which stand still"
 
 
-def _timm() -> Any:
+def timm_file() -> Any:
     """timm's file alone: the package needs torchvision."""
     spec = importlib.util.find_spec("timm")
     assert spec is not None
@@ -127,12 +127,12 @@ def _timm() -> Any:
 
 
 def _timm_v3(model: nn.Module, decay: float) -> Candidate:
-    ema = _timm().ModelEmaV3(model, decay=decay, foreach=True)
+    ema = timm_file().ModelEmaV3(model, decay=decay, foreach=True)
     return Candidate("timm ModelEmaV3", lambda: ema.update(model), lambda: list(ema.module.parameters()), _narrow(model))
 
 
 def _timm_v1(model: nn.Module, decay: float) -> Candidate:
-    ema = _timm().ModelEma(model, decay=decay)
+    ema = timm_file().ModelEma(model, decay=decay)
     return Candidate("timm ModelEma", lambda: ema.update(model), lambda: list(ema.ema.parameters()), _narrow(model))
 
 

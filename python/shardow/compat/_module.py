@@ -17,10 +17,11 @@ from shardow._team import Team
 from shardow.compat._pairs import Tensors
 from shardow.compat._scripted import Scripted
 from shardow.compat._stand_in import StandIn, needed
-from shardow.compat._twin import Choose, Rule, Twin, everything_saved
+from shardow.compat._twin import Choose, Kind, Rule, Twin, everything_saved
 from shardow.ema import EMA
-from shardow.materializing import materialize
+from shardow.materializing import Request, fill_model
 from shardow.torch.find import find
+from shardow.torch.local import LocalTensor
 from shardow.torch.names import clean_file_key
 from shardow.torch.ranks import group_of_model
 
@@ -99,19 +100,16 @@ class Sharded:
         seed: int,
     ) -> None:
         view = find(model)
-        weights = [one for one in view.parameters if _floats(one.tensor) and choose(one.name, one.tensor, "parameter") == "average"]
-        buffers = {one.name: choose(one.name, one.tensor, "buffer") for one in view.buffers if _floats(one.tensor)}
-        averaged = [
-            one.tensor.dtype for one in [*weights, *view.buffers] if buffers.get(one.name, "average") == "average" and _floats(one.tensor)
-        ]
-        chosen = _dtype_of(averaged, dtype, stochastic)
-        names = {one.name for one in weights}
+        averaged = {one.name: one.tensor.dtype for one in view.parameters if _averages(choose, one, "parameter")}
+        names = set(averaged)
+        averaged.update({one.name: one.tensor.dtype for one in view.buffers if _averages(choose, one, "buffer")})
+        chosen = _dtype_of(list(averaged.values()), dtype, stochastic)
         self._ema = EMA(
             model, dtype=chosen, device=device, replicas=replicas, params=lambda name, _: name in names, buffers="average",
-            rule=rule if isinstance(rule, str) else rule([(one, chosen) for one in averaged]), stochastic=chosen in NARROW, seed=seed,
+            rule=rule if isinstance(rule, str) else rule([(one, chosen) for one in averaged.values()]), stochastic=chosen in NARROW, seed=seed,
         )  # fmt: skip
-        self._copied = [one for one in self._ema._tracked if buffers.get(one.name, "average") != "average"]
-        self._averaged = [one for one in self._ema._tracked if one not in self._copied]
+        self._copied = [one for one in self._ema._tracked if one.name not in averaged]
+        self._averaged = [one for one in self._ema._tracked if one.name in averaged]
         self._model = self._seen = model
         self.module: nn.Module = StandIn(self._ema, model)
 
@@ -145,8 +143,8 @@ class Sharded:
             self._seen = model
 
 
-def _floats(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point()
+def _averages(choose: Choose, one: LocalTensor, kind: Kind) -> bool:
+    return one.tensor.is_floating_point() and choose(one.name, one.tensor, kind) == "average"
 
 
 def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic: bool) -> torch.dtype:
@@ -204,20 +202,20 @@ def whole(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
-def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
     """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and there.
 
     Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name is missing or unknown; where no name fits, always. Collective where ranks share
-    the module, which then may be sharded.
+    the module, which then may be sharded. ``what`` is for messages.
     """
     here = {clean_file_key(name) for name in module.state_dict()}
     fitting = [name for name in state if clean_file_key(name) in here]
-    team_of(module).agree("load", lambda: _some_fit(fitting, state, here))
+    team_of(module).agree(what, lambda: _some_fit(fitting, state, here))
     try:
         if isinstance(module, StandIn):
             _load_averages(module, state, strict)
         else:
-            materialize(module, state, strict=strict)
+            fill_model(Request(what, module, state, strict=strict))
     except _errors.InvalidArgumentError as error:
         raise _errors.make_also(RuntimeError, str(error)) from None
 

@@ -39,6 +39,7 @@ class Pairs:
         engine: dict[torch.dtype, list[Pair]] = {}
         self._copies: list[Pair] = []
         self._others: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Pair]] = {}
+        self._apart: list[Pair] = []  # on two devices
         self._averages: list[torch.Tensor] = []  # that the engine writes
         self._averaged: list[Pair] = []
         self._staged: list[Pair] = []
@@ -57,6 +58,8 @@ class Pairs:
             if self._engine_takes(pair):
                 engine.setdefault(pair.average.dtype, []).append(pair)
                 self._averages.append(pair.average)
+            elif pair.source.device != pair.average.device:
+                self._apart.append(pair)
             else:
                 self._others.setdefault((pair.average.device, pair.average.dtype, pair.source.dtype), []).append(pair)
         self._engines = [self._engine(dtype, some) for dtype, some in engine.items()]
@@ -67,8 +70,9 @@ class Pairs:
         held = sum(engine.update_by([(decay, weight)]) for engine in self._engines)
         torch.autograd.graph.increment_version(self._averages)
         for pairs in self._others.values():
-            sources = [pair.source.to(pair.average.device) for pair in pairs]
-            _IN_TORCH[self._rule]([pair.average for pair in pairs], sources, decay, weight)
+            _IN_TORCH[self._rule]([pair.average for pair in pairs], [pair.source for pair in pairs], decay, weight)
+        for pair in self._apart:  # one by one: together they would be another copy of the model
+            _IN_TORCH[self._rule]([pair.average], [pair.source.to(pair.average.device)], decay, weight)
         self._copy(self._copies)
         if held and not self._warned:
             self._warned = True
@@ -90,7 +94,7 @@ class Pairs:
         for engine in self._engines:
             engine.reset()
         torch.autograd.graph.increment_version(self._averages)
-        self._copy([*self._copies, *(pair for pairs in self._others.values() for pair in pairs)])
+        self._copy([*self._copies, *self._apart, *(pair for pairs in self._others.values() for pair in pairs)])
 
     def held(self) -> int:
         """Elements kept because what they follow was NaN or Inf, since construction."""

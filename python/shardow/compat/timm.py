@@ -189,7 +189,7 @@ def load_ema_state_dict(module: nn.Module, checkpoint: str | Path | Mapping[str,
         KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; where no name fits, always. Nothing has changed then.
     """
     found = _module.team_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
-    _module.load(module, found, strict)
+    _module.load(module, found, strict, "load_ema_state_dict()")
 
 
 def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from shardow import _files
 from shardow._gather import Part, take
 from shardow._held import Held
-from shardow._match import Form, compared, matched, unexpected
+from shardow._match import Comparison, Form, compared, matched, unexpected
 from shardow._options import invalid
 from shardow._progress import Progress, shown
 from shardow._stream import Client, Fill, Server, Want, narrower
@@ -59,17 +59,22 @@ def from_file(job: Job, path: str | Path) -> dict[str, Any]:
 
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
-    """Every rank takes its slices of what it has."""
+    """Every rank takes its slices of what it has, when all have what fits."""
 
-    def fill() -> dict[str, Any]:
+    def compare() -> Comparison:
         found = compared(job.what, job.held, job.wanted, _forms(state), job.strict)
         _refuse_lacking(job, found.missing)
+        return found
+
+    found = job.team.agree(job.what, compare)
+
+    def fill() -> None:
         for part in job.held.parts:
             if part.name in found.keys:
                 take(state[found.keys[part.name]].detach(), part.region, part.flat)
-        return found.report()
 
-    return job.team.agree(job.what, fill)
+    job.team.agree(job.what, fill)
+    return found.report()
 
 
 def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:

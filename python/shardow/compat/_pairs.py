@@ -28,7 +28,7 @@ class Pair:
 
 
 class Pairs:
-    """``rule``: as in shardow.EMA. ``stochastic``: bfloat16 and float16 averages under "lerp" are rounded stochastically, by ``seed``; else as torch rounds them.
+    """``rule``: as in shardow.EMA. ``stochastic``: bfloat16 and float16 averages follow "lerp", rounded stochastically, by ``seed``; else as torch rounds them.
 
     Averages that are not floating are copies. What is NaN or Inf in a source is held: the average keeps its value there, where the engine makes it. Addresses are those of construction.
     """
@@ -39,24 +39,40 @@ class Pairs:
         engine: dict[torch.dtype, list[Pair]] = {}
         self._copies: list[Pair] = []
         self._others: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Pair]] = {}
+        self._apart: list[Pair] = []  # on two devices
         self._averages: list[torch.Tensor] = []  # that the engine writes
+        self._averaged: list[Pair] = []
+        self._staged: list[Pair] = []
         for pair in (Pair(pair.name, _memory(pair.source), _memory(pair.average)) for pair in pairs):
             if not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
-            elif self._engine_takes(pair):
+                continue
+            self._averaged.append(pair)
+            if stochastic and pair.average.dtype.itemsize == 2 and not self._engine_takes(pair):
+                staged = Pair(
+                    pair.name, torch.empty_like(pair.average), pair.average
+                )  # torch has no such rounding: beside the average the engine can do it
+                if self._engine_takes(staged):
+                    self._staged.append(Pair(pair.name, pair.source, staged.source))
+                    pair = staged
+            if self._engine_takes(pair):
                 engine.setdefault(pair.average.dtype, []).append(pair)
                 self._averages.append(pair.average)
+            elif pair.source.device != pair.average.device:
+                self._apart.append(pair)
             else:
                 self._others.setdefault((pair.average.device, pair.average.dtype, pair.source.dtype), []).append(pair)
         self._engines = [self._engine(dtype, some) for dtype, some in engine.items()]
 
     def update(self, decay: float, weight: float) -> None:
         """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average."""
+        self._copy(self._staged)
         held = sum(engine.update_by([(decay, weight)]) for engine in self._engines)
         torch.autograd.graph.increment_version(self._averages)
         for pairs in self._others.values():
-            sources = [pair.source.to(pair.average.device) for pair in pairs]
-            _IN_TORCH[self._rule]([pair.average for pair in pairs], sources, decay, weight)
+            _IN_TORCH[self._rule]([pair.average for pair in pairs], [pair.source for pair in pairs], decay, weight)
+        for pair in self._apart:  # one by one: together they would be another copy of the model
+            _IN_TORCH[self._rule]([pair.average], [pair.source.to(pair.average.device)], decay, weight)
         self._copy(self._copies)
         if held and not self._warned:
             self._warned = True
@@ -66,12 +82,19 @@ class Pairs:
                 stacklevel=4,
             )
 
+    def apply(self, change: Callable[[Tensors, Tensors], None]) -> None:
+        """change(averages, sources) in the rule's place: lists of what is averaged, in the order of construction, each source on its average's device."""
+        if self._averaged:
+            change([pair.average for pair in self._averaged], [pair.source.to(pair.average.device) for pair in self._averaged])
+        self._copy(self._copies)
+
     def copy(self) -> None:
         """The averages become what they follow."""
+        self._copy(self._staged)
         for engine in self._engines:
             engine.reset()
         torch.autograd.graph.increment_version(self._averages)
-        self._copy([*self._copies, *(pair for pairs in self._others.values() for pair in pairs)])
+        self._copy([*self._copies, *self._apart, *(pair for pairs in self._others.values() for pair in pairs)])
 
     def held(self) -> int:
         """Elements kept because what they follow was NaN or Inf, since construction."""
@@ -85,22 +108,19 @@ class Pairs:
         source, average = pair.source, pair.average
         if source.device != average.device or not (average.is_cpu or (average.is_cuda and _core.cuda_available())):
             return False
-        if (
-            source.dtype not in DTYPES
-            or source.dtype.itemsize > average.dtype.itemsize
-            or flat(source) is None
-            or _strides(source) != _strides(average)
-        ):
+        if source.dtype not in DTYPES or average.dtype not in DTYPES or flat(source) is None or _strides(source) != _strides(average):
             return False
-        if average.dtype in (torch.float32, torch.float64):
-            return self._rule != "two_products" or source.dtype == average.dtype  # torch rounds w * p to the source's dtype
-        return average.dtype in DTYPES and self._stochastic and self._rule == "lerp"
+        if average.dtype.itemsize == 2:
+            return self._stochastic
+        if source.dtype.itemsize > average.dtype.itemsize:
+            return False
+        return self._rule != "two_products" or source.dtype == average.dtype  # torch rounds w * p to the source's dtype
 
     def _engine(self, dtype: torch.dtype, pairs: Sequence[Pair]) -> _core.Average:
         narrow = dtype.itemsize == 2
         options = _core.AverageOptions(
             schedules=[_core.Schedule.make("constant", {"decay": 1.0})],  # never asked: update_by() brings its own
-            dtype=DTYPES[dtype], rule=getattr(_core.Rule, self._rule), rounding=_core.Rounding.stochastic if narrow else _core.Rounding.nearest,
+            dtype=DTYPES[dtype], rule=_core.Rule.lerp if narrow else getattr(_core.Rule, self._rule), rounding=_core.Rounding.stochastic if narrow else _core.Rounding.nearest,
             non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0, keep_values=True,
         )  # fmt: skip
         return _core.Average(

@@ -30,6 +30,12 @@ class StandIn(nn.Module):
         super().__init__()
         self.__dict__["_ema"], self.__dict__["_model"] = ema, model  # not submodules
 
+    @property
+    def ema(self) -> EMA:
+        """Whose averages these are."""
+        ema: EMA = self.__dict__["_ema"]
+        return ema
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward through the result raises, since the weights have changed by then."""
         modes = [(module, module.training) for module in self._model.modules()]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardow import _errors
-from shardow.compat._pairs import Pair, Pairs
+from shardow.compat._pairs import Pair, Pairs, Tensors
 from shardow.torch.find import ModelView, find
 from shardow.torch.local import LocalTensor
 from shardow.torch.names import walk
@@ -18,6 +18,12 @@ from shardow.torch.names import walk
 Kind = Literal["parameter", "buffer", "temporary"]  # temporary: a buffer that state_dict() has not
 Fate = Literal["average", "copy", "leave"]
 Choose = Callable[[str, torch.Tensor, Kind], Fate]
+#: A rule's name, or what tells it from (dtype of the weight, dtype of its average) of everything that is averaged.
+Rule = str | Callable[[list[tuple[torch.dtype, torch.dtype]]], str]
+
+
+class _MissingError(RuntimeError, KeyError):
+    """What torch and timm raise where a name is missing."""
 
 
 def everything_saved(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
@@ -47,22 +53,33 @@ class _Buffer:
 
 
 class Twin:
-    """Keeps ``module``, of the model's structure and sharding, at the averages. ``rule``, ``options``: as in Pairs. ``choose``: whether a tensor of the model is averaged, copied at each
-    update, or left alone; what is not floating is copied where others are averaged.
+    """Keeps ``module``, of the model's structure and sharding, at the averages. ``rule``: as in Pairs, or a function that tells it. ``options``: as in Pairs. ``choose``: whether a tensor of the
+    model is averaged, copied at each update, or left alone; what is not floating is copied where others are averaged.
 
-    Names are matched without what wrappers put into them. Replaced or moved tensors of either model are found at the next update, and paired again.
+    Names are matched without what wrappers put into them. Replaced or moved tensors of either model, and another ``module``, are found at the next update, and paired again.
     """
 
-    def __init__(self, module: nn.Module, rule: str, choose: Choose = everything_saved, **options: Any) -> None:
+    def __init__(self, module: nn.Module, rule: Rule, choose: Choose = everything_saved, **options: Any) -> None:
         self.module = module
         self._rule, self._choose, self._options = rule, choose, options
         self._model: nn.Module | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, or in a pickle: nothing is paired yet."""
+        return {"module": self.module, "_rule": self._rule, "_choose": self._choose, "_options": self._options, "_model": None}
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         """The averages by ``decay`` and ``weight``, the rest copied. Raises ValueError and RuntimeError, before anything changes, where the models differ in names or shapes."""
         self._bind(model)
         self._pairs.update(decay, weight)
+        self._copy_rest()
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, change: Callable[[Tensors, Tensors], None]) -> None:
+        """update() by other arithmetic: change(averages, weights) gets lists of tensors and writes the former."""
+        self._bind(model)
+        self._pairs.apply(change)
         self._copy_rest()
 
     @torch.no_grad()
@@ -81,6 +98,8 @@ class Twin:
             torch._foreach_copy_([ours for ours, _ in pairs if ours is not None], [theirs for _, theirs in pairs if theirs is not None])
 
     def _bind(self, model: nn.Module) -> None:
+        if self._model is not None and self.module is not self._paired:
+            self._model = None
         if model is self._model and self._unchanged():
             return
         if self._model is not None:
@@ -94,19 +113,22 @@ class Twin:
 
     def _pair(self, model: nn.Module) -> None:
         self._model = None  # nothing is known until all is
-        ours, theirs = find(self.module, strided=True), find(model, strided=True)
+        ours = find(self.module, strided=True)
+        inner = _unwrapped(model, ours)
+        theirs = find(inner, strided=True)
         ours.reshard()
         theirs.reshard()
         weights = [(one.name, p, e, self._choose(one.name, p, "parameter")) for one, p, e in _matched(ours, theirs)]
         self._copied: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(e, p) for _, p, e, fate in weights if fate == "copy"]
         pairs = [Pair(name, p, e) for name, p, e, fate in weights if fate == "average"]
-        self._buffers = list(self._found_buffers(model))
+        self._buffers = list(self._found_buffers(inner))
         for buffer in self._buffers:
             buffer.was = buffer.now()
             if buffer.fate == "average":
                 pairs.append(Pair(buffer.name, buffer.was[0].detach(), buffer.was[2].detach()))
-        self._pairs = Pairs(pairs, self._rule, **self._options)
-        self._ours, self._theirs, self._model = ours, theirs, model
+        dtypes = [(pair.source.dtype, pair.average.dtype) for pair in pairs if pair.average.is_floating_point()]
+        self._pairs = Pairs(pairs, self._rule if isinstance(self._rule, str) else self._rule(dtypes), **self._options)
+        self._ours, self._theirs, self._model, self._paired = ours, theirs, model, self.module
 
     def _found_buffers(self, model: nn.Module) -> Iterator[_Buffer]:
         theirs = dict(_slots(model))
@@ -122,6 +144,18 @@ class Twin:
                 raise _differ(f"buffer '{name}'", buffer, there)
             floating = buffer.is_floating_point() or buffer.is_complex()
             yield _Buffer(name, theirs[name][0]._buffers, module._buffers, key, fate if floating else "copy")
+
+
+def _unwrapped(model: nn.Module, ours: ModelView) -> nn.Module:
+    """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for it."""
+    known = {one.name for one in ours.parameters}
+    inner: Any = model
+    while known and isinstance(getattr(inner, "module", None), nn.Module):
+        if known & {f"{prefix}.{key}" if prefix else key for prefix, one in walk(inner) for key in one._parameters}:
+            break
+        inner = inner.module
+    found: nn.Module = inner
+    return found
 
 
 def _kind(module: nn.Module, key: str) -> Kind:
@@ -156,7 +190,7 @@ def _differ(
 ) -> Exception:
     if theirs is None:
         return _errors.make_also(
-            RuntimeError, f"{name} is averaged, but the model has it no more; make the average anew after the model has its final form"
+            _MissingError, f"{name} is averaged, but the model has it no more; make the average anew after the model has its final form"
         )
     shapes = (
         (tuple(ours.shape), tuple(theirs.shape)) if here is None or there is None else (tuple(here.region.shape), tuple(there.region.shape))

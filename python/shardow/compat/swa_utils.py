@@ -1,0 +1,234 @@
+"""torch.optim.swa_utils: AveragedModel and all that is around it, for sharded models too.
+
+Signatures, keys and numbers are the origin's. Better: one pass over the weights instead of a loop over them; FSDP1 and FSDP2 models, and with ``replicas="split"`` DDP ones of whose averages each
+rank keeps a part; integer buffers are copied also where buffers are averaged, where torch truncates them or fails; names and shapes are compared before anything changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils as origin
+from torch.optim.swa_utils import SWALR
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+from shardow import _errors
+from shardow.compat._module import Averaged, follow
+from shardow.compat._pairs import Tensors
+from shardow.compat._stand_in import StandIn
+from shardow.compat._twin import Fate, Kind
+
+AvgFn = Callable[[Tensor, Tensor, "Tensor | int"], Tensor]
+MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
+F = TypeVar("F")
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """What a function of this module computes, for the engine: a rule, and (decay, weight) after ``n_averaged`` updates."""
+
+    rule: str
+    factors: Callable[[Tensor], tuple[float, float]]
+
+
+_KNOWN = "shardow_arithmetic"  # the attribute of such a function
+
+
+def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
+    """torch.lerp(e, p, 1 - decay) of lists. ValueError where decay is outside [0, 1]."""
+    update: MultiAvgFn = origin.get_ema_multi_avg_fn(_checked(decay))
+    return _known(update, "lerp", lambda _: (decay, 1 - decay))
+
+
+def get_swa_multi_avg_fn() -> MultiAvgFn:
+    """torch.lerp(e, p, 1 / (n_averaged + 1)) of lists: the mean of all weights, in the engine."""
+    update: MultiAvgFn = origin.get_swa_multi_avg_fn()
+    return _known(update, "lerp", _of_mean)
+
+
+def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
+    """decay * e + (1 - decay) * p. ValueError where decay is outside [0, 1]."""
+    update: AvgFn = origin.get_ema_avg_fn(_checked(decay))
+    return _known(update, "two_products", lambda _: (decay, 1 - decay))
+
+
+def get_swa_avg_fn() -> AvgFn:
+    """e + (p - e) / (n_averaged + 1): the mean of all weights, made by torch, since the engine has no such rule."""
+    return _mean_of_one
+
+
+def _checked(decay: float) -> float:
+    if not 0.0 <= decay <= 1.0:
+        raise _errors.make("invalid_argument", f"decay={decay}; it is the weight kept on the old average, in [0, 1]")
+    return decay
+
+
+@torch.no_grad()
+def _mean_of_one(averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
+    return averaged + (current - averaged) / (num_averaged + 1)
+
+
+def _mean_of_many(averages: Tensors, weights: Tensors, num_averaged: Tensor) -> None:
+    """The same, some tensors at a time: few calls, and few bytes of temporaries. What is not finite is held, as by the engine."""
+    begin, size, held = 0, 0, 0
+    for end, average in enumerate(averages, 1):
+        size += average.numel()
+        if size >= _CHUNK or end == len(averages):
+            steps = torch._foreach_sub(weights[begin:end], averages[begin:end])
+            torch._foreach_div_(steps, num_averaged + 1)
+            if not torch.stack(torch._foreach_norm(steps, 1)).isfinite().all():
+                held += sum(step.numel() - int(step.isfinite().sum()) for step in steps)
+                for step in steps:
+                    step.nan_to_num_(0.0, 0.0, 0.0)
+            torch._foreach_add_(averages[begin:end], steps)
+            begin, size = end, 0
+    if held:
+        warnings.warn(f"{held} weights are NaN or Inf; their averages keep their last values", RuntimeWarning, stacklevel=4)
+
+
+def _of_mean(num_averaged: Tensor) -> tuple[float, float]:
+    """As torch rounds it: the reciprocal of an int64 is a float32."""
+    weight = float(1 / (num_averaged + 1))
+    return 1 - weight, weight
+
+
+def _known(function: F, rule: str, factors: Callable[[Tensor], tuple[float, float]]) -> F:
+    setattr(function, _KNOWN, _Arithmetic(rule, factors))
+    return function
+
+
+_MEAN = get_swa_multi_avg_fn()
+_CHUNK = 1 << 20  # elements of temporaries
+
+
+class AveragedModel(Averaged):
+    """``module``: a copy of ``model``, averaged by update_parameters(); ``n_averaged``: how often.
+
+    Args:
+        device: where the copy lives, by default with the model.
+        avg_fn: (average, weight, n_averaged) -> average, called for every tensor.
+        multi_avg_fn: (averages, weights, n_averaged) -> None, writes lists of tensors of one device and dtype. By default the mean. Those of this module run in the engine; any other is
+            called as torch calls it. Of a sharded model it sees this rank's parts, in one dimension: it must work element by element.
+        use_buffers: buffers are averaged, else copied; integer ones are copied.
+        replicas: "split": under DDP each rank keeps a part of the averages; ``module`` is a stand-in then, as it is for FSDP's modules, and calling it is collective.
+
+    Raises:
+        AssertionError: both functions are given.
+    """
+
+    n_averaged: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: int | torch.device | str | None = None,
+        avg_fn: AvgFn | None = None,
+        multi_avg_fn: MultiAvgFn | None = None,
+        use_buffers: bool = False,
+        *,
+        replicas: str = "copy",
+    ) -> None:
+        super().__init__()
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise _errors.make_also(
+                AssertionError, "both avg_fn and multi_avg_fn are given; one of them does the averaging, leave out the other"
+            )
+        self.avg_fn = avg_fn
+        self.multi_avg_fn = multi_avg_fn
+        self.use_buffers = use_buffers
+        known = self._arithmetic(model)
+        self._rule = known.rule if known is not None else "lerp"
+        self._begin(follow(model, self._rule, _everything if use_buffers else _parameters, device=device, replicas=replicas))
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """The first time a copy. Raises RuntimeError and ValueError, before anything changes, where ``model`` differs in names or shapes."""
+        follower = self._follow()
+        known = self._arithmetic(model)
+        if self.n_averaged == 0:
+            follower.copy(model)
+        elif known is not None and known.rule == self._rule:
+            follower.update(model, *known.factors(self.n_averaged))
+        else:
+            follower.apply(model, self._change)
+        self.n_averaged += 1
+
+    def _arithmetic(self, model: nn.Module) -> _Arithmetic | None:
+        """The functions may be replaced at any time. By default torch takes one of two, by the device."""
+        chosen = self.multi_avg_fn or self.avg_fn
+        if chosen is None:
+            chosen = _MEAN if _is_of_lists(next((p.device for p in model.parameters()), None)) else _mean_of_one
+        return getattr(chosen, _KNOWN, None)
+
+    def _change(self, averages: Tensors, weights: Tensors) -> None:
+        if self.multi_avg_fn is None and self.avg_fn is not None and self.avg_fn is not _mean_of_one:
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(self.avg_fn(average, weight, self.n_averaged.to(average.device)))
+            return
+        groups: dict[tuple[torch.device, torch.dtype], tuple[Tensors, Tensors]] = {}
+        for average, weight in zip(averages, weights, strict=True):
+            some = groups.setdefault((average.device, average.dtype), ([], []))
+            some[0].append(average)
+            some[1].append(weight)
+        for (device, _), (ours, theirs) in groups.items():
+            by_default = _MEAN if self.avg_fn is None and _is_of_lists(device) else _mean_of_many
+            (self.multi_avg_fn or by_default)(ours, theirs, self.n_averaged.to(device))
+
+
+def _is_of_lists(device: torch.device | None) -> bool:
+    return device is not None and device.type in _get_foreach_kernels_supported_devices()
+
+
+def _everything(name: str, tensor: Tensor, kind: Kind) -> Fate:
+    return "average"
+
+
+def _parameters(name: str, tensor: Tensor, kind: Kind) -> Fate:
+    return "average" if kind == "parameter" else "copy"
+
+
+def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.device | None = None) -> None:
+    """Statistics of BatchNorm layers from one pass over ``loader``, whose batches are tensors or begin with one; as in torch.
+
+    Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively; statistics and modes that it trains with come back. Counters of batches stay its own.
+    """
+    stand_in = next((module for module in model.modules() if isinstance(module, StandIn)), None)
+    if stand_in is None:
+        origin.update_bn(loader, model, device)
+        return
+    with stand_in.ema.swapped(), _lent(stand_in.__dict__["_model"]) as lent:
+        origin.update_bn(loader, lent, device)
+
+
+@contextlib.contextmanager
+def _lent(model: nn.Module) -> Iterator[nn.Module]:
+    """What update_bn() changes and swapped() does not bring back."""
+    modes = [(module, module.training) for module in model.modules()]
+    norms = [(module, module.momentum) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    counts = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_floating_point()]
+    try:
+        yield model
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for norm, momentum in norms:
+            norm.momentum = momentum
+        for buffer, count in counts:
+            buffer.copy_(count)
+
+
+__all__ = [
+    "SWALR",
+    "AveragedModel",
+    "get_ema_avg_fn",
+    "get_ema_multi_avg_fn",
+    "get_swa_avg_fn",
+    "get_swa_multi_avg_fn",
+    "update_bn",
+]

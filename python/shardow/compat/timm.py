@@ -1,0 +1,213 @@
+"""timm's averages of a model: ModelEma, ModelEmaV2, ModelEmaV3 (timm.utils.model_ema, 1.0.31), and the checkpoints that they are saved in.
+
+Signatures, attributes, keys and numbers are the origin's. Better: one pass over the weights; FSDP1 and FSDP2 models, and with ``replicas="split"`` DDP ones of whose averages each rank keeps a
+part; integer buffers are copied, where V1 and V2 truncate them; tied weights are averaged once; names and shapes are compared before anything changes; what is NaN or Inf is held; a checkpoint
+that has no averages, or others, is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow import _errors
+from shardow.compat import _module
+from shardow.compat._module import NARROW, Averaged, follow
+from shardow.compat._twin import Fate, Kind
+
+#: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
+KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
+
+
+class ModelEma:
+    """``ema``: a copy of ``model``, in eval mode, whose state is averaged: e * decay + (1 - decay) * p. ``device``: where it lives, by default with the model. ``resume``: a checkpoint's path.
+
+    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a stand-in then, as it is for FSDP's modules, and calling it is collective.
+    """
+
+    def __init__(
+        self, model: nn.Module, decay: float = 0.9999, device: Any = "", resume: str | Path = "", *, replicas: str = "copy"
+    ) -> None:
+        self._follower = follow(model, "two_products", device=device or None, replicas=replicas)
+        self.ema = self._follower.module.eval()
+        self.decay = decay
+        self.device = device
+        self.ema_has_module = hasattr(self.ema, "module")
+        if resume:
+            self._load_checkpoint(resume)
+        for p in self.ema.parameters():
+            p.requires_grad_(False)
+
+    @property
+    def module(self) -> nn.Module:
+        """``ema``, by the name under which timm.utils.unwrap_model() looks for it."""
+        return self.ema
+
+    def _load_checkpoint(self, checkpoint_path: str | Path) -> None:
+        load_ema_state_dict(self.ema, checkpoint_path)
+
+    def update(self, model: nn.Module) -> None:
+        """Raises RuntimeError (KeyError of a missing name), before anything changes, where ``model`` differs in names or shapes."""
+        self._follower.module = self.ema
+        self._follower.update(model, self.decay, 1.0 - self.decay)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The state of ``ema`` in fresh CPU tensors, whole also where it is sharded: then collective, on rank 0, and {} elsewhere."""
+        return _module.whole(self.ema)
+
+
+class ModelEmaV2(Averaged):
+    """``module``: as ``ema`` of ModelEma; decay * e + (1 - decay) * p. ``replicas``: as in ModelEma."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999, device: Any = None, *, replicas: str = "copy") -> None:
+        super().__init__()
+        self._begin(follow(model, "two_products", device=device, replicas=replicas))
+        self.module.eval()
+        self.decay = decay
+        self.device = device
+
+    def update(self, model: nn.Module) -> None:
+        """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
+        self._follow().update(model, self.decay, 1.0 - self.decay)
+
+    def set(self, model: nn.Module) -> None:
+        """The averages become the model's state."""
+        self._follow().copy(model)
+
+
+class ModelEmaV3(Averaged):
+    """``module``: as ``ema`` of ModelEma; torch.lerp, and e.mul_(1 - w).add_(p, alpha=w) where ``foreach`` meets dtypes that differ, with w = 1 - get_decay(step).
+
+    Args:
+        min_decay, update_after_step, use_warmup, warmup_gamma, warmup_power: of the decay where update() is given a step, see get_decay().
+        device, dtype: of the averages, by default the model's.
+        stochastic_rounding: 16-bit averages are rounded stochastically, without bias, float16 ones too; the noise is not timm's. It comes from ``stochastic_rounding_seed``, the step and the
+            element's place, so that it is the same on every rank and at any world size.
+        foreach: has no cost here, but tells the arithmetic.
+        exclude_buffers: buffers are copied, all of them, and only parameters are averaged.
+        replicas: as in ModelEma.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.9999,
+        min_decay: float = 0.0,
+        update_after_step: int = 0,
+        use_warmup: bool = False,
+        warmup_gamma: float = 1.0,
+        warmup_power: float = 2 / 3,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = True,
+        stochastic_rounding_seed: int = 0,
+        foreach: bool = True,
+        exclude_buffers: bool = False,
+        *,
+        replicas: str = "copy",
+    ) -> None:
+        super().__init__()
+        first = next(model.parameters(), None)
+        if device is not None and first is not None and device != first.device:
+            foreach = False
+        self._begin(
+            follow(
+                model,
+                functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp",
+                _parameters_alone if exclude_buffers else _saved_floats,
+                device=device,
+                dtype=dtype,
+                replicas=replicas,
+                stochastic=stochastic_rounding,
+                seed=stochastic_rounding_seed,
+            )
+        )
+        self.module.eval()
+        self.decay = decay
+        self.min_decay = min_decay
+        self.update_after_step = update_after_step
+        self.use_warmup = use_warmup
+        self.warmup_gamma = warmup_gamma
+        self.warmup_power = warmup_power
+        self.foreach = foreach
+        self.device = device
+        self.dtype = dtype
+        self.stochastic_rounding = stochastic_rounding
+        self.stochastic_rounding_seed = stochastic_rounding_seed
+        self.exclude_buffers = exclude_buffers
+
+    def get_decay(self, step: int | None = None) -> float:
+        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else ``decay``, and in a warm-up 1 - (1 + n / warmup_gamma) ** -warmup_power between
+        ``min_decay`` and ``decay``."""
+        if step is None:
+            return self.decay
+        counted = step - self.update_after_step - 1
+        if counted <= 0:
+            return 0.0
+        if not self.use_warmup:
+            return self.decay
+        warming: float = 1 - (1 + counted / self.warmup_gamma) ** -self.warmup_power
+        return max(min(warming, self.decay), self.min_decay)
+
+    def update(self, model: nn.Module, step: int | None = None) -> None:
+        """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
+        weight = 1.0 - self.get_decay(step)
+        self._follow().update(model, 1.0 - weight, weight)
+
+    def set(self, model: nn.Module) -> None:
+        """The averages become the model's state."""
+        self._follow().copy(model)
+
+
+def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> str:
+    """torch._foreach_lerp_() wants one dtype, of all that are not rounded stochastically."""
+    return "lerp" if all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW)) else "mul_add"
+
+
+def _saved_floats(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+    if kind == "temporary":
+        return "leave"
+    return "average" if tensor.is_floating_point() else "copy"
+
+
+def _parameters_alone(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+    return "average" if kind == "parameter" and tensor.is_floating_point() else "copy"
+
+
+def load_ema_state_dict(module: nn.Module, checkpoint: str | Path | Mapping[str, Any], strict: bool = True) -> None:
+    """The averages of a training checkpoint (``{"state_dict_ema": ...}``, ``{"ema_state_dict": ...}``) into ``module``: a model, plain, wrapped or sharded, or what is averaged here (``ema`` of
+    ModelEma, ``module`` of the others). ``module.`` and other wrappers' names don't matter, here and there. Collective where ranks share the module.
+
+    Raises:
+        KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; where no name fits, always. Nothing has changed then.
+    """
+    found = _module.team_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
+    _module.load(module, found, strict, "load_ema_state_dict()")
+
+
+def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    where = "the checkpoint" if isinstance(checkpoint, Mapping) else f"{checkpoint}"
+    if not isinstance(checkpoint, Mapping):
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm saves its arguments too
+            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
+    if not isinstance(checkpoint, Mapping):
+        raise _errors.make_also(
+            AssertionError, f"{where} is a {type(checkpoint).__name__}, not a dict with averages under {' or '.join(KEYS)}"
+        )
+    found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)
+    if not isinstance(found, Mapping):
+        raise _errors.make_also(
+            KeyError,
+            f"{where} has no averages: none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}; leave it out to begin with the model's weights",
+        )
+    return found
+
+
+__all__ = ["ModelEma", "ModelEmaV2", "ModelEmaV3", "load_ema_state_dict"]

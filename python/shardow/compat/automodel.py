@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardow import _errors
+from shardow import _errors, _files
 from shardow._gather import Part
 from shardow._held import Held, held_by
 from shardow._options import invalid
@@ -78,6 +78,8 @@ class EMAManager(Managed):
         view = self._ema._view
         self._ema._not_swapped("update()")
         view.reshard()
+        if model is self._model and view.unchanged():
+            return
         theirs = find(model, group=self._options["group"])  # type: ignore[arg-type]
         self._refuse_new(theirs)
         if (view.unchanged() or view.follow_moves()) and _places(view) == _places(theirs):
@@ -114,8 +116,15 @@ class EMAManager(Managed):
 
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         path = Path(directory) / "ema.safetensors"
-        self._team.agree("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        self._ema.export(path, dtype)
+
+        def prepare() -> tuple[list[Part], dict[str, Any]]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            view = self._ema._view
+            mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
+            return [part for part in self._complete()[0] if part.name in mine], _files.dtype_and_limit(dtype, None)
+
+        parts, options = self._team.agree("export_safetensors()", prepare)
+        _files.write([_files.FileParts("", parts)], path, self._team, **options)
         return path
 
     def _names(self) -> Mapping[str, object]:
@@ -135,7 +144,7 @@ class EMAManager(Managed):
         self._ema._average.reset()
 
     def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
-        self._ema._not_swapped("export_shadow()")
+        self._ema._not_swapped("an export")
         parts = [Part(one.name, one.averages[0], one.region) for one in self._ema._tracked]
         parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._ema._others()]
         return parts, {one.name: (one.name, *one.aliases) for one in [*self._ema._view.parameters, *self._ema._view.buffers]}

@@ -415,7 +415,17 @@ def _exports(path: str, sharding: str, kind: str) -> dict[str, torch.Tensor]:
     return full if dist.get_rank() == 0 else {}
 
 
-@pytest.mark.parametrize(("sharding", "kind"), [("fsdp2", "shadow"), ("fsdp2", "sharded_model"), ("fsdp1", "shadow")])
+@pytest.mark.parametrize(
+    ("sharding", "kind"),
+    [
+        ("fsdp2", "shadow"),
+        ("fsdp2", "sharded_model"),
+        ("fsdp1", "shadow"),
+        ("plain", "shadow"),
+        ("plain", "sharded_model"),
+        ("ddp", "shadow"),
+    ],
+)
 def test_gap_5_ways_out_to_inference(tmp_path: Path, sharding: str, kind: str) -> None:
     averages = ranks.run(2, _exports, str(tmp_path), sharding, kind)[0]
     transformer = Tied()

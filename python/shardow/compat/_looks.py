@@ -36,6 +36,6 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _torch_says(tensor: Any, region: _core.Region) -> bool:
-    """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 it is not."""
+    """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 not every version's is."""
     chunks = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()]
     return chunks == [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()] and (bool(chunks) or region.size == 0)

@@ -21,8 +21,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import shardow
@@ -249,6 +251,24 @@ def test_checkpoints_go_both_ways_between_the_origin_and_us(tmp_path: Path, dtyp
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
 
+def _uneven(path: str) -> dict[str, torch.Tensor]:
+    """Checkpoints go by the offsets that torch tells: averages are DTensors only where these are right."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    EMAManager(model).save(path)
+    return models.whole_weights(model)
+
+
+def test_checkpoints_of_uneven_tensor_parallelism_are_right(tmp_path: Path) -> None:
+    expected = ranks.run(4, _uneven, str(tmp_path / "ema"))[0]
+    manager = EMAManager(nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3)))
+    manager.load(tmp_path / "ema")
+    assert same(manager.state_dict(), expected)
+
+
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     model = models.make()
@@ -345,6 +365,24 @@ def test_gap_3_replaced_parameters_are_found_again(kind: str) -> None:
     with pytest.raises((KeyError, RuntimeError), match=r"'6.bias'|'6.weight'"):
         manager.update(model)
     assert same(manager.state_dict(), before)
+
+
+def _sharded_later() -> None:
+    model = models.make()
+    manager = EMAManager(model, 0.5)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    models.PARALLEL["fsdp2"](model, 2)
+    wander(model)
+    manager.update(model)
+    for name, weight in models.whole_weights(model).items():
+        expected[name].mul_(0.5).add_(weight, alpha=0.5)
+    full = manager._ema.full_state_dict()
+    assert dist.get_rank() or same(full, expected)
+    assert all(isinstance(tensor, DTensor) for tensor in manager._shadow.values())
+
+
+def test_gap_3_a_model_may_be_sharded_after_its_averages_were_made() -> None:
+    ranks.run(2, _sharded_later)
 
 
 def test_gap_3_a_second_model_begins_as_the_first_and_its_buffers_follow() -> None:

@@ -127,12 +127,17 @@ def dtype_and_limit(dtype: torch.dtype | str | None, max_shard_size: int | str |
 
 
 def _dtype(dtype: torch.dtype | str | None) -> str | None:
+    found = floating(dtype)
+    return None if found is None else DTYPES[found]
+
+
+def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None:
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in DTYPES or not found.is_floating_point:
         raise invalid(f"dtype={dtype!r}; give a floating dtype, e.g. torch.bfloat16 or 'bfloat16'")
-    return DTYPES[found]
+    return found
 
 
 def _bytes(size: int | str | None) -> int:

@@ -39,7 +39,8 @@ class Job:
     without: Collection[str] = ()
 
 
-def from_file(job: Job, path: str | Path) -> dict[str, Any]:
+def from_file(job: Job, path: str | Path, check_only: bool = False) -> dict[str, Any]:
+    """``check_only``: raises where something does not fit, and changes nothing."""
     found = _files.catalog(path, job.team)
     keys = job.team.agree(job.what, lambda: matched(job.held, found.tensors.keys(), str(path)))
     lacking = [name for name in job.wanted if name not in keys]
@@ -50,7 +51,7 @@ def from_file(job: Job, path: str | Path) -> dict[str, Any]:
     ]
     surplus = unexpected(job.held, keys, found.tensors.keys())
     strict = job.strict and bool(lacking or surplus)  # the engine, which knows one name of each tensor, lists what does not fit
-    report = _files.read_into(parts, found, job.team, strict=strict, verify=job.verify, progress=job.progress)
+    report = _files.read_into(parts, found, job.team, strict=strict, verify=job.verify, progress=job.progress, check_only=check_only)
     return {
         **report,
         "unexpected": surplus,

@@ -82,19 +82,24 @@ def unfit(found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> 
 def _plan(one: Tracked, k: int, value: torch.Tensor, copies: list[Copy], problems: list[str]) -> None:
     if tuple(value.size()) != tuple(one.region.shape):
         return  # listed by unfit()
+    planned = copy_of(one.name, one.averages[k], one.region, value)
+    if isinstance(planned, str):
+        problems.append(planned)
+    else:
+        copies.append(planned)
+
+
+def copy_of(name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor) -> Copy | str:
+    """How ``value``, of the global shape, gets into ``target``, the 1-D memory of ``region``; a text: why it does not."""
     if isinstance(value, Piece):
-        region, local = value.region, value.local
+        there, local = value.region, value.local
     elif hasattr(value, "_local_tensor"):
-        region, local = region_of(one.name, value), value._local_tensor
+        there, local = region_of(name, value), value._local_tensor
     else:
-        copies.append((one.averages[k], value, one.region))
-        return
-    if region == one.region:
-        copies.append((one.averages[k], local.reshape(-1), None))
-    else:
-        problems.append(
-            f"'{one.name}' was sharded otherwise; load it through torch.distributed.checkpoint or shardow's files, which reshard, or pass full tensors"
-        )
+        return target, value, region
+    if there == region:
+        return target, local.reshape(-1), None
+    return f"'{name}' was sharded otherwise; load it through torch.distributed.checkpoint or shardow's files, which reshard, or pass full tensors"
 
 
 def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:

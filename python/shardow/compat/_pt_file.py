@@ -1,0 +1,115 @@
+"""A file that torch.load() reads as {name: tensor}, of which no rank ever holds more than one tensor.
+
+torch.save() wants everything at once. Its files are plain zip archives (docs.pytorch.org, "Serialization semantics": data.pkl with the structure, data/0, data/1, ... with the storages in the order of
+their first use), so:
+
+1. rank 0 has torch pickle the structure of a template without data
+2. tensor by tensor, rank 0 receives the whole and writes it as the next record, aligned to 64 bytes as torch does, so that the file can be mapped
+3. the file is synced and renamed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from shardow._gather import Gatherer, Part
+from shardow._team import Team
+from shardow.compat._published import sync_directory
+
+_ALIGN = 64
+_ZIP64_FIELD = 20  # bytes that zipfile adds to a large record's header
+_PADDING = 0x4246  # id of a header field that readers skip; torch's own files have it
+
+
+def write(
+    what: str, path: Path, parts: Sequence[Part], names: Mapping[str, tuple[str, ...]], team: Team, dtype: torch.dtype | None = None
+) -> None:
+    """The tensors of which ``parts`` are this rank's, each under all its ``names``, into ``path``; floating ones as ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
+    file = team.agree(what, lambda: _File(path, parts, names, dtype) if team.rank == 0 else None)
+    failed: list[Exception] = []
+    try:
+        for _, tensor in Gatherer(parts, team.process_group).stream():  # to the end in any case: the others send
+            if file is not None and tensor is not None and not failed:
+                try:
+                    file.add(tensor)
+                except Exception as error:
+                    failed.append(error)
+        team.agree(what, lambda: _finish(file, failed))
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _finish(file: _File | None, failed: list[Exception]) -> None:
+    if failed:
+        raise failed[0]
+    if file is not None:
+        file.publish()
+
+
+class _File:
+    """On rank 0: a temporary file beside ``path``, into which whole tensors go in the order of ``parts``."""
+
+    def __init__(self, path: Path, parts: Sequence[Part], names: Mapping[str, tuple[str, ...]], dtype: torch.dtype | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._dtype, self._count = path, dtype, 0
+        template: dict[str, torch.Tensor] = {}
+        for part in parts:
+            kept = part.flat.dtype
+            like = torch.empty(part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept)  # memory that nobody touches
+            template.update(dict.fromkeys(names[part.name], like))
+        structure = _structure(template, path.parent)
+        self._temporary = path.with_name(f".{path.name}.partial")
+        self._file: IO[bytes] = self._temporary.open("wb")
+        self._zip = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)
+        self._zip.writestr("archive/data.pkl", structure)
+        self._zip.writestr("archive/byteorder", sys.byteorder)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        info = zipfile.ZipInfo(f"archive/data/{self._count}")
+        info.file_size = tensor.nbytes
+        header = (
+            30 + len(info.filename) + 4 + (_ZIP64_FIELD if tensor.nbytes * 1.05 > zipfile.ZIP64_LIMIT else 0)
+        )  # where zipfile decides so
+        padding = -(self._file.tell() + header) % _ALIGN
+        info.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
+        with self._zip.open(info, "w") as record:
+            record.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        self._count += 1
+
+    def publish(self) -> None:
+        self._zip.writestr("archive/version", "3\n")
+        self._zip.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._temporary.replace(self._path)
+        sync_directory(self._path.parent)
+
+    def close(self) -> None:
+        """Whatever has happened; what was not published is gone then."""
+        with contextlib.suppress(OSError, ValueError):
+            self._zip.close()
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _structure(template: Mapping[str, torch.Tensor], directory: Path) -> bytes:
+    """What torch.save() writes beside the data; in the file that it makes for that the data are holes."""
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        skeleton = Path(place) / "archive.pt"
+        with torch.serialization.skip_data():
+            torch.save(dict(template), skeleton)
+        with zipfile.ZipFile(skeleton) as archive:
+            return archive.read("archive/data.pkl")

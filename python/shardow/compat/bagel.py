@@ -1,0 +1,339 @@
+"""ByteDance-Seed/Bagel's FSDP helpers (train/fsdp_utils.py): a second FSDP model with averaged weights, and its checkpoints of five files.
+
+fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as the origin. Better: weights are paired by name and region, also of models that are trained in part or not at all, of
+FSDP2 and of plain ones; checkpoints appear whole or not at all, each rank writing and reading its own bytes; and what is missing is said. docs/migration.md has the list.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+from shardow import _errors, _fill, meta
+from shardow._held import Held, held_by
+from shardow._options import invalid
+from shardow._team import Team
+from shardow.checkpoint import save
+from shardow.compat._published import publish, write_object
+from shardow.compat._trained import TrainedTwin
+
+#: Classes that become FSDP units, by name: BAGEL's. Add those of another model to it.
+WRAPPED_CLASSES = {
+    "MLPconnector", "PositionEmbedding", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer", "SiglipEncoderLayer", "SiglipVisionTransformer",
+    "TimestepEmbedder",
+}  # fmt: skip
+
+_FIXED = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")  # sinusoids, which the model has for its own resolution
+_HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_KEY = "_shardow_twin"  # of a model's __dict__
+
+
+class FSDPConfig:
+    """``sharding_strategy``, ``backward_prefetch``: names of torch's ShardingStrategy and BackwardPrefetch. The numbers are HYBRID_SHARD's mesh."""
+
+    def __init__(self, sharding_strategy: str, backward_prefetch: str, cpu_offload: bool, num_replicate: int, num_shard: int = 8) -> None:
+        self.sharding_strategy = sharding_strategy
+        self.backward_prefetch = backward_prefetch
+        self.cpu_offload = cpu_offload
+        self.num_replicate = num_replicate
+        self.num_shard = num_shard
+
+
+def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()) -> FullyShardedDataParallel:
+    """FSDP1 with units of WRAPPED_CLASSES, computing in bfloat16; on CUDA, or on the CPU where there is none. What is on meta gets memory without values: try_load_ckpt() brings them."""
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    mesh = None
+    if fsdp_config.sharding_strategy in _HYBRID:
+        mesh = init_device_mesh(device.type, (fsdp_config.num_replicate, fsdp_config.num_shard), mesh_dim_names=("replicate", "shard"))
+    low = torch.bfloat16
+    return FullyShardedDataParallel(
+        original_model,
+        auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=_is_unit),
+        ignored_modules=list(ignored_modules),
+        mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low),
+        device_id=device,
+        sharding_strategy=_strategy(fsdp_config),
+        backward_prefetch=BackwardPrefetch[fsdp_config.backward_prefetch],
+        cpu_offload=CPUOffload(offload_params=fsdp_config.cpu_offload),
+        device_mesh=mesh,
+        param_init_fn=meta.to_empty if any(p.is_meta for p in original_model.parameters()) else None,
+    )
+
+
+def fsdp_ema_setup(ema_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()) -> FullyShardedDataParallel:
+    """The model that will hold the averages, frozen and sharded. Built under shardow.meta_init() it never takes the memory of a whole copy; its values come with try_load_ckpt()."""
+    for param in ema_model.parameters():
+        param.requires_grad = False
+    return fsdp_wrapper(ema_model, fsdp_config, ignored_modules)
+
+
+@torch.no_grad()
+def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.9999) -> None:
+    """After each optimizer step: the averages of what ``model`` trains now; its persistent buffers are copied. Local. What is NaN or Inf is held.
+
+    Both models are FSDP1, FSDP2 or plain ones, sharded alike. The first call pairs their weights, which ``ema_model`` remembers as long as it lives, both models with it.
+
+    Raises AssertionError and ValueError where they differ in names, shapes or sharding, before anything changes.
+    """
+    twin = _twin_of(ema_model)
+    try:
+        twin.pair(model)
+    except ValueError as error:
+        raise _errors.make_also(AssertionError, f"fsdp_ema_update(): {error}") from None
+    twin.update(model, decay, 1 - decay)
+
+
+class FSDPCheckpoint:
+    """``{ckpt_dir}/{step:07d}/``: ema.safetensors, model.safetensors, optimizer.{i:05d}-of-{n:05d}.pt, scheduler.pt, data_status.pt."""
+
+    @staticmethod
+    def fsdp_save_ckpt(
+        ckpt_dir: str | Path,
+        train_steps: int,
+        model: nn.Module,
+        ema_model: nn.Module | None,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        data_status: Any,
+        logger: Any,
+        fsdp_config: FSDPConfig,
+    ) -> None:
+        """Collective over all ranks. Each writes its own bytes of the weights and its shard of the optimizer's state.
+
+        The directory appears by one rename when it is whole. Until then it lies beside ``ckpt_dir``, where auto_resume does not look; inside, where another file system begins at ``ckpt_dir``.
+        """
+        path = Path(ckpt_dir).resolve() / f"{train_steps:07d}"
+        logger.info(f"Saving checkpoint to {path}.")
+        team = _everybody()
+        shard = _shard_of(fsdp_config)
+
+        def fill(partial: Path) -> None:
+            for name, one in (("ema", ema_model), ("model", model)):
+                if one is not None:
+                    save(one, partial / f"{name}.safetensors", group=team.process_group)
+            team.agree("fsdp_save_ckpt()", lambda: write_rest(partial))
+
+        def write_rest(partial: Path) -> None:
+            if shard.writes:
+                write_object(optimizer.state_dict(), partial / shard.name)
+            if team.rank == 0 and scheduler is not None:
+                write_object(scheduler.state_dict(), partial / "scheduler.pt")
+            if team.rank == 0 and data_status is not None:
+                write_object(data_status, partial / "data_status.pt")
+
+        publish("fsdp_save_ckpt()", path, _beside(path, team), team, fill)
+
+    @staticmethod
+    def try_load_ckpt(
+        resume_from: str | Path | None,
+        logger: Any,
+        model: nn.Module,
+        ema_model: nn.Module | None = None,
+        resume_from_ema: bool = False,
+        missing_ema: str = "error",
+    ) -> tuple[nn.Module, nn.Module | None]:
+        """Weights into ``model`` and ``ema_model``, before or after they are wrapped; of what is sharded each rank reads its own bytes. Collective.
+
+        Everything that fits by name is loaded, the rest is told to ``logger``, as in the origin; tensors of another shape, and files of which nothing fits, are refused before anything changes.
+        ``missing_ema``: for a checkpoint without ema.safetensors: "error", or "model": the averages begin as the weights of the file that ``model`` is loaded from.
+        Where there is no checkpoint, an ``ema_model`` without values (made on meta) begins as ``model``.
+        """
+        if missing_ema not in ("error", "model"):
+            raise invalid(f"missing_ema={missing_ema!r}; 'error', or 'model': the averages begin as the weights")
+        team = _everybody()
+        folder = _existing(resume_from, team)
+        if folder is None:
+            logger.info("Training from scratch.")
+            if ema_model is not None and meta.valueless(ema_model):
+                TrainedTwin(ema_model, keeps=False).begin(model)
+                meta.have_values(ema_model)
+            return model, ema_model
+        logger.info(f"Loading checkpoint from {folder}.")
+        source = folder / ("ema.safetensors" if resume_from_ema else "model.safetensors")
+        wanted = [(model, source)]
+        if ema_model is not None:
+            wanted.append((ema_model, team.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger))))
+        for check_only in (True, False):
+            for one, path in wanted:
+                _load(one, path, team, logger, check_only)
+        return model, ema_model
+
+    @staticmethod
+    def try_load_train_state(
+        resume_from: str | Path | None, optimizer: torch.optim.Optimizer, scheduler: Any, fsdp_config: FSDPConfig
+    ) -> tuple[torch.optim.Optimizer, Any, int, Any]:
+        """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before anything is loaded.
+
+        Raises FileNotFoundError where the optimizer's state was saved in another number of shards, naming both.
+        """
+        team = _everybody()
+        folder = _existing(resume_from, team)
+        if folder is None:
+            return optimizer, scheduler, 0, None
+        shard = _shard_of(fsdp_config)
+
+        def read() -> tuple[Any, Any, int, Any]:
+            step = os.path.basename(os.path.normpath(folder))
+            if not step.isdigit():
+                raise invalid(f"{folder} is not named after its step, e.g. 0001000; the step to go on with can't be told")
+            status = _read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
+            schedule = _read(folder / "scheduler.pt") if scheduler is not None else None
+            return _read_shard(folder, shard), schedule, int(step) + 1, status[team.rank] if team.rank < len(status) else None
+
+        state, schedule, step, status = team.agree("try_load_train_state()", read)
+        team.agree("try_load_train_state()", lambda: optimizer.load_state_dict(state))
+        if scheduler is not None:
+            scheduler.load_state_dict(schedule)
+        return optimizer, scheduler, step, status
+
+
+def _load(model: nn.Module, path: Path, team: Team, logger: Any, check_only: bool) -> None:
+    valueless = meta.valueless(model)
+    fixed = set(_FIXED) - valueless
+
+    def prepare() -> Held:
+        held = held_by(model, team.process_group, saving=False)
+        held.parts = [part for part in held.parts if part.name not in fixed]
+        return held
+
+    held = team.agree("try_load_ckpt()", prepare)
+    names = [part.name for part in held.parts]
+    job = _fill.Job("try_load_ckpt()", held, team, names, valueless, strict=False, verify=True, progress=None)
+    report = _fill.from_file(job, path, check_only)
+    if len(report["missing"]) == len(names):
+        raise invalid(
+            f"try_load_ckpt(): {path} has nothing of this model: it has {', '.join(report['unexpected'][:5])} ..., the model {', '.join(names[:5])} ..."
+        )
+    if not check_only:
+        held.put_back()
+        meta.have_values(model)
+        unexpected = [name for name in report["unexpected"] if name not in fixed]
+        fits = not (report["missing"] or unexpected)
+        logger.info(f"{path.name}: " + ("all names fit" if fits else f"missing in the file: {report['missing']}; not wanted: {unexpected}"))
+
+
+def _ema_file(folder: Path, source: Path, missing_ema: str, logger: Any) -> Path:
+    path = folder / "ema.safetensors"
+    if path.exists():
+        return path
+    if missing_ema == "error":
+        raise _errors.make("not_found", f"{path} is missing; missing_ema='model' begins the averages as {source.name}")
+    logger.info(f"{path.name} is missing: the averages begin as {source}.")
+    return source
+
+
+class _Kept:
+    """A model's twin in its __dict__; no part of its copies and pickles."""
+
+    def __init__(self, twin: TrainedTwin | None = None) -> None:
+        self.twin = twin
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def _twin_of(ema_model: nn.Module) -> TrainedTwin:
+    kept = ema_model.__dict__.setdefault(_KEY, _Kept())
+    if kept.twin is None:
+        valueless = meta.valueless(ema_model)
+        if valueless:
+            raise invalid(
+                f"fsdp_ema_update(): '{min(valueless)}' and {len(valueless) - 1} more averages have no values yet; call try_load_ckpt() first"
+            )
+        kept.twin = TrainedTwin(ema_model, keeps=False)
+    twin: TrainedTwin = kept.twin
+    return twin
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Of the optimizer's state on this rank. ``writes``: of ranks that have the same one, the first does."""
+
+    index: int
+    count: int
+    writes: bool
+
+    @property
+    def name(self) -> str:
+        return f"optimizer.{self.index:05d}-of-{self.count:05d}.pt"
+
+
+def _shard_of(config: FSDPConfig) -> _Shard:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    strategy = _strategy(config)
+    if strategy == ShardingStrategy.NO_SHARD:
+        return _Shard(0, 1, rank == 0)
+    if config.sharding_strategy in _HYBRID:
+        return _Shard(rank % config.num_shard, config.num_shard, rank < config.num_shard)
+    return _Shard(rank, world, True)
+
+
+def _strategy(config: FSDPConfig) -> ShardingStrategy:
+    if config.sharding_strategy not in ShardingStrategy.__members__:
+        known = ", ".join(ShardingStrategy.__members__)
+        raise _errors.make_also(KeyError, f"sharding_strategy={config.sharding_strategy!r}; FSDP has {known}", "unsupported")
+    return ShardingStrategy[config.sharding_strategy]
+
+
+def _read_shard(folder: Path, shard: _Shard) -> Any:
+    if (folder / shard.name).exists():
+        return _read(folder / shard.name)
+    counts = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("optimizer.*-of-*.pt")})
+    there = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
+    raise _errors.make(
+        "not_found",
+        f"{folder} has no {shard.name}: this run has {shard.count} shards of the optimizer's state, the checkpoint {there}. Resume with as many, or from the weights alone, which fit any number",
+    )
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _everybody() -> Team:
+    return Team(dist.group.WORLD if dist.is_initialized() else None, None)
+
+
+def _existing(resume_from: str | Path | None, team: Team) -> Path | None:
+    if resume_from is None:
+        return None
+    path = Path(resume_from)
+    team.same(f"resuming from {path}", {"it is there": path.exists()})
+    if path.exists():
+        return path
+    warnings.warn(f"{path}, to resume from, does not exist", stacklevel=3)
+    return None
+
+
+def _beside(path: Path, team: Team) -> Path:
+    """Where rank 0 finds room for what is not whole yet."""
+    folder = path.parent
+
+    def choose() -> Path:
+        if team.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            if folder.stat().st_dev == folder.parent.stat().st_dev and os.access(folder.parent, os.W_OK):
+                return folder.parent / f".{folder.name}-{path.name}.partial"
+        return folder / f".{path.name}.partial"
+
+    chosen = team.agree("fsdp_save_ckpt()", choose)
+    return Path(os.fsdecode(team.gather("fsdp_save_ckpt()", os.fsencode(chosen))[0]))
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return any(cls.__name__ in WRAPPED_CLASSES for cls in type(module).__mro__)
+
+
+__all__ = ["WRAPPED_CLASSES", "FSDPCheckpoint", "FSDPConfig", "fsdp_ema_setup", "fsdp_ema_update", "fsdp_wrapper"]

@@ -7,7 +7,7 @@ know regions of the tensor itself, get the boxes that the share is made of.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,7 @@ class Share:
         return _memory(local or self.local, self.order)[self.begin : self.begin + self.region.size]
 
     def fits(self, local: LocalTensor) -> bool:
-        return local.region == self.local.region and (self.begin, self.order) == (self.begin, memory_order(local))
+        return local.region == self.local.region and self.order == _memory_order(local)
 
     def as_stored(self, whole: torch.Tensor) -> torch.Tensor:
         """The dimensions in the order of memory."""
@@ -84,7 +84,7 @@ def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: 
             region, begin = divide(local, "split")
             made.append(_share(local, tuple(range(len(region.shape))), region, begin, dtype))
             continue
-        order, size = memory_order(local), local.region.size
+        order, size = _memory_order(local), local.region.size
         begin, stop = min(max(first - at, 0), size), min(max(end - at, 0), size)
         stored = _core.Region.whole([local.region.shape[d] for d in order])
         made.append(_share(local, order, stored.window(begin, stop), begin, dtype))
@@ -97,13 +97,28 @@ def _share(local: LocalTensor, order: tuple[int, ...], region: _core.Region, beg
     return Share(local, order, region, begin, average)
 
 
+def unlike(made: Sequence[Share], view: ModelView) -> list[str]:
+    """What of a model is not as in the one that shares were made of."""
+    there, known = {one.name: one for one in view.parameters}, {share.name for share in made}
+    wrong = [f"'{name}' has no average" for name in there if name not in known]
+    for share in made:
+        one = there.get(share.name)
+        if one is None:
+            wrong.append(f"'{share.name}' is gone")
+        elif not share.fits(one):
+            wrong.append(
+                f"'{share.name}' was {share.shape}, {share.local.region} in the order {share.order}, it is {tuple(one.region.shape)}, {one.region} in the order {_memory_order(one)}"
+            )
+    return wrong
+
+
 def is_sharded(model: nn.Module) -> bool:
     """The same on every rank, whatever each of them holds."""
     wrapped = any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
     return wrapped or any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def memory_order(local: LocalTensor) -> tuple[int, ...]:
+def _memory_order(local: LocalTensor) -> tuple[int, ...]:
     """The dimensions of a whole tensor, the slowest in memory first; those of a shard as they are. Raises where elements don't lie one after another."""
     tensor, plain = local.tensor, tuple(range(len(local.region.shape)))
     if tensor.is_contiguous() or tensor.dim() != len(plain):  # a flat shard
@@ -126,4 +141,4 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-__all__ = ["Copied", "Share", "is_sharded", "memory_order", "shares"]
+__all__ = ["Copied", "Share", "is_sharded", "shares", "unlike"]

@@ -24,7 +24,7 @@ from shardow._team import Team
 from shardow.compat._called import called
 from shardow.compat._dist_ema_checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
 from shardow.compat._pairs import Pair, Pairs
-from shardow.compat._shares import Copied, Share, is_sharded, memory_order, shares
+from shardow.compat._shares import Copied, Share, is_sharded, shares, unlike
 from shardow.torch.find import ModelView, find
 
 T = TypeVar("T")
@@ -160,16 +160,7 @@ class DistEMA:
             if self._view.unchanged():
                 return
         view = self._found(model)
-        there, expected = {one.name: one for one in view.parameters}, {one.name: one for one in self._shares}
-        wrong = [f"'{name}' has no average" for name in there if name not in expected]
-        for name, share in expected.items():
-            if name not in there:
-                wrong.append(f"'{name}' is gone")
-            elif not share.fits(there[name]):
-                wrong.append(
-                    f"'{name}' was {share.shape} in the order {share.order}, it is {tuple(there[name].region.shape)} in the order {memory_order(there[name])}"
-                )
-        if wrong:
+        if wrong := unlike(self._shares, view):
             raise _errors.make_also(
                 KeyError, f"update(): the model is not what the averages were made of: {'; '.join(wrong[:20])}; make a DistEMA of it"
             )

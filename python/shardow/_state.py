@@ -163,13 +163,13 @@ def copy_streamed(gatherer: _gather.Gatherer, target: ModelView, team: Team) -> 
         there = places.get(name)
         if team.process_group is not None:
             shape_from = there.tensor if there is not None else None
-            full = _broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), team, shape_from)
+            full = broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), team, shape_from)
         if there is not None and full is not None:
             _gather.take(full, there.region, there.tensor.view(-1))
     target.reshard()
 
 
-def _broadcast(full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, team: Team, near: torch.Tensor | None) -> torch.Tensor:
+def broadcast(full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, team: Team, near: torch.Tensor | None) -> torch.Tensor:
     device = near.device if near is not None else torch.device("cpu")
     moved = full.to(device) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=device)
     if moved.numel():

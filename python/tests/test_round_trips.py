@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import models
 import pytest
 import ranks
 import torch
@@ -309,3 +310,23 @@ def test_a_modules_tensors_with_strides_go_to_a_file_and_back(kind: str, world: 
     ranks.run(world, save_strided, kind, str(path))
     assert all(same(tensor, Strided().state_dict()[name]) for name, tensor in load_file(path).items())
     assert ranks.run(world, load_strided, kind, str(path)) == [[]] * world
+
+
+def _after_inference(folder: str) -> None:
+    model = models.build("fsdp2", 2)
+    before = models.whole_weights(model)
+    with torch.no_grad():
+        model(torch.ones(2, models.INPUTS))
+    assert not all(isinstance(p, DTensor) for p in model.parameters())
+    shardow.save(model, f"{folder}/model.safetensors")
+    with torch.no_grad():
+        model(torch.ones(2, models.INPUTS))
+    ema = shardow.EMA(model, 0.9)
+    ema.update()
+    full = ema.full_state_dict()
+    assert all(torch.equal(full[name], before[name]) for name in full)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in shardow.open(f"{folder}/model.safetensors").items() if name in before)
+
+
+def test_a_model_that_a_forward_without_backward_left_unsharded_is_found_sharded(tmp_path: Path) -> None:
+    ranks.run(2, _after_inference, str(tmp_path))

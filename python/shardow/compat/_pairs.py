@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,11 +20,15 @@ Tensors = list[torch.Tensor]
 
 @dataclass(eq=False)
 class Pair:
-    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors."""
+    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors.
+
+    ``region``: what they are of a global tensor, by whose elements stochastic rounding draws, so that it is the same however they are shared out; None: all of one.
+    """
 
     name: str
     source: torch.Tensor
     average: torch.Tensor
+    region: _core.Region | None = None
 
 
 class Pairs:
@@ -43,17 +47,15 @@ class Pairs:
         self._averages: list[torch.Tensor] = []  # that the engine writes
         self._averaged: list[Pair] = []
         self._staged: list[Pair] = []
-        for pair in (Pair(pair.name, _memory(pair.source), _memory(pair.average)) for pair in pairs):
+        for pair in (replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs):
             if not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
                 continue
             self._averaged.append(pair)
             if stochastic and pair.average.dtype.itemsize == 2 and not self._engine_takes(pair):
-                staged = Pair(
-                    pair.name, torch.empty_like(pair.average), pair.average
-                )  # torch has no such rounding: beside the average the engine can do it
-                if self._engine_takes(staged):
-                    self._staged.append(Pair(pair.name, pair.source, staged.source))
+                staged = replace(pair, source=torch.empty_like(pair.average))
+                if self._engine_takes(staged):  # torch has no such rounding: beside the average the engine can do it
+                    self._staged.append(replace(pair, average=staged.source))
                     pair = staged
             if self._engine_takes(pair):
                 engine.setdefault(pair.average.dtype, []).append(pair)
@@ -64,10 +66,10 @@ class Pairs:
                 self._others.setdefault((pair.average.device, pair.average.dtype, pair.source.dtype), []).append(pair)
         self._engines = [self._engine(dtype, some) for dtype, some in engine.items()]
 
-    def update(self, decay: float, weight: float) -> None:
-        """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average."""
+    def update(self, decay: float, weight: float, step: int | None = None) -> None:
+        """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average. ``step``, more than at the last update, draws the noise; None: one more."""
         self._copy(self._staged)
-        held = sum(engine.update_by([(decay, weight)]) for engine in self._engines)
+        held = sum(engine.update_by([(decay, weight)], step) for engine in self._engines)
         torch.autograd.graph.increment_version(self._averages)
         for pairs in self._others.values():
             _IN_TORCH[self._rule]([pair.average for pair in pairs], [pair.source for pair in pairs], decay, weight)
@@ -123,9 +125,7 @@ class Pairs:
             dtype=DTYPES[dtype], rule=_core.Rule.lerp if narrow else getattr(_core.Rule, self._rule), rounding=_core.Rounding.stochastic if narrow else _core.Rounding.nearest,
             non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0, keep_values=True,
         )  # fmt: skip
-        return _core.Average(
-            [_view(pair.name, pair.source) for pair in pairs], [[_view(pair.name, pair.average) for pair in pairs]], options
-        )
+        return _core.Average([_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -153,10 +153,10 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def _view(name: str, tensor: torch.Tensor) -> _core.TensorView:
+def _view(pair: Pair, tensor: torch.Tensor) -> _core.TensorView:
     memory = flat(tensor)
     assert memory is not None
-    return engine_view(name, DTYPES[tensor.dtype], memory, _core.Region.whole([memory.numel()]))
+    return engine_view(pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()]))
 
 
 def _lerp(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:

@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardow import _origins
-from shardow._gather import Gatherer
-from shardow._held import held_by
 from shardow._options import invalid, unsupported
+from shardow.compat._whole import whole_state_dict
 from shardow.materializing import materialize
 from shardow.sharding import wrap
 
@@ -115,12 +114,7 @@ class NativeFSDPStrategy:
 
     def get_full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Whole CPU tensors of parameters and persistent buffers, under all their names, on rank 0; {} elsewhere. Collective; one tensor at a time travels."""
-        held = held_by(model, None, saving=False)
-        full: dict[str, torch.Tensor] = {}
-        for name, tensor in Gatherer(held.parts, held.process_group).stream():
-            if tensor is not None:
-                full.update(dict.fromkeys(held.names[name], tensor))
-        return full
+        return whole_state_dict(model)
 
 
 def _is_one_of(layers: list[nn.Module]) -> Any:

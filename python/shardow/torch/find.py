@@ -46,6 +46,7 @@ class ModelView:
         self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, strided), Fsdp1Adapter(model), PlainAdapter(model, group, strided)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
         self.watch_buffers = False
+        self._dtensors.reshard()  # after a forward without backward FSDP2 shows unsharded copies
         self._found, self._found_buffers = self._collect(_parameter_slots(model)), self._collect(_buffer_slots(model))
         self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]

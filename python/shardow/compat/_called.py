@@ -1,0 +1,56 @@
+"""What an origin calls a parameter: the name that named_parameters() gives it, with whatever wrappers have put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardow import _errors
+from shardow.torch.names import join, walk, wrapped_child
+
+#: Components of names that are a wrapper's, whichever model it is. DDP's "module" is not: a user's own submodule may be called so.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def called(root: nn.Module) -> Callable[[str], str]:
+    """The function from a clean name (shardow.torch.names) to the name in ``root.named_parameters()``; for FSDP1's flat parameters, to that which each part of it would have."""
+    pairs = zip(walk(root), nn.Module.named_modules(root, remove_duplicate=False), strict=True)
+    prefixes = {clean: wrapped for (clean, _), (wrapped, _) in pairs}  # of a module and its wrappers the innermost, which comes last
+
+    def name_of(clean: str) -> str:
+        prefix, _, key = clean.rpartition(".")
+        return join(prefixes[prefix], key)
+
+    return name_of
+
+
+def model_and_root(given: object) -> tuple[nn.Module, nn.Module]:
+    """(what is averaged, what names it), of a module or of an object with ``.module``, after which parameters are called where that is all there is."""
+    module = getattr(given, "module", None)
+    if not isinstance(given, nn.Module):
+        if isinstance(module, nn.Module):
+            return module, module
+        raise _errors.make_also(AttributeError, f"{type(given).__name__} is no nn.Module, and has none as .module")
+    if not isinstance(module, nn.Module):
+        return given, given
+    if _is_wrapper_of(given, module):
+        return given, module
+    whole = {*map(id, given.parameters())} == {*map(id, module.parameters())} and not isinstance(given, FSDPModule)
+    return (module, module) if whole else (given, given)
+
+
+def _is_wrapper_of(given: nn.Module, module: nn.Module) -> bool:
+    """True where nothing but wrappers lies around ``module``."""
+    while given is not module and (name := wrapped_child(given)) is not None:
+        given = given._modules[name]  # type: ignore[assignment]
+    return given is module
+
+
+def without_wrappers(name: str) -> str:
+    """By spelling alone, for keys of files."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+__all__ = ["called", "model_and_root", "without_wrappers"]

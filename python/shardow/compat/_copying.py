@@ -1,0 +1,69 @@
+"""Averages into a module, again and again (a consistency model's target network): in place where it is sharded as the averages are, else through rank 0, one tensor at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardow import _errors, _replicas, _state
+from shardow._gather import Gatherer, Part
+from shardow._tracked import Tracked, divide
+from shardow.ema import EMA
+from shardow.torch.find import ModelView, find
+
+
+class Copier:
+    """Of ``ema``'s averages into ``target``, parameters alone. Made and called on every rank that shares the EMA."""
+
+    def __init__(self, ema: EMA, target: nn.Module) -> None:
+        self.target = target
+        self._ema = ema
+        self._view: ModelView = find(target, group=ema._view.process_group)
+        self._tracked = self._as_averaged()
+        self._alike_everywhere: bool | None = None
+
+    @torch.no_grad()
+    def ready(self) -> None:
+        """Raises, before anything changes, where the target is not what it was. Local."""
+        self._ema._not_swapped("copy_to()")
+        self._view.reshard()
+        if not self._view.unchanged():
+            if not self._view.follow_moves():
+                raise _errors.make("invalid_argument", self._view.explain_change())
+            for one in self._tracked:
+                one.follow()
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Collective."""
+        team, pairs = self._ema._team, list(zip(self._tracked, self._ema._tracked, strict=True))
+        if self._alike_everywhere is None:
+            alike = all(there.region == here.region for there, here in pairs)
+            self._alike_everywhere = all(answer == b"1" for answer in team.gather("copy_to()", b"%d" % alike))
+        if self._alike_everywhere:
+            torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
+            if self._ema._splits():
+                _replicas.exchange(self._tracked)
+        else:
+            parts = [Part(one.name, one.averages[0], one.region) for _, one in pairs]
+            _state.copy_streamed(Gatherer(parts, team.process_group), self._view, team)
+        self._view.bump_versions()
+        self._view.reshard()
+
+    def _as_averaged(self) -> list[Tracked]:
+        """The target's parameters in the order of the averages. Raises KeyError (a ValueError too) with the names that are on one side only, or have another shape."""
+        there = {one.name: one for one in self._view.parameters}
+        shapes = {one.name: tuple(one.local.region.shape) for one in self._ema._tracked}
+        wrong = [f"'{name}' has no average" for name in there if name not in shapes]
+        wrong += [
+            f"'{name}' is {tuple(there[name].region.shape) if name in there else 'missing'} in the module, {shape} in the averages"
+            for name, shape in shapes.items()
+            if name not in there or tuple(there[name].region.shape) != shape
+        ]
+        if wrong:
+            raise _errors.make_also(KeyError, f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}")
+        chosen = [there[name] for name in shapes]
+        return [Tracked(one, *divide(one, self._ema._options.replicas), one.tensor.view(-1)) for one in chosen]
+
+
+__all__ = ["Copier"]

@@ -29,6 +29,7 @@ enum class Rule {
   kTwoProducts,      ///< round(e d) + round(p (1-d)): timm's ModelEma
   kDifference,       ///< e - round(w (e - p)): torch-ema, diffusers
   kFusedDifference,  ///< fma(w, p - e, e) for every w: diffusers with foreach
+  kQuotient,         ///< e + round((p - e) / D), D = 1 / w, a whole number where that is near one: torch's SWA
 };
 
 enum class Rounding {

@@ -101,7 +101,7 @@ def make_options(
         replicas=one_of("replicas", replicas, ("split", "copy")),
         params=params,
         buffers=one_of("buffers", buffers, ("copy", "average", "ignore")),
-        rule=one_of("rule", rule, ("lerp", "mul_add", "two_products", "difference", "fused_difference")),
+        rule=one_of("rule", rule, ("lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient")),
         rounding={"auto": "auto", True: "stochastic", False: "nearest"}[one_of("stochastic", stochastic, ("auto", True, False))],
         nonfinite=one_of("nonfinite", nonfinite, ("hold", "propagate", "raise")),
         update_every=whole("update_every", update_every, 1),

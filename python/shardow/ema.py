@@ -39,7 +39,8 @@ class EMA:
         replicas: "split": ranks that hold the same weights (DDP, HSDP) divide the work and the memory; "copy": each averages everything it holds.
         params: "trainable", "all", or a predicate of (name, parameter).
         buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves them out. Integer buffers are only copied.
-        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p), "difference" (e.sub_((1-d)*(e-p))) or "fused_difference" (e.sub_(e-p, alpha=1-d)):
+        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p), "difference" (e.sub_((1-d)*(e-p))), "fused_difference" (e.sub_(e-p, alpha=1-d)) or
+            "quotient" (e + (p-e) / (1/(1-d))):
             bit-equal to those forms.
         stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would lose it.
         nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise" (held, then ValueError).

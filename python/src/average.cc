@@ -67,7 +67,8 @@ void bind_enums(nb::module_& m) {
       .value("mul_add", Rule::kMulAdd)
       .value("two_products", Rule::kTwoProducts)
       .value("difference", Rule::kDifference)
-      .value("fused_difference", Rule::kFusedDifference);
+      .value("fused_difference", Rule::kFusedDifference)
+      .value("quotient", Rule::kQuotient);
   nb::enum_<Rounding>(m, "Rounding")
       .value("auto", Rounding::kAuto)
       .value("nearest", Rounding::kNearest)

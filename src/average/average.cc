@@ -182,6 +182,7 @@ kernels::Step::One Average::Impl::plan_one(const Factors& factors) const {
     case Rule::kTwoProducts: return {Form::kTwoProducts, decay, weight};
     case Rule::kDifference: return {Form::kDifference, decay, weight};
     case Rule::kFusedDifference: return {Form::kFusedDifference, decay, weight};
+    case Rule::kQuotient: return {Form::kQuotient, decay, weight};
     case Rule::kLerp: break;
   }
   if (weight == 1) return {Form::kCopy, decay, weight};

@@ -23,6 +23,7 @@ std::string_view rule_name(Rule rule) {
     case Rule::kTwoProducts: return "two_products";
     case Rule::kDifference: return "difference";
     case Rule::kFusedDifference: return "fused_difference";
+    case Rule::kQuotient: return "quotient";
   }
   return "";
 }

@@ -11,6 +11,8 @@
 //   kTwoProducts  round(e D) + round(p W)                                      e*d + (1.-d)*p (timm's ModelEma)
 //   kDifference   e - round(W (e - p))                                         e.sub_(w * (e - p)) (torch-ema, diffusers)
 //   kFusedDifference  fma(W, p - e, e)                                         e.sub_(e - p, alpha=w) (diffusers with foreach)
+//   kQuotient     e + round((p - e) / D), D = T(1 / weight), a whole number where that is near one
+//                                                                               e + (p - e) / (n + 1) (torch's SWA)
 //   kStochastic   float32 averages, W < 1/2: e + fma(W, p - e, n ulp(e)); without noise where p = e, so that a weight at rest keeps its
 //   average.
 //                 W >= 1/2 and float64 averages: kLerp.
@@ -36,17 +38,23 @@ template <class S>
 using Computing = std::conditional_t<std::is_same_v<S, double>, double, float>;
 
 /// A Form with its conditions resolved: what is left to decide per block is one switch.
-enum class Op : uint8_t { kCopy, kLerp, kLerpFromParameter, kMulAdd, kTwoProducts, kDifference, kStochastic, kIntegerStep };
+enum class Op : uint8_t { kCopy, kLerp, kLerpFromParameter, kMulAdd, kTwoProducts, kDifference, kQuotient, kStochastic, kIntegerStep };
 
 template <class T>
 struct Rule {
   Op op;
-  T weight;  ///< W; W - 1 for kLerpFromParameter
+  T weight;  ///< W; W - 1 for kLerpFromParameter, D for kQuotient
   T decay;
 };
 
 SHARDOW_HD constexpr bool draws(Op op) {
   return op == Op::kStochastic || op == Op::kIntegerStep;
+}
+
+/// 1 / weight; weights are 1 / n rounded, and n is meant.
+SHARDOW_HD double divisor(double weight) {
+  const double quotient = 1 / weight, whole = rint(quotient);
+  return fabs(quotient - whole) < 1e-9 * whole ? whole : quotient;
 }
 
 template <class S>
@@ -58,6 +66,7 @@ SHARDOW_HD Rule<Computing<S>> resolve(const Step::One& one) {
   if (one.form == Form::kMulAdd) return {Op::kMulAdd, weight, decay};
   if (one.form == Form::kTwoProducts) return {Op::kTwoProducts, weight, decay};
   if (one.form == Form::kDifference) return {Op::kDifference, weight, decay};
+  if (one.form == Form::kQuotient) return {Op::kQuotient, static_cast<T>(divisor(one.weight)), decay};
   if (one.form == Form::kFusedDifference) return {Op::kLerp, weight, decay};
   if (!(weight < T(0.5))) return {Op::kLerpFromParameter, weight - T(1), decay};
   const bool stochastic = one.form == Form::kStochastic && std::is_same_v<T, float>;
@@ -148,6 +157,8 @@ SHARDOW_HD S next_as(T w, T decay, T p, S average, uint32_t noise) {
     return canonical(average * decay + p * w);
   } else if constexpr (kOp == Op::kDifference) {
     return canonical(average - w * (average - p));
+  } else if constexpr (kOp == Op::kQuotient) {
+    return canonical(average + (p - average) / w);
   } else if constexpr (kOp == Op::kStochastic && std::is_same_v<S, float>) {
     return canonical(stochastic_lerp(w, p, average, noise));
   } else {
@@ -164,6 +175,7 @@ SHARDOW_HD auto with_op(Op op, Visit&& visit) {
     case Op::kMulAdd: return visit.template operator()<Op::kMulAdd>();
     case Op::kTwoProducts: return visit.template operator()<Op::kTwoProducts>();
     case Op::kDifference: return visit.template operator()<Op::kDifference>();
+    case Op::kQuotient: return visit.template operator()<Op::kQuotient>();
     case Op::kStochastic: return visit.template operator()<Op::kStochastic>();
     case Op::kIntegerStep: return visit.template operator()<Op::kIntegerStep>();
     default: return visit.template operator()<Op::kLerp>();

@@ -39,6 +39,8 @@ TYPED_TEST(Forms, EqualTheirFormulas) {
     ASSERT_EQ(updated<T>(Form::kTwoProducts, weight, p, e), kept + added);
     ASSERT_EQ(updated<T>(Form::kDifference, weight, p, e), e - moved);
     ASSERT_EQ(updated<T>(Form::kFusedDifference, weight, p, e), std::fma(w, p - e, e));
+    volatile T shared = (p - e) / T(7);
+    ASSERT_EQ(updated<T>(Form::kQuotient, 1.0 / 7, p, e), e + shared);
   }
 }
 
@@ -47,7 +49,8 @@ TYPED_TEST(Forms, GiveOneNanWhicheverWayItArose) {
   const T infinity = static_cast<T>(HUGE_VAL),
           nan = std::is_same_v<T, float> ? T(float_of(0xffc12345u)) : T(double_of(0xfff8123456789abcu));
   const auto canonical_bits = bits_of(std::is_same_v<T, float> ? T(float_of(0x7fc00000u)) : T(double_of(0x7ff8000000000000u)));
-  for (const Form form : {Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kDifference, Form::kFusedDifference, Form::kStochastic}) {
+  for (const Form form :
+       {Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kDifference, Form::kFusedDifference, Form::kQuotient, Form::kStochastic}) {
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, nan, T(1))), canonical_bits);
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, T(1), nan)), canonical_bits);
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, -infinity, infinity)), canonical_bits);

@@ -17,7 +17,7 @@ namespace shardow::kernels {
 inline constexpr int kMaxAverages = 8;
 
 /// How one average of one update is computed; see arithmetic.h for the formulas.
-enum class Form : uint8_t { kCopy, kLerp, kMulAdd, kTwoProducts, kDifference, kFusedDifference, kStochastic };
+enum class Form : uint8_t { kCopy, kLerp, kMulAdd, kTwoProducts, kDifference, kFusedDifference, kQuotient, kStochastic };
 
 /// What all chunks of one update share. Trivially copyable: the CUDA kernel reads it from device memory.
 struct Step {

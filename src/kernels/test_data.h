@@ -19,8 +19,9 @@ namespace shardow::kernels::testing {
 using Random = std::mt19937_64;
 
 inline constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
-inline constexpr Form kForms[] = {
-    Form::kCopy, Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kDifference, Form::kFusedDifference, Form::kStochastic};
+inline constexpr Form kForms[] = {Form::kCopy,        Form::kLerp,       Form::kMulAdd,
+                                  Form::kTwoProducts, Form::kDifference, Form::kFusedDifference,
+                                  Form::kQuotient,    Form::kStochastic};
 
 inline size_t size_of(DType dtype) {
   return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;

@@ -143,6 +143,9 @@ HWY_INLINE void next_block(D d, const Rule<hn::TFromD<D>>& rule, NoiseKey key, u
     case Op::kDifference:
       for (int j = 0; j < kVectors; ++j) e[j] = hn::Sub(e[j], hn::Mul(weight, hn::Sub(e[j], p[j])));
       break;
+    case Op::kQuotient:
+      for (int j = 0; j < kVectors; ++j) e[j] = hn::Add(e[j], hn::Div(hn::Sub(p[j], e[j]), weight));
+      break;
     case Op::kStochastic:
       if constexpr (std::is_same_v<S, float>) {
         for (int j = 0; j < kVectors; ++j) {

@@ -182,7 +182,14 @@ def _fused_difference(averages: Tensors, sources: Tensors, decay: float, weight:
     torch._foreach_sub_(averages, torch._foreach_sub(averages, sources), alpha=weight)
 
 
+def _quotient(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    whole = round(1 / weight)  # as in the engine: 1 / n is rounded, and n is meant
+    divisor = torch.tensor(whole if abs(1 / weight - whole) < 1e-9 * whole else 1 / weight, dtype=torch.float64)
+    for average, source in zip(averages, sources, strict=True):
+        average.copy_(average + (source - average) / divisor)
+
+
 #: The rules of shardow.EMA, in torch, on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds the number to a 16-bit dtype first.
 _IN_TORCH: dict[str, Callable[[Tensors, Tensors, float, float], None]] = {
-    "lerp": _lerp, "mul_add": _mul_add, "two_products": _two_products, "difference": _difference, "fused_difference": _fused_difference,
+    "lerp": _lerp, "mul_add": _mul_add, "two_products": _two_products, "difference": _difference, "fused_difference": _fused_difference, "quotient": _quotient,
 }  # fmt: skip

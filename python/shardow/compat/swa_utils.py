@@ -7,7 +7,6 @@ rank keeps a part; integer buffers are copied also where buffers are averaged, w
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -59,8 +58,9 @@ def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
 
 
 def get_swa_avg_fn() -> AvgFn:
-    """e + (p - e) / (n_averaged + 1): the mean of all weights, made by torch, since the engine has no such rule."""
-    return _mean_of_one
+    """e + (p - e) / (n_averaged + 1): the mean of all weights."""
+    update: AvgFn = origin.get_swa_avg_fn()
+    return _known(update, "quotient", _of_count)
 
 
 def _checked(decay: float) -> float:
@@ -69,32 +69,15 @@ def _checked(decay: float) -> float:
     return decay
 
 
-@torch.no_grad()
-def _mean_of_one(averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
-    return averaged + (current - averaged) / (num_averaged + 1)
-
-
-def _mean_of_many(averages: Tensors, weights: Tensors, num_averaged: Tensor) -> None:
-    """The same, some tensors at a time: few calls, and few bytes of temporaries. What is not finite is held, as by the engine."""
-    begin, size, held = 0, 0, 0
-    for end, average in enumerate(averages, 1):
-        size += average.numel()
-        if size >= _CHUNK or end == len(averages):
-            steps = torch._foreach_sub(weights[begin:end], averages[begin:end])
-            torch._foreach_div_(steps, num_averaged + 1)
-            if not torch.stack(torch._foreach_norm(steps, 1)).isfinite().all():
-                held += sum(step.numel() - int(step.isfinite().sum()) for step in steps)
-                for step in steps:
-                    step.nan_to_num_(0.0, 0.0, 0.0)
-            torch._foreach_add_(averages[begin:end], steps)
-            begin, size = end, 0
-    if held:
-        warnings.warn(f"{held} weights are NaN or Inf; their averages keep their last values", RuntimeWarning, stacklevel=4)
-
-
 def _of_mean(num_averaged: Tensor) -> tuple[float, float]:
     """As torch rounds it: the reciprocal of an int64 is a float32."""
     weight = float(1 / (num_averaged + 1))
+    return 1 - weight, weight
+
+
+def _of_count(num_averaged: Tensor) -> tuple[float, float]:
+    """The rule divides by the whole number that it finds in the weight."""
+    weight = 1 / (int(num_averaged) + 1)
     return 1 - weight, weight
 
 
@@ -103,8 +86,7 @@ def _known(function: F, rule: str, factors: Callable[[Tensor], tuple[float, floa
     return function
 
 
-_MEAN = get_swa_multi_avg_fn()
-_CHUNK = 1 << 20  # elements of temporaries
+_MEAN, _MEAN_OF_ONE = get_swa_multi_avg_fn(), get_swa_avg_fn()
 
 
 class AveragedModel(Averaged):
@@ -163,22 +145,23 @@ class AveragedModel(Averaged):
         """The functions may be replaced at any time. By default torch takes one of two, by the device."""
         chosen = self.multi_avg_fn or self.avg_fn
         if chosen is None:
-            chosen = _MEAN if _is_of_lists(next((p.device for p in model.parameters()), None)) else _mean_of_one
+            chosen = _MEAN if _is_of_lists(next((p.device for p in model.parameters()), None)) else _MEAN_OF_ONE
         return getattr(chosen, _KNOWN, None)
 
     def _change(self, averages: Tensors, weights: Tensors) -> None:
-        if self.multi_avg_fn is None and self.avg_fn is not None and self.avg_fn is not _mean_of_one:
-            for average, weight in zip(averages, weights, strict=True):
-                average.copy_(self.avg_fn(average, weight, self.n_averaged.to(average.device)))
-            return
+        """By a function that is not this module's."""
         groups: dict[tuple[torch.device, torch.dtype], tuple[Tensors, Tensors]] = {}
         for average, weight in zip(averages, weights, strict=True):
             some = groups.setdefault((average.device, average.dtype), ([], []))
             some[0].append(average)
             some[1].append(weight)
         for (device, _), (ours, theirs) in groups.items():
-            by_default = _MEAN if self.avg_fn is None and _is_of_lists(device) else _mean_of_many
-            (self.multi_avg_fn or by_default)(ours, theirs, self.n_averaged.to(device))
+            count = self.n_averaged.to(device)
+            if self.multi_avg_fn is not None:
+                self.multi_avg_fn(ours, theirs, count)
+                continue
+            for average, weight in zip(ours, theirs, strict=True):
+                average.copy_((self.avg_fn or _MEAN_OF_ONE)(average, weight, count))
 
 
 def _is_of_lists(device: torch.device | None) -> bool:

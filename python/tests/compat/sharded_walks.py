@@ -63,6 +63,11 @@ KINDS: dict[str, Callable[[nn.Module, int], nn.Module]] = {
 }
 
 
+def kinds(world: int) -> tuple[str, ...]:
+    """All that make sense: with one rank in each shard group torch turns hybrid FSDP1 into ranks that know nothing of each other."""
+    return tuple(kind for kind in KINDS if kind != "fsdp1-hybrid" or world > 2)
+
+
 def shared(kind: str, model: nn.Module, world: int) -> nn.Module:
     """A copy of ``model``, shared."""
     copied = copy.deepcopy(model)

@@ -145,9 +145,9 @@ def plan(
         ranks: that train together.
         sharding: "plain", "ddp", "fsdp1", "fsdp2" (every parameter sharded along its rows), or "hsdp" with ``shards``.
         optimizer: "adamw", "sgd", "sgd-momentum" or another of torch.optim's names, a class, an instance (its groups and their options count), or None. Its state is that of a step on meta.
-        batch: of one rank: a tensor or its shape, or (shape, dtype); a tuple of such, as forward() takes them; or a dict by the names of forward()'s arguments. Only shapes count. None: activations are
+        batch: one rank's: a tensor or its shape, or (shape, dtype); a tuple of such, as forward() takes them; or a dict by the names of forward()'s arguments. Only shapes count. None: activations are
             not known, and are None in the result; so they are with shapes in place of a model.
-        switches: what ``apply(model, **switches)`` will be given; None: no switch is on.
+        switches: what ``apply(model, **switches)`` will be given, with its defaults for what is not said; None: no switch is on.
         shards: under "hsdp", ranks that share one copy of the model.
         averages: how many (one for each decay), float32, divided among all ranks as EMA does: a plain model's need ``EMA(..., group=)`` for that.
         loss: of the model's output, where that is not the loss; what it keeps is counted too.

@@ -39,21 +39,23 @@ def _run(options: Options, command: str) -> int:
     from examples.digits import report, starts, text, train
 
     begin = time.monotonic()
-    how = f"{text.ranks(options.ranks)}, {options.shard}, averages of decay {' and '.join(map(str, options.decays))}"
+    kept = f"averages of decay {' and '.join(map(str, options.decays))}" if options.use_ema else "no averages"
+    how = f"{text.ranks(options.ranks)}, {options.shard}, {kept}"
     print(f"A small diffusion transformer learns 1,797 handwritten digits: {how}.")
     trained = launch.run(options.ranks, train.run, options)
     print(f"Checkpoint at step {options.steps}. {text.ranks(options.resume_ranks).capitalize()} in fresh processes go on from it:")
     resumed = launch.run(options.resume_ranks, train.resume, options, trained["classifier"], trained["judge"])
     run = _gathered(options, command, trained, resumed)
     equal = text.is_equal(run)
-    print(f"  averages after the resume: {'bit for bit those that were saved' if equal else 'NOT those that were saved'}")
+    what = "averages" if options.use_ema else "weights"
+    print(f"  {what} after the resume: {'bit for bit those that were saved' if equal else 'NOT those that were saved'}")
     print("A larger model is started twice, whole on every rank and without memory:")
     run["starts"] = starts.compare(options)
     print(f"  {text.starts(run)}")
     run["seconds"] = time.monotonic() - begin
     page = report.write(run, options.out)
     _summary(run, page)
-    return 0 if equal and trained["swap"] else 1
+    return 0 if equal and trained["swap"] is not False else 1
 
 
 def _gathered(options: Options, command: str, trained: dict[str, Any], resumed: dict[str, Any]) -> dict[str, Any]:
@@ -73,11 +75,14 @@ def _summary(run: dict[str, Any], page: Path) -> None:
     from examples.digits.averages import RAW
     from examples.digits.measure import SHARDOW, SOURCES
 
-    costs, scores, best = run["train"]["costs"], text.last(run).frechet, text.best(run)
+    costs, scores, best, memory = run["train"]["costs"], text.last(run).frechet, text.best(run), run["train"]["memory"]
     middle = {way: 1e3 * seconds[1] for way, seconds in costs["seconds"].items()}
-    print(f"\n  Frechet distance   {best} {scores[best]:.3f}, raw weights {scores[RAW]:.3f}")
-    print(f"  memory per rank    {max(costs['bytes']) / 1e6:.2f} MB of averages, a full copy would take {costs['full_copy'] / 1e6:.2f} MB")
-    print(f"  time per update    {middle[SHARDOW]:.3f} ms, mul_().add_() per tensor {middle[SOURCES]:.3f} ms")
+    raw = f"raw weights {scores[RAW]:.3f}"
+    print(f"\n  Frechet distance   {raw if best == RAW else f'{best} {scores[best]:.3f}, {raw}'}")
+    print(f"  memory per rank    {memory['total']['planned'] / 1e6:.2f} MB planned, {memory['total']['measured'] / 1e6:.2f} MB measured")
+    if middle:
+        print(f"  of averages        {max(costs['bytes']) / 1e6:.2f} MB, a full copy would take {costs['full_copy'] / 1e6:.2f} MB")
+        print(f"  time per update    {middle[SHARDOW]:.3f} ms, mul_().add_() per tensor {middle[SOURCES]:.3f} ms")
     print(f"\nDone in {run['seconds']:.0f} s. Open {page}")
 
 

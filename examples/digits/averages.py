@@ -16,7 +16,9 @@ RAW = "raw weights"
 
 def make(model: torch.nn.Module, options: Options, threads: int = 0) -> shardow.EMA:
     """Collective, as all of EMA that communicates."""
-    return shardow.EMA(model, decay=schedules(options), group=shard.ema_group(options.shard), threads=threads)
+    return shardow.EMA(
+        model, decay=schedules(options), device=options.ema_device or None, group=shard.ema_group(options.shard), threads=threads
+    )
 
 
 def schedules(options: Options) -> list[shardow.Schedule]:
@@ -33,15 +35,17 @@ def by_name(options: Options) -> dict[str, shardow.Schedule]:
     return dict(zip(map(name_of, options.decays), schedules(options), strict=True))
 
 
-def current_decays(ema: shardow.EMA, options: Options) -> list[float]:
+def current_decays(ema: shardow.EMA | None, options: Options) -> list[float]:
     """Of the next step, one for each average."""
+    if ema is None:
+        return []
     stats = ema.stats()
     return [stats["decay"]] if len(options.decays) == 1 else [stats[f"decay/{k}"] for k in range(len(options.decays))]
 
 
-def hashes(ema: shardow.EMA, options: Options) -> list[str]:
+def hashes(ema: shardow.EMA | None, options: Options) -> list[str]:
     """One for each average, of the full average on rank 0; of nothing elsewhere. Collective."""
-    return [_hash(ema.full_state_dict(schedule)) for schedule in schedules(options)]
+    return [] if ema is None else [_hash(ema.full_state_dict(schedule)) for schedule in schedules(options)]
 
 
 def weights_hash(model: torch.nn.Module, options: Options) -> str:

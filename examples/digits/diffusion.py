@@ -13,9 +13,17 @@ from . import data
 
 
 def loss(model: nn.Module, batch: data.Batch, world: int) -> torch.Tensor:
-    """Squared error per pixel. Its mean over the ranks is the mean over the global batch, also where the ranks' parts are uneven."""
+    return error(model(*inputs(batch)), batch, world)
+
+
+def inputs(batch: data.Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the model: points on the paths, their times, the labels."""
     t = batch.time[:, None, None, None]
-    velocity = model((1 - t) * batch.images + t * batch.noise, batch.time, batch.labels)
+    return (1 - t) * batch.images + t * batch.noise, batch.time, batch.labels
+
+
+def error(velocity: torch.Tensor, batch: data.Batch, world: int) -> torch.Tensor:
+    """Squared error per pixel. Its mean over the ranks is the mean over the global batch, also where the ranks' parts are uneven."""
     errors = (velocity - (batch.noise - batch.images)).square().mean(dim=(1, 2, 3))
     return errors.sum() * (world / batch.size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,16 +40,15 @@ class Judge:
         self.noise = torch.randn(options.samples, 1, data.SIDE, data.SIDE, generator=generator)
         self.labels = torch.arange(options.samples) % data.CLASSES
 
-    def evaluate(self, model: torch.nn.Module, ema: shardow.EMA, kept: int = STRIP) -> Evaluation:
+    def evaluate(self, model: torch.nn.Module, ema: shardow.EMA | None, step: int, kept: int = STRIP) -> Evaluation:
         """Collective. The raw weights, then each average swapped into the same model."""
-        found = Evaluation(int(ema.stats()["step"]))
-        everything: dict[str, shardow.Schedule | None] = {RAW: None, **averages.by_name(self.options)}
-        for name, schedule in everything.items():
-            with contextlib.nullcontext() if schedule is None else ema.swapped(decay=schedule):
-                images = self.sample(model)
-            if schedule is not None:
+        found = Evaluation(step)
+        self._judge(found, RAW, self.sample(model), kept)
+        if ema is not None:
+            for name, schedule in averages.by_name(self.options).items():
+                with ema.swapped(decay=schedule):
+                    images = self.sample(model)
                 found.apart[name] = ema.distance(schedule)
-            if images is not None:
                 self._judge(found, name, images, kept)
         return found
 
@@ -65,7 +63,10 @@ class Judge:
         dist.gather_object(mine, parts)
         return torch.cat(parts) if parts is not None else None
 
-    def _judge(self, found: Evaluation, name: str, images: torch.Tensor, kept: int) -> None:
+    def _judge(self, found: Evaluation, name: str, images: torch.Tensor | None, kept: int) -> None:
+        """On rank 0, which has the images."""
+        if images is None:
+            return
         features = self.classifier.body(images)
         found.frechet[name] = frechet.distance(frechet.fit(features), self.real)
         found.named[name] = float((self.classifier.head(features).argmax(1) == self.labels).float().mean())

@@ -1,4 +1,4 @@
-"""What the averages cost: memory on every rank, and the time of an update beside the ways in which it is done elsewhere."""
+"""What training holds on a rank, beside its plan, and what the averages cost: memory on every rank, and the time of an update beside the ways in which it is done elsewhere."""
 
 from __future__ import annotations
 
@@ -12,36 +12,58 @@ import torch.distributed as dist
 
 import shardow
 
-from . import averages, shard
+from . import averages, data, diffusion, shard, switches
+from .model import DiT
 from .options import Options
 
 WARM, ROUNDS = 10, 300
 SHARDOW, FOREACH, SOURCES = "shardow", "torch foreach lerp", "mul_().add_() per tensor"
 
 
-def costs(model: torch.nn.Module, ema: shardow.EMA, options: Options) -> dict[str, Any]:
+def costs(model: torch.nn.Module, ema: shardow.EMA | None, options: Options) -> dict[str, Any]:
     """Collective. Bytes are what EMA.stats() reports on each rank; a full copy is float32 for every parameter and decay."""
+    parameters = sum(p.numel() for p in _on_meta(options).parameters())
     return {
         "bytes": bytes_per_rank(ema),
-        "full_copy": 4 * parameters(ema) * len(options.decays),
-        "parameters": parameters(ema),
-        "seconds": update_seconds(model, options),
+        "full_copy": 4 * parameters * len(options.decays),
+        "parameters": parameters,
+        "seconds": {} if ema is None else update_seconds(model, options),
         "threads": torch.get_num_threads(),
         "rounds": ROUNDS,
     }
 
 
-def bytes_per_rank(ema: shardow.EMA) -> list[int]:
+def bytes_per_rank(ema: shardow.EMA | None) -> list[int]:
+    return _from_all(0 if ema is None else int(ema.stats()["bytes"]))
+
+
+def planned_and_measured(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA | None, batch: data.Batch, options: Options
+) -> dict[str, dict[str, int]]:
+    """Bytes on the fullest rank by what takes them: as memory.plan() says of a model that nobody built, and as memory.measure() finds after a step. Collective."""
+    world = dist.get_world_size()
+
+    def error(velocity: torch.Tensor) -> torch.Tensor:
+        return diffusion.error(velocity, batch, world)
+
+    plan = shardow.memory.plan(
+        _on_meta(options), world, options.shard, type(optimizer), diffusion.inputs(batch), switches.chosen(options), averages=len(options.decays),
+        shards=shard.shards(options.shard, world) if options.shard == "hsdp" else None, loss=error,
+    )  # fmt: skip
+    everywhere = _from_all(shardow.memory.measure(model, optimizer, diffusion.inputs(batch), ema, loss=error))
+    first = _from_all(plan)[0]  # whose batch is the largest
+    return {key: {"planned": first[key], "measured": max(found[key] for found in everywhere)} for key in first if key != "saves"}
+
+
+def _on_meta(options: Options) -> DiT:
+    with torch.device("meta"):
+        return DiT(options.width, options.depth)
+
+
+def _from_all(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, int(ema.stats()["bytes"]))
+    dist.all_gather_object(found, value)
     return found
-
-
-def parameters(ema: shardow.EMA) -> int:
-    """Of the whole model: the elements of the first average's tensors by their global shapes."""
-    found = ema.state_dict()["averages"]
-    first = next(iter(found.values()))
-    return sum(tensor.size().numel() for tensor in (first if isinstance(first, dict) else found).values())
 
 
 def update_seconds(model: torch.nn.Module, options: Options) -> dict[str, list[float]]:

@@ -43,7 +43,8 @@ def compose(run: Run, pictures: dict[str, dict[str, bytes]]) -> str:
     shown = {name: figure(name, pictures[name], caption) for name, caption in captions.items()}
     grids = "".join(shown[name] for name in shown if name.startswith("samples_"))
     return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(
-        {name: shown[name] for name in ("frechet", "distance", "loss", "decay", "memory", "update_time")},
+        {name: shown.get(name, "") for name in ("frechet", "distance", "loss", "decay", "memory", "update_time")},
+        **text.headings(run),
         samples=grids,
         start=figure("start", pictures["start"], captions["start"], "wide"),
         start_text=text.start(),
@@ -53,6 +54,8 @@ def compose(run: Run, pictures: dict[str, dict[str, bytes]]) -> str:
         samples_text=text.samples(run),
         growth_text=text.growth(run),
         evaluations=table(*text.evaluations(run)),
+        plan_text=text.plan(),
+        plan_table=table(*text.planned(run)),
         resume_text=text.resume(run),
         resume_table=table(*text.comparisons(run)),
         command=html.escape(run["command"]),

@@ -14,9 +14,9 @@ from .pictures import sample_sets
 HOW = {
     "fsdp2": "FSDP2 (<code>fully_shard</code> on every block and the root)",
     "fsdp1": "FSDP1 (<code>FullyShardedDataParallel</code> around every block and the root)",
-    "ddp": "DDP, the averages split among the replicas",
+    "ddp": "DDP",
     "hsdp": "HSDP (<code>fully_shard</code> on a mesh of replicas and shards)",
-    "plain": "plain replicas whose gradients are averaged by hand, the averages split among them",
+    "plain": "plain replicas whose gradients are averaged by hand",
 }
 
 
@@ -33,13 +33,28 @@ def last(run: Run) -> Evaluation:
     return found
 
 
+def headings(run: Run) -> dict[str, str]:
+    if run["options"].use_ema:
+        return {
+            "title": "Averages of a sharded diffusion model", "drawn": "What the averages draw", "themselves": "The averages themselves", "costs": "What they cost",
+        }  # fmt: skip
+    return {
+        "title": "A sharded diffusion model without averages",
+        "drawn": "What the weights draw",
+        "themselves": "Training",
+        "costs": "Memory",
+    }
+
+
 def best(run: Run) -> str:
-    """The average whose samples are nearest to the real digits at the checkpoint."""
-    return min((name for name in last(run).frechet if name != RAW), key=lambda name: last(run).frechet[name])
+    """The average whose samples are nearest to the real digits at the checkpoint; where there are none, the weights."""
+    return min((name for name in last(run).frechet if name != RAW), key=lambda name: last(run).frechet[name], default=RAW)
 
 
 def is_equal(run: Run) -> bool:
-    equal: bool = run["train"]["hashes"] == run["resume"]["hashes"] == run["resume"]["file_hashes"]
+    """What came back is what was saved: weights, and averages from the checkpoint and from their files."""
+    train, resumed = run["train"], run["resume"]
+    equal: bool = train["hashes"] == resumed["hashes"] == resumed["file_hashes"] and train["weights"] == resumed["weights"]
     return equal
 
 
@@ -50,12 +65,17 @@ def step_milliseconds(run: Run) -> float:
 def intro(run: Run) -> str:
     options: Options = run["options"]
     count = len(options.decays)
+    kept = (
+        f"Shardow kept {count} average{'s' if count > 1 else ''} of its weights on the way, each rank a part of every one. "
+        if count
+        else ""
+    )
+    on = [name.removeprefix("use_").replace("_", " ") for name in ("use_bf16", "use_activation_checkpointing") if getattr(options, name)]
+    switched = f", with {' and '.join(on)}" if on else ""
     return (
         f"A diffusion transformer of {run['train']['costs']['parameters']:,} parameters learned scikit-learn's 1,797 handwritten digits "
-        f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}: {options.steps:,} steps of {options.batch} images, "
-        f"{step_milliseconds(run):.0f} ms each (median). Shardow kept {count} average{'s' if count > 1 else ''} of its weights on the "
-        "way, "
-        f"each rank a part of every one. The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
+        f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}{switched}: {options.steps:,} steps of {options.batch} images, "
+        f"{step_milliseconds(run):.0f} ms each (median). {kept}The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
     )
 
 
@@ -63,14 +83,19 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     """(number, words, kind)"""
     options: Options = run["options"]
     costs, scores, name = run["train"]["costs"], last(run).frechet, best(run)
-    seconds = {way: values[1] for way, values in costs["seconds"].items()}
     equal = is_equal(run)
-    resumed = f"averages loaded on {ranks(options.resume_ranks)}, against what {ranks(options.ranks)} saved"
+    resumed = (
+        f"{'averages' if options.use_ema else 'weights'} loaded on {ranks(options.resume_ranks)}, against what {ranks(options.ranks)} saved"
+    )
+    loaded = ("bit-equal" if equal else "DIFFERENT", resumed, "good" if equal else "bad")
+    if not options.use_ema:
+        return [(f"{scores[RAW]:.3f}", "Fréchet distance of the weights' samples from real digits", ""), loaded]
+    seconds = {way: values[1] for way, values in costs["seconds"].items()}
     held = f"of averages on the fullest of {ranks(options.ranks)}; a full copy takes {megabytes(costs['full_copy'])} on each"
     faster = f"the speed of <code>mul_().add_()</code> per tensor: {1e3 * seconds[SHARDOW]:.3f} ms for an update of all averages"
     return [
         (f"{scores[name]:.3f} vs {scores[RAW]:.3f}", f"Fréchet distance from real digits, {name} vs raw weights; lower is better", ""),
-        ("bit-equal" if equal else "DIFFERENT", resumed, "good" if equal else "bad"),
+        loaded,
         (megabytes(max(costs["bytes"])), held, ""),
         (f"{seconds[SOURCES] / seconds[SHARDOW]:.1f}×", faster, ""),
     ]
@@ -79,39 +104,40 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 def samples(run: Run) -> str:
     options: Options = run["options"]
     exact = "checked in this run" if run["train"]["swap"] else "<strong>NOT so in this run</strong>"
-    return (
+    how = (
         f"After {options.steps:,} steps, from the same noise and for the same classes, in {options.sample_steps} steps of a deterministic "
-        "sampler. A column is a class, 0 to 9. The averages are put into the sharded model by <code>with ema.swapped(decay=...)</code>; "
+        "sampler. A column is a class, 0 to 9."
+    )
+    if not options.use_ema:
+        return how
+    return (
+        f"{how} The averages are put into the sharded model by <code>with ema.swapped(decay=...)</code>; "
         f"after the block the weights are back, bit for bit ({exact})."
     )
 
 
 def growth(run: Run) -> str:
-    return (
-        "The same noise sampled as training goes on, for a three and an eight. A long average lags behind at the start; "
-        "later it is steadier than the weights."
-    )
+    averages = " A long average lags behind at the start; later it is steadier than the weights." if run["options"].use_ema else ""
+    return f"The same noise sampled as training goes on, for a three and an eight.{averages}"
 
 
 def captions(run: Run) -> dict[str, str]:
     """By figure, in the order of the report."""
     grids = {f"samples_{name.replace(' ', '_')}": _grid_caption(run, name) for name in sample_sets(run)}
+    captions_of = {"distance": _distance_caption, "decay": _decay_caption, "memory": _memory_caption, "update_time": _update_caption}
     return {
         **grids,
         "growth": "From left to right the evaluations by optimizer step, at most eight of them.",
         "frechet": _frechet_caption(run),
-        "distance": _distance_caption(run),
-        "decay": _decay_caption(run),
+        **({name: caption(run) for name, caption in captions_of.items()} if run["options"].use_ema else {}),
         "loss": (
             "<strong>Training loss</strong>, mean over all ranks, every tenth step. A batch depends on the seed and the step, not on the "
             "ranks, so the curve goes on after the resume where it stood."
         ),
-        "memory": _memory_caption(run),
         "start": (
             "<strong>Memory of every rank while a model starts</strong>, by <code>shardow.memory.timeline()</code>, above what the process had before. "
             f"{starts(run)}."
         ),
-        "update_time": _update_caption(run),
     }
 
 
@@ -184,15 +210,36 @@ def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def plan() -> str:
+    return (
+        "Bytes on the fullest rank. Planned: by <code>shardow.memory.plan()</code>, from the model on meta and the shapes of a batch. Measured: by "
+        "<code>shardow.memory.measure()</code> after the last step. Activations are what autograd keeps at the end of a forward pass; temporary buffers are in neither."
+    )
+
+
+def planned(run: Run) -> tuple[list[str], list[list[str]]]:
+    """(head, rows) of a table."""
+    rows = [[key, f"{one['planned']:,}", f"{one['measured']:,}"] for key, one in run["train"]["memory"].items()]
+    return ["bytes of", "planned", "measured"], rows
+
+
 def resume(run: Run) -> str:
     options: Options = run["options"]
     files = {name: f"{count / 1e6:.1f} MB" for name, count in run["train"]["files"].items()}
+    what, of_averages = (
+        "the model and the optimizer",
+        f"the weights for inference into safetensors files (<code>shardow.save()</code>, {files['exported']})",
+    )
+    if options.use_ema:
+        what = "the model, the optimizer and the averages"
+        of_averages = (
+            f"the averages also into safetensors files, to resume from (<code>ema.save()</code>, {files['averages']}) and for inference "
+            f"(<code>ema.export()</code>, {files['exported']})"
+        )
     return (
-        f"At step {run['resume']['step']:,} the model, the optimizer and the averages went into a sharded checkpoint "
-        f"(<code>torch.distributed.checkpoint</code>, {files['checkpoint']}); the averages also into safetensors files, to resume from "
-        f"(<code>ema.save()</code>, {files['averages']}) and for inference (<code>ema.export()</code>, {files['exported']}). "
-        f"Then {ranks(options.resume_ranks)} in fresh processes, whose model began from other weights, loaded both and trained "
-        f"{options.resume_steps} steps more. The table compares SHA-256 over the names, shapes and bytes of the full averages, shortened."
+        f"At step {run['resume']['step']:,} {what} went into a sharded checkpoint (<code>torch.distributed.checkpoint</code>, {files['checkpoint']}); {of_averages}. "
+        f"Then {ranks(options.resume_ranks)} in fresh processes, whose model began from other weights, loaded what was saved and trained "
+        f"{options.resume_steps} steps more. The table compares SHA-256 over the names, shapes and bytes of the full tensors, shortened."
     )
 
 
@@ -214,15 +261,18 @@ def starts(run: Run) -> str:
 
 
 def comparisons(run: Run) -> tuple[list[str], list[list[str]]]:
-    """(head, rows) of a table: each average before and after."""
+    """(head, rows) of a table: each average, and the weights, before and after."""
     options, train, resumed = run["options"], run["train"], run["resume"]
     there = ranks(options.resume_ranks)
-    head = ["average", f"saved by {ranks(options.ranks)}", f"checkpoint on {there}", f"ema.load() on {there}", "before loading", "result"]
+    head = ["", f"saved by {ranks(options.ranks)}", f"checkpoint on {there}", f"ema.load() on {there}", "before loading", "result"]
+    names = [*(f"average {decay:g}" for decay in options.decays), RAW]
+    saved, loaded = [*train["hashes"], train["weights"]], [*resumed["hashes"], resumed["weights"]]
     rows = []
-    for k, decay in enumerate(options.decays):
-        found = [train["hashes"][k], resumed["hashes"][k], resumed["file_hashes"][k]]
-        cells = [f"<code>{digest[:12]}</code>" for digest in [*found, resumed["before"][k]]]
-        rows.append([f"{decay:g}", *cells, "equal" if len(set(found)) == 1 else "<strong>different</strong>"])
+    for k, name in enumerate(names):
+        from_file = resumed["file_hashes"][k] if name != RAW else ""
+        cells = [f"<code>{digest[:12]}</code>" if digest else "" for digest in (saved[k], loaded[k], from_file, resumed["before"][k])]
+        equal = len({saved[k], loaded[k], from_file or saved[k]}) == 1
+        rows.append([name, *cells, "equal" if equal else "<strong>different</strong>"])
     return head, rows
 
 
@@ -231,5 +281,5 @@ def reading(run: Run) -> str:
         "Rows marked * are after the resume. The same command gives the same samples and distances again on the same machine and versions; "
         "times vary. Every number of this page is in <code>results.json</code> beside it, the pictures are in <code>figures/</code>. What is "
         "trained after a resume on another number of ranks may differ from an uninterrupted run in the last digits, since gradients are "
-        "summed in another order; the averages that were loaded do not."
+        "summed in another order; what was loaded does not."
     )

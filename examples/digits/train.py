@@ -1,7 +1,7 @@
 """The main job, as each rank runs it: train, average, judge the averages, write a checkpoint; later, in other processes, go on from it.
 
 What has to do with Shardow: Trainer makes the averages in one line and updates them in one line after the optimizer's step; evaluate.py
-puts them into the model for a block; checkpoint.py saves and loads them.
+puts them into the model for a block; checkpoint.py saves and loads them. With --use_ema false there are none, anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import averages, checkpoint, classifier, data, diffusion, measure, shard
+from . import averages, checkpoint, classifier, data, diffusion, measure, shard, switches
 from .evaluate import KEPT, STRIP, Judge
 from .model import DiT
 from .options import Options
@@ -31,25 +31,27 @@ class Trainer:
         torch.manual_seed(seed)
         self.model = shard.wrap(DiT(options.width, options.depth), options.shard)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-        self.ema = averages.make(self.model, options)
+        switches.put_on(self.model, options)
+        self.ema = averages.make(self.model, options) if options.use_ema else None
+        self.steps_done = 0
 
-    @property
-    def steps_done(self) -> int:
-        """Counted by the averages, whose state is in the checkpoint."""
-        return int(self.ema.stats()["step"])
+    def batch(self, step: int) -> data.Batch:
+        """This rank's."""
+        return data.batch(self.digits, self.options.batch, self.options.seed, step, self.rank, self.world)
 
     def step(self) -> torch.Tensor:
         """One optimizer step, then one update of all averages. This rank's loss."""
         step = self.steps_done + 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr * min(1.0, step / WARMUP)
-        batch = data.batch(self.digits, self.options.batch, self.options.seed, step, self.rank, self.world)
-        loss = diffusion.loss(self.model, batch, self.world)
+        loss = diffusion.loss(self.model, self.batch(step), self.world)
         self.optimizer.zero_grad()
         loss.backward()
         shard.average_gradients(self.model, self.options.shard)
         self.optimizer.step()
-        self.ema.update()
+        if self.ema is not None:
+            self.ema.update()
+        self.steps_done = step
         return loss.detach()
 
 
@@ -57,15 +59,17 @@ def run(options: Options) -> dict[str, Any]:
     """Training from scratch to the checkpoint. Rank 0's result has all figures of the report."""
     show = Show(enabled=dist.get_rank() == 0)
     digits = data.load()
+    trainer = Trainer(options, digits, options.seed)  # first, since it refuses options
     judge = Judge(*classifier.train(digits, options.epochs, options.seed), digits, options)
     show.line(f"The judge, a small classifier, names {judge.accuracy:.1%} of the held-out digits rightly.")
-    trainer = Trainer(options, digits, options.seed)
     result = _train(trainer, judge, show, options.steps)
+    memory = (trainer.model, trainer.optimizer, trainer.ema, trainer.batch(options.steps), options)
+    result["memory"] = measure.planned_and_measured(*memory)
     result |= {"judge": judge.accuracy, "real": judge.real_against_real(), "classifier": judge.classifier.state_dict()}
     result["costs"] = measure.costs(trainer.model, trainer.ema, options)
     result["swap"] = swap_is_exact(trainer)
-    result["hashes"] = averages.hashes(trainer.ema, options)
-    result["files"] = checkpoint.save(trainer.model, trainer.optimizer, trainer.ema, options)
+    result |= {"hashes": averages.hashes(trainer.ema, options), "weights": averages.weights_hash(trainer.model, options)}
+    result["files"] = checkpoint.save(trainer.model, trainer.optimizer, trainer.ema, trainer.steps_done, options)
     del trainer
     gc.collect()
     return result
@@ -82,11 +86,12 @@ def resume(options: Options, judge_state: dict[str, torch.Tensor], accuracy: flo
     model.load_state_dict(judge_state)
     judge = Judge(model, accuracy, digits, options)
     trainer = Trainer(options, digits, options.seed + 1)
-    result: dict[str, Any] = {"before": averages.hashes(trainer.ema, options)}
-    checkpoint.load(trainer.model, trainer.optimizer, trainer.ema, options)
-    result |= {"step": trainer.steps_done, "hashes": averages.hashes(trainer.ema, options), "bytes": measure.bytes_per_rank(trainer.ema)}
+    result: dict[str, Any] = {"before": [*averages.hashes(trainer.ema, options), averages.weights_hash(trainer.model, options)]}
+    trainer.steps_done = checkpoint.load(trainer.model, trainer.optimizer, trainer.ema, options)
+    result |= {"hashes": averages.hashes(trainer.ema, options), "weights": averages.weights_hash(trainer.model, options)}
+    result |= {"step": trainer.steps_done, "bytes": measure.bytes_per_rank(trainer.ema)}
     result["file_hashes"] = checkpoint.hashes_of_files(trainer.model, options)
-    first = judge.evaluate(trainer.model, trainer.ema)
+    first = judge.evaluate(trainer.model, trainer.ema, trainer.steps_done)
     show.evaluation(first)
     result |= _train(trainer, judge, show, options.resume_steps)
     result["evaluations"].insert(0, first)
@@ -111,13 +116,15 @@ def _train(trainer: Trainer, judge: Judge, show: Show, steps: int) -> dict[str, 
                 curves["loss"].append((trainer.steps_done, float(loss) / trainer.world))
             bar(loss=curves["loss"][-1][1] if curves["loss"] else None)
             if trainer.steps_done == options.eval_every // 3 or i % options.eval_every == 0 or i == steps:
-                curves["evaluations"].append(judge.evaluate(trainer.model, trainer.ema, KEPT if i == steps else STRIP))
+                curves["evaluations"].append(judge.evaluate(trainer.model, trainer.ema, trainer.steps_done, KEPT if i == steps else STRIP))
                 show.evaluation(curves["evaluations"][-1])
     return dict(curves)
 
 
-def swap_is_exact(trainer: Trainer) -> bool:
-    """True if the weights are, bit for bit, what they were before a swap. Known on rank 0."""
+def swap_is_exact(trainer: Trainer) -> bool | None:
+    """True if the weights are, bit for bit, what they were before a swap. Known on rank 0; None where there are no averages."""
+    if trainer.ema is None:
+        return None
     before = averages.weights_hash(trainer.model, trainer.options)
     with trainer.ema.swapped(decay=averages.schedules(trainer.options)[0]):
         inside = averages.weights_hash(trainer.model, trainer.options)

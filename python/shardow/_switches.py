@@ -45,6 +45,12 @@ class Switches:
         self.remove()
 
 
+def is_switched(module: nn.Module) -> bool:
+    """True where a switch is on it."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func in (_checkpointed, _without_weights, _autocast)
+
+
 def put_on(model: nn.Module, bf16: bool, blocks: Blocks, attention_weights: bool) -> Switches:
     if isinstance(blocks, str) and blocks != "blocks":
         raise invalid(f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)")

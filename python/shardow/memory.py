@@ -1,4 +1,5 @@
-"""What memory a run takes: timeline() samples every rank during a block, draw() shows several of them side by side, apply() makes training steps take less."""
+"""What memory a run takes: timeline() samples every rank during a block, draw() shows several of them side by side, apply() makes training steps take less, plan() predicts and measure()
+counts what they hold."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardow import _errors
 from shardow._drawing import Colours, figure_of
 from shardow._samples import Sampler, Samples
+from shardow._usage import Usage
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from matplotlib.figure import Figure
     from torch import nn
 
+    from shardow import EMA
     from shardow._switches import Switches
     from shardow._team import Team
 
@@ -116,6 +120,78 @@ def apply(
     return put_on(model, bf16, activation_checkpointing, attention_weights)
 
 
+def plan(
+    model_or_shapes: nn.Module | Mapping[str, Any],
+    ranks: int = 1,
+    sharding: str = "fsdp2",
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw",
+    batch: Any = None,
+    switches: Mapping[str, Any] | None = None,
+    *,
+    shards: int | None = None,
+    averages: int = 1,
+    loss: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+) -> Usage:
+    """Predicts what training will hold on the fullest rank, in bytes: weights, gradients, optimizer, averages, activations, and their total. Local; allocates nothing, and leaves the model alone.
+
+        print(shardow.memory.plan(model, ranks=8, batch=(32, 3, 64, 64), switches={"bf16": True}))
+
+    Not in it: temporary buffers of operations and collectives, what allocators waste, libraries' workspaces.
+
+    Args:
+        model_or_shapes: the model before it is sharded, with values or on meta; or {name: shape}, {name: (shape, dtype)}, {name: tensor}, all trainable but integers. Frozen parameters have
+            neither gradients nor optimizer state nor averages.
+        ranks: that train together.
+        sharding: "plain", "ddp", "fsdp1", "fsdp2" (every parameter sharded along its rows), or "hsdp" with ``shards``.
+        optimizer: "adamw", "sgd", "sgd-momentum" or another of torch.optim's names, a class, an instance (its groups and their options count), or None. Its state is that of a step on meta.
+        batch: one rank's: a tensor or its shape, or (shape, dtype); a tuple of such, as forward() takes them; or a dict by the names of forward()'s arguments. Only shapes count. None: activations are
+            not known, and are None in the result; so they are with shapes in place of a model.
+        switches: what ``apply(model, **switches)`` will be given, with its defaults for what is not said; None: no switch is on.
+        shards: under "hsdp", ranks that share one copy of the model.
+        averages: how many (one for each decay), float32, divided among all ranks as EMA does: a plain model's need ``EMA(..., group=)`` for that.
+        loss: of the model's output, where that is not the loss; what it keeps is counted too.
+        device: whose kernels are planned for; None: the model's, or if that is on meta the accelerator, or the CPU.
+
+    Returns:
+        A dict that prints as a table; with "saves", what each switch takes away from the activations.
+
+    Raises:
+        ValueError: options or shapes that make no sense, a model that is sharded already, a batch that the model refuses.
+        NotImplementedError: a forward pass that depends on values, an optimizer that can't step on meta.
+    """
+    from shardow._plan import make_plan
+
+    return make_plan(model_or_shapes, ranks, sharding, optimizer, batch, switches, shards, averages, loss, device)
+
+
+def measure(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch: Any = None,
+    ema: EMA | nn.Module | None = None,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+) -> Usage:
+    """Counts the bytes that this rank holds now, by plan()'s keys: after an optimizer step and before zero_grad() there are all of them. On CUDA also "device_peak".
+
+    With a batch, or under DDP or a sharding, call it where every rank does: it runs a forward pass, as in training but without backward. Weights, gradients, optimizer, buffers and torch's random
+    state are what they were afterwards; hooks on the model are called.
+
+    Args:
+        model: sharded or not, with the switches that are on it.
+        batch: tensors as for plan(), with values; None: activations are None.
+        ema: a shardow.EMA, or a module that holds averages.
+        loss: as for plan().
+
+    Raises:
+        ValueError: a model on meta; whatever the forward pass raises.
+    """
+    from shardow._measure import take_measure
+
+    return take_measure(model, optimizer, batch, ema, loss)
+
+
 def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) -> Team | None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -126,4 +202,4 @@ def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) ->
     return Team(group or torch.distributed.group.WORLD, seconds(timeout))
 
 
-__all__ = ["Colours", "Timeline", "apply", "draw", "figure", "timeline"]
+__all__ = ["Colours", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]

@@ -33,6 +33,11 @@ def test_public_surface_is_frozen() -> None:
     )  # not in __all__
 
 
+def test_the_surface_of_memory_is_frozen() -> None:
+    assert shardow.memory.__all__ == ["Colours", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
+    assert all(getattr(shardow.memory, name).__doc__ for name in shardow.memory.__all__)
+
+
 def test_every_public_name_has_a_docstring() -> None:
     for name in SURFACE:
         assert name == "__version__" or getattr(shardow, name).__doc__, name

@@ -20,11 +20,12 @@ Tensors = list[torch.Tensor]
 
 @dataclass(eq=False)
 class Pair:
-    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors."""
+    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors. ``copied``: each update copies it, though it is floating."""
 
     name: str
     source: torch.Tensor
     average: torch.Tensor
+    copied: bool = False
 
 
 class Pairs:
@@ -40,8 +41,8 @@ class Pairs:
         self._copies: list[Pair] = []
         self._others: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Pair]] = {}
         self._averages: list[torch.Tensor] = []  # that the engine writes
-        for pair in (Pair(pair.name, _memory(pair.source), _memory(pair.average)) for pair in pairs):
-            if not (pair.average.is_floating_point() or pair.average.is_complex()):
+        for pair in (Pair(pair.name, memory(pair.source), memory(pair.average), pair.copied) for pair in pairs):
+            if pair.copied or not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
             elif self._engine_takes(pair):
                 engine.setdefault(pair.average.dtype, []).append(pair)
@@ -108,6 +109,17 @@ class Pairs:
         )
 
 
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> None:
+    """That 16-bit averages which are rounded to nearest stand still where the weights move less than half a unit of their last place."""
+    narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize == 2), None)
+    if narrow is not None:
+        warnings.warn(
+            f"averages in {narrow} are rounded to nearest, as in the library that this stands for: with a decay near 1 most increments are lost. {way_out}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:
     """The elements in the order of memory, 1-D, a view; None where they have holes between them, or overlap."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -127,7 +139,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1) if tensor.numel() else ()
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def memory(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.detach()

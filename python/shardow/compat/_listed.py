@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardow import _core, _errors, _origins
-from shardow.compat._pairs import Pair, Pairs, memory, warn_of_rounding
+from shardow.compat._pairs import Pair, Pairs, warn_of_rounding
 from shardow.torch.owners import resharded
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -70,8 +70,7 @@ class Listed:
         self._pairs = bound
 
     def _addresses_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        tensors = [getattr(p, "_local_tensor", p) for p in parameters] if self._sharded else parameters
-        return list(map(torch.Tensor.data_ptr, tensors))
+        return list(map(torch.Tensor.data_ptr, _locals(parameters) if self._sharded else parameters))
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
@@ -95,7 +94,7 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
     check(values, targets)
     if targets:
         with torch.no_grad():
-            torch._foreach_copy_([memory(target) for target in targets], [memory(value) for value in values])
+            torch._foreach_copy_(_locals(targets), _locals(values))
         torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
 
 
@@ -118,11 +117,15 @@ def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -
     if len(shadows) != len(parameters):
         raise _errors.make_also(RuntimeError, f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}")
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
-        if _shape(shadow) != _shape(parameter):
+        if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
             raise _errors.make_also(
                 RuntimeError,
-                f"parameter {i} has shape {_shape(parameter)}, its average {_shape(shadow)}; pass the parameters in the order of construction",
+                f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; pass the parameters in the order of construction",
             )
+
+
+def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [getattr(t, "_local_tensor", t) for t in tensors]
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -132,7 +135,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
     """The global shape, and where the tensor is sharded the local one."""
     local = getattr(tensor, "_local_tensor", None)
-    return tuple(tensor.shape) if local is None else (tuple(tensor.shape), tuple(local.shape))
+    return tensor.shape if local is None else (tuple(tensor.shape), tuple(local.shape))
 
 
 def _same(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor]) -> bool:

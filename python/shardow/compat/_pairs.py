@@ -41,7 +41,7 @@ class Pairs:
         self._copies: list[Pair] = []
         self._others: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Pair]] = {}
         self._averages: list[torch.Tensor] = []  # that the engine writes
-        for pair in (Pair(pair.name, memory(pair.source), memory(pair.average), pair.copied) for pair in pairs):
+        for pair in (Pair(pair.name, _memory(pair.source), _memory(pair.average), pair.copied) for pair in pairs):
             if pair.copied or not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
             elif self._engine_takes(pair):
@@ -139,7 +139,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1) if tensor.numel() else ()
 
 
-def memory(tensor: torch.Tensor) -> torch.Tensor:
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.detach()

@@ -22,7 +22,7 @@ def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters, shards in place of FSDP2's unsharded ones; the copies of their FSDP modules are freed. Local. Cheap where there is no FSDP; under FSDP1 it looks through Python's heap."""
     found = list(parameters)
     shards = _reshard_fsdp2(found)
-    if any(getattr(p, "_fsdp_flattened", False) for p in found):
+    if any(hasattr(p, "_fsdp_flattened") for p in found):  # FSDP1's own mark
         wanted = set(map(id, found))
         for handle in _handles():
             if not wanted.isdisjoint(map(id, (handle.flat_param, *(handle.flat_param._params or ())))):
@@ -39,6 +39,8 @@ def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         if any(id(p) in wanted or not isinstance(p, DTensor) for p in shown.values()):
             module.reshard()
             modules.append((module, shown))
+    if not modules:
+        return {}
     now = {id(p) for module, _ in modules for p in _shown(module).values()}
     if any(isinstance(p, DTensor) and id(p) not in now for p in found):  # or after a forward that raised
         for module, _ in modules:

@@ -42,9 +42,10 @@ def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     if not modules:
         return {}
     now = {id(p) for module, _ in modules for p in _shown(module).values()}
-    if any(isinstance(p, DTensor) and id(p) not in now for p in found):  # or after a forward that raised
-        for module, _ in modules:
-            DTensorAdapter(module, strided=True).reset()
+    if any(isinstance(p, DTensor) and id(p) not in now for p in found):
+        for module, shown in modules:
+            if any(p is after and not isinstance(p, DTensor) for p, after in zip(shown.values(), _shown(module).values(), strict=True)):
+                DTensorAdapter(module, strided=True).reset()  # after a forward that raised, reshard() did nothing
     return {id(p): after for module, shown in modules for p, after in zip(shown.values(), _shown(module).values(), strict=True)}
 
 

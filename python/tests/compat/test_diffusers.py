@@ -196,6 +196,18 @@ def test_decays_out_of_range_are_refused_at_once() -> None:
             EMAModel(walks.model("mlp").parameters(), **options)
 
 
+def test_what_is_not_finite_is_held() -> None:
+    """The origin's average of it is NaN for ever."""
+    model = nn.Linear(3, 2)
+    ema = EMAModel(model.parameters(), 0.5, update_after_step=-5)
+    before = ema.shadow_params[1].clone()
+    with torch.no_grad():
+        model.bias[1] = float("nan")
+    with pytest.warns(RuntimeWarning, match="1 weights are NaN or Inf"):
+        ema.step(model.parameters())
+    assert torch.equal(ema.shadow_params[1], before)
+
+
 def test_deepspeeds_partitions_are_refused() -> None:
     parameters = list(nn.Linear(2, 2).parameters())
     parameters[0].ds_tensor = None  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -161,6 +162,18 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         ema.load_state_dict({})
 
 
+def test_what_is_not_finite_is_held() -> None:
+    """The origin's average of it is NaN for ever."""
+    model = nn.Linear(3, 2)
+    ema = ExponentialMovingAverage(model.parameters(), 0.5)
+    before = ema.shadow_params[1].clone()
+    with torch.no_grad():
+        model.bias[1] = float("nan")
+    with pytest.warns(RuntimeWarning, match="1 weights are NaN or Inf"):
+        ema.update()
+    assert torch.equal(ema.shadow_params[1], before)
+
+
 def test_misuse_raises_what_the_origin_raises() -> None:
     model = walks.model("mlp")
     for decay in (-0.1, 1.1, float("nan")):
@@ -241,6 +254,24 @@ def _on_ranks(kind: str) -> None:
         torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b))
         for a, b in zip(ours.shadow_params, resumed.shadow_params, strict=True)
     )
+
+
+def _after_a_forward_that_raised() -> None:
+    model = _shard("fsdp2", walks.model("mlp")).eval()
+    ema = ExponentialMovingAverage(model.parameters(), 0.5)
+    x = torch.ones(4, 6)
+    with torch.no_grad():
+        for p in model.parameters():
+            p._local_tensor.mul_(1.5)
+        before = model(x)
+        for wrong in (torch.ones(4, 5), x):
+            with contextlib.suppress(RuntimeError), ema.average_parameters(model.parameters()):
+                assert not torch.equal(before, model(wrong))
+            assert torch.equal(before, model(x))
+
+
+def test_weights_come_back_after_a_forward_that_raised() -> None:
+    ranks.run(2, _after_a_forward_that_raised)
 
 
 def _through_a_file_of_shards(state: Any) -> Any:

@@ -25,6 +25,13 @@ def meta_init() -> Iterator[None]:
 
     It changes torch.nn.Module for the time being, for all threads. An optimizer made from such parameters is bound anew by ``materialize(..., optimizer=)``.
     """
+    with on_meta(buffers=True):
+        yield
+
+
+@contextlib.contextmanager
+def on_meta(buffers: bool) -> Iterator[None]:
+    """meta_init(), with the persistent ``buffers`` or without."""
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
     instead: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a tensor that is registered under several names stays one
 
@@ -40,7 +47,7 @@ def meta_init() -> Iterator[None]:
 
     def buffer_on_meta(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor, persistent)
-        if tensor is not None:
+        if tensor is not None and buffers:
             module._buffers[name] = instead.setdefault(tensor, tensor.to("meta") if persistent else tensor)
 
     module_class: Any = nn.Module

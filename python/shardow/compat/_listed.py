@@ -3,68 +3,140 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from shardow import _core, _errors
-from shardow.compat._pairs import Pair, Pairs
+from shardow import _core, _errors, _origins
+from shardow.compat._pairs import Pair, Pairs, warn_of_rounding
+from shardow.torch.owners import resharded
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Listed:
-    """Averages ``shadows`` of parameters, list beside list, by ``rule``. A shadow is like its parameter: plain, or sharded as it is (DTensor; FSDP1's local views).
+    """Averages ``shadows`` of parameters, list beside list, by ``rule``. A shadow is like its parameter: plain, or sharded as it is (DTensor; FSDP1's local views). ``copy_frozen``: parameters that
+    want no gradient now are copied instead.
 
-    Both lists come with every update, since their owners may replace them: the same tensors at the same addresses cost a few nanoseconds each, others are paired anew.
+    Both lists come with every update, since their owners may replace them: the same tensors at the same addresses cost less than a microsecond each, others are paired anew. Parameters are not kept alive.
     """
 
-    def __init__(self, rule: str, **options: Any) -> None:
-        self._rule, self._options = rule, options
-        self._shadows: Sequence[torch.Tensor] = ()
-        self._parameters: Sequence[torch.Tensor] = ()
-        self._bound = False
+    def __init__(self, rule: str, copy_frozen: bool = False, **options: Any) -> None:
+        self._rule, self._copy_frozen, self._options = rule, copy_frozen, options
+        self._pairs: Pairs | None = None
+        self._warned = False
 
     @torch.no_grad()
     def update(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], decay: float, weight: float) -> None:
         """Raises ValueError and RuntimeError, before anything changes, where a shadow and its parameter differ in shape."""
-        if not (self._bound and _same(shadows, self._shadows) and _same(parameters, self._parameters) and self._watch.addresses_same()):
-            self._bind(shadows, parameters)
+        if not self._unchanged(shadows, parameters):
+            parameters = resharded(parameters)
+            if not self._unchanged(shadows, parameters):
+                self._bind(shadows, parameters)
+        assert self._pairs is not None
         self._pairs.update(decay, weight)
 
-    def _bind(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-        self._bound = False
-        check(shadows, parameters)
-        self._pairs = Pairs(
-            (Pair(f"parameter {i}", p, e) for i, (e, p) in enumerate(zip(shadows, parameters, strict=True))), self._rule, **self._options
+    def _unchanged(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> bool:
+        return (
+            self._pairs is not None
+            and _same(shadows, self._shadows)
+            and _same([ref() for ref in self._refs], parameters)
+            and self._watch.addresses_same()
+            and self._addresses_of(parameters) == self._addresses
+            and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
         )
-        everything = [*shadows, *parameters]
-        sharded, whole = [t for t in everything if hasattr(t, "_local_tensor")], [t for t in everything if not hasattr(t, "_local_tensor")]
-        self._watch = _core.Watch([], whole, sharded, torch.Tensor.data_ptr, [])
-        self._shadows, self._parameters, self._bound = list(shadows), list(parameters), True
+
+    def _bind(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        self._pairs = None
+        check(shadows, parameters)
+        self._trained = list(map(_requires_grad, parameters))
+        pairs = [
+            Pair(f"parameter {i}", p, e, copied=self._copy_frozen and not trained)
+            for i, (e, p, trained) in enumerate(zip(shadows, parameters, self._trained, strict=True))
+        ]
+        if not self._warned:
+            self._warned = True
+            warn_of_rounding((pair.average for pair in pairs if not pair.copied), "Keep them in float32: to(dtype=torch.float32)")
+        bound = Pairs(pairs, self._rule, **self._options)
+        self._sharded = any(map(_is_sharded, parameters))
+        self._shadows, self._addresses = list(shadows), self._addresses_of(parameters)
+        self._watch = _core.Watch(
+            [], [t for t in shadows if not _is_sharded(t)], [t for t in shadows if _is_sharded(t)], torch.Tensor.data_ptr, []
+        )
+        me = weakref.ref(self)
+        self._refs = [weakref.ref(p, lambda _: _forget(me())) for p in parameters]
+        self._pairs = bound
+
+    def _addresses_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, _locals(parameters) if self._sharded else parameters))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies pair anew."""
+        return {"_rule": self._rule, "_copy_frozen": self._copy_frozen, "_options": self._options, "_pairs": None, "_warned": self._warned}
+
+
+def _forget(listed: Listed | None) -> None:
+    """A parameter is gone: lets go of what pairs hold of the others' memory."""
+    if listed is not None:
+        listed._pairs = None
 
 
 def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Shadows, equal to their parameters."""
-    return [parameter.detach().clone() for parameter in parameters]
+    return [parameter.detach().clone() for parameter in resharded(parameters)]
+
+
+def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """The parameters ``targets`` become the values, cast and moved; a backward through the old ones raises. Raises as check(), before anything changes."""
+    targets = resharded(targets)
+    check(values, targets)
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(_locals(targets), _locals(values))
+        torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
+
+
+def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises as check()."""
+    fitting = [_origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(values[len(likes) :])
+    check(fitting, likes)
+    return [value.detach().clone() for value in fitting]
+
+
+def moved(
+    tensors: Sequence[torch.Tensor], device: torch.device | str | None, dtype: torch.dtype | None, non_blocking: bool = False
+) -> list[torch.Tensor]:
+    """To the device, and floating ones to the dtype."""
+    return [t.to(device=device, dtype=dtype if t.is_floating_point() else None, non_blocking=non_blocking) for t in tensors]
 
 
 def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError where the lists differ in length, ValueError and RuntimeError where a shape differs."""
+    """Raises what is ValueError and RuntimeError where the lists differ in length, or a shape differs."""
     if len(shadows) != len(parameters):
-        raise _errors.make("invalid_argument", f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}")
+        raise _errors.make_also(RuntimeError, f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}")
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
-        if _shape(shadow) != _shape(parameter):
+        if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
             raise _errors.make_also(
                 RuntimeError,
-                f"parameter {i} has shape {_shape(parameter)}, its average {_shape(shadow)}; pass the parameters in the order of construction",
+                f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; pass the parameters in the order of construction",
             )
+
+
+def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [getattr(t, "_local_tensor", t) for t in tensors]
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "_local_tensor")
 
 
 def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
     """The global shape, and where the tensor is sharded the local one."""
     local = getattr(tensor, "_local_tensor", None)
-    return tuple(tensor.shape) if local is None else (tuple(tensor.shape), tuple(local.shape))
+    return tensor.shape if local is None else (tuple(tensor.shape), tuple(local.shape))
 
 
-def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+def _same(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))

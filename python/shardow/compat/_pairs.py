@@ -22,13 +22,15 @@ Tensors = list[torch.Tensor]
 class Pair:
     """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors.
 
-    ``region``: what they are of a global tensor, by whose elements stochastic rounding draws, so that it is the same however they are shared out; None: all of one.
+    ``region``: what they are of a global tensor, by whose elements stochastic rounding draws, so that it is the same however they are shared out; None: all of one. ``copied``: each update
+    copies it, though it is floating.
     """
 
     name: str
     source: torch.Tensor
     average: torch.Tensor
     region: _core.Region | None = None
+    copied: bool = False
 
 
 class Pairs:
@@ -48,7 +50,7 @@ class Pairs:
         self._averaged: list[Pair] = []
         self._staged: list[Pair] = []
         for pair in (replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs):
-            if not (pair.average.is_floating_point() or pair.average.is_complex()):
+            if pair.copied or not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
                 continue
             self._averaged.append(pair)
@@ -128,6 +130,17 @@ class Pairs:
         return _core.Average([_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options)
 
 
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> None:
+    """That 16-bit averages which are rounded to nearest stand still where the weights move less than half a unit of their last place."""
+    narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize == 2), None)
+    if narrow is not None:
+        warnings.warn(
+            f"averages in {narrow} are rounded to nearest, as in the library that this stands for: with a decay near 1 most increments are lost. {way_out}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:
     """The elements in the order of memory, 1-D, a view; None where they have holes between them, or overlap."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -184,7 +197,7 @@ def _fused_difference(averages: Tensors, sources: Tensors, decay: float, weight:
 
 def _quotient(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
     whole = round(1 / weight)  # as in the engine: 1 / n is rounded, and n is meant
-    divisor = torch.tensor(whole if abs(1 / weight - whole) < 1e-9 * whole else 1 / weight, dtype=torch.float64)
+    divisor = whole if abs(1 / weight - whole) < 1e-9 * whole else 1 / weight
     for average, source in zip(averages, sources, strict=True):
         average.copy_(average + (source - average) / divisor)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,11 +38,15 @@ class StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward through the result raises, since the weights have changed by then."""
+        return self.run(self._model, *args, **kwargs)
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the model, with the averages in it and in this module's mode."""
         modes = [(module, module.training) for module in self._model.modules()]
         with self._ema.swapped():
             self._model.train(self.training)
             try:
-                return self._model(*args, **kwargs)
+                return method(*args, **kwargs)
             finally:
                 for module, mode in modes:
                     module.training = mode

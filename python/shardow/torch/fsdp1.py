@@ -39,6 +39,13 @@ def shard_of(handle: Any) -> torch.Tensor:
     return shard.detach()
 
 
+def free_unsharded(handle: Any) -> None:
+    """The unsharded copy of a flat parameter, if there is one."""
+    if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
+        handle.reshard(True)
+        handle.post_reshard()
+
+
 class Fsdp1Adapter:
     def __init__(self, model: nn.Module) -> None:
         names: dict[int, list[str]] = {}
@@ -83,12 +90,7 @@ class Fsdp1Adapter:
 
     def reshard(self) -> None:
         for module in self._wrappers:
-            handle = module._handle
-            if handle.uses_sharded_strategy and hasattr(
-                handle.flat_param, "_local_shard"
-            ):  # before the first forward reshard() would raise
-                handle.reshard(True)
-                handle.post_reshard()
+            free_unsharded(module._handle)
 
 
 def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTensor]:

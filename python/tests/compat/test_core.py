@@ -29,7 +29,7 @@ RULES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tens
     "mul_add": lambda e, p, d, w: e.mul(d).add(p, alpha=w),
     "two_products": _two_products,
     "difference": lambda e, p, d, w: e.sub(w * (e - p)),
-    "quotient": lambda e, p, d, w: e + (p - e) / torch.tensor({0.5: 2, 0.999: 1000}.get(d, 1 / w), dtype=torch.float64),
+    "quotient": lambda e, p, d, w: e + (p - e) / {0.5: 2, 0.999: 1000}.get(d, 1 / w),
     "fused_difference": lambda e, p, d, w: e.sub(e - p, alpha=w),
 }
 

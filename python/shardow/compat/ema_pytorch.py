@@ -1,0 +1,266 @@
+"""ema-pytorch's EMA (0.8): a module with a copy of a model in it, whose weights are the averages.
+
+Names, state and arithmetic are the origin's: torch.lerp with weight 1 - d, where d = clamp(1 - (1 + k / inv_gamma)^-power, min_value, beta) in float32 and k counts the steps past update_after_step. Better: one pass over all tensors;
+sharded models, which cannot be copied; integer buffers follow the model; forward_eval() evaluates; an EMA can be copied. Different: what is NaN or Inf in a weight is held.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow import _errors
+from shardow._options import invalid, one_of, unsupported
+from shardow.compat._keepers import Keeper, keeper_of, stand_in_for
+from shardow.compat._stand_in import StandIn, needed
+from shardow.compat._twin import Fate, Kind
+from shardow.torch.names import walk
+
+
+class EMA(nn.Module):
+    """The averages of ``model``; call it as the model.
+
+    Args:
+        ema_model: what to keep them in, or a function that makes it; by default a deep copy. Of an FSDP model, a stand-in: calls swap the averages into the model, and are collective.
+        beta: the greatest decay. ``min_value``: the least. ``inv_gamma``, ``power``: of the schedule.
+        update_after_step: the averages are copies up to this step.
+        update_every: steps between updates.
+        param_or_buffer_names_no_ema: names that are copied. ``ignore_names``, ``ignore_startswith_names``: left alone after update_after_step.
+        include_online_model: the model is a submodule, and in state_dict().
+        update_model_with_ema_every: steps after which the model gets its averages, by ``update_model_with_ema_beta`` of its own weights.
+        forward_method_names: methods of the averaged model that this has too.
+        move_ema_to_online_device: where the model's first parameter is.
+        lazy_init_ema: the copy is made at the first update.
+        allow_different_devices, coerce_dtype, use_foreach: accepted; devices and dtypes may differ in any case, and one pass is always made.
+        replicas: "split": under DDP, ranks divide the averages (ours).
+    """
+
+    initted: torch.Tensor
+    step: torch.Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ema_model: nn.Module | Callable[[], nn.Module] | None = None,
+        beta: float = 0.9999,
+        update_after_step: int = 100,
+        update_every: int = 10,
+        inv_gamma: float = 1.0,
+        power: float = 2 / 3,
+        min_value: float = 0.0,
+        param_or_buffer_names_no_ema: Iterable[str] = (),
+        ignore_names: Iterable[str] = (),
+        ignore_startswith_names: Iterable[str] = (),
+        include_online_model: bool = True,
+        allow_different_devices: bool = False,
+        use_foreach: bool = False,
+        update_model_with_ema_every: int | None = None,
+        update_model_with_ema_beta: float = 0.0,
+        forward_method_names: tuple[str, ...] = (),
+        move_ema_to_online_device: bool = False,
+        coerce_dtype: bool = False,
+        lazy_init_ema: bool = False,
+        replicas: str = "copy",
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise unsupported(
+                f"model is a {type(model).__name__}; averages of trees of tensors are not kept here: shardow.compat.torch_ema takes a list"
+            )
+        if isinstance(param_or_buffer_names_no_ema, str) or isinstance(ignore_names, str):
+            raise _errors.make_also(AssertionError, "names that are not averaged, or ignored, come as a set")
+        if lazy_init_ema and ema_model is not None:
+            raise _errors.make_also(AssertionError, "lazy_init_ema=True makes the copy at the first update; leave ema_model= out")
+        self.beta, self.inv_gamma, self.power, self.min_value = beta, inv_gamma, power, min_value
+        self.is_frozen = beta == 1.0
+        self.update_after_step, self.update_every = update_after_step, update_every
+        self.param_or_buffer_names_no_ema = set(param_or_buffer_names_no_ema)
+        self.ignore_names, self.ignore_startswith_names = set(ignore_names), set(ignore_startswith_names)
+        self.include_online_model = include_online_model
+        self.online_model = model if include_online_model else [model]
+        self.allow_different_devices, self.coerce_dtype, self.use_foreach = allow_different_devices, coerce_dtype, use_foreach
+        self.update_model_with_ema_every, self.update_model_with_ema_beta = update_model_with_ema_every, update_model_with_ema_beta
+        self.forward_method_names = forward_method_names
+        self.move_ema_to_online_device = move_ema_to_online_device
+        self._replicas = one_of("replicas", replicas, ("copy", "split"))
+        self._keeper: tuple[Any, Keeper] | None = None
+        self._raw_names: dict[str, str] = {}
+        self.ema_model: Any = None
+        if not lazy_init_ema:
+            self.init_ema(ema_model if isinstance(ema_model, nn.Module) or ema_model is None else ema_model())
+        self.register_buffer("initted", torch.tensor(False))
+        self.register_buffer("step", torch.tensor(0))
+
+    def init_ema(self, ema_model: nn.Module | None = None) -> None:
+        """Makes the averaged model. Raises ValueError where the model cannot be copied."""
+        self.ema_model = self._second_model() if ema_model is None else ema_model
+        for p in self.ema_model.parameters():
+            p.requires_grad_(False)
+        for name in self.forward_method_names:
+            forwarded = (
+                partial(self.ema_model.run, getattr(self.model, name))
+                if isinstance(self.ema_model, StandIn)
+                else getattr(self.ema_model, name)
+            )
+            setattr(self, name, forwarded)
+        named = self.model if isinstance(self.ema_model, StandIn) else self.ema_model
+        self.parameter_names = {name for name, p in named.named_parameters() if p.is_floating_point() or p.is_complex()}
+        self.buffer_names = {name for name, b in named.named_buffers() if b.is_floating_point() or b.is_complex()}
+
+    def _second_model(self) -> nn.Module:
+        if needed(self.model, self._replicas):
+            return stand_in_for(self.model, self._replicas)
+        try:
+            return copy.deepcopy(self.model)
+        except Exception as error:
+            raise invalid(
+                f"the model cannot be copied ({error}); give ema_model= a second one of the same form, made as the first one was"
+            ) from error
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self.online_model if self.include_online_model else self.online_model[0]  # type: ignore[assignment, index]
+        return model
+
+    # ---- use
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ema_model(*args, **kwargs)
+
+    def eval(self) -> Any:
+        """The averaged model, in evaluation mode."""
+        return self.ema_model.eval()
+
+    @torch.no_grad()
+    def forward_eval(self, *args: Any, **kwargs: Any) -> Any:
+        """A call in evaluation mode, without gradients; the modes are what they were afterwards."""
+        modes = [(module, module.training) for module in self.ema_model.modules()]
+        self.ema_model.eval()
+        try:
+            return self.ema_model(*args, **kwargs)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def restore_ema_model_device(self) -> None:
+        """Moves the averaged model to where this module's counters are."""
+        self.ema_model.to(self.initted.device)
+
+    def get_params_iter(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, p) for name, p in model.named_parameters() if name in self.parameter_names)
+
+    def get_buffers_iter(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, b) for name, b in model.named_buffers() if name in self.buffer_names)
+
+    # ---- averaging
+
+    def add_to_optimizer_post_step_hook(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
+        """update() after every step of the optimizer, until the handle is removed."""
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise _errors.make_also(AssertionError, f"a {type(optimizer).__name__} has no hooks after its steps; call update() instead")
+        return optimizer.register_step_post_hook(lambda *_: self.update())
+
+    def get_current_decay(self) -> float:
+        """In float32, as the origin: the last bits depend on it."""
+        epoch = (self.step - self.update_after_step - 1).clamp(min=0.0)
+        if epoch.item() <= 0:
+            return 0.0
+        value: torch.Tensor = 1 - (1 + epoch / self.inv_gamma) ** -self.power
+        return float(value.clamp(min=self.min_value, max=self.beta).item())
+
+    def update(self) -> None:
+        """After an optimizer step. Only every ``update_every``-th one, from the first, does anything; a failed one is not counted."""
+        step = int(self.step.item())
+        self.step += 1
+        try:
+            self._advance(step)
+        except BaseException:
+            self.step -= 1
+            raise
+
+    def _advance(self, step: int) -> None:
+        if not self.initted.item():
+            if self.ema_model is None:
+                self.init_ema()
+            self.copy_params_from_model_to_ema()
+            self.initted.fill_(True)
+            return
+        due = step % self.update_every == 0
+        if due and step <= self.update_after_step:
+            self.copy_params_from_model_to_ema()
+            return
+        if due:
+            self.update_moving_average(self.ema_model, self.model)
+        if self.update_model_with_ema_every is not None and step % self.update_model_with_ema_every == 0:
+            self.update_model_with_ema()
+
+    def update_moving_average(self, ma_model: nn.Module, current_model: nn.Module, current_decay: float | None = None) -> None:
+        """One update of ``ma_model`` by ``current_model``, whichever of the two models they are, or others of the same form."""
+        if self.is_frozen:
+            return
+        if self.move_ema_to_online_device and not isinstance(ma_model, StandIn) and _device(ma_model) != _device(current_model):
+            ma_model.to(_device(current_model))
+        decay = self.get_current_decay() if current_decay is None else current_decay
+        if ma_model is self.ema_model and current_model is self.model:
+            self._averages().update(decay)
+        elif ma_model is self.model and current_model is self.ema_model:
+            self._averages().give(decay)
+        else:
+            keeper_of(ma_model, current_model, self._fate).update(decay)
+
+    def copy_params_from_model_to_ema(self) -> None:
+        self._averages().copy()
+
+    def copy_params_from_ema_to_model(self) -> None:
+        self._averages().give(None)
+
+    def update_model_with_ema(self, decay: float | None = None) -> None:
+        """From hare to tortoise (arXiv:2406.02596): the model goes on from its averages, keeping ``decay`` of its weights."""
+        decay = self.update_model_with_ema_beta if decay is None else decay
+        if decay == 0.0:
+            self.copy_params_from_ema_to_model()
+        else:
+            self.update_moving_average(self.model, self.ema_model, decay)
+
+    def _averages(self) -> Keeper:
+        """Made anew where the models or the rules of names have been changed."""
+        rules = (set(self.ignore_names), set(self.ignore_startswith_names), set(self.param_or_buffer_names_no_ema))
+        made_for = (self.ema_model, self.model, rules)
+        if self._keeper is None or self._keeper[0] != made_for:
+            modules = zip(walk(self.model), self.model.named_modules(remove_duplicate=False), strict=True)
+            self._raw_names = {clean: raw for (clean, _), (raw, _) in modules}
+            self._keeper = (made_for, keeper_of(self.ema_model, self.model, self._fate))
+        return self._keeper[1]
+
+    def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+        """By the name, or by what it is with the names of wrappers."""
+        prefix, _, key = name.rpartition(".")
+        names = {name, f"{self._raw_names.get(prefix, prefix)}.{key}".removeprefix(".")}
+        if names & self.ignore_names or any(one.startswith(tuple(self.ignore_startswith_names)) for one in names):
+            return "leave"
+        return "copy" if names & self.param_or_buffer_names_no_ema else "average"
+
+    # ---- state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.ema_model is None and any(key.startswith(f"{prefix}ema_model.") for key in state_dict):
+            self.init_ema()  # lazy, and there are averages to load
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies pair their models anew."""
+        if isinstance(self.ema_model, StandIn):
+            raise unsupported("averages of a sharded model are kept with it, and cannot be copied; save state_dict()")
+        return {**self.__dict__, "_keeper": None}
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+__all__ = ["EMA"]

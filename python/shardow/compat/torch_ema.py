@@ -1,0 +1,130 @@
+"""torch-ema's ExponentialMovingAverage (0.3): the averages of a list of parameters, with store() and restore() around an evaluation.
+
+Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are the origin's, bit for bit. Better: one pass over all tensors; sharded parameters; blocks of average_parameters() nest, and free their
+copy; a state that does not fit changes nothing. Different: what is NaN or Inf in a weight is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardow import _errors
+from shardow._options import invalid
+from shardow.compat._listed import Listed, assign, copies, loaded, moved
+from shardow.torch.owners import resharded
+
+Parameters = Iterable[torch.Tensor] | None
+
+
+class ExponentialMovingAverage:
+    """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes.
+
+    ``decay``: in [0, 1]. ``use_num_updates``: the decay begins small, as min(decay, (1 + n) / (10 + n)) in update n. Methods take ``parameters`` in place of those of construction. DTensors and FSDP1's shards
+    are averaged as they are; nothing is collective.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], decay: float, use_num_updates: bool = True) -> None:
+        self.decay = _checked(decay)
+        self.num_updates = 0 if use_num_updates else None
+        found = list(parameters)
+        self.shadow_params = copies(found)
+        self.collected_params: list[torch.Tensor] | None = None
+        self._params_refs = [weakref.ref(p) for p in found]
+        self._listed = Listed("difference")
+
+    def update(self, parameters: Parameters = None) -> None:
+        """After an optimizer step."""
+        found = self._given(parameters)
+        num_updates = None if self.num_updates is None else self.num_updates + 1
+        decay = self.decay if num_updates is None else min(self.decay, (1 + num_updates) / (10 + num_updates))
+        self._listed.update(self.shadow_params, found, decay, 1.0 - decay)
+        self.num_updates = num_updates
+
+    def copy_to(self, parameters: Parameters = None) -> None:
+        """The averages into the parameters. FSDP's unsharded copies are freed; a backward through the old weights raises."""
+        assign(self._given(parameters), self.shadow_params)
+
+    def store(self, parameters: Parameters = None) -> None:
+        """Copies the parameters for restore()."""
+        self.collected_params = copies(self._given(parameters))
+
+    def restore(self, parameters: Parameters = None) -> None:
+        """The stored values into the parameters; they stay stored."""
+        if self.collected_params is None:
+            raise _errors.make_also(RuntimeError, "restore(): nothing was stored; call store() first")
+        assign(self._given(parameters), self.collected_params)
+
+    @contextlib.contextmanager
+    def average_parameters(self, parameters: Parameters = None) -> Iterator[None]:
+        """Inside, the parameters are the averages; after it, whatever happened, what they were. Blocks may be nested."""
+        found, before = resharded(self._given(parameters)), self.collected_params
+        self.store(found)
+        weights = self.collected_params
+        assert weights is not None
+        try:
+            self.copy_to(found)
+            yield
+        finally:
+            assign(found, weights)
+            self.collected_params = before
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        """Moves the averages, and what is stored; the dtype is of floating tensors."""
+        self.shadow_params = moved(self.shadow_params, device, dtype)
+        if self.collected_params is not None:
+            self.collected_params = moved(self.collected_params, device, dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"decay", "num_updates", "shadow_params", "collected_params"}; the tensors are this object's own. Of a sharded model, this rank's part."""
+        return {
+            "decay": self.decay, "num_updates": self.num_updates, "shadow_params": self.shadow_params, "collected_params": self.collected_params
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copies a state; devices and dtypes become the parameters' own. Of whole tensors, sharded parameters take their part. A state that does not fit changes nothing."""
+        decay, num_updates = _checked(state_dict["decay"]), state_dict["num_updates"]
+        _require(num_updates is None or isinstance(num_updates, int), f"num_updates is {num_updates!r}; it must be an int or None")
+        shadows = self._fitted("shadow_params", state_dict["shadow_params"])
+        collected = state_dict["collected_params"]
+        if collected is not None:
+            _require(isinstance(collected, list), "collected_params must be a list or None")
+            _require(len(collected) == len(shadows), f"there are {len(collected)} collected_params and {len(shadows)} shadow_params")
+            collected = self._fitted("collected_params", collected)
+        self.decay, self.num_updates, self.shadow_params, self.collected_params = decay, num_updates, shadows, collected
+
+    def _fitted(self, what: str, tensors: Any) -> list[torch.Tensor]:
+        _require(isinstance(tensors, list) and all(isinstance(t, torch.Tensor) for t in tensors), f"{what} must be a list of tensors")
+        params = [ref() for ref in self._params_refs]
+        alive = [p for p in params if p is not None]
+        found = loaded(tensors, alive if len(alive) == len(params) else self.shadow_params)
+        return [t.to(device=p.device, dtype=p.dtype) for t, p in zip(found, alive, strict=True)] if len(alive) == len(params) else found
+
+    def _given(self, parameters: Parameters) -> list[torch.Tensor]:
+        if parameters is not None:
+            return list(parameters)
+        found = [ref() for ref in self._params_refs]
+        alive: list[torch.Tensor] = [p for p in found if p is not None]
+        if len(alive) != len(found):
+            raise invalid(
+                f"{len(found) - len(alive)} of {len(found)} parameters are gone with their model; keep it alive, or pass the parameters of another one"
+            )
+        return alive
+
+
+def _checked(decay: float) -> float:
+    if not 0.0 <= decay <= 1.0:
+        raise invalid(f"decay={decay!r}; it must be between 0 and 1")
+    return decay
+
+
+def _require(fine: bool, message: str) -> None:
+    if not fine:
+        raise _errors.make_also(AssertionError, message)
+
+
+__all__ = ["ExponentialMovingAverage"]

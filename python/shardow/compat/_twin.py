@@ -114,8 +114,7 @@ class Twin:
     def _pair(self, model: nn.Module) -> None:
         self._model = None  # nothing is known until all is
         ours = find(self.module, strided=True)
-        inner = _unwrapped(model, ours)
-        theirs = find(inner, strided=True)
+        inner, theirs = _unwrapped(model, ours)
         ours.reshard()
         theirs.reshard()
         weights = [(one.name, p, e, self._choose(one.name, p, "parameter")) for one, p, e in _matched(ours, theirs)]
@@ -146,16 +145,15 @@ class Twin:
             yield _Buffer(name, theirs[name][0]._buffers, module._buffers, key, fate if floating else "copy")
 
 
-def _unwrapped(model: nn.Module, ours: ModelView) -> nn.Module:
+def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
     """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for it."""
     known = {one.name for one in ours.parameters}
     inner: Any = model
-    while known and isinstance(getattr(inner, "module", None), nn.Module):
-        if known & {f"{prefix}.{key}" if prefix else key for prefix, one in walk(inner) for key in one._parameters}:
-            break
+    theirs = find(inner, strided=True)
+    while known and known.isdisjoint(one.name for one in theirs.parameters) and isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module
-    found: nn.Module = inner
-    return found
+        theirs = find(inner, strided=True)
+    return inner, theirs
 
 
 def _kind(module: nn.Module, key: str) -> Kind:

@@ -9,7 +9,7 @@ ENGINE := $(shell find include src python/src cmake -type f 2>/dev/null) CMakeLi
 PIP := $(BIN)/pip install -q --disable-pip-version-check
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help demo build test test-all test-cpp test-python bench lint format asan tsan fuzz clean
+.PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,7 +19,8 @@ demo: build  ## train, average, swap, save, resume at another world size, report
 
 build: build/.installed  ## set-up and build
 
-test: build test-cpp test-python asan tsan  ## every test
+test: build  ## every test; the sanitizers' builds fill the pauses of the Python tests
+	$(MAKE) -j2 test-cpp test-python sanitizers
 
 test-all: test  ## the tests and their full matrices
 	SHARDOW_ALL=1 $(BIN)/python -m pytest
@@ -32,6 +33,10 @@ test-python: build
 
 bench: build  ## side-by-side tables; writes docs/performance.md
 	$(BIN)/python -m benchmarks $(ARGS)
+
+sanitizers:
+	$(MAKE) asan
+	$(MAKE) tsan
 
 asan tsan: build/.venv  ## C++ tests under sanitizers
 	$(BIN)/cmake --preset $@ >/dev/null

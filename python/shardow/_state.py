@@ -19,6 +19,8 @@ from shardow.torch.find import ModelView
 from shardow.torch.piece import Piece
 from shardow.torch.regions import region_of
 
+_OTHERWISE = "was sharded otherwise"
+
 _CHUNK = 1 << 20  # elements of a temporary
 
 #: (memory to fill, value, region of the value's tensor that the memory holds; None: the value is that very piece)
@@ -65,7 +67,7 @@ def check(state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[s
             if one.name in by_key[key]:
                 _plan(one, k, by_key[key][one.name], copies, problems)
     if problems:
-        raise invalid(f"the state does not fit this EMA, nothing was loaded: {'; '.join(problems)}")
+        raise invalid(f"the state does not fit this EMA, nothing was loaded: {listed(problems)}")
     return copies
 
 
@@ -99,7 +101,15 @@ def copy_of(name: str, target: torch.Tensor, region: _core.Region, value: torch.
         return target, value, region
     if there == region:
         return target, local.reshape(-1), None
-    return f"'{name}' was sharded otherwise; load it through torch.distributed.checkpoint or shardow's files, which reshard, or pass full tensors"
+    return f"'{name}' {_OTHERWISE}"
+
+
+def listed(problems: Sequence[str]) -> str:
+    """The first of what does not fit, and once the way out for what was sharded otherwise."""
+    text = "; ".join(problems[:20]) + " ..." * (len(problems) > 20)
+    if not any(one.endswith(_OTHERWISE) for one in problems):
+        return text
+    return f"{text}. A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, which reshard, or pass full tensors, those of full_state_dict() for example"
 
 
 def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +55,16 @@ def save(state: Mapping[str, torch.Tensor], decay: float, updates: int, director
 
 
 def _write(entries: dict[str, torch.Tensor], directory: Path, team: Team) -> None:
-    dcp_save(entries, checkpoint_id=str(directory), planner=EmaSavePlanner(), process_group=team.process_group)
+    with _quiet_alone():
+        dcp_save(entries, checkpoint_id=str(directory), planner=EmaSavePlanner(), process_group=team.process_group)
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Torch warns at each save and load of a process without a group; one process is no mistake here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def plan(held: Held, directory: Path) -> Plan | None:
@@ -81,5 +92,6 @@ def read(found: Plan, state: Mapping[str, torch.Tensor], team: Team) -> tuple[fl
     counters = {_DECAY: torch.zeros((), dtype=torch.float64), _UPDATES: torch.zeros((), dtype=torch.int64)}
     if found.has_counters:
         entries.update(counters)
-    dcp_load(entries, checkpoint_id=str(found.directory), process_group=team.process_group)
+    with _quiet_alone():
+        dcp_load(entries, checkpoint_id=str(found.directory), process_group=team.process_group)
     return (float(counters[_DECAY]), int(counters[_UPDATES])) if found.has_counters else None

@@ -117,6 +117,12 @@ def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -
     if len(shadows) != len(parameters):
         raise _errors.make_also(RuntimeError, f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}")
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
+        if shadow.shape == parameter.shape and _is_sharded(parameter) != _is_sharded(shadow):
+            whole, shards = ("average", "parameter") if _is_sharded(parameter) else ("parameter", "average")
+            raise _errors.make_also(
+                RuntimeError,
+                f"{whole} {i} is whole, its {shards} is sharded; make the averages of the parameters that are given here, then load into them (diffusers: from_pretrained(..., parameters=))",
+            )
         if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
             raise _errors.make_also(
                 RuntimeError,

@@ -192,7 +192,7 @@ def _copies(parts: Sequence[Part], keys: Mapping[str, str], state: Mapping[str, 
         else:
             copies.append(planned)
     if problems:
-        raise _errors.make_also(RuntimeError, f"the state does not fit, nothing was loaded: {'; '.join(problems[:20])}")
+        raise _errors.make_also(RuntimeError, f"the state does not fit, nothing was loaded: {_state.listed(problems)}")
     return copies
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from shardow.materializing import Request, fill_model
 from shardow.torch.find import find
 from shardow.torch.local import LocalTensor
 from shardow.torch.names import clean_file_key
+from shardow.torch.piece import Piece
 from shardow.torch.ranks import group_of_model
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -211,6 +213,8 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
     here = {clean_file_key(name) for name in module.state_dict()}
     fitting = [name for name in state if clean_file_key(name) in here]
     team_of(module).agree(what, lambda: _some_fit(fitting, state, here))
+    if not isinstance(module, StandIn):
+        team_of(module).agree(what, lambda: _all_whole(fitting, state))
     try:
         if isinstance(module, StandIn):
             _load_averages(module, state, strict)
@@ -230,6 +234,16 @@ def _some_fit(fitting: list[str], state: Mapping[str, Any], here: set[str]) -> N
         raise _errors.make_also(
             RuntimeError, f"none of the {len(state)} names fits, nothing was loaded: there '{next(iter(state), '')}', here '{min(here)}'"
         )
+
+
+def _all_whole(names: list[str], state: Mapping[str, Any]) -> None:
+    for name in names:
+        value = state[name]
+        if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
+            raise _errors.make_also(
+                RuntimeError,
+                f"'{name}' is one rank's piece of a sharded average, as state_dict() gives it, nothing was loaded; save full_state_dict() instead (call it on all ranks; rank 0 has the whole)",
+            )
 
 
 def _load_averages(module: StandIn, state: Mapping[str, Any], strict: bool) -> None:

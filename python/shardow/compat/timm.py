@@ -205,7 +205,7 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
     if not isinstance(found, Mapping):
         raise _errors.make_also(
             KeyError,
-            f"{where} has no averages: none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}; leave it out to begin with the model's weights",
+            f"{where} has no averages: none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}; to begin with the model's weights, load nothing",
         )
     return found
 

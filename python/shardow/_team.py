@@ -55,6 +55,16 @@ class Team:
         everybody = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
         raise _errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(everybody)}")
 
+    def same_updates(self, what: str, updates: int) -> None:
+        """Raises on every rank where averages of different ages would come together."""
+        counts = {int(one) for one in self.gather(what, b"%d" % updates)} if self.size > 1 else {updates}
+        if len(counts) > 1:
+            raise _errors.make(
+                "invalid_argument",
+                f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others {max(counts)}; "
+                "call update() on every rank after each step (not under `if rank == 0`), or load the last state on all of them",
+            )
+
     def gather(self, what: str, mine: bytes) -> list[bytes]:
         gathered: list[bytes] = []
         try:

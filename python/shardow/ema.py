@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from shardow._options import Options, Params, invalid, make_options, seconds
 from shardow._team import Team
 from shardow.torch.find import find
 from shardow.torch.local import LocalTensor
+
+T = TypeVar("T")
 
 
 class EMA:
@@ -192,7 +194,7 @@ class EMA:
         several averages. A backward through activations from before the block raises, where autograd can see it.
         """
         k = choose(self._keys, decay)
-        self._team.agree("swapped()", self._ready_to_swap)
+        self._together("swapped()", self._ready_to_swap)
         self._swap(k)
         self._in = k
         try:
@@ -231,7 +233,7 @@ class EMA:
         k = choose(self._keys, decay)
         target = find(model, group=self._view.process_group)
         names = {one.name for one in self._tracked}
-        self._team.agree("copy_to()", lambda: self._check_copy(target.parameters, names))
+        self._together("copy_to()", lambda: self._check_copy(target.parameters, names))
         _state.copy_streamed(self._gatherer(k, complete=True), target, self._team)
         target.bump_versions()
 
@@ -298,7 +300,7 @@ class EMA:
         ``complete=True`` adds frozen weights, buffers and every tied name: a dict for load_state_dict(strict=True) of the unwrapped model.
         """
         k = choose(self._keys, decay)
-        self._team.agree("full_state_dict()", lambda: self._not_swapped("full_state_dict()"))
+        self._ready_to_read("full_state_dict()")
         aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
         full: dict[str, torch.Tensor] = {}
         for name, tensor in self._gatherer(k, complete).stream():
@@ -327,12 +329,12 @@ class EMA:
 
         Every rank writes its own bytes of the final file, which replaces what was there when it is whole.
         """
-        self._team.agree("save()", lambda: self._not_swapped("save()"))
+        self._ready_to_read("save()")
         _files.write(self._files_to_save(), path, self._team)
 
     def async_save(self, path: str | Path) -> SaveHandle:
         """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save(). Collective."""
-        self._team.agree("async_save()", lambda: self._not_swapped("async_save()"))
+        self._ready_to_read("async_save()")
         return _files.write_in_background(self._files_to_save(), path, self._team)
 
     def _files_to_save(self) -> list[_files.FileParts]:
@@ -370,7 +372,7 @@ class EMA:
         ``dtype`` casts floating tensors ("bfloat16" or torch.bfloat16); ``max_shard_size`` in bytes or like "5GB".
         """
         k = choose(self._keys, decay)
-        self._team.agree("export()", lambda: self._not_swapped("export()"))
+        self._ready_to_read("export()")
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
         parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._others() if one.counts_on(self._team.rank)]
         options = self._team.agree("export()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
@@ -396,7 +398,7 @@ class EMA:
     def distance(self, decay: float | str | _core.Schedule | None = None) -> float:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
         k = choose(self._keys, decay)
-        self._team.agree("distance()", lambda: self._not_swapped("distance()"))
+        self._ready_to_read("distance()")
         return _state.distance(self._tracked, k, self._team)
 
     def __repr__(self) -> str:
@@ -405,6 +407,15 @@ class EMA:
             f"EMA(decay=[{', '.join(self._keys)}], {stats['parameters']} tensors, {stats['elements']:,} elements on this rank of {self._team.size}, "
             f"{stats['bytes']:,} bytes, step {stats['step']})"
         )
+
+    def _together(self, what: str, fn: Callable[[], T]) -> T:
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
+        result = self._team.agree(what, fn)
+        self._team.same_updates(what, int(self._average.stats()["updates"]))
+        return result
+
+    def _ready_to_read(self, what: str) -> None:
+        self._together(what, lambda: self._not_swapped(what))
 
     def _not_swapped(self, what: str) -> None:
         if self._in is not None:

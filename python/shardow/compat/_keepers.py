@@ -81,7 +81,7 @@ class Shared(Keeper):
     def give(self, decay: float | None) -> None:
         """Collective where replicas divide the averages."""
         ema = self._ema
-        ema._team.agree("update_model_with_ema()", ema._ready_to_swap)
+        ema._together("update_model_with_ema()", ema._ready_to_swap)
         ema._view.reshard()
         copied = self._copied if decay is not None else ema._tracked
         _foreach_copy([one.weights() for one in copied], _averages(copied))

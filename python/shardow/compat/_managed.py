@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from shardow._options import invalid
 from shardow._team import Team
 from shardow.compat import _dcp, _pt_file
 from shardow.torch.names import clean_file_key
+
+T = TypeVar("T")
 
 
 class Unmatched(NamedTuple):
@@ -110,7 +112,7 @@ class Managed:
 
         It is published by one rename, and torch's cache of save plans, which other objects' saves may use, is left alone.
         """
-        _dcp.save(self._team.agree("save()", self._live), self.decay, self.updates, Path(directory), self._team)
+        _dcp.save(self._together("save()", self._live), self.decay, self.updates, Path(directory), self._team)
 
     @torch.no_grad()
     def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
@@ -154,10 +156,16 @@ class Managed:
             parts, names = self._complete()
             return parts, names, _files.floating(dtype)
 
-        parts, names, kind = self._team.agree("export_shadow()", prepare)
+        parts, names, kind = self._together("export_shadow()", prepare)
         path = Path(directory) / "ema_shadow.pt"
         _pt_file.write("export_shadow()", path, parts, names, self._team, kind)
         return path
+
+    def _together(self, what: str, fn: Callable[[], T]) -> T:
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
+        result = self._team.agree(what, fn)
+        self._team.same_updates(what, self.updates)
+        return result
 
 
 def checked_decay(decay: float) -> float:

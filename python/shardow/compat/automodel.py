@@ -123,7 +123,7 @@ class EMAManager(Managed):
             mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
             return [part for part in self._complete()[0] if part.name in mine], _files.dtype_and_limit(dtype, None)
 
-        parts, options = self._team.agree("export_safetensors()", prepare)
+        parts, options = self._together("export_safetensors()", prepare)
         _files.write([_files.FileParts("", parts)], path, self._team, **options)
         return path
 
@@ -205,7 +205,7 @@ class ShardedModelEMAManager(Managed):
 
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         path = Path(directory) / "ema.safetensors"
-        self._team.agree("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        self._together("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
         save_file(self.ema_model, path, dtype, group=self._team.process_group)
         return path
 

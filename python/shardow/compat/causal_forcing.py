@@ -148,7 +148,7 @@ class EMA_FSDP:
 
         Raises ValueError and KeyError, before anything changes, where a name is on one side only or a shape differs.
         """
-        self._copier = self.ema._team.agree("copy_to()", lambda: self._ready_to_copy(fsdp_module))
+        self._copier = self.ema._together("copy_to()", lambda: self._ready_to_copy(fsdp_module))
         self._copier.copy()
 
     def _ready_to_copy(self, given: Any) -> Copier:

@@ -189,6 +189,7 @@ class DistEMA:
             buffers: the model's persistent buffers too, of rank 0: what a complete model has.
         """
         parts = self._together("state_dict()", lambda: self._parts_to_gather(cpu_group, buffers))
+        self._team.same_updates("state_dict()", self.decay_steps)
         stored = {one.name: one for one in self._shares}
         team = self._team if cpu_group is None else Team(cpu_group, self._team.timeout)
         gatherer = Gatherer(parts, team.process_group)
@@ -238,6 +239,7 @@ class DistEMA:
     def save(self, path: str | Path) -> None:
         """Averages and ``config`` into a .safetensors file, every rank writing its own bytes; resumable by load(). Collective; nothing is gathered."""
         parts = self._together("save()", lambda: self._parts([]))
+        self._team.same_updates("save()", self.decay_steps)
         _files.write([_files.FileParts("", parts, {CONFIG: json.dumps(self.config)})], path, self._team)
 
     @torch.no_grad()

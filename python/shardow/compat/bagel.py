@@ -26,7 +26,8 @@ from shardow._held import Held, held_by
 from shardow._options import invalid
 from shardow._team import Team
 from shardow.checkpoint import save
-from shardow.compat._published import publish, write_object
+from shardow.compat import _torch_files
+from shardow.compat._published import publish
 from shardow.compat._trained import TrainedTwin
 
 #: Classes that become FSDP units, by name: BAGEL's. Add those of another model to it.
@@ -127,11 +128,11 @@ class FSDPCheckpoint:
 
         def write_rest(partial: Path) -> None:
             if shard.writes:
-                write_object(optimizer.state_dict(), partial / shard.name)
+                _torch_files.write(optimizer.state_dict(), partial / shard.name)
             if team.rank == 0 and scheduler is not None:
-                write_object(scheduler.state_dict(), partial / "scheduler.pt")
+                _torch_files.write(scheduler.state_dict(), partial / "scheduler.pt")
             if team.rank == 0 and data_status is not None:
-                write_object(data_status, partial / "data_status.pt")
+                _torch_files.write(data_status, partial / "data_status.pt")
 
         publish("fsdp_save_ckpt()", path, _beside(path, team), team, fill)
 

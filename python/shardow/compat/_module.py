@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from shardow import _errors
 from shardow._options import one_of
 from shardow._team import Team
-from shardow.compat._pairs import Tensors
+from shardow.compat._pairs import Tensors, warn_of_rounding
 from shardow.compat._scripted import Scripted
 from shardow.compat._stand_in import StandIn, needed
 from shardow.compat._twin import Choose, Kind, Rule, Twin, everything_saved
@@ -65,20 +64,12 @@ def follow(
     if dtype is not None:
         module.to(dtype=dtype)
     if not stochastic:
-        _warn_of_stalling(module)
+        warn_of_rounding(
+            module.parameters(), "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or its stochastic rounding"
+        )
     options: dict[str, Any] = {"stochastic": stochastic, "seed": seed}
     kind = Scripted if isinstance(model, torch.jit.ScriptModule) else Twin
     return kind(module, rule, choose, **options)
-
-
-def _warn_of_stalling(module: nn.Module) -> None:
-    narrow = next((p.dtype for p in module.parameters() if p.dtype in NARROW), None)
-    if narrow is not None:
-        warnings.warn(
-            f"averages in {narrow}, rounded to nearest, stop moving where 1 - decay is small; average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or its stochastic rounding",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 class Sharded:

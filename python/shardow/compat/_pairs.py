@@ -130,15 +130,16 @@ class Pairs:
         return _core.Average([_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options)
 
 
-def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> None:
-    """That 16-bit averages which are rounded to nearest stand still where the weights move less than half a unit of their last place."""
-    narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize == 2), None)
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str, stacklevel: int = 4) -> bool:
+    """That 16-bit averages which are rounded to nearest stand still where the weights move less than half a unit of their last place. Tells whether there are any."""
+    narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None)
     if narrow is not None:
         warnings.warn(
             f"averages in {narrow} are rounded to nearest, as in the library that this stands for: with a decay near 1 most increments are lost. {way_out}",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
+    return narrow is not None
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -238,7 +238,7 @@ def test_a_pairing_costs_once_and_goes_with_the_models() -> None:
 
 def test_averages_of_16_bits_are_warned_of() -> None:
     ema_model, model = made().bfloat16(), made()
-    with pytest.warns(RuntimeWarning, match="16 bits"):
+    with pytest.warns(RuntimeWarning, match="rounded to nearest"):
         fsdp_ema_update(ema_model, model)
 
 

@@ -12,12 +12,12 @@ from torch import nn
 from shardow import _errors
 from shardow._options import invalid
 from shardow.compat import _torch_files
-from shardow.compat._called import model_and_root, without_wrappers
+from shardow.compat._called import model_and_root
 from shardow.compat._teams import team_of
 from shardow.compat._whole import whole_state_dict
 from shardow.materializing import materialize
 from shardow.torch.local import persistent_buffers, slots_of
-from shardow.torch.names import walk
+from shardow.torch.names import walk, without_wrappers
 
 if TYPE_CHECKING:
     from shardow.compat.causal_forcing import EMA_FSDP

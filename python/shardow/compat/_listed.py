@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardow import _core, _errors, _origins
-from shardow.compat._pairs import Pair, Pairs, warn_of_rounding
+from shardow.compat._pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.torch.owners import resharded
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -92,10 +92,9 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
     """The parameters ``targets`` become the values, cast and moved; a backward through the old ones raises. Raises as check(), before anything changes."""
     targets = resharded(targets)
     check(values, targets)
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(_locals(targets), _locals(values))
-        torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
+    with torch.no_grad():
+        copy_all(_locals(targets), _locals(values))
+    torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
 
 
 def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:

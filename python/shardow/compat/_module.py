@@ -12,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import _errors
 from shardow._options import one_of
-from shardow.compat._pairs import Tensors, warn_of_rounding
+from shardow.compat._pairs import Tensors, copy_all, warn_of_rounding
 from shardow.compat._scripted import Scripted
 from shardow.compat._stand_in import StandIn, needed
 from shardow.compat._teams import team_of
@@ -121,8 +121,7 @@ class Sharded:
 
     @torch.no_grad()
     def _copy_rest(self) -> None:
-        if self._copied:
-            torch._foreach_copy_([one.averages[0] for one in self._copied], [one.sources() for one in self._copied])
+        copy_all([one.averages[0] for one in self._copied], [one.sources() for one in self._copied])
 
     def _check(self, model: nn.Module) -> None:
         if model is not self._seen:

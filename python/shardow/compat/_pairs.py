@@ -105,8 +105,7 @@ class Pairs:
         return sum(engine.stats()["held_nonfinite"] for engine in self._engines)
 
     def _copy(self, pairs: Sequence[Pair]) -> None:
-        if pairs:
-            torch._foreach_copy_([pair.average for pair in pairs], [pair.source for pair in pairs])
+        copy_all([pair.average for pair in pairs], [pair.source for pair in pairs])
 
     def _engine_takes(self, pair: Pair) -> bool:
         source, average = pair.source, pair.average
@@ -128,6 +127,11 @@ class Pairs:
             non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0, keep_values=True,
         )  # fmt: skip
         return _core.Average([_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options)
+
+
+def copy_all(targets: Tensors, values: Tensors) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)
 
 
 def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str, stacklevel: int = 4) -> bool:

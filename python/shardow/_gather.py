@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,10 @@ class Gatherer:
                     for block in blocks(part.region, part.flat):
                         dist.send(block.contiguous(), group_dst=0, group=self._group)
                 yield part.name, None
+
+    def whole(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
+        """All of stream() on rank 0, each tensor under its name and its ``aliases``; {} elsewhere. Collective."""
+        return {key: full for name, full in self.stream() if full is not None for key in (name, *aliases.get(name, ()))}
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]

@@ -302,12 +302,7 @@ class EMA:
         k = choose(self._keys, decay)
         self._ready_to_read("full_state_dict()")
         aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
-        full: dict[str, torch.Tensor] = {}
-        for name, tensor in self._gatherer(k, complete).stream():
-            if tensor is not None:
-                full[name] = tensor
-                full.update(dict.fromkeys(aliases.get(name, ()), tensor))
-        return full
+        return self._gatherer(k, complete).whole(aliases)
 
     def _gatherer(self, k: int, complete: bool) -> Gatherer:
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]

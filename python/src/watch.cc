@@ -1,8 +1,10 @@
 // Watch: are a model's modules and the memory of its parameters what they were? Asked before every update, for thousands of parameters, so
-// each costs nanoseconds.
+// each costs nanoseconds. Torch answers through DLPack's exchange interface, which fills in a description without making any object.
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -14,21 +16,70 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
+/// Of DLPack's C exchange interface, version 1, what is used here.
+struct Exchange {
+  uint32_t major_version, minor_version;
+  void *previous, *allocate, *from_object, *to_object;
+  int (*describe)(void* object, nb::dlpack::dltensor* out);  ///< 0: done; else an exception is set. The description borrows.
+};
+
+/// Where tensors lie, with which dtype, sizes and strides, as one number each: equal where all of them are, different otherwise, but for a
+/// chance of 2^-64.
+class Marks {
+ public:
+  /// `tensor`, `parameter`: torch's types, whose instances have memory of their own; `data_ptr` tells of others where it is, and no more.
+  Marks(nb::type_object tensor, nb::type_object parameter) : tensor_(tensor), parameter_(parameter), data_ptr_(tensor.attr("data_ptr")) {
+    const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
+    if (capsule.is_none()) return;
+    const auto* found = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (found == nullptr) nb::raise_python_error();
+    if (found->major_version == 1) exchange_ = found;
+  }
+
+  uint64_t of(nb::handle tensor) const {
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
+    if (exchange_ != nullptr && (type == tensor_.ptr() || type == parameter_.ptr())) {
+      nb::dlpack::dltensor found;
+      if (exchange_->describe(tensor.ptr(), &found) == 0) return mark(found);
+      PyErr_Clear();  // a layout that DLPack does not know
+    }
+    const nb::object address = nb::steal(PyObject_CallOneArg(data_ptr_.ptr(), tensor.ptr()));
+    if (!address.is_valid()) nb::raise_python_error();
+    return nb::cast<uint64_t>(address);
+  }
+
+ private:
+  static uint64_t mark(const nb::dlpack::dltensor& tensor) {
+    uint64_t mark = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+    const auto add = [&mark](uint64_t value) { mark = (mark ^ (mark >> 29) ^ value) * 0x9e3779b97f4a7c15; };
+    add(static_cast<uint64_t>(tensor.dtype.code) << 16 | tensor.dtype.bits);
+    for (int32_t i = 0; i < tensor.ndim; ++i) {
+      add(static_cast<uint64_t>(tensor.shape[i]));
+      if (tensor.strides != nullptr) add(static_cast<uint64_t>(tensor.strides[i]));
+    }
+    return mark;
+  }
+
+  nb::type_object tensor_, parameter_;
+  nb::object data_ptr_;
+  const Exchange* exchange_ = nullptr;
+};
+
 class Watch {
  public:
-  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, nb::object data_ptr,
+  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks,
         std::vector<std::pair<uintptr_t, uintptr_t>> hints)
       : dicts_(std::move(dicts)),
         whole_(std::move(whole)),
         sharded_(std::move(sharded)),
         local_("_local_tensor"),
-        data_ptr_(std::move(data_ptr)),
+        marks_(std::move(marks)),
         hints_(std::move(hints)) {
     for (const nb::dict& dict : dicts_)
       for (auto [key, value] : dict) contents_.push_back(nb::borrow(value));
-    addresses_.resize(whole_.size() + sharded_.size());
-    visit([this](size_t i, uintptr_t address) {
-      addresses_[i] = address;
+    recorded_.resize(whole_.size() + sharded_.size());
+    visit([this](size_t i, uint64_t mark) {
+      recorded_[i] = mark;
       return true;
     });
   }
@@ -45,22 +96,22 @@ class Watch {
     return at == contents_.size();
   }
 
-  bool addresses_same() const {
-    return visit([this](size_t i, uintptr_t address) { return addresses_[i] == address; });
+  bool memory_same() const {
+    return visit([this](size_t i, uint64_t mark) { return recorded_[i] == mark; });
   }
 
  private:
-  // f(index, address) of every tensor, until it returns false.
+  // f(index, mark) of every tensor, until it returns false.
   template <class F>
   bool visit(F f) const {
     size_t at = 0;
     for (const nb::object& tensor : whole_) {
       prefetch(at + kAhead);
-      if (!f(at++, address(tensor))) return false;
+      if (!f(at++, marks_.of(tensor))) return false;
     }
     for (const nb::object& tensor : sharded_) {
       prefetch(at + kAhead);
-      if (!f(at++, address(tensor.attr(local_)))) return false;
+      if (!f(at++, marks_.of(tensor.attr(local_)))) return false;
     }
     return true;
   }
@@ -76,12 +127,6 @@ class Watch {
       __builtin_prefetch(reinterpret_cast<const char*>(hints_[i].second + line));
   }
 
-  uintptr_t address(nb::handle tensor) const {
-    const nb::object address = nb::steal(PyObject_CallOneArg(data_ptr_.ptr(), tensor.ptr()));
-    if (!address.is_valid()) nb::raise_python_error();
-    return nb::cast<uintptr_t>(address);
-  }
-
   static constexpr size_t kAhead = 16;
   static constexpr uintptr_t kLine = 64;           // bytes
   static constexpr uintptr_t kTensorBytes = 256;   // torch's TensorImpl
@@ -92,22 +137,32 @@ class Watch {
   std::vector<nb::object> whole_;
   std::vector<nb::object> sharded_;
   nb::str local_;
-  nb::object data_ptr_;
+  Marks marks_;
   std::vector<std::pair<uintptr_t, uintptr_t>> hints_;
-  std::vector<uintptr_t> addresses_;
+  std::vector<uint64_t> recorded_;
 };
 
 }  // namespace
 
 void bind_watch(nb::module_& m) {
+  nb::class_<Marks>(m, "Marks", "Where tensors lie, with which dtype, sizes and strides, as one number each.")
+      .def(nb::init<nb::type_object, nb::type_object>(), "tensor"_a, "parameter"_a)
+      .def(
+          "of",
+          [](const Marks& self, const std::vector<nb::object>& tensors) {
+            std::vector<uint64_t> marks;
+            for (const nb::object& tensor : tensors) marks.push_back(self.of(tensor));
+            return marks;
+          },
+          "tensors"_a);
   nb::class_<Watch>(m, "Watch",
-                    "Remembers what the modules' dicts hold, and where whole tensors, and the _local_tensor of sharded ones, lie by "
-                    "data_ptr(). hints: addresses that data_ptr() of each will read; wrong ones do no harm.")
-      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, nb::object,
+                    "Remembers what the modules' dicts hold, and where and how whole tensors, and the _local_tensor of sharded ones, lie. "
+                    "hints: addresses that torch will read for each; wrong ones do no harm.")
+      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks,
                     std::vector<std::pair<uintptr_t, uintptr_t>>>(),
-           "dicts"_a, "whole"_a, "sharded"_a, "data_ptr"_a, "hints"_a)
+           "dicts"_a, "whole"_a, "sharded"_a, "marks"_a, "hints"_a)
       .def("tree_same", &Watch::tree_same, "Every dict holds the very objects that it held.")
-      .def("addresses_same", &Watch::addresses_same, "Every tensor lies where it lay.");
+      .def("memory_same", &Watch::memory_same, "Every tensor lies where and as it lay.");
 }
 
 }  // namespace shardow::python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,30 +33,37 @@ def make_even(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequentia
     return nn.Sequential(nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4)).to(dtype)
 
 
-def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Sequential, int], nn.Module]:
-    def apply(model: nn.Sequential, world: int) -> nn.Module:
+def _units(model: nn.Module) -> list[str]:
+    """The children that are wrapped on their own: of models that are like those above two, else all but the first that has weights."""
+    named = [name for name, child in model.named_children() if next(child.parameters(), None) is not None]
+    return ["0", "3"] if {"0", "3"} <= set(named) else named[1:]
+
+
+def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Module, int], nn.Module]:
+    def apply(model: nn.Module, world: int) -> nn.Module:
         options = {
             "device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy, "param_init_fn": shardow.to_empty
         }  # fmt: skip
         if strategy is ShardingStrategy.HYBRID_SHARD:
             options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
-        model[0] = FullyShardedDataParallel(model[0], **options)
-        model[3] = FullyShardedDataParallel(model[3], **options)
+        for name in _units(model):
+            setattr(model, name, FullyShardedDataParallel(getattr(model, name), **options))
         return FullyShardedDataParallel(model, **options)
 
     return apply
 
 
-def _fsdp2(model: nn.Sequential, world: int) -> nn.Module:
+def _fsdp2(model: nn.Module, world: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (world,))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model[3], mesh=mesh)
+    for name in _units(model):
+        fully_shard(getattr(model, name), mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def _hsdp(model: nn.Sequential, world: int) -> nn.Module:
+def _hsdp(model: nn.Module, world: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model[0], mesh=mesh)
+    for name in _units(model)[:1]:
+        fully_shard(getattr(model, name), mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -77,7 +85,7 @@ def _wrapped(model: nn.Sequential, world: int) -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
-PARALLEL: dict[str, Callable[[nn.Sequential, int], nn.Module]] = {
+PARALLEL: dict[str, Callable[[Any, int], nn.Module]] = {
     "plain": lambda model, world: model,
     "ddp": lambda model, world: DistributedDataParallel(model),
     "fsdp1": _fsdp1(ShardingStrategy.FULL_SHARD, True),

@@ -10,9 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from shardow import _errors
 from shardow.torch.names import join, walk, wrapped_child
 
-#: Components of names that are a wrapper's, whichever model it is. DDP's "module" is not: a user's own submodule may be called so.
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-
 
 def called(root: nn.Module) -> Callable[[str], str]:
     """The function from a clean name (shardow.torch.names) to the name in ``root.named_parameters()``; for FSDP1's flat parameters, to that which each part of it would have."""
@@ -48,9 +45,4 @@ def _is_wrapper_of(given: nn.Module, module: nn.Module) -> bool:
     return given is module
 
 
-def without_wrappers(name: str) -> str:
-    """By spelling alone, for keys of files."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-__all__ = ["called", "model_and_root", "without_wrappers"]
+__all__ = ["called", "model_and_root"]

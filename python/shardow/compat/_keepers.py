@@ -10,7 +10,7 @@ from torch import nn
 from shardow import _replicas
 from shardow._options import invalid
 from shardow._tracked import Tracked
-from shardow.compat._pairs import warn_of_rounding
+from shardow.compat._pairs import copy_all, warn_of_rounding
 from shardow.compat._stand_in import StandIn
 from shardow.compat._twin import Choose, Fate, Kind, Twin
 from shardow.ema import EMA
@@ -71,8 +71,8 @@ class Shared(Keeper):
     def update(self, decay: float) -> None:
         left = [one.averages[0].clone() for one in self._left]  # the engine averages all, in one pass
         self._ema._update_by(decay, 1.0 - decay)
-        _foreach_copy(_averages(self._left), left)
-        _foreach_copy(_averages(self._copied), [one.sources() for one in self._copied])
+        copy_all(_averages(self._left), left)
+        copy_all(_averages(self._copied), [one.sources() for one in self._copied])
 
     def copy(self) -> None:
         self._ema._update_by(0.0, 1.0)
@@ -84,7 +84,7 @@ class Shared(Keeper):
         ema._together("update_model_with_ema()", ema._ready_to_swap)
         ema._view.reshard()
         copied = self._copied if decay is not None else ema._tracked
-        _foreach_copy([one.weights() for one in copied], _averages(copied))
+        copy_all([one.weights() for one in copied], _averages(copied))
         for one in self._averaged if decay is not None else ():
             weights = one.weights()
             weights.copy_(torch.lerp(weights.to(one.averages[0].dtype), one.averages[0], 1.0 - (decay or 0.0)))
@@ -116,8 +116,3 @@ def _floating(tensor: torch.Tensor) -> bool:
 
 def _averages(tracked: list[Tracked]) -> list[torch.Tensor]:
     return [one.averages[0] for one in tracked]
-
-
-def _foreach_copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, values)

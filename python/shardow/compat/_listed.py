@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from shardow import _core, _errors, _origins
-from shardow.compat._pairs import Pair, Pairs, warn_of_rounding
+from shardow.compat._pairs import Pair, Pairs, copy_all, warn_of_rounding
+from shardow.torch.memory import MARKS
 from shardow.torch.owners import resharded
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -43,8 +44,8 @@ class Listed:
             self._pairs is not None
             and _same(shadows, self._shadows)
             and _same([ref() for ref in self._refs], parameters)
-            and self._watch.addresses_same()
-            and self._addresses_of(parameters) == self._addresses
+            and self._watch.memory_same()
+            and self._marks_of(parameters) == self._marks
             and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
         )
 
@@ -61,16 +62,14 @@ class Listed:
             warn_of_rounding((pair.average for pair in pairs if not pair.copied), "Keep them in float32: to(dtype=torch.float32)")
         bound = Pairs(pairs, self._rule, **self._options)
         self._sharded = any(map(_is_sharded, parameters))
-        self._shadows, self._addresses = list(shadows), self._addresses_of(parameters)
-        self._watch = _core.Watch(
-            [], [t for t in shadows if not _is_sharded(t)], [t for t in shadows if _is_sharded(t)], torch.Tensor.data_ptr, []
-        )
+        self._shadows, self._marks = list(shadows), self._marks_of(parameters)
+        self._watch = _core.Watch([], [t for t in shadows if not _is_sharded(t)], [t for t in shadows if _is_sharded(t)], MARKS, [])
         me = weakref.ref(self)
         self._refs = [weakref.ref(p, lambda _: _forget(me())) for p in parameters]
         self._pairs = bound
 
-    def _addresses_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, _locals(parameters) if self._sharded else parameters))
+    def _marks_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        return MARKS.of(_locals(parameters) if self._sharded else list(parameters))
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
@@ -92,10 +91,9 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
     """The parameters ``targets`` become the values, cast and moved; a backward through the old ones raises. Raises as check(), before anything changes."""
     targets = resharded(targets)
     check(values, targets)
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(_locals(targets), _locals(values))
-        torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
+    with torch.no_grad():
+        copy_all(_locals(targets), _locals(values))
+    torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
 
 
 def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:

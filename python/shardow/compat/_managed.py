@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardow import _errors, _files, _state
@@ -172,11 +171,6 @@ def checked_decay(decay: float) -> float:
     if not 0.0 <= decay <= 1.0:
         raise invalid(f"decay must be in [0, 1], got {decay}")
     return float(decay)
-
-
-def team_of(process_group: dist.ProcessGroup | None) -> Team:
-    """Of a plain model's ranks all: each has it, and one file is enough."""
-    return Team(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
 
 
 def _copies(parts: Sequence[Part], keys: Mapping[str, str], state: Mapping[str, torch.Tensor]) -> list[_state.Copy]:

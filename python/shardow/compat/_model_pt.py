@@ -11,14 +11,13 @@ from torch import nn
 
 from shardow import _errors
 from shardow._options import invalid
-from shardow._team import Team
 from shardow.compat import _torch_files
-from shardow.compat._called import model_and_root, without_wrappers
+from shardow.compat._called import model_and_root
+from shardow.compat._teams import team_of
 from shardow.compat._whole import whole_state_dict
 from shardow.materializing import materialize
 from shardow.torch.local import persistent_buffers, slots_of
-from shardow.torch.names import walk
-from shardow.torch.ranks import group_of_model
+from shardow.torch.names import walk, without_wrappers
 
 if TYPE_CHECKING:
     from shardow.compat.causal_forcing import EMA_FSDP
@@ -39,7 +38,7 @@ def write_model_pt(path: str | Path, ema: EMA_FSDP | None = None, key_style: str
         raise invalid("write_model_pt(): nothing to write; give ema=, generator= or other models")
     content = {} if ema is None else {"generator_ema": ema.full_state_dict(key_style=key_style)}
     content.update({name: whole_state_dict(model_and_root(model)[0]) for name, model in models.items()})
-    team = Team(group_of_model(model_and_root(next(iter(models.values())))[0], None), None) if ema is None else ema.ema._team
+    team = team_of(model_and_root(next(iter(models.values())))[0]) if ema is None else ema.ema._team
     team.agree("write_model_pt()", lambda: _torch_files.write(content, path) if team.rank == 0 else None)
 
 
@@ -66,8 +65,7 @@ def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: s
     from shardow.compat.causal_forcing import EMA_FSDP
 
     model = target._model if isinstance(target, EMA_FSDP) else model_and_root(target)[0]
-    team = Team(group_of_model(model, None), None)
-    found = team.agree("load_model_pt()", lambda: read_model_pt(path, entry))
+    found = team_of(model).agree("load_model_pt()", lambda: read_model_pt(path, entry))
     if isinstance(target, EMA_FSDP):
         target.load_state_dict(found)
     else:

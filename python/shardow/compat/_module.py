@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -14,18 +13,18 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import _errors
 from shardow._options import one_of
-from shardow._team import Team
-from shardow.compat._pairs import Tensors
+from shardow.compat._pairs import Tensors, copy_all, warn_of_rounding
 from shardow.compat._scripted import Scripted
 from shardow.compat._stand_in import StandIn, needed
+from shardow.compat._teams import team_of
 from shardow.compat._twin import Choose, Kind, Rule, Twin, everything_saved
+from shardow.compat._whole import whole_averages
 from shardow.ema import EMA
 from shardow.materializing import Request, fill_model
 from shardow.torch.find import find
 from shardow.torch.local import LocalTensor
 from shardow.torch.names import clean_file_key
 from shardow.torch.piece import Piece
-from shardow.torch.ranks import group_of_model
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -67,20 +66,12 @@ def follow(
     if dtype is not None:
         module.to(dtype=dtype)
     if not stochastic:
-        _warn_of_stalling(module)
+        warn_of_rounding(
+            module.parameters(), "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or its stochastic rounding"
+        )
     options: dict[str, Any] = {"stochastic": stochastic, "seed": seed}
     kind = Scripted if isinstance(model, torch.jit.ScriptModule) else Twin
     return kind(module, rule, choose, **options)
-
-
-def _warn_of_stalling(module: nn.Module) -> None:
-    narrow = next((p.dtype for p in module.parameters() if p.dtype in NARROW), None)
-    if narrow is not None:
-        warnings.warn(
-            f"averages in {narrow}, rounded to nearest, stop moving where 1 - decay is small; average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or its stochastic rounding",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 class Sharded:
@@ -132,8 +123,7 @@ class Sharded:
 
     @torch.no_grad()
     def _copy_rest(self) -> None:
-        if self._copied:
-            torch._foreach_copy_([one.averages[0] for one in self._copied], [one.sources() for one in self._copied])
+        copy_all([one.averages[0] for one in self._copied], [one.sources() for one in self._copied])
 
     def _check(self, model: nn.Module) -> None:
         if model is not self._seen:
@@ -175,7 +165,7 @@ class Averaged(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and {} elsewhere."""
         own = {name: tensor.detach().cpu().clone() for name, tensor in self._buffers.items() if tensor is not None}
-        averages = {f"module.{name}": tensor for name, tensor in whole(self.module).items()}
+        averages = {f"module.{name}": tensor for name, tensor in whole_averages(self.module).items()}
         return {**own, **averages} if averages else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -197,13 +187,6 @@ def _all_there(own: Mapping[str, torch.Tensor], state: Mapping[str, Any], strict
         raise _errors.make_also(RuntimeError, f"Missing key(s) in state_dict: {', '.join(map(repr, missing))}; nothing was loaded")
 
 
-def whole(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state_dict() of a follower's module in fresh CPU tensors; of a stand-in on rank 0, {} elsewhere. Collective then."""
-    if isinstance(module, StandIn):
-        return module.ema.full_state_dict(complete=True)
-    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
-
-
 def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
     """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and there.
 
@@ -222,11 +205,6 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
             fill_model(Request(what, module, state, strict=strict))
     except _errors.InvalidArgumentError as error:
         raise _errors.make_also(RuntimeError, str(error)) from None
-
-
-def team_of(module: nn.Module) -> Team:
-    """The ranks that share a module."""
-    return module.ema._team if isinstance(module, StandIn) else Team(group_of_model(module, None), None)
 
 
 def _some_fit(fitting: list[str], state: Mapping[str, Any], here: set[str]) -> None:

@@ -105,8 +105,7 @@ class Pairs:
         return sum(engine.stats()["held_nonfinite"] for engine in self._engines)
 
     def _copy(self, pairs: Sequence[Pair]) -> None:
-        if pairs:
-            torch._foreach_copy_([pair.average for pair in pairs], [pair.source for pair in pairs])
+        copy_all([pair.average for pair in pairs], [pair.source for pair in pairs])
 
     def _engine_takes(self, pair: Pair) -> bool:
         source, average = pair.source, pair.average
@@ -130,15 +129,21 @@ class Pairs:
         return _core.Average([_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options)
 
 
-def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> None:
-    """That 16-bit averages which are rounded to nearest stand still where the weights move less than half a unit of their last place."""
-    narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize == 2), None)
+def copy_all(targets: Tensors, values: Tensors) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)
+
+
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str, stacklevel: int = 4) -> bool:
+    """That 16-bit averages which are rounded to nearest stand still where the weights move less than half a unit of their last place. Tells whether there are any."""
+    narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None)
     if narrow is not None:
         warnings.warn(
             f"averages in {narrow} are rounded to nearest, as in the library that this stands for: with a decay near 1 most increments are lost. {way_out}",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
+    return narrow is not None
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -11,20 +11,18 @@ their first use), so:
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from shardow._gather import Gatherer, Part
 from shardow._team import Team
-from shardow.compat._published import sync_directory
+from shardow.compat._published import NewFile
 
 _ALIGN = 64
 _ZIP64_FIELD = 20  # bytes that zipfile adds to a large record's header
@@ -62,16 +60,15 @@ class _File:
 
     def __init__(self, path: Path, parts: Sequence[Part], names: Mapping[str, tuple[str, ...]], dtype: torch.dtype | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._dtype, self._count = path, dtype, 0
+        self._dtype, self._count = dtype, 0
         template: dict[str, torch.Tensor] = {}
         for part in parts:
             kept = part.flat.dtype
             like = torch.empty(part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept)  # memory that nobody touches
             template.update(dict.fromkeys(names[part.name], like))
         structure = _structure(template, path.parent)
-        self._temporary = path.with_name(f".{path.name}.partial")
-        self._file: IO[bytes] = self._temporary.open("wb")
-        self._zip = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)
+        self._new = NewFile(path)
+        self._zip = zipfile.ZipFile(self._new.file, "w", zipfile.ZIP_STORED)
         self._zip.writestr("archive/data.pkl", structure)
         self._zip.writestr("archive/byteorder", sys.byteorder)
 
@@ -83,7 +80,7 @@ class _File:
         header = (
             30 + len(info.filename) + 4 + (_ZIP64_FIELD if tensor.nbytes * 1.05 > zipfile.ZIP64_LIMIT else 0)
         )  # where zipfile decides so
-        padding = -(self._file.tell() + header) % _ALIGN
+        padding = -(self._new.file.tell() + header) % _ALIGN
         info.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
         with self._zip.open(info, "w") as record:
             record.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -92,17 +89,12 @@ class _File:
     def publish(self) -> None:
         self._zip.writestr("archive/version", "3\n")
         self._zip.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._temporary.replace(self._path)
-        sync_directory(self._path.parent)
+        self._new.publish()
 
     def close(self) -> None:
-        """Whatever has happened; what was not published is gone then."""
         with contextlib.suppress(OSError, ValueError):
             self._zip.close()
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._new.close()
 
 
 def _structure(template: Mapping[str, torch.Tensor], directory: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""A directory of a checkpoint that is there whole or not at all: filled under another name, published by one rename."""
+"""Files and directories that are there whole or not at all: made under another name, published by one rename."""
 
 from __future__ import annotations
 
@@ -6,11 +6,30 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from shardow._team import Team
+
+
+class NewFile:
+    """``file``, to be written, lies beside ``path`` until publish() puts it there. close(), whatever has happened: what was not published is gone then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self.file = self._temporary.open("wb")
+
+    def publish(self) -> None:
+        """It is on the disk when this returns."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self._temporary.replace(self._path)
+        sync_directory(self._path.parent)
+
+    def close(self) -> None:
+        try:
+            self.file.close()
+        finally:
+            self._temporary.unlink(missing_ok=True)
 
 
 def publish(what: str, directory: Path, partial: Path, team: Team, fill: Callable[[Path], None]) -> None:
@@ -26,14 +45,6 @@ def publish(what: str, directory: Path, partial: Path, team: Team, fill: Callabl
         if team.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def write_object(value: Any, path: Path) -> None:
-    """torch.save() whose bytes are on the disk when it returns."""
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:
@@ -60,3 +71,6 @@ def _rename(partial: Path, directory: Path) -> None:
     partial.rename(directory)
     sync_directory(directory.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+__all__ = ["NewFile", "publish"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardow import _core
@@ -21,6 +20,7 @@ from shardow._options import unsupported
 from shardow._tracked import divide
 from shardow.torch.find import ModelView
 from shardow.torch.local import LocalTensor
+from shardow.torch.owners import has_fsdp
 
 Copied = list[tuple[torch.Tensor, torch.Tensor]]  # (a stretch of an average as its tensor goes, a copy of it, row-major)
 
@@ -114,8 +114,7 @@ def unlike(made: Sequence[Share], view: ModelView) -> list[str]:
 
 def is_sharded(model: nn.Module) -> bool:
     """The same on every rank, whatever each of them holds."""
-    wrapped = any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
-    return wrapped or any(isinstance(p, DTensor) for p in model.parameters())
+    return has_fsdp(model) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _memory_order(local: LocalTensor) -> tuple[int, ...]:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from shardow import _errors
 from shardow.ema import EMA
+from shardow.torch.owners import has_fsdp
 
 
 def needed(model: nn.Module, replicas: str) -> bool:
     """True where no second model can be had: FSDP's cannot be copied; ``replicas="split"`` asks to keep a part of the averages on each rank."""
-    return replicas == "split" or any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
+    return replicas == "split" or has_fsdp(model)
 
 
 class StandIn(nn.Module):

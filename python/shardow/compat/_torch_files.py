@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,14 @@ from typing import Any
 import torch
 
 from shardow import _errors
+from shardow.compat._published import NewFile
 
 
 def write(content: Any, path: str | Path) -> None:
-    """torch.save() under a temporary name beside ``path``, which it replaces when it is on the disk."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    """torch.save(); what was at ``path`` stays until the new file is on the disk."""
+    with contextlib.closing(NewFile(Path(path))) as new:
+        torch.save(content, new.file)
+        new.publish()
 
 
 def read(path: str | Path) -> Any:

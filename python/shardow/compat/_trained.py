@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 
+from shardow.compat._pairs import warn_of_rounding
 from shardow.compat._twin import Fate, Kind, Twin
 from shardow.torch.find import find
 
@@ -47,18 +46,9 @@ class TrainedTwin(Twin):
         except BaseException:
             self.names = before
             raise
-        self._warn_of_low_precision()
-
-    def _warn_of_low_precision(self) -> None:
-        low = [one.name for one in self._ours.parameters if one.name in self.names and one.tensor.dtype.itemsize < 4]
-        if low and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"'{low[0]}' and {len(low) - 1} more averages have 16 bits, which loses the small steps of long decays: they stand still. Build the averaged model in float32; "
-                "the trained one may keep its dtype. This warning is given once",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+        averages = (one.tensor for one in self._ours.parameters if one.name in self.names)
+        way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
+        self._warned = self._warned or warn_of_rounding(averages, way_out, stacklevel=6)
 
     def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
         if kind == "parameter":

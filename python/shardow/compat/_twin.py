@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardow import _errors
-from shardow.compat._pairs import Pair, Pairs, Tensors
+from shardow.compat._pairs import Pair, Pairs, Tensors, copy_all
 from shardow.torch.find import ModelView, find
 from shardow.torch.local import LocalTensor
 from shardow.torch.names import walk
@@ -94,8 +94,7 @@ class Twin:
 
     def _copy_rest(self) -> None:
         pairs = [(buffer.ours[buffer.key], buffer.theirs[buffer.key]) for buffer in self._buffers if buffer.fate == "copy"] + self._copied
-        if pairs:
-            torch._foreach_copy_([ours for ours, _ in pairs if ours is not None], [theirs for _, theirs in pairs if theirs is not None])
+        copy_all([ours for ours, _ in pairs if ours is not None], [theirs for _, theirs in pairs if theirs is not None])
 
     def _bind(self, model: nn.Module) -> None:
         if self._model is not None and self.module is not self._paired:

@@ -1,4 +1,4 @@
-"""A whole model on rank 0, as most origins save one."""
+"""Whole models on rank 0, as most origins save them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from torch import nn
 
 from shardow._gather import Gatherer
 from shardow._held import held_by
+from shardow.compat._stand_in import StandIn
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """CPU tensors of parameters and persistent buffers, under all their clean names, on rank 0; {} elsewhere. Collective; one tensor at a time travels."""
     held = held_by(model, None, saving=False)
-    full: dict[str, torch.Tensor] = {}
-    for name, tensor in Gatherer(held.parts, held.process_group).stream():
-        if tensor is not None:
-            full.update(dict.fromkeys(held.names[name], tensor))
-    return full
+    return Gatherer(held.parts, held.process_group).whole(held.names)
 
 
-__all__ = ["whole_state_dict"]
+def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict() of a follower's module in fresh CPU tensors; of a stand-in on rank 0, {} elsewhere. Collective then."""
+    if isinstance(module, StandIn):
+        return module.ema.full_state_dict(complete=True)
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+
+
+__all__ = ["whole_averages", "whole_state_dict"]

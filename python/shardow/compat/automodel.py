@@ -23,7 +23,8 @@ from shardow._held import Held, held_by
 from shardow._options import invalid
 from shardow.checkpoint import save as save_file
 from shardow.compat._looks import clone, look, weights_of
-from shardow.compat._managed import Managed, Unmatched, checked_decay, team_of
+from shardow.compat._managed import Managed, Unmatched, checked_decay
+from shardow.compat._teams import everybody
 from shardow.compat._trained import TrainedTwin
 from shardow.ema import EMA
 from shardow.torch.find import ModelView, find
@@ -59,7 +60,7 @@ class EMAManager(Managed):
         weights = weights_of(ema._view)
         self._shadow: dict[str, torch.Tensor] = {one.name: look(weights.get(one.name), one.averages[0], one.region) for one in ema._tracked}
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        self._team = team_of(ema._team.process_group)
+        self._team = everybody(ema._team.process_group)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -163,7 +164,7 @@ class ShardedModelEMAManager(Managed):
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
         self._twin = TrainedTwin(ema_model, keeps=True)
-        self._team = team_of(group_of_model(train_model, None))
+        self._team = everybody(group_of_model(train_model, None))
         self._team.agree("ShardedModelEMAManager(...)", self._prepare)
 
     def _prepare(self) -> None:

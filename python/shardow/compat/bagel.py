@@ -26,7 +26,9 @@ from shardow._held import Held, held_by
 from shardow._options import invalid
 from shardow._team import Team
 from shardow.checkpoint import save
-from shardow.compat._published import publish, write_object
+from shardow.compat import _torch_files
+from shardow.compat._published import publish
+from shardow.compat._teams import everybody
 from shardow.compat._trained import TrainedTwin
 
 #: Classes that become FSDP units, by name: BAGEL's. Add those of another model to it.
@@ -116,7 +118,7 @@ class FSDPCheckpoint:
         """
         path = Path(ckpt_dir).resolve() / f"{train_steps:07d}"
         logger.info(f"Saving checkpoint to {path}.")
-        team = _everybody()
+        team = everybody()
         shard = _shard_of(fsdp_config)
 
         def fill(partial: Path) -> None:
@@ -127,11 +129,11 @@ class FSDPCheckpoint:
 
         def write_rest(partial: Path) -> None:
             if shard.writes:
-                write_object(optimizer.state_dict(), partial / shard.name)
+                _torch_files.write(optimizer.state_dict(), partial / shard.name)
             if team.rank == 0 and scheduler is not None:
-                write_object(scheduler.state_dict(), partial / "scheduler.pt")
+                _torch_files.write(scheduler.state_dict(), partial / "scheduler.pt")
             if team.rank == 0 and data_status is not None:
-                write_object(data_status, partial / "data_status.pt")
+                _torch_files.write(data_status, partial / "data_status.pt")
 
         publish("fsdp_save_ckpt()", path, _beside(path, team), team, fill)
 
@@ -152,7 +154,7 @@ class FSDPCheckpoint:
         """
         if missing_ema not in ("error", "model"):
             raise invalid(f"missing_ema={missing_ema!r}; 'error', or 'model': the averages begin as the weights")
-        team = _everybody()
+        team = everybody()
         folder = _existing(resume_from, team)
         if folder is None:
             logger.info("Training from scratch.")
@@ -178,7 +180,7 @@ class FSDPCheckpoint:
 
         Raises FileNotFoundError where the optimizer's state was saved in another number of shards, naming both.
         """
-        team = _everybody()
+        team = everybody()
         folder = _existing(resume_from, team)
         if folder is None:
             return optimizer, scheduler, 0, None
@@ -300,10 +302,6 @@ def _read_shard(folder: Path, shard: _Shard) -> Any:
 
 def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _everybody() -> Team:
-    return Team(dist.group.WORLD if dist.is_initialized() else None, None)
 
 
 def _existing(resume_from: str | Path | None, team: Team) -> Path | None:

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from shardow import _errors
-from shardow.compat import _module
-from shardow.compat._module import NARROW, Averaged, follow
+from shardow.compat._module import NARROW, Averaged, follow, load
+from shardow.compat._teams import team_of
 from shardow.compat._twin import Fate, Kind
+from shardow.compat._whole import whole_averages
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
@@ -60,7 +61,7 @@ class ModelEma:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The state of ``ema`` in fresh CPU tensors, whole also where it is sharded: then collective, on rank 0, and {} elsewhere."""
-        return _module.whole(self.ema)
+        return whole_averages(self.ema)
 
 
 class ModelEmaV2(Averaged):
@@ -188,8 +189,8 @@ def load_ema_state_dict(module: nn.Module, checkpoint: str | Path | Mapping[str,
     Raises:
         KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; where no name fits, always. Nothing has changed then.
     """
-    found = _module.team_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
-    _module.load(module, found, strict, "load_ema_state_dict()")
+    found = team_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
+    load(module, found, strict, "load_ema_state_dict()")
 
 
 def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from shardow import _core, _errors
 from shardow.torch.dtensors import DTensorAdapter
 from shardow.torch.fsdp1 import Fsdp1Adapter
 from shardow.torch.local import Adapter, LocalTensor, Slot, persistent_buffers, slots_of
-from shardow.torch.memory import overlaps
+from shardow.torch.memory import MARKS, overlaps
 from shardow.torch.names import walk
 from shardow.torch.plain import PlainAdapter
 from shardow.torch.ranks import group_of_model
@@ -117,7 +117,7 @@ class ModelView:
 
     def unchanged(self) -> bool:
         """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.03 us a parameter."""
-        if not (self._watch.tree_same() and self._watch.addresses_same() and self._flat_addresses() == self._recorded_flat):
+        if not (self._watch.tree_same() and self._watch.memory_same() and self._flat_addresses() == self._recorded_flat):
             return False
         return not self.watch_buffers or self._buffers_same()
 
@@ -200,7 +200,7 @@ class ModelView:
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
         hints = [_objects_behind(tensor) for tensor in [*self._whole, *(tensor._local_tensor for tensor in self._sharded)]]
-        self._watch = _core.Watch(dicts, self._whole, self._sharded, torch.Tensor.data_ptr, hints)  # DTensor.data_ptr() would return 0
+        self._watch = _core.Watch(dicts, self._whole, self._sharded, MARKS, hints)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.slot.recorded, one.local.tensor.data_ptr()) for one in self._found_buffers]
 

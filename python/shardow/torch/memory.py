@@ -9,6 +9,9 @@ import torch
 from shardow import _core
 from shardow.torch.local import LocalTensor
 
+#: How and where tensors lie, cheap enough to be asked before every update.
+MARKS = _core.Marks(torch.Tensor, torch.nn.Parameter)
+
 
 def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
     """Of a contiguous tensor on the CPU or a CUDA device, where the engine's work is enqueued on torch's current stream."""

@@ -51,6 +51,11 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def without_wrappers(key: str) -> str:
+    """A file's key without the components that no user's own submodule is called."""
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS.values())
+
+
 def clean_file_key(key: str) -> str:
     """A file's key without the components that wrappers, DDP and PEFT put into it, anywhere, and without PEFT's ``base_model.model.`` before it, however often.
 

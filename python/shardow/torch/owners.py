@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed._composable_state import _module_state_mapping  # private: nothing public leads from a parameter to its module
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,10 @@ def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             if not wanted.isdisjoint(map(id, (handle.flat_param, *(handle.flat_param._params or ())))):
                 free_unsharded(handle)
     return [shards.get(id(p), p) for p in found]
+
+
+def has_fsdp(model: nn.Module) -> bool:
+    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
 
 
 def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -60,4 +65,4 @@ def _handles() -> Iterator[Any]:
             yield one._handle
 
 
-__all__ = ["resharded"]
+__all__ = ["has_fsdp", "resharded"]

@@ -7,19 +7,17 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _errors
+from shardow.torch.dtensors import DTensorAdapter
 from shardow.torch.fsdp1 import Fsdp1Adapter
 
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter | None = None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone. ``fsdp1``: the model's, where one was made already."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
+    DTensorAdapter(model, strided=True).reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
     fsdp1 = fsdp1 or Fsdp1Adapter(model)
     groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
     return choose_group(groups, meshes_of(model), given, fsdp1.spans_world())

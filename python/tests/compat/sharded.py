@@ -1,9 +1,9 @@
-"""A model shared among ranks in several ways, that takes the same steps as a plain one beside it."""
+"""Models shared among ranks in several ways, that take the same steps as a plain one: of tests/models.py by torch's own means, of walks into their memory, which is quicker."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import models
 import torch
@@ -11,7 +11,10 @@ import torch.distributed as dist
 import walks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardow._gather import take
+from shardow.torch.find import find
 
 KINDS = ("fsdp2", "hsdp", "fsdp1", "ddp")
 
@@ -44,15 +47,39 @@ def mirror(plain: nn.Module, shared: nn.Module) -> None:
 
 def _copy(plain: nn.Module, shared: nn.Module) -> None:
     for whole, p in zip(plain.parameters(), shared.parameters(), strict=True):
-        if isinstance(p, DTensor):
-            p.copy_(_like(whole, p))
-        else:
-            p.copy_(whole)
+        p.copy_(distribute_tensor(whole.detach(), p.device_mesh, p.placements) if isinstance(p, DTensor) else whole)
     for whole, buffer in zip(plain.buffers(), shared.buffers(), strict=True):
         buffer.copy_(whole)
 
 
-def _like(whole: torch.Tensor, p: DTensor) -> DTensor:
-    from torch.distributed.tensor import distribute_tensor
+def whole(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Of walks. FSDP takes no numbers and no channels_last."""
+    model = walks.model(name, dtype).to(memory_format=torch.contiguous_format)
+    if name == "blocks":
+        model.scale = nn.Parameter(torch.full((1,), 1.5, dtype=dtype))
+    return model
 
-    return distribute_tensor(whole.detach(), p.device_mesh, p.placements)
+
+def kinds(world: int) -> tuple[str, ...]:
+    """All that make sense: with one rank in each shard group torch turns hybrid FSDP1 into ranks that know nothing of each other."""
+    return ("plain", *KINDS, "fsdp1-flat", *(("fsdp1-hybrid",) if world > 2 else ()))
+
+
+def copied(kind: str, model: nn.Module, world: int) -> nn.Module:
+    """A copy of ``model``, shared."""
+    twin = copy.deepcopy(model)
+    if kind == "fsdp1-flat":
+        twin.requires_grad_(True)  # flat parameters are trained whole or not at all
+    return models.PARALLEL[kind](twin, world)
+
+
+def setter(model: nn.Module, wholes: nn.Module) -> Callable[[], None]:
+    """A function that gives the shared model the weights that the whole one has then. Local."""
+    values = dict(wholes.named_parameters())
+    pairs = [(one.tensor.view(-1), one.region, values[one.name].detach()) for one in find(model).parameters]
+
+    def follow() -> None:
+        for memory, region, value in pairs:
+            take(value, region, memory)
+
+    return follow

@@ -307,7 +307,7 @@ def test_gap_1_averages_of_bfloat16_weights_are_float32_and_move() -> None:
     assert same(manager.state_dict(), expected)
     assert all(torch.equal(second.state_dict()[name], tensor) for name, tensor in expected.items())
     assert all(bool((manager._shadow[name] != tensor).all()) for name, tensor in begin.items())
-    with pytest.warns(RuntimeWarning, match="16 bits"):
+    with pytest.warns(RuntimeWarning, match="rounded to nearest"):
         ShardedModelEMAManager(models.make(torch.bfloat16), model, 0.9999)
     assert EMAManager(models.make(torch.float64))._shadow["0.weight"].dtype == torch.float64
 

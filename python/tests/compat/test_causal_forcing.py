@@ -12,7 +12,7 @@ from typing import Any
 import models
 import pytest
 import ranks
-import sharded_walks
+import sharded
 import torch
 import torch.distributed as dist
 import walks
@@ -53,9 +53,9 @@ def assert_same(found: State, expected: State) -> None:
 
 def follow(world: int, kinds: tuple[str, ...], name: str, steps: int) -> None:
     """Every kind of sharding watches one walk; each ends at the dense averages."""
-    model = sharded_walks.whole(name)
-    shared = [sharded_walks.shared(kind, model, world) for kind in kinds]
-    setters = [sharded_walks.setter(one, model) for one in shared]
+    model = sharded.whole(name)
+    shared = [sharded.copied(kind, model, world) for kind in kinds]
+    setters = [sharded.setter(one, model) for one in shared]
     emas = [EMA_FSDP(one, DECAYS[0]) for one in shared]
     dense = Dense(model)
     for step in walks.walk(model, name, steps):
@@ -75,7 +75,7 @@ def follow(world: int, kinds: tuple[str, ...], name: str, steps: int) -> None:
 @pytest.mark.parametrize("name", walks.NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_model_s_averages_are_the_origin_s_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    model = sharded_walks.whole(name, dtype)
+    model = sharded.whole(name, dtype)
     ema, held, dense = EMA_FSDP(model, DECAYS[0]), EMA_FSDP(SimpleNamespace(module=model), DECAYS[0]), Dense(model)
     for step in walks.walk(model, name):
         ema.decay = held.decay = decay_at(step)
@@ -90,7 +90,7 @@ def test_a_plain_model_s_averages_are_the_origin_s_bit_for_bit(name: str, dtype:
     ("world", "kinds", "steps"),
     [(2, ("fsdp1", "fsdp2"), walks.STEPS), (4, ("hsdp",), walks.STEPS), (4, ("fsdp1-hybrid", "fsdp1-flat", "ddp", "plain"), 40)]
     if not os.environ.get("SHARDOW_ALL")
-    else [(world, sharded_walks.kinds(world), walks.STEPS) for world in (2, 4)],
+    else [(world, sharded.kinds(world), walks.STEPS) for world in (2, 4)],
 )
 @pytest.mark.parametrize("name", walks.NAMES)
 def test_shared_models_have_the_dense_averages_bit_for_bit(name: str, world: int, kinds: tuple[str, ...], steps: int) -> None:
@@ -259,7 +259,7 @@ def _read(folder: str) -> None:
         full = ema.full_state_dict(key_style="clean")
         assert dist.get_rank() > 0 or full.keys() == whole.keys()
         assert all(torch.equal(full[name], whole[name]) for name in full)
-        for target in (generator(), sharded_walks.KINDS["fsdp2"](Wrapper(), dist.get_world_size()), Wrapper()):
+        for target in (generator(), models.PARALLEL["fsdp2"](Wrapper(), dist.get_world_size()), Wrapper()):
             load_model_pt(target, f"{folder}/{style}.pt")
             live = models.whole_weights(target)
             assert all(torch.equal(live[name], whole[name]) for name in whole)
@@ -369,11 +369,11 @@ def test_defect_7_a_step_that_was_not_finite_poisons_nothing() -> None:
 def _no_stale_copy(kind: str, replicas: str) -> None:
     """A forward without backward leaves the root unsharded; copy_to() is seen by the next one all the same."""
     world = dist.get_world_size()
-    model = generator() if kind == "fsdp1" else sharded_walks.KINDS[kind](Wrapper(), world)
+    model = generator() if kind == "fsdp1" else models.PARALLEL[kind](Wrapper(), world)
     ema, whole = averaged(model, replicas=replicas), Wrapper()
     whole.load_state_dict({**dict(whole.named_buffers()), **expected()})
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
-    targets: list[nn.Module] = [model, generator(), sharded_walks.KINDS[kind](Wrapper(), world), Wrapper()]
+    targets: list[nn.Module] = [model, generator(), models.PARALLEL[kind](Wrapper(), world), Wrapper()]
     with torch.no_grad():
         for target in targets:
             for _ in range(2):

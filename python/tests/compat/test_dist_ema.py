@@ -7,9 +7,10 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import ranks
-import sharded_walks
+import sharded
 import torch
 import torch.distributed as dist
 import walks
@@ -108,9 +109,9 @@ def test_averages_of_many_ranks_are_the_origin_s_bit_for_bit(name: str, world: i
 
 
 def follow_shared(world: int, kinds: tuple[str, ...], name: str, steps: int) -> None:
-    model = sharded_walks.whole(name)
-    shared = [sharded_walks.shared(kind, model, world) for kind in kinds]
-    setters = [sharded_walks.setter(one, model) for one in shared]
+    model = sharded.whole(name)
+    shared = [sharded.copied(kind, model, world) for kind in kinds]
+    setters = [sharded.setter(one, model) for one in shared]
     emas = [DistEMA(one, *alone(), **OPTIONS["warm"]) for one in shared]
     dense = Dense(model, **OPTIONS["warm"])
     for _ in walks.walk(model, name, steps):
@@ -131,7 +132,7 @@ def follow_shared(world: int, kinds: tuple[str, ...], name: str, steps: int) -> 
     ("world", "kinds", "steps"),
     [(2, ("fsdp2", "ddp"), 200), (4, ("hsdp", "fsdp1", "fsdp1-flat", "ddp"), 40)]
     if not os.environ.get("SHARDOW_ALL")
-    else [(world, sharded_walks.kinds(world), walks.STEPS) for world in (2, 4)],
+    else [(world, sharded.kinds(world), walks.STEPS) for world in (2, 4)],
 )
 @pytest.mark.parametrize("name", walks.NAMES)
 def test_sharded_models_have_the_same_averages(name: str, world: int, kinds: tuple[str, ...], steps: int) -> None:
@@ -408,7 +409,7 @@ def test_noise_goes_on_where_it_was_after_a_resume() -> None:
 def _saves(path: str, kind: str) -> None:
     _, ema = made()
     ema.save(path)
-    other = sharded_walks.KINDS[kind](sharded_walks.whole("mlp"), dist.get_world_size())
+    other = models.PARALLEL[kind](sharded.whole("mlp"), dist.get_world_size())
     DistEMA(other, *alone(), decay=0.75).save(f"{path}.{kind}")
 
 
@@ -423,7 +424,7 @@ def _loads(path: str, kind: str) -> None:
         ema.load(f"{path}.weights")
     with pytest.raises(ValueError, match=r"norm\.bias"):
         DistEMA(nn.Linear(1, 1), *alone(), decay=0.5, warmup=True, power=0.75).load(path)
-    mlp = DistEMA(sharded_walks.whole("mlp"), *alone(), decay=0.75)
+    mlp = DistEMA(sharded.whole("mlp"), *alone(), decay=0.75)
     whole = mlp.state_dict(everywhere=True)
     for average in mlp.ema_param_list:
         average.zero_()

@@ -1,0 +1,23 @@
+"""The ranks that act together, for surfaces whose origins have no word for them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from shardow._team import Team
+from shardow.compat._stand_in import StandIn
+from shardow.torch.ranks import group_of_model
+
+
+def team_of(module: nn.Module) -> Team:
+    """Those that share a module, or what it stands in for."""
+    return module.ema._team if isinstance(module, StandIn) else Team(group_of_model(module, None), None)
+
+
+def everybody(process_group: dist.ProcessGroup | None = None) -> Team:
+    """Those of ``process_group``; None: all there are, each of which has a plain model, where one file is enough."""
+    return Team(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
+
+
+__all__ = ["everybody", "team_of"]

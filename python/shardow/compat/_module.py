@@ -171,6 +171,7 @@ class Averaged(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any wrapping; everything is checked on every rank first. Collective then."""
         if not isinstance(self.module, StandIn):
+            _refuse_unfit(self.state_dict(), state_dict, strict)
             return super().load_state_dict(state_dict, strict, assign)
         own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         given = {name: value for name, value in state_dict.items() if name not in own}
@@ -179,6 +180,21 @@ class Averaged(nn.Module):
         for name, buffer in own.items():
             buffer.copy_(state_dict.get(name, buffer))
         return _IncompatibleKeys([], [])
+
+
+def _refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
+    """Torch finds the same, when half is loaded."""
+    wrong = [
+        f"size mismatch for '{name}': {tuple(state[name].shape)} there, {tuple(tensor.shape)} here"
+        for name, tensor in here.items()
+        if isinstance(state.get(name), torch.Tensor) and state[name].shape != tensor.shape
+    ]
+    if strict:
+        for what, names in (("Missing", [n for n in here if n not in state]), ("Unexpected", [n for n in state if n not in here])):
+            if names:
+                wrong.append(f"{what} key(s) in state_dict: {', '.join(map(repr, names[:20]))}")
+    if wrong:
+        raise _errors.make_also(RuntimeError, f"nothing was loaded: {'; '.join(wrong[:20])}")
 
 
 def _all_there(own: Mapping[str, torch.Tensor], state: Mapping[str, Any], strict: bool) -> None:

@@ -19,6 +19,7 @@ from shardow._options import invalid, one_of, unsupported
 from shardow.compat._keepers import Keeper, keeper_of, stand_in_for
 from shardow.compat._stand_in import StandIn, needed
 from shardow.compat._twin import Fate, Kind
+from shardow.compat._whole import whole_averages, whole_state_dict
 from shardow.torch.names import walk
 
 
@@ -246,6 +247,16 @@ class EMA(nn.Module):
         return "copy" if names & self.param_or_buffer_names_no_ema else "average"
 
     # ---- state
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and {} elsewhere, under clean names."""
+        if not isinstance(self.ema_model, StandIn):
+            return {name: tensor.detach().cpu().clone() for name, tensor in self.state_dict().items()}
+        parts = {"ema_model": whole_averages(self.ema_model)}
+        if self.include_online_model:
+            parts["online_model"] = whole_state_dict(self.model)
+        full = {f"{prefix}.{name}": tensor for prefix, state in parts.items() for name, tensor in state.items()}
+        return {**full, "initted": self.initted.cpu().clone(), "step": self.step.cpu().clone()} if full else {}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         if self.ema_model is None and any(key.startswith(f"{prefix}ema_model.") for key in state_dict):

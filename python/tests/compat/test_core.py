@@ -204,3 +204,36 @@ def test_version_counters_move() -> None:
     twin.update(walks.model("mlp"), 0.5, 0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def _slices(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:2]
+
+
+@pytest.mark.parametrize("change", [_slices, torch.t], ids=["slice", "transpose"])
+def test_weights_that_change_their_form_where_they_lie_are_noticed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Pruning by ``weight.data = weight.data[:2]`` keeps the address."""
+    layer = nn.Linear(4, 4, bias=False)
+    twin, listed, ema = Twin(copy.deepcopy(layer), "lerp"), Listed("lerp"), EMA(layer, 0.5)
+    shadows = copies(layer.parameters())
+    before = layer.weight.detach().clone()
+    updates: list[Callable[[], None]] = [
+        lambda: twin.update(layer, 0.5, 0.5),
+        lambda: listed.update(shadows, list(layer.parameters()), 0.5, 0.5),
+        ema.update,
+    ]
+    for update in updates:
+        update()
+    layer.weight.data = change(layer.weight.data)
+    if change is _slices:
+        for update in updates:
+            with pytest.raises(ValueError, match=r"\(2, 4\)"):
+                update()
+        return
+    updates[0]()
+    updates[1]()
+    expected = torch.lerp(before, before.t(), 0.5)
+    assert torch.equal(twin.module.weight, expected)
+    assert torch.equal(shadows[0], expected)
+    with pytest.raises(NotImplementedError, match="contiguous"):
+        updates[2]()

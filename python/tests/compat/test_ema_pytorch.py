@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 import walks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -370,6 +371,11 @@ def _on_ranks(kind: str, some: dict[str, Any]) -> None:
         expected = {k: v for k, v in theirs.ema_model.state_dict().items() if v.is_floating_point()}
         assert not whole or all(torch.equal(whole[key], value) for key, value in expected.items())
         assert not list(ours.ema_model.children())
+    full = ours.full_state_dict()
+    assert not full or torch.equal(
+        full["ema_model.0.bias" if kind != "ddp" else "ema_model.module.0.bias"], theirs.ema_model.state_dict()["0.bias"]
+    )
+    assert bool(full) == (dist.get_rank() == 0 or kind == "ddp")
     resumed = EMA(model, **made)
     resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
     assert int(resumed.step) == 30

@@ -516,3 +516,13 @@ def test_what_is_not_finite_is_held() -> None:
     weight: Any = ema.module.weight
     assert weight[0, 0] == before[0, 0]
     assert weight[0, 1] == before[0, 1].lerp(torch.tensor(3.0), 0.5)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    average = ours.ModelEmaV2(torch.nn.Linear(4, 3), 0.5)
+    before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    for wrong in ({**state, "module.bias": torch.zeros(7)}, {**state, "other": torch.zeros(1)}, {"module.weight": state["module.weight"]}):
+        with pytest.raises(RuntimeError, match="nothing was loaded"):
+            average.load_state_dict(wrong)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in average.state_dict().items())

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import _errors
-from shardow._options import one_of
+from shardow._options import one_of, unsupported
 from shardow.compat._pairs import Tensors, copy_all, warn_of_rounding
 from shardow.compat._scripted import Scripted
 from shardow.compat._stand_in import StandIn, needed
@@ -136,7 +136,12 @@ class Sharded:
 
 
 def _averages(choose: Choose, one: LocalTensor, kind: Kind) -> bool:
-    return one.tensor.is_floating_point() and choose(one.name, one.tensor, kind) == "average"
+    chosen = choose(one.name, one.tensor, kind) == "average"
+    if chosen and one.tensor.is_complex():
+        raise unsupported(
+            f"'{one.name}' is {one.tensor.dtype}; averages that ranks share are of real numbers: keep it as two of them (torch.view_as_real)"
+        )
+    return chosen and one.tensor.is_floating_point()
 
 
 def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic: bool) -> torch.dtype:

@@ -526,3 +526,19 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(RuntimeError, match="nothing was loaded"):
             average.load_state_dict(wrong)
         assert all(torch.equal(tensor, before[name]) for name, tensor in average.state_dict().items())
+
+
+def _complex_weights() -> None:
+    class Wave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+            self.scale = nn.Parameter(torch.ones(4))
+
+    model = DistributedDataParallel(Wave())
+    with pytest.raises(NotImplementedError, match=r"'phase' is torch\.complex64"):
+        ours.ModelEmaV2(model, replicas="split")
+
+
+def test_complex_weights_are_refused_where_ranks_share_averages() -> None:
+    ranks.run(2, _complex_weights)

@@ -143,7 +143,7 @@ def test_an_evaluation_leaves_nothing_behind(kind: str) -> None:
 def _flat_shards_cannot_be_saved(path: str) -> None:
     model = _shard("fsdp1", walks.model("mlp"))
     ema = EMAModel(model.parameters(), model_cls=Tiny, model_config={})
-    with pytest.raises(ValueError, match=r"'0\.weight' is a flat piece of 222 elements, as FSDP1 has them, of which no Tiny"):
+    with pytest.raises(ValueError, match=r"'0\.weight' is a flat piece of \d+ elements, as FSDP1 has them, of which no Tiny"):
         ema.save_pretrained(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -30,7 +31,7 @@ class Unmatched(NamedTuple):
     unexpected_keys: list[str]
 
 
-class Managed:
+class Managed(ABC):
     """``decay`` may be changed between updates. ``updates``: how many there have been; save() keeps both beside the averages."""
 
     use_distributed_checkpointing = True
@@ -39,37 +40,37 @@ class Managed:
     _team: Team
     _refusal: type[Exception]  # what the origin raises for names that don't match
 
+    @abstractmethod
     def _names(self) -> Mapping[str, object]:
         """Of what is averaged."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _live(self) -> dict[str, torch.Tensor]:
         """Everything that state_dict() has, in its own memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _held(self) -> Held:
         """The same as this rank's memory, each tensor once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _begin(self) -> None:
         """The averages become the weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
         """Everything that an averaged model saves, and all names of each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def swapped(self) -> contextlib.AbstractContextManager[nn.Module]:
         """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks share it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stats(self) -> dict[str, float]:
         """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what the implementation adds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         """``directory``/ema.safetensors, BAGEL's name for it: the complete model with averaged weights under clean names, each rank writing its own bytes. Collective."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._names())

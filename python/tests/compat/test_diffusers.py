@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import json
 import os
@@ -58,13 +57,6 @@ def _equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-def _through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
-
-
 @pytest.mark.parametrize("name", walks.NAMES)
 def test_a_thousand_steps_are_the_origins_bit_for_bit(name: str) -> None:
     """Frozen parameters are copied; which are frozen changes on the way."""
@@ -113,7 +105,7 @@ def test_states_go_both_ways_and_the_training_goes_on(file: bool) -> None:
             states = ours.state_dict(), theirs.state_dict()
             theirs, ours = (cls(model.parameters(), 0.5) for cls in (training_utils.EMAModel, EMAModel))
             for ema, state in zip((theirs, ours), states, strict=True):
-                ema.load_state_dict(_through_a_file(state) if file else state)
+                ema.load_state_dict(walks.through_a_file(state) if file else state)
         ours.step(model.parameters())
         theirs.step(model.parameters())
     assert _same(ours, theirs)

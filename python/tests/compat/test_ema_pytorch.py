@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 from typing import Any
@@ -54,13 +53,6 @@ def _floats(ema: Any) -> dict[str, torch.Tensor]:
 def _same(ours: Any, theirs: Any) -> bool:
     a, b = _floats(ours), _floats(theirs)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def _through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
 
 
 @pytest.mark.parametrize("name", walks.NAMES)
@@ -137,7 +129,7 @@ def test_states_go_both_ways_and_the_training_goes_on(file: bool) -> None:
             states = [copy.deepcopy(ema.state_dict()) for ema in (ours, theirs)]
             theirs, ours = (cls(model, **SOON) for cls in (origin.EMA, EMA))
             for ema, state in zip((theirs, ours), states, strict=True):
-                ema.load_state_dict(_through_a_file(state) if file else state)
+                ema.load_state_dict(walks.through_a_file(state) if file else state)
         ours.update()
         theirs.update()
     assert _same(ours, theirs)

@@ -33,13 +33,6 @@ def _equal(a: Any, b: Any) -> bool:
     return all(map(torch.equal, a, b)) and len(a) == len(b) if isinstance(a, list) else a == b
 
 
-def _through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
-
-
 @pytest.mark.parametrize("name", walks.NAMES)
 def test_a_thousand_steps_are_the_origins_bit_for_bit(name: str) -> None:
     model = walks.model(name)
@@ -90,7 +83,7 @@ def test_states_go_both_ways_and_the_training_goes_on(file: bool) -> None:
             state_of_ours, state_of_theirs = ours.state_dict(), theirs.state_dict()
             fresh = [cls(model.parameters(), 0.5, False) for cls in (origin.ExponentialMovingAverage, ExponentialMovingAverage)]
             for ema, state in zip(fresh, (state_of_ours, state_of_theirs), strict=True):
-                ema.load_state_dict(_through_a_file(state) if file else state)
+                ema.load_state_dict(walks.through_a_file(state) if file else state)
             theirs, ours = fresh
             assert theirs.collected_params is not None
             assert ours.collected_params is None

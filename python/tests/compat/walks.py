@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,3 +68,11 @@ def walk(model: nn.Module, name: str, steps: int = STEPS) -> Iterator[int]:
             else:
                 buffer.add_(1)
         yield number
+
+
+def through_a_file(state: Any) -> Any:
+    """What torch.save() and torch.load() make of it."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)

@@ -48,9 +48,9 @@ void keep_others(const Draft& draft) {
   std::error_code ignored;
   fs::permissions(draft.temporary, fs::status(draft.target).permissions(), ignored);
   for (const fs::directory_entry& entry : fs::directory_iterator(draft.target)) {
-    if (is_ours(entry.path().filename().string())) continue;
     const Path to = draft.temporary / entry.path().filename();
     std::error_code error;
+    if (is_ours(entry.path().filename().string()) || fs::exists(fs::symlink_status(to, error))) continue;  // replaced
     constexpr auto kAll = fs::copy_options::recursive | fs::copy_options::copy_symlinks;
     fs::copy(entry.path(), to, kAll | fs::copy_options::create_hard_links, error);
     if (error) {

@@ -60,6 +60,19 @@ struct AverageOptions {
   std::chrono::milliseconds timeout{600'000};  ///< of the exchanges with `replicas` in swap()
 };
 
+/// Whose options an Average goes on with after set_state().
+enum class OptionsFrom {
+  kFile,  ///< those that the state was saved with: the run goes on bit-identically
+  kOwn,   ///< the Average's own, from the saved counters on
+};
+
+/// An option that a saved state and an Average do not share, in their JSON's words.
+struct OptionDifference {
+  std::string
+      name;  ///< schedule (schedule/0, schedule/1, ... of several), schedules, rule, rounding, update_every, start_step, seed, dtype
+  std::string file, own;
+};
+
 struct UpdateReport {
   bool applied = false;    ///< false between the update_every-th steps
   int64_t non_finite = 0;  ///< elements held in this update, CPU views; CUDA views are counted by stats()
@@ -127,9 +140,16 @@ class Average {
   /// Steps, updates, samples, schedules, rule, rounding and seed as JSON: with the averages themselves all that is needed to go on
   /// bit-identically.
   std::string state() const;
-  /// Takes counters, schedules and seed from `json`. Throws kCorrupt or kInvalidArgument (another number of averages) before anything
-  /// changes.
-  void set_state(std::string_view json);
+  /// Takes the counters of `json`, and with OptionsFrom::kFile its schedules, rule, rounding, update_every, start_step and seed too; the
+  /// dtype is that of memory. Throws kCorrupt, or kInvalidArgument where the number of averages is another or dtype and the file's rule or
+  /// rounding exclude each other, before anything changes.
+  void set_state(std::string_view json, OptionsFrom options = OptionsFrom::kFile);
+
+  /// What set_state(json) would change of the options, and the dtype where it differs; empty: nothing. Throws kCorrupt.
+  std::vector<OptionDifference> differences(std::string_view json) const;
+
+  /// In force, one of each average.
+  std::span<const Schedule> schedules() const noexcept;
 
  private:
   struct Impl;

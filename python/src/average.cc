@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "average/arena.h"
@@ -73,6 +74,7 @@ void bind_enums(nb::module_& m) {
       .value("auto", Rounding::kAuto)
       .value("nearest", Rounding::kNearest)
       .value("stochastic", Rounding::kStochastic);
+  nb::enum_<OptionsFrom>(m, "OptionsFrom").value("file", OptionsFrom::kFile).value("own", OptionsFrom::kOwn);
   nb::enum_<NonFinite>(m, "NonFinite")
       .value("hold", NonFinite::kHold)
       .value("propagate", NonFinite::kPropagate)
@@ -139,7 +141,19 @@ void bind_average(nb::module_& m) {
       .def_prop_ro("swapped", &Average::swapped)
       .def("stats", &stats_dict)
       .def("state", &Average::state, "Counters, schedules and seed as JSON.")
-      .def("set_state", &Average::set_state, "json"_a);
+      .def("set_state", &Average::set_state, "json"_a, "options"_a = OptionsFrom::kFile,
+           "Counters of a saved state, and with OptionsFrom.file its options; nothing has changed where it raises.")
+      .def(
+          "differences",
+          [](const Average& self, std::string_view json) {
+            std::vector<std::tuple<std::string, std::string, std::string>> found;
+            for (const OptionDifference& one : self.differences(json)) found.emplace_back(one.name, one.file, one.own);
+            return found;
+          },
+          "json"_a, "(option, in the saved state, own) where they are not the same.")
+      .def_prop_ro(
+          "schedules", [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },
+          "In force, one of each average.");
   nb::class_<Limit>(m, "Limit",
                     "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
       .def(

@@ -48,7 +48,8 @@ std::vector<TensorView> on(const Device& device, std::span<const TensorView> vie
 Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chosen) : options(std::move(chosen)) {
   average::check_options(options);
   average::check_parameters(parameters);
-  bind(parameters);
+  whole.assign(parameters.begin(), parameters.end());
+  parts = divide(whole);
   for (const TensorView& part : parts) {
     elements += part.region.size();
     const auto averaged = static_cast<int64_t>(options.schedules.size());
@@ -56,9 +57,13 @@ Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chose
   }
 }
 
+/// All that can fail is made first; then everything changes at once.
 void Average::Impl::bind(std::span<const TensorView> parameters) {
-  whole.assign(parameters.begin(), parameters.end());
-  parts = divide(whole);
+  std::vector<TensorView> now(parameters.begin(), parameters.end()), divided = divide(now);
+  auto made = make_backends(divided);
+  whole.swap(now);
+  parts.swap(divided);
+  backends.swap(made);
 }
 
 /// The parts of `views` that this rank averages.
@@ -91,24 +96,26 @@ void Average::Impl::allocate() {
   }
 }
 
-void Average::Impl::make_backends() {
-  backends.clear();
+/// One backend for each device of `bound`, whose averages are ours.
+std::vector<std::unique_ptr<average::Backend>> Average::Impl::make_backends(std::span<const TensorView> bound) const {
+  std::vector<std::unique_ptr<average::Backend>> made;
   std::vector<Device> devices;
-  for (const TensorView& part : parts) {
+  for (const TensorView& part : bound) {
     if (std::none_of(devices.begin(), devices.end(), [&](const Device& known) { return same_device(known, part.device); })) {
       devices.push_back(part.device);
     }
   }
   const bool noisy = options.rounding != Rounding::kNearest && options.rule == Rule::kLerp && options.dtype != DType::kF64;
   for (const Device& device : devices) {
-    const std::vector<TensorView> here = on(device, parts, parts);
+    const std::vector<TensorView> here = on(device, bound, bound);
     std::vector<std::vector<TensorView>> averaged;
-    for (const auto& average : averages) averaged.push_back(on(device, average, parts));
+    for (const auto& average : averages) averaged.push_back(on(device, average, bound));
     average::Chunks chunks;
     chunks.memory = average::make_chunks(here, averaged, average::Cut::kMemory);
     if (noisy && average::has_jumps(here)) chunks.runs = average::make_chunks(here, averaged, average::Cut::kRuns);
-    backends.push_back(average::make_backend(device, std::move(chunks), options.num_threads));
+    made.push_back(average::make_backend(device, std::move(chunks), options.num_threads));
   }
+  return made;
 }
 
 void Average::Impl::copy_parameters() {
@@ -128,6 +135,9 @@ int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
 
 UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given) {
   if (swapped) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
+  if (!std::isfinite(samples) || samples < 0) {
+    fail(Code::kInvalidArgument, "update(samples={}): the number of training samples seen so far, 0 or more", samples);
+  }
   const int64_t now = next_step(step);
   UpdateReport report;
   const bool copies = now <= options.start_step;
@@ -221,14 +231,14 @@ Average::Average(std::span<const TensorView> parameters, std::span<const std::ve
     : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
   average::check_averages(impl_->parts, averages, impl_->options);
   impl_->averages.assign(averages.begin(), averages.end());
-  impl_->make_backends();
+  impl_->backends = impl_->make_backends(impl_->parts);
   if (!impl_->options.keep_values) impl_->copy_parameters();
 }
 
 Average::Average(std::span<const TensorView> parameters, AverageOptions options)
     : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
   impl_->allocate();
-  impl_->make_backends();
+  impl_->backends = impl_->make_backends(impl_->parts);
   impl_->copy_parameters();
 }
 
@@ -242,6 +252,11 @@ UpdateReport Average::update(std::optional<int64_t> step, double samples) {
 
 UpdateReport Average::update_by(std::span<const Factors> factors, std::optional<int64_t> step) {
   if (factors.size() != size()) fail(Code::kInvalidArgument, "{} factors for {} averages", factors.size(), size());
+  for (size_t k = 0; k < factors.size(); ++k) {
+    if (std::isfinite(factors[k].decay) && std::isfinite(factors[k].weight)) continue;
+    fail(Code::kInvalidArgument, "update_by(): average {} would get decay {} and weight {}; both must be finite", k, factors[k].decay,
+         factors[k].weight);
+  }
   return impl_->update(step, 0, factors);
 }
 
@@ -255,7 +270,6 @@ void Average::bind(std::span<const TensorView> parameters) {
   if (same_addresses(impl_->whole, parameters)) return;
   if (impl_->swapped) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
   impl_->bind(parameters);
-  impl_->make_backends();
 }
 
 void Average::reset() {
@@ -296,20 +310,43 @@ std::string Average::state() const {
   return average::to_json(impl_->options, impl_->counters);
 }
 
-void Average::set_state(std::string_view json) {
+void Average::set_state(std::string_view json, OptionsFrom options) {
   if (impl_->swapped) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
-  average::State state = average::state_from_json(json);
-  if (state.schedules.size() != size()) {
+  const average::State state = average::state_from_json(json);
+  if (state.options.schedules.size() != size()) {
     fail(Code::kInvalidArgument,
          "the saved state has {} averages of each parameter, this one keeps {}; make it with the same number of decays",
-         state.schedules.size(), size());
+         state.options.schedules.size(), size());
   }
-  if (state.update_every < 1) fail(Code::kCorrupt, "saved state: update_every is {}", state.update_every);
-  impl_->counters = state.counters;
-  impl_->options.schedules = std::move(state.schedules);
-  impl_->options.seed = state.seed;
-  impl_->options.update_every = state.update_every;
-  impl_->options.start_step = state.start_step;
+  impl_->set_state(state, options);
+}
+
+void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
+  if (from == OptionsFrom::kFile) {
+    AverageOptions merged = average::with_options_of(state.options, options);
+    try {
+      average::check_options(merged);
+    } catch (const Error& error) {
+      fail(error.code(), "the saved state's options do not fit averages of dtype {} (go on with your own options instead): {}",
+           dtype_name(options.dtype), error.what());
+    }
+    std::swap(merged, options);
+    try {
+      backends = make_backends(parts);
+    } catch (...) {
+      std::swap(merged, options);
+      throw;
+    }
+  }
+  counters = state.counters;
+}
+
+std::vector<OptionDifference> Average::differences(std::string_view json) const {
+  return average::differences(average::state_from_json(json).options, impl_->options);
+}
+
+std::span<const Schedule> Average::schedules() const noexcept {
+  return impl_->options.schedules;
 }
 
 }  // namespace shardow

@@ -4,10 +4,13 @@
 #include "average/counters.h"
 
 #include <fmt/format.h>
-#include <simdjson.h>
 
+#include <algorithm>
 #include <charconv>
+#include <cmath>
+#include <utility>
 
+#include "average/json.h"
 #include "base/errors.h"
 #include "tensor/dtype.h"
 
@@ -16,25 +19,20 @@ namespace {
 
 constexpr int64_t kFormat = 1;
 
-std::string_view rule_name(Rule rule) {
-  switch (rule) {
-    case Rule::kLerp: return "lerp";
-    case Rule::kMulAdd: return "mul_add";
-    case Rule::kTwoProducts: return "two_products";
-    case Rule::kDifference: return "difference";
-    case Rule::kFusedDifference: return "fused_difference";
-    case Rule::kQuotient: return "quotient";
-  }
-  return "";
-}
+template <typename Value>
+using Names = std::vector<std::pair<Value, std::string_view>>;
 
-std::string_view rounding_name(Rounding rounding) {
-  switch (rounding) {
-    case Rounding::kAuto: return "auto";
-    case Rounding::kNearest: return "nearest";
-    case Rounding::kStochastic: return "stochastic";
-  }
-  return "";
+const Names<Rule> kRules = {{Rule::kLerp, "lerp"},
+                            {Rule::kMulAdd, "mul_add"},
+                            {Rule::kTwoProducts, "two_products"},
+                            {Rule::kDifference, "difference"},
+                            {Rule::kFusedDifference, "fused_difference"},
+                            {Rule::kQuotient, "quotient"}};
+const Names<Rounding> kRoundings = {{Rounding::kAuto, "auto"}, {Rounding::kNearest, "nearest"}, {Rounding::kStochastic, "stochastic"}};
+
+template <typename Value>
+std::string_view name_of(const Names<Value>& names, Value value) {
+  return std::find_if(names.begin(), names.end(), [&](const auto& one) { return one.first == value; })->second;
 }
 
 /// Reads fields of one JSON object; each must be there, of its type and in range.
@@ -54,6 +52,20 @@ class Fields {
     return value;
   }
 
+  template <typename Value>
+  Value one_of(std::string_view key, const Names<Value>& names) const {
+    const std::string_view name = text(key);
+    const auto found = std::find_if(names.begin(), names.end(), [&](const auto& one) { return one.second == name; });
+    if (found == names.end()) bad(key, "a name that this version knows");
+    return found->first;
+  }
+
+  std::string_view text(std::string_view key) const {
+    std::string_view value;
+    if (object_[key].get(value) != simdjson::SUCCESS) bad(key, "a string");
+    return value;
+  }
+
   uint64_t seed(std::string_view key) const {
     std::string_view text;
     uint64_t value = 0;
@@ -61,6 +73,14 @@ class Fields {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error != std::errc() || end != text.data() + text.size()) bad(key, "a string of decimal digits");
     return value;
+  }
+
+  DType dtype(std::string_view key) const {
+    try {
+      return dtype_from_name(text(key));
+    } catch (const Error&) {
+      bad(key, "the name of a dtype");
+    }
   }
 
   std::vector<Schedule> schedules(std::string_view key) const {
@@ -80,6 +100,20 @@ class Fields {
   std::string_view json_;
 };
 
+/// What next_step() and the schedules take for granted: a step that is not counted yet would never come, or come twice.
+void check(const Counters& counters, std::string_view json) {
+  if (counters.applied_step > counters.step) {
+    base::fail(Code::kCorrupt, "saved state: applied_step {} is after step {} in {}", counters.applied_step, counters.step, json);
+  }
+  if (counters.updates > counters.applied_step) {
+    base::fail(Code::kCorrupt, "saved state: {} updates by applied_step {}, at most one a step, in {}", counters.updates,
+               counters.applied_step, json);
+  }
+  if (!std::isfinite(counters.applied_samples) || counters.applied_samples < 0) {
+    base::fail(Code::kCorrupt, "saved state: applied_samples is {} in {}", counters.applied_samples, json);
+  }
+}
+
 }  // namespace
 
 std::string to_json(const AverageOptions& options, const Counters& counters) {
@@ -89,28 +123,62 @@ std::string to_json(const AverageOptions& options, const Counters& counters) {
       R"({{"format":{},"step":{},"updates":{},"applied_step":{},"applied_samples":{},"held_non_finite":{},"seed":"{}","update_every":{},)"
       R"("start_step":{},"rule":"{}","rounding":"{}","dtype":"{}","schedules":[{}]}})",
       kFormat, counters.step, counters.updates, counters.applied_step, counters.applied_samples, counters.held_non_finite, options.seed,
-      options.update_every, options.start_step, rule_name(options.rule), rounding_name(options.rounding), dtype_name(options.dtype),
-      schedules);
+      options.update_every, options.start_step, name_of(kRules, options.rule), name_of(kRoundings, options.rounding),
+      dtype_name(options.dtype), schedules);
 }
 
 State state_from_json(std::string_view json) {
   simdjson::dom::parser parser;
-  simdjson::dom::object object;
-  if (parser.parse(simdjson::padded_string(json)).get(object) != simdjson::SUCCESS) {
-    base::fail(Code::kCorrupt, "saved state is not a JSON object: {}", json);
-  }
-  const Fields fields(object, json);
+  const auto object = object_in(parser, json);
+  if (!object) base::fail(Code::kCorrupt, "saved state is not a JSON object: {}", json);
+  const Fields fields(*object, json);
   if (const int64_t format = fields.count("format"); format != kFormat) {
     base::fail(Code::kUnsupported, "saved state has format {}; this version reads format {}", format, kFormat);
   }
   State state;
   state.counters = {fields.count("step"), fields.count("updates"), fields.count("applied_step"), fields.number("applied_samples"),
                     fields.count("held_non_finite")};
-  state.schedules = fields.schedules("schedules");
-  state.seed = fields.seed("seed");
-  state.update_every = fields.count("update_every");
-  state.start_step = fields.count("start_step");
+  check(state.counters, json);
+  state.options.schedules = fields.schedules("schedules");
+  state.options.seed = fields.seed("seed");
+  state.options.update_every = fields.count("update_every");
+  if (state.options.update_every < 1) base::fail(Code::kCorrupt, "saved state: update_every is 0 in {}", json);
+  state.options.start_step = fields.count("start_step");
+  state.options.rule = fields.one_of("rule", kRules);
+  state.options.rounding = fields.one_of("rounding", kRoundings);
+  state.options.dtype = fields.dtype("dtype");
   return state;
+}
+
+std::vector<OptionDifference> differences(const AverageOptions& file, const AverageOptions& own) {
+  std::vector<OptionDifference> found;
+  const auto compare = [&](std::string name, std::string theirs, std::string ours) {
+    if (theirs != ours) found.push_back({std::move(name), std::move(theirs), std::move(ours)});
+  };
+  if (file.schedules.size() != own.schedules.size()) {
+    compare("schedules", std::to_string(file.schedules.size()), std::to_string(own.schedules.size()));
+  }
+  for (size_t k = 0; k < std::min(file.schedules.size(), own.schedules.size()); ++k) {
+    compare(own.schedules.size() == 1 ? "schedule" : fmt::format("schedule/{}", k), file.schedules[k].to_json(),
+            own.schedules[k].to_json());
+  }
+  compare("rule", std::string(name_of(kRules, file.rule)), std::string(name_of(kRules, own.rule)));
+  compare("rounding", std::string(name_of(kRoundings, file.rounding)), std::string(name_of(kRoundings, own.rounding)));
+  compare("update_every", std::to_string(file.update_every), std::to_string(own.update_every));
+  compare("start_step", std::to_string(file.start_step), std::to_string(own.start_step));
+  compare("seed", std::to_string(file.seed), std::to_string(own.seed));
+  compare("dtype", std::string(dtype_name(file.dtype)), std::string(dtype_name(own.dtype)));
+  return found;
+}
+
+AverageOptions with_options_of(const AverageOptions& file, AverageOptions own) {
+  own.schedules = file.schedules;
+  own.rule = file.rule;
+  own.rounding = file.rounding;
+  own.update_every = file.update_every;
+  own.start_step = file.start_step;
+  own.seed = file.seed;
+  return own;
 }
 
 }  // namespace shardow::average

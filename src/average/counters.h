@@ -18,19 +18,23 @@ struct Counters {
   int64_t held_non_finite = 0;
 };
 
-/// What a saved state restores.
+/// What a saved state says: counters, and of the options those that decide numbers (schedules, dtype, rule, rounding, update_every,
+/// start_step, seed); the others have their defaults.
 struct State {
   Counters counters;
-  std::vector<Schedule> schedules;
-  uint64_t seed = 0;
-  int64_t update_every = 1;
-  int64_t start_step = 0;
+  AverageOptions options;
 };
 
-/// Canonical JSON of `options` and `counters`; rule, rounding and dtype are recorded for readers, and compared by nobody.
+/// Canonical JSON of `options` and `counters`.
 std::string to_json(const AverageOptions& options, const Counters& counters);
 
-/// Throws kCorrupt with the offending text.
+/// Options that decide numbers and are not the same, in a fixed order.
+std::vector<OptionDifference> differences(const AverageOptions& file, const AverageOptions& own);
+
+/// `own` with the options of `file`, but for the dtype, which is that of memory.
+AverageOptions with_options_of(const AverageOptions& file, AverageOptions own);
+
+/// Throws kCorrupt with the offending text, also for counters that no Average can have.
 State state_from_json(std::string_view json);
 
 }  // namespace shardow::average

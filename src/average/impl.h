@@ -37,8 +37,9 @@ struct Average::Impl {
 
   void allocate();
   void bind(std::span<const TensorView> parameters);
-  void make_backends();
+  std::vector<std::unique_ptr<average::Backend>> make_backends(std::span<const TensorView> bound) const;
   void copy_parameters();
+  void set_state(const average::State& state, OptionsFrom from);
   UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {});
   std::vector<TensorView> divide(std::span<const TensorView> views) const;
   void swap(std::span<const TensorView> weights, size_t k);

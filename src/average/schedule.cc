@@ -2,11 +2,11 @@
 #include "shardow/schedule.h"
 
 #include <fmt/format.h>
-#include <simdjson.h>
 
 #include <cmath>
 #include <set>
 
+#include "average/json.h"
 #include "average/schedule_table.h"
 #include "base/errors.h"
 
@@ -78,9 +78,9 @@ std::string Schedule::to_json() const {
 
 Schedule Schedule::from_json(std::string_view json) {
   simdjson::dom::parser parser;
-  simdjson::dom::object object;
-  const simdjson::padded_string padded(json);
-  if (parser.parse(padded).get(object) != simdjson::SUCCESS) corrupt(json, "no JSON object");
+  const auto found = average::object_in(parser, json);
+  if (!found) corrupt(json, "no JSON object");
+  const simdjson::dom::object& object = *found;
   std::string_view kind;
   if (object["kind"].get(kind) != simdjson::SUCCESS) corrupt(json, "no \"kind\"");
   Numbers numbers;

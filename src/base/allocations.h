@@ -1,5 +1,5 @@
-// For tests: counts calls of operator new, to show that a path allocates nothing. Replaces the program's operators: include it in one file
-// of a test program.
+// For tests: counts calls of operator new, to show that a path allocates nothing, and refuses one of them. Replaces the program's
+// operators: include it in one file of a test program.
 #pragma once
 
 #include <atomic>
@@ -18,10 +18,29 @@ long allocations_of(Fn&& fn) {
   return num_allocations.load() - before;
 }
 
+inline std::atomic<long> allocations_until_refusal{-1};  // below 0: none is refused
+
+/// fn() with its n-th allocation refused, counted from 0 over all threads; true if it threw std::bad_alloc.
+template <typename Fn>
+bool fails_at_allocation(long n, Fn&& fn) {
+  allocations_until_refusal.store(n);
+  bool failed = false;
+  try {
+    fn();
+  } catch (const std::bad_alloc&) {
+    failed = true;
+  }
+  allocations_until_refusal.store(-1);
+  return failed;
+}
+
 }  // namespace shardow::base
 
 void* operator new(std::size_t bytes) {
   shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
+  if (shardow::base::allocations_until_refusal.load() >= 0 && shardow::base::allocations_until_refusal.fetch_sub(1) == 0) {
+    throw std::bad_alloc();
+  }
   if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
   throw std::bad_alloc();
 }

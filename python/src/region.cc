@@ -43,6 +43,11 @@ nb::tuple shape_tuple(const Region& region) {
   return nb::tuple(list);
 }
 
+nb::bytes encoded(const Region& region) {
+  const std::string s = region.encode();
+  return nb::bytes(s.data(), s.size());
+}
+
 }  // namespace
 
 void bind_region(nb::module_& m) {
@@ -57,19 +62,21 @@ void bind_region(nb::module_& m) {
       .def_prop_ro("size", &Region::size, "Elements held.")
       .def("runs", &runs, "[(global_begin, local_begin, length)], in ascending order, in elements.")
       .def("boxes", &boxes, "[(offsets, sizes, local_begin)]: the region as axis-aligned boxes, in local order.")
-      .def(
-          "encode",
-          [](const Region& r) {
-            const std::string s = r.encode();
-            return nb::bytes(s.data(), s.size());
-          },
-          "Bytes for another rank.")
+      .def("encode", &encoded, "Bytes for another rank.")
       .def_static(
           "decode",
           [](const nb::bytes& b) {
             return Region::decode({b.c_str(), b.size()});
           },
           "data"_a)
+      .def("__getstate__", &encoded)
+      .def("__setstate__",
+           [](Region& self, const nb::bytes& b) {
+             new (&self) Region(Region::decode({b.c_str(), b.size()}));
+           })
+      .def(
+          "__deepcopy__", [](nb::handle self, nb::handle) { return nb::borrow(self); }, "memo"_a,
+          nb::sig("def __deepcopy__(self, memo: dict, /) -> Region"), "Itself: a region never changes.")
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__", [](const Region& r) { return "Region(" + r.to_string() + ")"; });
   m.def(

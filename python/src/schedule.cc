@@ -32,6 +32,11 @@ void bind_schedule(nb::module_& m) {
           },
           "step"_a, "updates"_a, "delta"_a = 1, "samples"_a = 0.0, "delta_samples"_a = 0.0,
           "(decay, weight) in float64 of the update at `step` (the first is 1), after `updates` applied ones.")
+      .def("__getstate__", &Schedule::to_json)
+      .def("__setstate__", [](Schedule& self, std::string_view json) { new (&self) Schedule(Schedule::from_json(json)); })
+      .def(
+          "__deepcopy__", [](nb::handle self, nb::handle) { return nb::borrow(self); }, "memo"_a,
+          nb::sig("def __deepcopy__(self, memo: dict, /) -> Schedule"), "Itself: a schedule never changes.")
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__", [](const Schedule& schedule) { return "Schedule(" + schedule.to_json() + ")"; });
 }

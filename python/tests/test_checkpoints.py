@@ -84,6 +84,44 @@ def test_saved_averages_load_anywhere_and_go_on_bit_identically(how: str, kind: 
         assert equal(resumed, later), (other, size)
 
 
+def save_while_training(kind: str, path: str) -> tuple[Full, Full]:
+    """Through both of torch's stagers; the averages go on before what was staged is written."""
+    model, ema = make(kind)
+    step(model, ema, 3, seed=4)
+    first = full_of(ema)
+    saving = dcp.async_save({"ema": ema}, checkpoint_id=f"{path}-default")
+    step(model, ema, 2, seed=6)
+    saving.result()
+    second = full_of(ema)
+    saving = dcp.async_save({"ema": ema}, storage_writer=dcp.FileSystemWriter(f"{path}-blocking"))
+    step(model, ema, 2, seed=7)
+    saving.result()
+    return first, second
+
+
+def load_as_a_dict(kind: str, path: str) -> tuple[Full, Full]:
+    """Not through Stateful: the tensors of state_dict() are the EMA's memory, and load_state_dict() takes their copies."""
+    model, ema = make(kind)
+    step(model, ema, 1, seed=9)
+    state = {"ema": {**ema.state_dict(), "averages": copy.deepcopy(ema.state_dict()["averages"])}}
+    dcp.load(state, checkpoint_id=f"{path}-blocking")
+    ema.load_state_dict(state["ema"])
+    blocking = full_of(ema)
+    step(model, ema, 1, seed=8)
+    dcp.load({"ema": ema}, checkpoint_id=f"{path}-default")
+    return blocking, full_of(ema)
+
+
+@pytest.mark.parametrize(("kind", "world"), [*PLACES, ("tp+fsdp2", 4)])
+def test_dcp_saves_in_the_background_under_every_sharding(kind: str, world: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    first, second = ranks.run(world, save_while_training, kind, path)[0]
+    other, size = ("tp+fsdp2", 2) if kind == "tp+fsdp2" else ("fsdp2", 2)
+    blocking, default = ranks.run(size, load_as_a_dict, other, path)[0]
+    assert equal(blocking, second)
+    assert equal(default, first)
+
+
 def copy_across() -> list[bool]:
     model, ema = make("fsdp2")
     step(model, ema, 3, seed=1)
@@ -145,19 +183,21 @@ def test_streaming_holds_one_tensor_at_a_time() -> None:
     assert elsewhere < 32 << 20
 
 
-def pickled() -> bool:
+def pickled(kind: str) -> bool:
     import io
 
-    model, ema = make("fsdp2")
+    model, ema = make(kind)
     step(model, ema, 2, seed=1)
     saved = full_of(ema)
     file = io.BytesIO()
-    torch.save(ema.state_dict(), file)
+    with pytest.warns(UserWarning, match="on rank 0 alone the other parts are lost"):
+        torch.save(ema.state_dict(), file)
     step(model, ema, 2, seed=3)
     file.seek(0)
     ema.load_state_dict(torch.load(file, weights_only=False))
     return equal(full_of(ema), saved) and copy.deepcopy(ema.state_dict()) is not None
 
 
-def test_a_state_dict_survives_torch_save_rank_by_rank() -> None:
-    assert ranks.run(2, pickled) == [True, True]
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_a_state_dict_survives_torch_save_rank_by_rank_and_warns_that_it_is_a_part(kind: str) -> None:
+    assert ranks.run(2, pickled, kind) == [True, True]

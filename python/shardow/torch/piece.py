@@ -1,46 +1,55 @@
 """Piece: a region of a global tensor that torch.distributed.checkpoint saves and loads as it is, at any world size.
 
 A DTensor cannot be this: torch takes its offsets from a helper that is wrong for uneven TP + FSDP2, and flat ranges (FSDP1, a replica's part) have no placement. A region's boxes are chunks.
+
+It is a tensor without storage of its own, as DTensor is: torch's stagers then copy its attributes, and not memory of the global shape, which is nowhere.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardow import _core, _errors
+from shardow import _core, _errors, _warnings
+from shardow.torch import elementwise
 
 
 class Piece(torch.Tensor):
-    """``local``: region.size elements, 1-D, in the region's order; size() is the global tensor's. It shares local's memory.
+    """This rank's part of a tensor. ``local``: its region.size elements, 1-D, in the region's order; ``region``: which they are; shape and size() are the whole tensor's.
 
-    It is a Tensor because torch's checkpointing fails for objects that are none; arithmetic on it acts on the 1-D local memory.
+    It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers and with pieces of the same region; what needs the elements of other ranks
+    is refused: UnsupportedError. Pickling it warns, since the file will hold a part.
     """
 
     local: torch.Tensor
     region: _core.Region
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(cls, local: torch.Tensor, region: _core.Region) -> Piece:
-        piece: Piece = torch.Tensor._make_subclass(cls, local)
+        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, torch.Size(region.shape), dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
         piece.local, piece.region = local, region
         return piece
 
-    def size(self, dim: int | None = None) -> Any:
-        shape = torch.Size(self.region.shape)
-        return shape if dim is None else shape[dim]
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return elementwise.run(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _warn_of_a_part()
         return _rebuild, (self.local, self.region.encode())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
-        return Piece(self.local.clone(), self.region)
+        return memo.setdefault(id(self), Piece(self.local.detach().clone(), self.region))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Piece({self.region}, {self.local.dtype})"
+        return f"Piece({self.local.numel():,} of the {math.prod(self.region.shape):,} elements of {self.region}: {self.local!r})"
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(offsets, sizes) for offsets, sizes, _ in self.region.boxes()]
@@ -72,3 +81,11 @@ torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True
 
 def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _warn_of_a_part() -> None:
+    """One text, so that a whole state warns once."""
+    _warnings.warn(
+        "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the other parts are lost. Use EMA.save(), torch.distributed.checkpoint, "
+        "or full_state_dict() on all ranks; parts pickled on every rank load at the same world size and sharding only"
+    )

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 #: One result element from one element each, though torch does not tag them so.
 _KEEP = {
-    _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default, _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
-    _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default, _aten.lerp.Scalar, _aten.lerp_.Scalar, _aten.lift_fresh.default, _aten._pin_memory.default,
+    _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default, _aten.empty_like.default,
+    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.fill_.Scalar, _aten.fill_.Tensor,
+    _aten.zero_.default, _aten.copy_.default, _aten.lerp.Scalar, _aten.lerp_.Scalar, _aten._pin_memory.default,
 }  # fmt: skip
-_NEW = {_aten.new_empty.default: torch.empty, _aten.new_zeros.default: torch.zeros, _aten.new_ones.default: torch.ones}
+_NEW: dict[Any, Any] = {_aten.new_empty.default: torch.empty, _aten.new_zeros.default: torch.zeros, _aten.new_ones.default: torch.ones}
 _REDUCE = ("norm", "max", "min")  # among torch's _foreach_ functions
 
 
@@ -67,7 +68,8 @@ def _one_region(func: Any, flat: Sequence[Any]) -> _core.Region:
                 raise _refused(func, pieces[0], f"the other is {one.region}")
         elif isinstance(one, torch.Tensor) and one.numel() != 1:
             raise _refused(func, pieces[0], f"the other is a tensor of shape {tuple(one.shape)}")
-    return pieces[0].region
+    region: _core.Region = pieces[0].region
+    return region
 
 
 def _each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -101,7 +103,8 @@ def _new(func: Any, piece: Piece, size: Sequence[int], **options: Any) -> torch.
     options = {name: value for name, value in options.items() if value is not None}
     options = {"dtype": piece.dtype, "device": piece.device, **options}
     if tuple(size) != tuple(piece.shape):
-        return _NEW[func](tuple(size), **options)
+        other: torch.Tensor = _NEW[func](tuple(size), **options)
+        return other
     return type(piece)(_NEW[func](piece.local.numel(), **options), piece.region)
 
 

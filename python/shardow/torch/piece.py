@@ -1,6 +1,7 @@
 """Piece: a region of a global tensor that torch.distributed.checkpoint saves and loads as it is, at any world size.
 
-A DTensor cannot be this: torch takes its offsets from a helper that is wrong for uneven TP + FSDP2, and flat ranges (FSDP1, a replica's part) have no placement. A region's boxes are chunks.
+A DTensor cannot be this: torch takes its offsets from a helper that is wrong for uneven TP + FSDP2, and flat ranges (FSDP1, a replica's
+part) have no placement. A region's boxes are chunks.
 
 It is a tensor without storage of its own, as DTensor is: torch's stagers then copy its attributes, and not memory of the global shape, which is nowhere.
 """
@@ -8,7 +9,6 @@ It is a tensor without storage of its own, as DTensor is: torch's stagers then c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,24 +20,26 @@ from shardow.torch import elementwise
 
 
 class Piece(torch.Tensor):
-    """This rank's part of a tensor. ``local``: its region.size elements, 1-D, in the region's order; ``region``: which they are; shape and size() are the whole tensor's.
+    """This rank's part of a tensor; shape and size() are the whole tensor's.
 
-    It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers and with pieces of the same region; what needs the elements of other ranks
-    is refused: UnsupportedError. Pickling it warns, since the file will hold a part.
+    ``local``: the region.size elements held here, 1-D, in the region's order; ``region``: which they are.
+
+    It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers and with pieces
+    of the same region. What needs the elements of other ranks raises UnsupportedError. Pickling it warns: the file will hold a part.
     """
 
     local: torch.Tensor
     region: _core.Region
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, local: torch.Tensor, region: _core.Region) -> Piece:
-        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, torch.Size(region.shape), dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, torch.Size(region.shape), dtype=local.dtype, device=local.device)
         piece.local, piece.region = local, region
         return piece
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         return elementwise.run(func, args, kwargs or {})
 
@@ -46,7 +48,8 @@ class Piece(torch.Tensor):
         return _rebuild, (self.local, self.region.encode())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
-        return memo.setdefault(id(self), Piece(self.local.detach().clone(), self.region))
+        memo[id(self)] = copied = Piece(self.local.detach().clone(), self.region)
+        return copied
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Piece({self.local.numel():,} of the {math.prod(self.region.shape):,} elements of {self.region}: {self.local!r})"
@@ -86,6 +89,7 @@ def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
 def _warn_of_a_part() -> None:
     """One text, so that a whole state warns once."""
     _warnings.warn(
-        "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the other parts are lost. Use EMA.save(), torch.distributed.checkpoint, "
-        "or full_state_dict() on all ranks; parts pickled on every rank load at the same world size and sharding only"
+        "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the other parts are lost. "
+        "Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts pickled on every rank load at the same "
+        "world size and sharding only"
     )

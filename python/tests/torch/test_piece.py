@@ -130,7 +130,7 @@ def test_what_needs_other_ranks_is_refused(call: Callable[[Piece], Any]) -> None
 
 
 def test_the_warning_of_a_part_is_at_the_callers_line_and_deepcopy_gives_none() -> None:
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="part") as caught:
         torch.save({"averages": {"a": piece(), "b": piece()}}, io.BytesIO())
     assert {one.filename for one in caught} == {__file__}
     with warnings.catch_warnings():

@@ -11,6 +11,7 @@ from torch import nn
 from shardow._fill import Job
 from shardow._gather import Part, take
 from shardow._options import invalid
+from shardow.torch.memory import mapped
 from shardow.torch.names import join, walk, wrapped_child
 
 Init = Callable[[nn.Module], object]
@@ -104,7 +105,7 @@ class _StandIns:
             self._kept.append((tensors, dict(tensors)))
         for part in self._own.values():  # first, since there may be no memory for it
             if part.name not in self._made:
-                self._made[part.name] = torch.empty(tuple(part.region.shape), dtype=part.flat.dtype, device="cpu")
+                self._made[part.name] = mapped(part.region.shape, part.flat.dtype)
                 _bytes(self._made[part.name]).fill_(_PATTERN)
         for key, part in self._own.items():
             before = module._parameters.get(key)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -19,6 +21,18 @@ def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Regio
         return _core.TensorView(name, dtype, region, tensor.data_ptr())
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
     return _core.TensorView(name, dtype, region, tensor.data_ptr(), "cuda", tensor.device.index or 0, stream)
+
+
+def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor without values in a mapping of its own, which the system has back as soon as the tensor is gone.
+
+    malloc() raises its threshold to what was freed last, takes the next large tensors from its heap, and keeps the holes: whole layers that come and go left 64 MiB there.
+    """
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 
 
 def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:

@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ if not __package__:  # started by path
 
 from examples.digits import launch
 from examples.digits.options import Options, parse
+
+USUAL = {"1 of 3, training": 140, "2 of 3, resuming": 45, "3 of 3, starting": 15}  # seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,20 +47,33 @@ def _run(options: Options, command: str) -> int:
     kept = f"averages of decay {' and '.join(map(str, options.decays))}" if options.use_ema else "no averages"
     how = f"{text.ranks(options.ranks)}, {options.shard}, {kept}"
     print(f"A small diffusion transformer learns 1,797 handwritten digits: {how}.")
-    trained = launch.run(options.ranks, train.run, options)
+    usual = USUAL if replace(options, out=Options.out) == Options() else {}
+    with _stage("1 of 3, training", usual):
+        trained = launch.run(options.ranks, train.run, options)
     print(f"Checkpoint at step {options.steps}. {text.ranks(options.resume_ranks).capitalize()} in fresh processes go on from it:")
-    resumed = launch.run(options.resume_ranks, train.resume, options, trained["classifier"], trained["judge"])
+    with _stage("2 of 3, resuming", usual):
+        resumed = launch.run(options.resume_ranks, train.resume, options, trained["classifier"], trained["judge"])
     run = _gathered(options, command, trained, resumed)
     equal = text.is_equal(run)
     what = "averages" if options.use_ema else "weights"
     print(f"  {what} after the resume: {'bit for bit those that were saved' if equal else 'NOT those that were saved'}")
     print("A larger model is started twice, whole on every rank and without memory:")
-    run["starts"] = starts.compare(options)
+    with _stage("3 of 3, starting", usual):
+        run["starts"] = starts.compare(options)
     print(f"  {text.starts(run)}")
     run["seconds"] = time.monotonic() - begin
     page = report.write(run, options.out)
     _summary(run, page)
     return 0 if equal and trained["swap"] is not False else 1
+
+
+@contextlib.contextmanager
+def _stage(what: str, usual: dict[str, int]) -> Iterator[None]:
+    """Says before how long a part usually takes, and after it how long it took."""
+    begin = time.monotonic()
+    print(f"Part {what}{f': usually about {usual[what]} s on two quiet cores' if what in usual else ''}", flush=True)
+    yield
+    print(f"  took {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def _gathered(options: Options, command: str, trained: dict[str, Any], resumed: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 
 ENGINE := $(shell find include src python/src cmake -type f 2>/dev/null) CMakeLists.txt
-PIP := $(BIN)/pip install -q --disable-pip-version-check
+PIP := $(BIN)/pip install -qq --disable-pip-version-check
+WERROR := $(if $(CI),ON,OFF)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz clean
@@ -27,6 +28,7 @@ test-all: test  ## the tests and their full matrices
 
 test-cpp: build
 	$(BIN)/ctest --test-dir build/release --output-on-failure
+	@tools/skipped build/release/Testing/Temporary/LastTest.log
 
 test-python: build
 	$(BIN)/python -m pytest
@@ -39,7 +41,7 @@ sanitizers:
 	$(MAKE) tsan
 
 asan tsan: build/.venv  ## C++ tests under sanitizers
-	$(BIN)/cmake --preset $@ >/dev/null
+	$(BIN)/cmake --preset $@ -DSHARDOW_WERROR=$(WERROR) >/dev/null
 	$(BIN)/cmake --build --preset $@
 	$(BIN)/ctest --preset $@
 
@@ -85,13 +87,15 @@ build/.lint: tools/packages-lint.txt
 	@mkdir -p build && touch $@
 
 build/.venv: tools/requirements.txt build/.system
+	@echo "Installing Python packages into $(VENV); the first time takes a few minutes"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(PIP) -r tools/requirements.txt
-	$(PIP) --no-deps -r tools/requirements-peers.txt
+	@$(PIP) -r tools/requirements.txt
+	@$(PIP) --no-deps -r tools/requirements-peers.txt
 	@touch $@
 
 # One build serves the Python extension, the C++ tests and the benchmarks.
 build/.installed: build/.venv pyproject.toml $(ENGINE)
-	$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
-	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON
+	@echo "Building; the first time takes a few minutes"
+	@$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
+	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON -Ccmake.define.SHARDOW_WERROR=$(WERROR)
 	@touch $@

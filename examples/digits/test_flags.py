@@ -104,7 +104,7 @@ def test_without_averages_everything_runs_to_the_end(tmp_path: Path) -> None:
     assert "averages" not in (tmp_path / "report.html").read_text().split("<main>")[1].split("</h1>")[0].replace("without averages", "")
 
 
-@pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="the full matrix, with SHARDOW_ALL")
+@pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="of the wider matrix: SHARDOW_ALL=1, as make test-all sets it")
 @pytest.mark.parametrize(
     ("shard", "bf16", "again", "ema"),
     [("fsdp2", "true", "false", "true"), ("fsdp2", "false", "true", "true"), *product(("fsdp2", "fsdp1", "ddp", "plain"), ["true"], ["true"], ("true", "false"))],

@@ -69,7 +69,7 @@ def same(theirs: nn.Module, mine: nn.Module, model: nn.Module) -> None:
 @pytest.mark.filterwarnings("ignore:averages in:RuntimeWarning")
 def test_a_thousand_steps_are_bit_equal_and_states_cross(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     if dtype != torch.float32 and name != "mlp" and not ALL:
-        pytest.skip("SHARDOW_ALL")
+        pytest.skip("of the wider matrix: SHARDOW_ALL=1, as make test-all sets it")
     model = walks.model(name, dtype)
     made = [(origin.AveragedModel(model, **case(origin)), ours.AveragedModel(model, **case(ours))) for case in CASES]
     for step in walks.walk(model, name, walks.STEPS if dtype == torch.float32 or ALL else 120):
@@ -226,7 +226,7 @@ def test_sharded_averages_are_the_plain_ones(world: int, kind: str, replicas: st
     if not ALL and (world, kind, replicas) not in {
         (2, "fsdp2", "copy"), (2, "ddp", "copy"), (4, "ddp", "split"), (4, "fsdp2", "copy"), (2, "fsdp1", "copy"), (4, "hsdp", "split"),
     }:  # fmt: skip
-        pytest.skip("SHARDOW_ALL")
+        pytest.skip("of the wider matrix: SHARDOW_ALL=1, as make test-all sets it")
     ranks.run(world, _shared, kind, replicas)
 
 

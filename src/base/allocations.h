@@ -36,7 +36,8 @@ bool fails_at_allocation(long n, Fn&& fn) {
 
 }  // namespace shardow::base
 
-void* operator new(std::size_t bytes) {
+// Not inlined: a compiler that sees malloc() behind new and free() behind delete takes the pairs for mistakes.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
   shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
   if (shardow::base::allocations_until_refusal.load() >= 0 && shardow::base::allocations_until_refusal.fetch_sub(1) == 0) {
     throw std::bad_alloc();
@@ -44,13 +45,13 @@ void* operator new(std::size_t bytes) {
   if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
   throw std::bad_alloc();
 }
-void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
   shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
   return std::malloc(bytes == 0 ? 1 : bytes);
 }
-void operator delete(void* memory) noexcept {
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
   std::free(memory);
 }
-void operator delete(void* memory, std::size_t) noexcept {
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
   std::free(memory);
 }

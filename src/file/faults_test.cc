@@ -340,7 +340,9 @@ TEST_F(Checkpoint, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
       int status = 0;
       ASSERT_EQ(::waitpid(child, &status, 0), child);
       died = WIFSIGNALED(status);
-      if (!died) EXPECT_EQ(WEXITSTATUS(status), 0);
+      if (!died) {
+        EXPECT_EQ(WEXITSTATUS(status), 0);
+      }
       Held first(kSpecs[0].name, kSpecs[0].dtype, Region::whole(kSpecs[0].shape));
       load(*solo(), std::span(&first.view, 1), path, {.strict = false});
       version = first.memory[0] == (version = 1, value(kSpecs[0], 0)) ? 1 : 2;

@@ -66,13 +66,15 @@ std::pair<int64_t, int64_t> to_offsets(element value, std::string_view where, st
   return {to_size(both.at(0), where, name, "a data_offset"), to_size(both.at(1), where, name, "a data_offset")};
 }
 
+__extension__ using Wide = unsigned __int128;
+
 /// Bytes of a dense tensor.
 int64_t size_of(const Entry& entry, std::string_view where) {
-  unsigned __int128 bits = static_cast<unsigned>(dtype_bits(entry.dtype));
+  Wide bits = static_cast<unsigned>(dtype_bits(entry.dtype));
   if (std::find(entry.shape.begin(), entry.shape.end(), 0) != entry.shape.end()) return 0;
   for (const int64_t size : entry.shape) {
     bits *= static_cast<uint64_t>(size);
-    if (bits / 8 > static_cast<unsigned __int128>(kMost))
+    if (bits / 8 > static_cast<Wide>(kMost))
       corrupt(where, "tensor '{}' of shape [{}] has more bytes than 2^63", entry.name, fmt::join(entry.shape, ", "));
   }
   if (bits % 8 != 0) corrupt(where, "tensor '{}' of shape [{}] is no whole number of bytes", entry.name, fmt::join(entry.shape, ", "));

@@ -88,10 +88,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"metadata null", R"({"__metadata__":{"k":null}})", 0, "no text"},
         Case{"metadata list", R"({"__metadata__":[]})", 0, "no object"},
         Case{"metadata is a tensor", "{" + tensor("__metadata__", "F32", "1", "0,4") + "}", 4, "no text"}),
-    [](const auto& info) {
-      std::string name = info.param.what;
+    [](const auto& tested) {
+      std::string name = tested.param.what;
       for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
-      return name + "_" + std::to_string(info.index);
+      return name + "_" + std::to_string(tested.index);
     });
 
 TEST(Header, TakesWhatTheReferenceParserTakes) {

@@ -2,6 +2,7 @@
 // set lacks a fused multiply-add, the reference does the work, so that the bits are the same everywhere.
 #include <cstring>
 
+#include "base/float_environment.h"
 #include "kernels/kernels.h"
 #include "kernels/row.h"
 
@@ -99,14 +100,17 @@ HWY_EXPORT(cast);
 HWY_EXPORT(target);
 
 Tally cpu::update(std::span<const Chunk> chunks, const Step& step) noexcept {
+  const base::FloatEnvironment environment;
   return HWY_DYNAMIC_DISPATCH(update)(chunks, step);
 }
 
 void cpu::swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) noexcept {
+  const base::FloatEnvironment environment;
   HWY_DYNAMIC_DISPATCH(swap)(parameter, parameter_dtype, average, average_dtype, count, direction);
 }
 
 void cpu::cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) noexcept {
+  const base::FloatEnvironment environment;
   HWY_DYNAMIC_DISPATCH(cast)(from, from_dtype, to, to_dtype, count);
 }
 

@@ -3,7 +3,7 @@
 // A chunk is a stretch of elements contiguous in memory and, where noise is drawn, in the global tensor. One update is one call with a
 // table of chunks: every parameter is read once, every average read and written once. Kernels are noexcept, allocate nothing and know
 // neither names nor ranks. The arithmetic is defined once, in arithmetic.h; reference.cc applies it element by element and every other
-// kernel equals it bit for bit.
+// kernel equals it bit for bit. On a CPU each call computes in IEEE 754's default environment, whatever its thread has set.
 #pragma once
 
 #include <array>

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "base/float_environment.h"
 #include "kernels/exchange.h"
 #include "kernels/kernels.h"
 #include "kernels/row.h"
@@ -21,6 +22,7 @@ bool swaps_in_place(DType parameter, DType average) noexcept {
 namespace reference {
 
 Tally update(std::span<const Chunk> chunks, const Step& step) noexcept {
+  const base::FloatEnvironment environment;
   Tally tally;
   for (size_t c = 0; c < chunks.size(); ++c) {
     with_dtype(chunks[c].parameter_dtype, [&]<class P>() {
@@ -32,6 +34,7 @@ Tally update(std::span<const Chunk> chunks, const Step& step) noexcept {
 }
 
 void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) noexcept {
+  const base::FloatEnvironment environment;
   if (parameter_dtype == average_dtype) {
     with_dtype(parameter_dtype, [&]<class P>() {
       auto* const bytes = static_cast<std::byte*>(parameter);
@@ -45,6 +48,7 @@ void swap(void* parameter, DType parameter_dtype, void* average, DType average_d
 }
 
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) noexcept {
+  const base::FloatEnvironment environment;
   with_dtype(from_dtype, [&]<class From>() {
     with_dtype(to_dtype, [&]<class To>() {
       if constexpr (std::is_same_v<From, To>) {

@@ -51,11 +51,11 @@ struct AverageOptions {
   Rule rule = Rule::kLerp;
   Rounding rounding = Rounding::kAuto;
   NonFinite non_finite = NonFinite::kHold;
-  int64_t update_every = 1;   ///< average every n-th step, with decay^n
-  int64_t start_step = 0;     ///< an update at a step <= start_step copies the parameters
-  uint64_t seed = 0;          ///< of stochastic rounding
-  bool keep_values = false;   ///< the averages begin with what their memory holds, not equal to the parameters
-  int num_threads = 0;        ///< 0: what OMP_NUM_THREADS and the affinity mask allow
+  int64_t update_every = 1;  ///< average every n-th step, with decay^n
+  int64_t start_step = 0;    ///< an update at a step <= start_step copies the parameters; so does the first one past it if none came before
+  uint64_t seed = 0;         ///< of stochastic rounding
+  bool keep_values = false;  ///< the averages begin with what their memory holds, not equal to the parameters
+  int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow
   Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
   std::chrono::milliseconds timeout{600'000};  ///< of the exchanges with `replicas` in swap()
 };

@@ -17,7 +17,7 @@ namespace shardow {
 struct Progress {
   int64_t step = 1;          ///< optimizer steps since averaging began, this one included: 1 at the first update (after start_step)
   int64_t updates = 0;       ///< averages applied before this one
-  int64_t delta = 1;         ///< steps since the last applied update; 1 unless update_every > 1 or steps were skipped
+  int64_t delta = 1;         ///< steps since the last applied update; 1 unless update_every > 1 or steps were skipped. Above `step`: `step`
   double samples = 0;        ///< training samples seen, this step's included; 0 if the caller does not say
   double delta_samples = 0;  ///< samples since the last applied update
 };
@@ -43,7 +43,7 @@ class Schedule {
   static Schedule half_life(double steps);
   static Schedule half_life_in_samples(double samples);
 
-  /// H = min(max_steps, fraction n), d = 2^(-delta / H): the ramp-up of the traditional EMA in EDM2 (Karras et al., arXiv 2312.02696; 0.09
+  /// H = min(max_steps, fraction n), d = 2^(-1 / H): the ramp-up of the traditional EMA in EDM2 (Karras et al., arXiv 2312.02696; 0.09
   /// there).
   static Schedule half_life_fraction(double fraction, double max_steps);
 

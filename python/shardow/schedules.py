@@ -1,6 +1,6 @@
 """Schedules: how much of the old average survives each update. Every function returns a Schedule, a value that is saved with the averages.
 
-n is the optimizer step since averaging began, 1 at the first update; d the decay of that update. Where an average is made only every k-th step, the decays of the k steps are multiplied.
+n is the optimizer step since averaging began, 1 at the first update; d the decay of that update. Where several steps lie between two updates, their decays are multiplied.
 """
 
 from __future__ import annotations

@@ -140,8 +140,7 @@ UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, 
   }
   const int64_t now = next_step(step);
   UpdateReport report;
-  const bool copies = now <= options.start_step;
-  if (!copies && now - counters.applied_step < options.update_every) {
+  if (!copies_at(now) && now - counters.applied_step < options.update_every) {
     counters.step = now;
     return report;
   }
@@ -149,6 +148,11 @@ UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, 
   apply(report, now, samples, given);
   seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   return report;
+}
+
+/// Up to start_step, and the first update past it where none came before: the averages never begin with weights from long before.
+bool Average::Impl::copies_at(int64_t step) const {
+  return step <= options.start_step || (options.start_step > 0 && counters.applied_step == 0);
 }
 
 void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given) {
@@ -172,10 +176,11 @@ kernels::Step Average::Impl::plan_step(int64_t step, double samples, std::span<c
   planned.hold = options.non_finite != NonFinite::kPropagate;
   planned.seed = options.seed;
   planned.step = step;
-  const Progress progress{std::max<int64_t>(step - options.start_step, 1), counters.updates, step - counters.applied_step, samples,
+  const int64_t since_start = std::max<int64_t>(step - options.start_step, 1);
+  const Progress progress{since_start, counters.updates, std::min(step - counters.applied_step, since_start), samples,
                           samples - counters.applied_samples};
   for (size_t k = 0; k < options.schedules.size(); ++k) {
-    if (step <= options.start_step) {
+    if (copies_at(step)) {
       planned.averages[k] = {Form::kCopy, 0, 1};
     } else {
       planned.averages[k] = plan_one(given.empty() ? options.schedules[k].factors(progress) : given[k]);

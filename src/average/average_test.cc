@@ -3,11 +3,17 @@
 
 #include <gtest/gtest.h>
 
+#include <cfenv>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <random>
 #include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "base/allocations.h"
 #include "kernels/cuda.h"
@@ -167,6 +173,38 @@ TEST(Average, CopiesUntilStartStep) {
   EXPECT_EQ(ema.stats().updates, 1);
 }
 
+TEST(Average, TheFirstUpdatePastStartStepCopiesWhereNoneCameBefore) {
+  Owned p("p", {kRows}, 1);
+  AverageOptions options = with_decay(0.999999);
+  options.start_step = 100;
+  options.update_every = 4;
+  Average ema(std::vector{p.view}, options);
+  p.fill(2);
+  EXPECT_TRUE(ema.update(102).applied);
+  EXPECT_EQ(copy_of(ema.views()[0]), p.values);
+  std::vector<float> expected = p.values;
+  p.fill(3);
+  EXPECT_FALSE(ema.update(105).applied);
+  EXPECT_TRUE(ema.update(106).applied);
+  EXPECT_NE(copy_of(ema.views()[0]), p.values);
+}
+
+TEST(Average, StepsBeforeStartStepAreNotAveraged) {
+  Owned p("p", {kRows}, 1);
+  AverageOptions options{.schedules = {Schedule::constant(0.9), Schedule::debiased(0.9), Schedule::half_life(3)}};
+  options.start_step = 100;
+  Average ema(std::vector{p.view}, options);
+  p.fill(2);
+  ema.update(40);
+  std::vector<std::vector<float>> expected(3, p.values);
+  p.fill(3);
+  ema.update(102);
+  lerp(expected[0], p.values, -std::expm1(2 * std::log(0.9)));
+  expected[1] = p.values;  // Adam's mean of what came since start_step
+  lerp(expected[2], p.values, -std::expm1(-std::log(2.0) * (2.0 / 3)));
+  for (size_t k = 0; k < 3; ++k) EXPECT_EQ(copy_of(ema.views(k)[0]), expected[k]) << k;
+}
+
 TEST(Average, TheSameWithOneThreadOrMany) {
   Owned p("p", {3, 1 << 20}, 1);
   std::vector<std::vector<float>> results;
@@ -180,6 +218,65 @@ TEST(Average, TheSameWithOneThreadOrMany) {
     results.push_back(copy_of(ema.views()[0]));
   }
   for (const auto& result : results) EXPECT_EQ(result, results[0]);
+}
+
+/// Weights of every magnitude, subnormal ones too; as many as several threads share.
+std::vector<float> of_every_magnitude(uint32_t seed) {
+  Owned p("p", {1, 1 << 20}, seed);
+  for (size_t i = 0; i < p.values.size(); ++i) p.values[i] = std::ldexp(p.values[i], -static_cast<int>(i % 150));
+  return p.values;
+}
+
+/// What construction, an update, swaps and their ways back leave in the floating-point environment that `set` makes.
+std::vector<std::vector<float>> numbers_after(const std::function<void()>& set, int num_threads, DType dtype) {
+  static const std::vector<float> start = of_every_magnitude(1), later = of_every_magnitude(2);
+  std::vector<float> values = start;
+  const TensorView view{"p", DType::kF32, Region::whole({1, 1 << 20}), values.data()};
+  AverageOptions options{.schedules = {Schedule::constant(0.9), Schedule::power(0.1)}, .dtype = dtype};
+  options.num_threads = num_threads;
+  std::vector<std::vector<float>> results;
+  std::fenv_t before;
+  std::fegetenv(&before);
+  set();
+  {
+    Average ema(std::vector{view}, options);
+    values = later;
+    ema.update(3);
+    for (size_t k = 0; k < 2; ++k) {
+      for (int way = 0; way < 2; ++way) {
+        ema.swap(k);
+        results.push_back(values);
+      }
+    }
+  }
+  std::fesetenv(&before);
+  return results;
+}
+
+TEST(Average, TheFloatingPointEnvironmentOfTheCallerChangesNothing) {
+  std::vector<std::pair<const char*, std::function<void()>>> cases = {{"upward", [] { std::fesetround(FE_UPWARD); }},
+                                                                      {"towards zero", [] { std::fesetround(FE_TOWARDZERO); }}};
+#if defined(__x86_64__)
+  cases.emplace_back("flush to zero", [] { _mm_setcsr(_mm_getcsr() | 0x8040); });
+#endif
+  for (const DType dtype : {DType::kF32, DType::kF64, DType::kBF16}) {
+    const auto expected = numbers_after([] {}, 1, dtype);
+    for (const auto& [name, set] : cases) {
+      for (const int threads : {1, 3}) EXPECT_TRUE(numbers_after(set, threads, dtype) == expected) << name << " " << threads;
+    }
+  }
+}
+
+TEST(Average, TheEnvironmentOfTheCallerIsBackAfterwards) {
+  Owned p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  p.values[0] = std::numeric_limits<float>::infinity();
+  std::fesetround(FE_DOWNWARD);
+  std::feclearexcept(FE_ALL_EXCEPT);
+  ema.update(2);
+  EXPECT_EQ(std::fegetround(), FE_DOWNWARD);
+  EXPECT_EQ(std::fetestexcept(FE_INVALID), 0);
+  std::fesetround(FE_TONEAREST);
 }
 
 TEST(Average, AnUpdateAllocatesNothing) {

@@ -46,6 +46,7 @@ struct Average::Impl {
 
  private:
   int64_t next_step(std::optional<int64_t> step) const;
+  bool copies_at(int64_t step) const;
   void apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given);
   kernels::Step plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const;
   kernels::Step::One plan_one(const Factors& factors) const;

@@ -3,12 +3,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <set>
 
 #include "average/json.h"
 #include "average/schedule_table.h"
 #include "base/errors.h"
+#include "base/float_environment.h"
 
 namespace shardow {
 namespace {
@@ -103,7 +105,10 @@ Factors Schedule::factors(const Progress& progress) const {
   if (progress.step < 1 || progress.delta < 1 || progress.updates < 0) {
     fail(Code::kInvalidArgument, "step {}, delta {}, updates {}: steps count from 1", progress.step, progress.delta, progress.updates);
   }
-  return average::schedule_table()[kind_].factors(numbers_, progress);
+  const base::FloatEnvironment environment;
+  Progress within = progress;
+  within.delta = std::min(progress.delta, progress.step);
+  return average::schedule_table()[kind_].factors(numbers_, within);
 }
 
 Schedule Schedule::constant(double decay) {

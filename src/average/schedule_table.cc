@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "average/log_sum.h"
 #include "base/errors.h"
 
 namespace shardow::average {
@@ -32,13 +33,11 @@ Factors from_log(double log_decay) {
   return {std::exp(log_decay), -std::expm1(log_decay)};
 }
 
-/// The decays of the steps since the last update, multiplied. `decay(n)` is that of step n.
+/// The decays of the steps since the last update, multiplied. `decay(n)` is that of step n, a whole number in a double.
 template <typename Decay>
 Factors over_steps(const Progress& progress, Decay decay) {
-  if (progress.delta == 1) return one_step(decay(progress.step));
-  double log_decay = 0;
-  for (int64_t n = std::max<int64_t>(progress.step - progress.delta, 0) + 1; n <= progress.step; ++n) log_decay += std::log(decay(n));
-  return from_log(log_decay);
+  if (progress.delta == 1) return one_step(decay(static_cast<double>(progress.step)));
+  return from_log(sum_of_logs(progress.step - progress.delta + 1, progress.step, [&](double n) { return std::log(decay(n)); }));
 }
 
 Factors constant(In x, const Progress& progress) {
@@ -65,66 +64,68 @@ Factors half_life_in_samples(In x, const Progress& progress) {
 }
 
 Factors half_life_fraction(In x, const Progress& progress) {
-  return half_life(static_cast<double>(progress.delta), std::max(std::min(x[1], x[0] * static_cast<double>(progress.step)), 1e-8));
+  const auto half = [&](double n) { return std::max(std::min(x[1], x[0] * n), 1e-8); };
+  if (progress.delta == 1) return half_life(1, half(static_cast<double>(progress.step)));
+  return from_log(sum_of_logs(progress.step - progress.delta + 1, progress.step, [&](double n) { return -std::numbers::ln2 / half(n); }));
 }
 
 Factors inverse_gamma(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) {
-    const double epoch = std::max(0.0, static_cast<double>(n - 1) - x[4]);
+  return over_steps(progress, [&](double n) {
+    const double epoch = std::max(0.0, (n - 1) - x[4]);
     return std::min(x[3], std::max(x[2], crowson(epoch, x[0], x[1])));
   });
 }
 
 Factors warmup(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) { return std::min(x[0], static_cast<double>(1 + n) / static_cast<double>(10 + n)); });
+  return over_steps(progress, [&](double n) { return std::min(x[0], (1 + n) / (10 + n)); });
 }
 
 Factors tf_warmup(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) { return std::min(x[0], static_cast<double>(n) / static_cast<double>(9 + n)); });
+  return over_steps(progress, [&](double n) { return std::min(x[0], n / (9 + n)); });
 }
 
 Factors timm(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) {
-    const double m = static_cast<double>(n) - x[2] - 1;
+  return over_steps(progress, [&](double n) {
+    const double m = n - x[2] - 1;
     if (m <= 0) return 0.0;
     return x[3] == 0 ? x[0] : std::max(std::min(crowson(m, x[4], x[5]), x[0]), x[1]);
   });
 }
 
 Factors dist_ema(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) {
+  return over_steps(progress, [&](double n) {
     if (x[1] == 0) return x[0];
-    const double m = std::max(0.0, static_cast<double>(n - 1) - x[5] - 1);
+    const double m = std::max(0.0, (n - 1) - x[5] - 1);
     return std::max(x[3], std::min(crowson(m, x[4], x[2]), x[0]));
   });
 }
 
 Factors diffusers(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) {
-    const double m = static_cast<double>(n) - x[2] - 1;
+  return over_steps(progress, [&](double n) {
+    const double m = n - x[2] - 1;
     if (m <= 0) return 0.0;
     return std::max(std::min(x[3] != 0 ? crowson(m, x[4], x[5]) : (1 + m) / (10 + m), x[0]), x[1]);
   });
 }
 
 Factors ema_pytorch(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) {
-    const double m = static_cast<double>(n) - x[1] - 1;
+  return over_steps(progress, [&](double n) {
+    const double m = n - x[1] - 1;
     return m <= 0 ? 0.0 : std::min(std::max(crowson(m, x[2], x[3]), x[4]), x[0]);
   });
 }
 
 /// 0 at step 1, 1 from step `steps` on.
-double ramp(int64_t n, double steps) {
-  return steps <= 1 ? 1 : std::min(1.0, static_cast<double>(n - 1) / (steps - 1));
+double ramp(double n, double steps) {
+  return steps <= 1 ? 1 : std::min(1.0, (n - 1) / (steps - 1));
 }
 
 Factors linear(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) { return x[0] + (x[1] - x[0]) * ramp(n, x[2]); });
+  return over_steps(progress, [&](double n) { return x[0] + (x[1] - x[0]) * ramp(n, x[2]); });
 }
 
 Factors cosine(In x, const Progress& progress) {
-  return over_steps(progress, [&](int64_t n) { return x[1] - (x[1] - x[0]) * (std::cos(std::numbers::pi * ramp(n, x[2])) + 1) / 2; });
+  return over_steps(progress, [&](double n) { return x[1] - (x[1] - x[0]) * (std::cos(std::numbers::pi * ramp(n, x[2])) + 1) / 2; });
 }
 
 Factors mean(In, const Progress& progress) {
@@ -133,7 +134,7 @@ Factors mean(In, const Progress& progress) {
 }
 
 Factors power(In x, const Progress& progress) {
-  const double t = static_cast<double>(progress.step), delta = static_cast<double>(std::min(progress.delta, progress.step));
+  const double t = static_cast<double>(progress.step), delta = static_cast<double>(progress.delta);
   const double exponent = power_gamma(x[0]) + 1;
   return {std::pow(1 - delta / t, exponent), -std::expm1(exponent * std::log1p(-delta / t))};
 }

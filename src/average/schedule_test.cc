@@ -78,6 +78,69 @@ TEST(Schedule, EveryKindStaysInRange) {
   }
 }
 
+TEST(Schedule, MoreStepsThanThereWereAreAsManyAsThereWere) {
+  for (const Schedule& schedule : one_of_each()) {
+    const Factors all = schedule.factors({.step = 7, .updates = 2, .delta = 7, .samples = 9, .delta_samples = 9});
+    const Factors more = schedule.factors({.step = 7, .updates = 2, .delta = 96, .samples = 9, .delta_samples = 9});
+    EXPECT_EQ(more.weight, all.weight) << schedule.to_json();
+    EXPECT_EQ(more.decay, all.decay) << schedule.to_json();
+  }
+  EXPECT_EQ(Schedule::debiased(0.99).factors({.step = 1, .delta = 97}).weight, 1);
+}
+
+/// ln of the decay over the last `delta` of `step` steps, added one by one, with what each addition lost.
+double log_of_steps(const Schedule& schedule, int64_t step, int64_t delta) {
+  double sum = 0, lost = 0;
+  for (int64_t n = step - delta + 1; n <= step && sum > -40; ++n) {
+    const double y = std::log(schedule.factors({n, n - 1, 1, 0, 0}).decay) - lost, t = sum + y;
+    lost = (t - sum) - y;
+    sum = t;
+  }
+  return sum;
+}
+
+TEST(Schedule, ManyStepsAtOnceAreTheProductOfTheirDecays) {
+  const Schedule schedules[] = {
+      Schedule::warmup(0.99999),
+      Schedule::warmup(1),
+      Schedule::tf_warmup(0.9999999),
+      Schedule::inverse_gamma(1, 2.0 / 3, 0, 0.99999),
+      Schedule::inverse_gamma(3, 0.75, 0.999, 1, 2000),
+      Schedule::inverse_gamma(1, 1),
+      Schedule::inverse_gamma(1e5, 0.1, 0.99995, 0.999999, 30'000),
+      Schedule::timm(0.999999, 0.9, 5, true),
+      Schedule::diffusers(0.9999999, 0.5, 3),
+      Schedule::diffusers(0.9999999, 0.99999, 3, true),
+      Schedule::ema_pytorch(0.999999, 50, 1, 2.0 / 3, 0.9999),
+      Schedule::dist_ema(0.99999, true, 0.9, 0.9999, 2, 9),
+      Schedule::linear(0.9999, 1, 120'000),
+      Schedule::linear(1, 0.9999, 80'000),
+      Schedule::linear(0, 1, 30'000),
+      Schedule::cosine(0.99999, 1, 100'000),
+      Schedule::cosine(0, 0.999999, 50'000),
+      Schedule::half_life_fraction(0.09, 1e6),
+      Schedule::half_life_fraction(50, 1e9),
+  };
+  const struct { int64_t step, delta; } cases[] = {{5'000, 4'990}, {60'000, 5'000}, {150'000, 140'000}, {150'000, 150'000}};
+  for (const Schedule& schedule : schedules) {
+    for (const auto& [step, delta] : cases) {
+      const double expected = log_of_steps(schedule, step, delta);
+      const Factors factors = schedule.factors({step, 1, delta, 0, 0});
+      EXPECT_NEAR(factors.weight, -std::expm1(expected), 1e-9 * -std::expm1(expected) + 1e-15)
+          << schedule.to_json() << step << " " << delta;
+      EXPECT_NEAR(factors.decay, std::exp(expected), 1e-9 * std::exp(expected) + 1e-15) << schedule.to_json() << step << " " << delta;
+    }
+  }
+}
+
+TEST(Schedule, AnyNumberOfStepsCostsLittle) {
+  for (const Schedule& schedule : one_of_each()) {
+    const Factors factors = schedule.factors({int64_t{1} << 52, 3, int64_t{1} << 51, 1e9, 1e9});  // one by one: for weeks
+    EXPECT_GE(factors.weight, 0) << schedule.to_json();
+    EXPECT_LE(factors.weight, 1) << schedule.to_json();
+  }
+}
+
 TEST(Schedule, JsonRoundTripsEveryKind) {
   for (const Schedule& schedule : one_of_each()) {
     EXPECT_EQ(Schedule::from_json(schedule.to_json()), schedule) << schedule.to_json();

@@ -80,6 +80,13 @@ struct UpdateReport {
   Factors factors{1, 0};  ///< of the first schedule
 };
 
+/// Parameters that were NaN or Inf at an update.
+struct NonFiniteReport {
+  int64_t step;        ///< of the update; CUDA: of the last one before somebody asked
+  int64_t elements;    ///< of that update, on this rank; CUDA: of all since somebody asked
+  std::string tensor;  ///< the first that has one
+};
+
 /// What an Average holds and did.
 struct AverageStats {
   int64_t step = 0, updates = 0;
@@ -136,6 +143,11 @@ class Average {
   /// The k-th averages, in the parameters' order. Throws kInvalidArgument while swapped.
   std::span<const TensorView> views(size_t k = 0) const;
   AverageStats stats() const;  ///< CUDA: waits for the last update's counter
+
+  /// The first update since the start, set_state() or forget_non_finite() that met NaN or Inf and did not propagate it: so that ranks can
+  /// tell each other when they meet next. CUDA: waits for the last update's counter.
+  std::optional<NonFiniteReport> non_finite() const;
+  void forget_non_finite() noexcept;
 
   /// Steps, updates, samples, schedules, rule, rounding and seed as JSON: with the averages themselves all that is needed to go on
   /// bit-identically.

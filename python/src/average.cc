@@ -140,6 +140,16 @@ void bind_average(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(), "Exchanges averages and weights; a second call with the same weights undoes it.")
       .def_prop_ro("swapped", &Average::swapped)
       .def("stats", &stats_dict)
+      .def(
+          "non_finite",
+          [](const Average& self) -> std::optional<std::tuple<int64_t, int64_t, std::string>> {
+            const auto met = self.non_finite();
+            if (!met) return std::nullopt;
+            return std::tuple(met->step, met->elements, met->tensor);
+          },
+          "(step, elements on this rank, name of the first tensor) of the first update that held NaN or Inf and was not forgotten yet, or "
+          "None.")
+      .def("forget_non_finite", &Average::forget_non_finite)
       .def("state", &Average::state, "Counters, schedules and seed as JSON.")
       .def("set_state", &Average::set_state, "json"_a, "options"_a = OptionsFrom::kFile,
            "Counters of a saved state, and with OptionsFrom.file its options; nothing has changed where it raises.")

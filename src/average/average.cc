@@ -159,14 +159,18 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
   const kernels::Step planned = plan_step(step, samples, given, &report.factors);
   report.applied = true;
   report.bytes_moved = bytes_per_update;
-  const NonFiniteCount met = dispatch(planned);
-  report.non_finite = met.elements;
+  const NonFiniteCount count = dispatch(planned);
+  report.non_finite = count.elements;
   counters.step = step;
   counters.applied_step = step;
   counters.applied_samples = samples;
   if (step > options.start_step) ++counters.updates;
-  if (options.non_finite != NonFinite::kPropagate) counters.held_non_finite += met.elements;
-  if (options.non_finite == NonFinite::kRaise && met.elements > 0) raise_non_finite(met, step);
+  hold(count, step);
+  if (options.non_finite == NonFinite::kRaise && count.elements > 0) {
+    const size_t part = part_of(count.first);
+    fail(Code::kInvalidArgument, "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'; their averages are unchanged",
+         step, count.elements, part < parts.size() ? parts[part].name : "?");
+  }
 }
 
 /// Where training stands, in the numbers that a kernel needs. Throws what schedules throw, before anything has changed.
@@ -221,15 +225,25 @@ NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   return total;
 }
 
-void Average::Impl::raise_non_finite(const NonFiniteCount& met, int64_t step) const {
+/// Counts what was held, and remembers the first update that held anything.
+void Average::Impl::hold(const NonFiniteCount& count, int64_t step) {
+  if (count.elements == 0 || options.non_finite == NonFinite::kPropagate) return;
+  counters.held_non_finite += count.elements;
+  if (!met) met = Met{step, count.elements, part_of(count.first)};
+}
+
+size_t Average::Impl::part_of(const void* element) const {
+  const auto* at = static_cast<const std::byte*>(element);
   const auto holds = [&](const TensorView& view) {
     const auto* begin = static_cast<const std::byte*>(view.data);
-    const auto* at = static_cast<const std::byte*>(met.first);
     return at >= begin && at < begin + byte_size(view.dtype, view.region.size());
   };
-  const auto found = std::find_if(parts.begin(), parts.end(), holds);
-  fail(Code::kInvalidArgument, "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'; their averages are unchanged",
-       step, met.elements, found == parts.end() ? "?" : found->name);
+  return static_cast<size_t>(std::find_if(parts.begin(), parts.end(), holds) - parts.begin());
+}
+
+/// What CUDA updates met since the last call.
+void Average::Impl::read_counts() {
+  for (const auto& backend : backends) hold(backend->read_count(), counters.applied_step);
 }
 
 Average::Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options)
@@ -293,11 +307,7 @@ std::span<const TensorView> Average::views(size_t k) const {
 }
 
 AverageStats Average::stats() const {
-  const bool holds = impl_->options.non_finite != NonFinite::kPropagate;
-  for (const auto& backend : impl_->backends) {
-    const int64_t met = backend->read_count().elements;
-    if (holds) impl_->counters.held_non_finite += met;
-  }
+  impl_->read_counts();
   const average::Counters& counters = impl_->counters;
   const auto averaged = static_cast<int64_t>(size());
   return {.step = counters.step,
@@ -308,6 +318,17 @@ AverageStats Average::stats() const {
           .bytes_moved = counters.applied_step > 0 ? impl_->bytes_per_update : 0,
           .seconds = impl_->seconds,
           .held_non_finite = counters.held_non_finite};
+}
+
+std::optional<NonFiniteReport> Average::non_finite() const {
+  impl_->read_counts();
+  if (!impl_->met) return std::nullopt;
+  const auto [step, elements, part] = *impl_->met;
+  return NonFiniteReport{step, elements, part < impl_->parts.size() ? impl_->parts[part].name : "?"};
+}
+
+void Average::forget_non_finite() noexcept {
+  impl_->met.reset();
 }
 
 std::string Average::state() const {
@@ -344,6 +365,7 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
     }
   }
   counters = state.counters;
+  met.reset();
 }
 
 std::vector<OptionDifference> Average::differences(std::string_view json) const {

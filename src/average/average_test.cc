@@ -381,6 +381,26 @@ TEST(Average, HoldsNonFiniteElementsAndCountsThem) {
   EXPECT_EQ(ema.stats().held_non_finite, 2);
 }
 
+TEST(Average, RemembersTheFirstUpdateThatHeldAnything) {
+  Owned p("first", {kRows}, 1), q("second", {kRows}, 2);
+  Average ema(std::vector{p.view, q.view}, with_decay(0.9));
+  ema.update();
+  EXPECT_FALSE(ema.non_finite());
+  q.values[5] = q.values[6] = std::numeric_limits<float>::infinity();
+  ema.update(4);
+  p.values[0] = std::numeric_limits<float>::quiet_NaN();
+  ema.update(5);
+  ASSERT_TRUE(ema.non_finite());
+  EXPECT_EQ(ema.non_finite()->step, 4);
+  EXPECT_EQ(ema.non_finite()->elements, 2);
+  EXPECT_EQ(ema.non_finite()->tensor, "second");
+  ema.forget_non_finite();
+  EXPECT_FALSE(ema.non_finite());
+  ema.update(6);
+  EXPECT_EQ(ema.non_finite()->tensor, "first");
+  EXPECT_EQ(ema.stats().held_non_finite, 8);
+}
+
 TEST(Average, RaisesForNonFiniteElementsNamingTheTensor) {
   Owned p("first", {kRows}, 1), q("second", {kRows}, 2);
   AverageOptions options = with_decay(0.9);

@@ -29,6 +29,12 @@ struct Average::Impl {
   };
   std::optional<Swapped> swapped;
 
+  struct Met {
+    int64_t step, elements;
+    size_t part;  // the first with a NaN or Inf; parts.size(): not known
+  };
+  std::optional<Met> met;  // not forgotten yet
+
   int64_t elements = 0;  // of one average
   int64_t bytes_per_update = 0;
   double seconds = 0;
@@ -39,6 +45,7 @@ struct Average::Impl {
   void bind(std::span<const TensorView> parameters);
   std::vector<std::unique_ptr<average::Backend>> make_backends(std::span<const TensorView> bound) const;
   void copy_parameters();
+  void read_counts();
   void set_state(const average::State& state, OptionsFrom from);
   UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {});
   std::vector<TensorView> divide(std::span<const TensorView> views) const;
@@ -51,7 +58,8 @@ struct Average::Impl {
   kernels::Step plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const;
   kernels::Step::One plan_one(const Factors& factors) const;
   average::NonFiniteCount dispatch(const kernels::Step& step);
-  [[noreturn]] void raise_non_finite(const average::NonFiniteCount& met, int64_t step) const;
+  void hold(const average::NonFiniteCount& count, int64_t step);
+  size_t part_of(const void* element) const;
   Swapped exchange_in(std::vector<TensorView> weights, size_t k);
   void exchange_out(const Swapped& in);
 };

@@ -48,7 +48,7 @@ class _Parts:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._dtensors, self._fsdp1 = DTensorAdapter(model, True), Fsdp1Adapter(model)
+        self._dtensors, self._fsdp1 = DTensorAdapter(model, "any"), Fsdp1Adapter(model)
 
     def reshard(self, failed: bool = False) -> None:
         if failed:

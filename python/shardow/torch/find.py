@@ -15,13 +15,13 @@ from torch.nn.parameter import is_lazy
 from shardow import _core, _errors
 from shardow.torch.dtensors import DTensorAdapter
 from shardow.torch.fsdp1 import Fsdp1Adapter
-from shardow.torch.local import Adapter, LocalTensor, Slot, persistent_buffers, slots_of
+from shardow.torch.local import Adapter, Form, LocalTensor, Slot, oddity, persistent_buffers, slots_of
 from shardow.torch.memory import MARKS, overlaps
 from shardow.torch.names import walk
 from shardow.torch.plain import PlainAdapter
 from shardow.torch.ranks import group_of_model
 
-_WAY_OUT = "make the EMA after the model has its final form, or make a new EMA and load the old one's state_dict() into it"
+_WAY_OUT = "make the EMA after the model has its final form, or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
 
 
 @dataclass(eq=False)
@@ -40,13 +40,13 @@ class ModelView:
     ``process_group``: the ranks that share the model; None: this process alone. ``watch_buffers``: unchanged() looks at buffers too, for those who hold on to their memory.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, strided: bool) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
         _refuse_valueless(model)
         self._model = model
-        self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, strided), Fsdp1Adapter(model), PlainAdapter(model, group, strided)
+        self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, form), Fsdp1Adapter(model), PlainAdapter(model, group, form)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
         self.watch_buffers = False
-        self._dtensors.reshard()  # after a forward without backward FSDP2 shows unsharded copies
+        self._show_shards()
         self._found, self._found_buffers = self._collect(_parameter_slots(model)), self._collect(_buffer_slots(model))
         self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]
@@ -88,9 +88,10 @@ class ModelView:
     def _tie_by_memory(self) -> None:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost."""
         found = [*self._found, *self._found_buffers]
-        for first, second in overlaps(one.local for one in found if not one.tied):
+        for first, second in overlaps(one.local for one in found if not one.tied and not oddity(one.local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
+                or first.tensor.stride() != second.tensor.stride()
                 or first.tensor.dtype != second.tensor.dtype
                 or first.region != second.region
             ):
@@ -103,6 +104,17 @@ class ModelView:
                     one.local, one.tied = first, True
 
     # ---- the model's state
+
+    def _show_shards(self) -> None:
+        """After a forward without backward, or one that raised, FSDP2 shows unsharded copies, which would pass for a plain model."""
+        self._dtensors.reshard()
+        if self._dtensors.unsharded():
+            self._dtensors.reset()
+        if unsharded := self._dtensors.unsharded():
+            raise _errors.make(
+                "invalid_argument",
+                f"{', '.join(unsharded[:8])}: unsharded, also after reshard(); call this outside of forward and backward",
+            )
 
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
@@ -156,6 +168,10 @@ class ModelView:
 
     def _differences(self) -> Iterator[str]:
         for one in self._found:
+            if odd := oddity(one.local.tensor):
+                if oddity(one.adapter.memory(one.slot)) != odd:
+                    yield f"parameter '{one.slot.name}' {odd}; it is not any more"
+                continue
             if tuple(one.slot.recorded.shape) != tuple(one.local.region.shape):
                 yield f"parameter '{one.slot.name}' has shape {tuple(one.slot.recorded.shape)}, it was {tuple(one.local.region.shape)} when this EMA was made"
             memory = one.adapter.memory(one.slot)
@@ -183,7 +199,7 @@ class ModelView:
                 )
             one.slot.recorded = buffer
             memory = one.adapter.memory(one.slot)
-            if one.tied and memory.data_ptr() != one.local.tensor.data_ptr():
+            if one.tied and _address(memory) != _address(one.local.tensor):
                 raise _errors.make(
                     "invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {_WAY_OUT}"
                 )
@@ -196,13 +212,13 @@ class ModelView:
         self._named = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
         modules = list(self._model.modules())
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
-        objects = [one.slot.recorded for one in self._found]
+        objects = [one.slot.recorded for one in self._found if not oddity(one.local.tensor)]
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
         hints = [_objects_behind(tensor) for tensor in [*self._whole, *(tensor._local_tensor for tensor in self._sharded)]]
         self._watch = _core.Watch(dicts, self._whole, self._sharded, MARKS, hints)
         self._recorded_flat = self._flat_addresses()
-        self._recorded_buffers = [(one.slot.recorded, one.local.tensor.data_ptr()) for one in self._found_buffers]
+        self._recorded_buffers = [(one.slot.recorded, _address(one.local.tensor)) for one in self._found_buffers]
 
     def _flat_addresses(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._fsdp1.shards()))
@@ -210,21 +226,26 @@ class ModelView:
     def _buffers_same(self) -> bool:
         now = [one.slot.owner.get(one.slot.key) for one in self._found_buffers]
         return all(
-            buffer is was and _memory_of(one, was).data_ptr() == address
+            buffer is was and _address(_memory_of(one, was)) == address
             for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
         )
+
+    def frozen(self) -> list[tuple[str, torch.Tensor]]:
+        """What had no gradient when this view was made, as the model shows it."""
+        slots = [(one.local.name, one.slot.recorded) for one in self._found if not one.tied and not one.local.requires_grad]
+        return slots + [(flat.name, flat.shown) for flat in self._fsdp1.others() if not flat.requires_grad]
 
     def bump_versions(self) -> None:
         """Tells autograd that weights were written behind its back: a backward through the old values raises, where autograd can see it."""
         torch.autograd.graph.increment_version([*self._whole, *self._sharded, *self._fsdp1.flat_parameters()])
 
 
-def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False) -> ModelView:
+def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False, odd: bool = False) -> ModelView:
     """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell their group. ``strided``: tensors whose elements
-    don't lie one after another are found too, else refused."""
+    don't lie one after another are found too, else refused; ``odd``: also what has no elements in memory (sparse, nested, quantised, made of other tensors)."""
     if not isinstance(model, nn.Module):
         raise _errors.make("invalid_argument", f"model is a {type(model).__name__}; an nn.Module is needed")
-    return ModelView(model, group, strided)
+    return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
 
 
 def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
@@ -284,3 +305,7 @@ def _refuse_valueless(model: nn.Module) -> None:
 def _objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
     """Where torch keeps what data_ptr() reads, for prefetching: private, and never read by us."""
     return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return 0 if oddity(tensor) else tensor.data_ptr()

@@ -19,14 +19,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardow import _core
 from shardow.torch.local import LocalTensor, Replicas, Slot
 from shardow.torch.names import join, walk
+from shardow.torch.parents import fsdp1_around, owners
 
 
 @dataclass(eq=False)
 class FlatTensor(LocalTensor):
-    """A parameter inside a flat shard: ``offset`` elements from its start."""
+    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: the parameter that has the gradient, of its own or of the whole flat one."""
 
     handle: Any = None
     offset: int = 0
+    shown: Any = None
 
     def memory(self) -> torch.Tensor:
         return shard_of(self.handle)[self.offset : self.offset + self.region.size]
@@ -54,9 +56,11 @@ class Fsdp1Adapter:
             names.setdefault(id(module), []).append(name)
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
                 wrappers[id(module)] = module
-        self._wrappers = list(wrappers.values())
+        inside = list(wrappers.values())
+        owned = {key for module in inside for key in owners(module._handle.flat_param)}
+        self._wrappers = inside + fsdp1_around(model, owned, _parameters_of(inside))
         self._locals = [local for module in self._wrappers for local in _flat_tensors(module, names)]
-        self._owned = {id(p) for module in self._wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))}
+        self._owned = _parameters_of(self._wrappers)
 
     def claims(self, slot: Slot) -> bool:
         return id(slot.recorded) in self._owned
@@ -93,13 +97,21 @@ class Fsdp1Adapter:
             free_unsharded(module._handle)
 
 
+def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
+    """Ids of what modules show of the wrappers' weights."""
+    return {id(p) for module in wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))}
+
+
 def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTensor]:
-    """``names``: the clean names of each module, by id."""
+    """``names``: the clean names of each module, by id; what lies in other modules is left out."""
     handle = module._handle
     flat, whole = handle.flat_param, not handle.uses_sharded_strategy
-    requires_grad = [p.requires_grad for p in flat._params] if flat._params is not None else [flat.requires_grad] * len(flat._fqns)
+    shown = list(flat._params) if flat._params is not None else [flat] * len(flat._fqns)
     replicas, offsets = _replicas(module), _offsets(flat)
     for i, (owner, shape, info) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)):
+        called = _names(owner, flat, names)
+        if not called:
+            continue
         begin, count, offset = 0, 0, 0
         if whole:
             begin, count, offset = 0, shape.numel(), offsets[i]
@@ -107,14 +119,13 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
         memory = shard_of(handle)[offset : offset + count]
-        name, *aliases = _names(owner, flat, names)
-        yield FlatTensor(name, memory, region, requires_grad[i], replicas, True, tuple(aliases), handle, offset)
+        yield FlatTensor(called[0], memory, region, shown[i].requires_grad, replicas, True, tuple(called[1:]), handle, offset, shown[i])
 
 
 def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:
     """Every clean name of a parameter: of each place where its module stands, and of the parameters that are tied to it."""
     tied = [info for info in flat._shared_param_infos if info.prim_module is owner.module and info.prim_param_name == owner.param_name]
-    return list(dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names[id(one.module)]))
+    return list(dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names.get(id(one.module), ())))
 
 
 def _offsets(flat: Any) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
 
 @dataclass(eq=False)
 class LocalTensor:
-    """``tensor`` is plain, contiguous, region.size elements, without grad, and shares the model's memory; other names of the same tensor are ``aliases``.
+    """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; other names of the same tensor are ``aliases``. Find() says which may be strided or odd.
 
     ``sharded`` is False for a tensor that every rank holds whole without any group saying so: a plain parameter beside sharded ones.
     """
@@ -30,6 +30,16 @@ class LocalTensor:
     replicas: Replicas = ()
     sharded: bool = False
     aliases: tuple[str, ...] = ()
+
+    def flat(self) -> torch.Tensor:
+        """The elements in order, 1-D: the tensor's own memory, or a copy where they don't lie so."""
+        plain = self.tensor.resolve_conj().resolve_neg()
+        return plain.view(-1) if plain.is_contiguous() else plain.reshape(-1)
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Writes what flat() gave, and was changed since, into the model where it was a copy."""
+        if (flat.numel() and flat.data_ptr() != self.tensor.data_ptr()) or not self.tensor.is_contiguous():
+            self.tensor.copy_(flat.view(self.tensor.shape))
 
     def counts_on(self, rank: int) -> bool:
         """True where files take it from this rank: of whole tensors that no group shares, each rank's its own (batch statistics), they take rank 0's."""
@@ -80,18 +90,63 @@ def persistent_buffers(module: nn.Module) -> set[str]:
     return set(module._buffers) - module._non_persistent_buffers_set
 
 
-def plain_memory(name: str, tensor: torch.Tensor, strided: bool = False) -> torch.Tensor:
-    """``tensor``, detached; raises where its elements don't lie in memory that it owns, and one after another unless ``strided``. ``name`` is for messages."""
+Form = Literal["contiguous", "strided", "any"]
+
+
+def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at all. ``name`` is for messages."""
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided or not (strided or tensor.is_contiguous()):
-        how = f"strides {tensor.stride()}" if tensor.layout is torch.strided else str(tensor.layout)
+    if form == "any":
+        return tensor
+    refuse_odd(name, tensor)
+    if form == "contiguous" and not tensor.is_contiguous():
         raise _errors.make(
             "unsupported",
-            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous ({how}); make it so first: p.data = p.data.contiguous() for such a parameter p",
-        )
-    if tensor.numel() and not tensor.data_ptr():
-        raise _errors.make(
-            "unsupported",
-            f"'{name}' is a {type(tensor).__name__}, which has no memory of its own; leave it out of the model, or average its parts",
+            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); make it so first: p.data = p.data.contiguous() for such a parameter p",
         )
     return tensor
+
+
+def oddity(tensor: torch.Tensor) -> str | None:
+    """Why a tensor's elements can't be read in memory of its own; None: they can."""
+    if tensor.is_nested:
+        return "is nested"
+    if tensor.layout is not torch.strided:
+        return f"of shape {tuple(tensor.shape)} is {tensor.layout}"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype})"
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and tensor.numel() and not tensor.data_ptr():
+        return f"is a {type(tensor).__name__}, which has no memory of its own"
+    return None
+
+
+def refuse_odd(name: str, tensor: torch.Tensor) -> None:
+    if odd := oddity(tensor):
+        raise _errors.make(
+            "unsupported", f"'{name}' {odd}; leave it out of the model or of the mapping, or put its parts there, as dense tensors"
+        )
+
+
+def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:
+    for one in locals_:
+        refuse_odd(one.name, one.tensor)
+
+
+def refuse_unaverageable(local: LocalTensor) -> None:
+    """Averages follow memory of which every element is one weight's: strided, but not expanded."""
+    if local.tensor.layout is torch.strided and not local.tensor.is_nested and local.tensor.is_contiguous() and not oddity(local.tensor):
+        return
+    if odd := oddity(local.tensor):
+        raise _errors.make(
+            "unsupported",
+            f"'{local.name}' {odd}, and can't be averaged; leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer",
+        )
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(local.tensor.stride(), local.tensor.shape, strict=True) if size > 1):
+        if stride < reach and local.tensor.numel():
+            raise _errors.make(
+                "unsupported",
+                f"'{local.name}' of shape {tuple(local.tensor.shape)} has strides {local.tensor.stride()}: some of its elements share memory; "
+                "give it memory of its own first: p.data = p.data.contiguous()",
+            )
+        reach = stride * (size - 1) + reach

@@ -43,9 +43,14 @@ def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, Loca
     )
     reaches: tuple[str, int, int, LocalTensor] | None = None  # (device, end, place, tensor) that reaches furthest so far
     for device, begin, i, one in ranges:
-        end = begin + one.tensor.nbytes
+        end = begin + _extent(one.tensor)
         if reaches is not None and reaches[0] == device and begin < reaches[1]:
             yield (reaches[3], one) if reaches[2] < i else (one, reaches[3])
             if end <= reaches[1]:
                 continue
         reaches = (device, end, i, one)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize

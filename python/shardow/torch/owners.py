@@ -5,8 +5,7 @@ After a forward without a backward the root of an FSDP model keeps its weights u
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardow.torch.dtensors import DTensorAdapter
 from shardow.torch.fsdp1 import free_unsharded
+from shardow.torch.parents import wrappers
 
 
 def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -25,7 +25,7 @@ def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     shards = _reshard_fsdp2(found)
     if any(hasattr(p, "_fsdp_flattened") for p in found):  # FSDP1's own mark
         wanted = set(map(id, found))
-        for handle in _handles():
+        for handle in (one._handle for one in wrappers()):
             if not wanted.isdisjoint(map(id, (handle.flat_param, *(handle.flat_param._params or ())))):
                 free_unsharded(handle)
     return [shards.get(id(p), p) for p in found]
@@ -50,19 +50,12 @@ def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     if any(isinstance(p, DTensor) and id(p) not in now for p in found):
         for module, shown in modules:
             if any(p is after and not isinstance(p, DTensor) for p, after in zip(shown.values(), _shown(module).values(), strict=True)):
-                DTensorAdapter(module, strided=True).reset()  # after a forward that raised, reshard() did nothing
+                DTensorAdapter(module, form="any").reset()  # after a forward that raised, reshard() did nothing
     return {id(p): after for module, shown in modules for p, after in zip(shown.values(), _shown(module).values(), strict=True)}
 
 
 def _shown(module: Any) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters(remove_duplicate=False))
-
-
-def _handles() -> Iterator[Any]:
-    """Of every FSDP1 module alive: they are registered nowhere."""
-    for one in gc.get_objects():
-        if issubclass(type(one), FullyShardedDataParallel) and one._handle is not None:
-            yield one._handle
 
 
 __all__ = ["has_fsdp", "resharded"]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
-from shardow.torch.local import LocalTensor, Replicas, Slot, plain_memory
+from shardow.torch.local import Form, LocalTensor, Replicas, Slot, memory_of
 
 
 class PlainAdapter:
@@ -19,8 +19,8 @@ class PlainAdapter:
     Only parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing them, or handing out another's, would mix ranks.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, strided: bool) -> None:
-        self._strided = strided
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
+        self._form: Form = form
         self._replicas: dict[int, Replicas] = {}
         if group is not None:
             self._replicas = dict.fromkeys(map(id, model.parameters()), _members(group))
@@ -34,12 +34,11 @@ class PlainAdapter:
 
     def local(self, slot: Slot) -> LocalTensor:
         tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
-        return LocalTensor(
-            slot.name, self.memory(slot), _core.Region.whole(list(tensor.shape)), tensor.requires_grad, replicas, bool(replicas)
-        )
+        shape = [] if tensor.is_nested else list(tensor.shape)
+        return LocalTensor(slot.name, self.memory(slot), _core.Region.whole(shape), tensor.requires_grad, replicas, bool(replicas))
 
     def memory(self, slot: Slot) -> torch.Tensor:
-        return plain_memory(slot.name, slot.recorded, self._strided)
+        return memory_of(slot.name, slot.recorded, self._form)
 
     def others(self) -> Sequence[LocalTensor]:
         return ()

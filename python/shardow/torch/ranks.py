@@ -17,7 +17,7 @@ from shardow.torch.fsdp1 import Fsdp1Adapter
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter | None = None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone. ``fsdp1``: the model's, where one was made already."""
-    DTensorAdapter(model, strided=True).reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
+    DTensorAdapter(model, form="any").reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
     fsdp1 = fsdp1 or Fsdp1Adapter(model)
     groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
     return choose_group(groups, meshes_of(model), given, fsdp1.spans_world())

@@ -45,8 +45,15 @@ def _buckets(tracked: Sequence[Tracked]) -> Iterator[list[Tracked]]:
 
 
 def _exchange_level(bucket: Sequence[Tracked], level: int) -> None:
+    flats = [one.local.flat() for one in bucket]
+    _exchange_flat(bucket, flats, level)
+    for one, flat in zip(bucket, flats, strict=True):
+        one.local.put(flat)
+
+
+def _exchange_flat(bucket: Sequence[Tracked], flats: Sequence[torch.Tensor], level: int) -> None:
     group, index, count = bucket[0].local.replicas[level]
-    pieces = [_pieces(one, level) for one in bucket]  # [tensor][member]
+    pieces = [_pieces(one, flat, level) for one, flat in zip(bucket, flats, strict=True)]  # [tensor][member]
     if len(bucket) == 1 and bucket[0].local.tensor.nbytes > _BUCKET:
         for member in range(count):  # in place: a bucket would double a large tensor
             dist.broadcast(_bytes(pieces[0][member]), group_src=member, group=group)
@@ -66,13 +73,13 @@ def _exchange_level(bucket: Sequence[Tracked], level: int) -> None:
                 at += length
 
 
-def _pieces(one: Tracked, level: int) -> list[torch.Tensor]:
-    """What each member of the level's group owns of the local memory, views."""
+def _pieces(one: Tracked, flat: torch.Tensor, level: int) -> list[torch.Tensor]:
+    """What each member of the level's group owns of the local elements, views."""
     region, begin = one.local.region, 0
     for _, index, count in one.local.replicas[:level]:
         begin += sum(region.part(i, count).size for i in range(index))
         region = region.part(index, count)
-    flat, views = one.local.tensor.view(-1), []
+    views = []
     count = one.local.replicas[level][2]
     for member in range(count):
         size = region.part(member, count).size

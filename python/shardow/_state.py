@@ -21,6 +21,8 @@ from shardow.torch.regions import region_of
 
 _OTHERWISE = "was sharded otherwise"
 
+_LACKS = ("missing '", "unexpected '")
+
 _CHUNK = 1 << 20  # elements of a temporary
 
 #: (memory to fill, value, region of the value's tensor that the memory holds; None: the value is that very piece)
@@ -47,8 +49,10 @@ def engine_state(state: Mapping[str, Any]) -> str:
     return text
 
 
-def check(state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str]) -> list[Copy]:
-    """What load_state_dict will copy. Raises with everything that does not fit, before anything is copied."""
+def check(
+    state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str], strict: bool = True
+) -> tuple[list[Copy], dict[str, list[str]]]:
+    """What load_state_dict will copy, and the names that are missing and unexpected. Raises with everything that does not fit, before anything is copied; unless ``strict``, names may lack."""
     averages = state.get("averages")
     if not isinstance(averages, Mapping):
         raise invalid("this is not a state of shardow.EMA: 'averages' is missing")
@@ -61,14 +65,17 @@ def check(state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[s
     if problems:
         raise invalid(f"the state does not fit: {'; '.join(problems)}")
     copies: list[Copy] = []
+    expected = {one.name: tuple(one.region.shape) for one in tracked}
+    missing = {name: None for key in keys for name in expected if name not in by_key[key]}
+    unexpected = {name: None for key in keys for name in by_key[key] if name not in expected}
     for k, key in enumerate(keys):
-        problems += unfit(by_key[key], {one.name: tuple(one.region.shape) for one in tracked})
+        problems += [one for one in unfit(by_key[key], expected) if strict or not one.startswith(_LACKS)]
         for one in tracked:
             if one.name in by_key[key]:
                 _plan(one, k, by_key[key][one.name], copies, problems)
     if problems:
         raise invalid(f"the state does not fit this EMA, nothing was loaded: {listed(problems)}")
-    return copies
+    return copies, {"missing": list(missing), "unexpected": list(unexpected)}
 
 
 def unfit(found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -175,7 +182,9 @@ def copy_streamed(gatherer: _gather.Gatherer, target: ModelView, team: Team) -> 
             shape_from = there.tensor if there is not None else None
             full = broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), team, shape_from)
         if there is not None and full is not None:
-            _gather.take(full, there.region, there.tensor.view(-1))
+            flat = there.flat()
+            _gather.take(full, there.region, flat)
+            there.put(flat)
     target.reshard()
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardow import _core
+from shardow._gather import place, take
 from shardow._options import DTYPES, Options, invalid, unsupported
+from shardow.torch.local import refuse_unaverageable
 from shardow.torch.memory import engine_view
 
 if TYPE_CHECKING:
@@ -30,9 +32,13 @@ class Tracked:
     local: LocalTensor
     region: _core.Region
     begin: int
-    source: torch.Tensor  # what is averaged, 1-D, all of the local region: local.tensor, or what `source=` names
+    source: torch.Tensor  # what is averaged, all of the local region: local.tensor, or what `source=` names; 1-D unless strided
     mastered: bool = False  # `source=` names it
     averages: list[torch.Tensor] = field(default_factory=list)
+    stage: torch.Tensor | None = None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
+
+    def __post_init__(self) -> None:
+        self.follow()
 
     @property
     def name(self) -> str:
@@ -40,16 +46,31 @@ class Tracked:
 
     def follow(self) -> None:
         """After the model's memory has moved."""
+        refuse_unaverageable(self.local)
+        weights = self.local.tensor
+        self.stage = None if weights.is_contiguous() else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
         if not self.mastered:
-            self.source = self.local.tensor.view(-1)
+            self.source = weights.view(-1) if self.stage is None else weights
+        self.gather()
+
+    def gather(self) -> None:
+        if self.stage is not None:
+            take(self.local.tensor, self._window(), self.stage)
+
+    def scatter(self) -> None:
+        if self.stage is not None:
+            place(self.stage, self._window(), self.local.tensor)
 
     def weights(self) -> torch.Tensor:
-        """The part of the live weights that this rank averages, 1-D, a view."""
-        return self._part(self.local.tensor.view(-1))
+        """The part of the live weights that this rank averages, 1-D: a view, or the stage."""
+        return self._part(self.local.tensor.view(-1)) if self.stage is None else self.stage
 
     def sources(self) -> torch.Tensor:
         """The same part of what is averaged."""
-        return self._part(self.source)
+        return self._part(self.source) if self.mastered or self.stage is None else self.stage
+
+    def _window(self) -> _core.Region:
+        return _core.Region.whole(list(self.local.tensor.shape)).window(self.begin, self.begin + self.region.size)
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
         return whole if self.region.size == whole.numel() else whole[self.begin : self.begin + self.region.size]
@@ -68,6 +89,8 @@ def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
 def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, torch.Tensor] | None) -> list[Tracked]:
     """Everything that is averaged, with memory for the averages; nothing is copied yet."""
     locals_ = list(locals_)
+    for local in locals_:
+        refuse_unaverageable(local)
     sources = _sources(locals_, source or {})
     tracked = [Tracked(local, *divide(local, options.replicas), sources[local.name], local.name in (source or {})) for local in locals_]
     for one in tracked:
@@ -89,14 +112,15 @@ def _sources(locals_: Sequence[LocalTensor], source: Mapping[str, torch.Tensor])
     for local in locals_:
         tensor = source.get(local.name, local.tensor)
         tensor = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor's memory on this rank
-        if tensor.numel() != local.region.size or not tensor.is_contiguous() or tensor.device != local.tensor.device:
+        strided = local.name in source and not tensor.is_contiguous()
+        if tensor.numel() != local.region.size or strided or tensor.device != local.tensor.device:
             raise invalid(
                 f"source= of '{local.name}' has {tensor.numel()} elements on {tensor.device}; "
                 f"it must be contiguous, with the {local.region.size} of this rank's part, on {local.tensor.device}"
             )
         if tensor.dtype not in DTYPES:
             raise invalid(f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
-        found[local.name] = tensor.view(-1)
+        found[local.name] = tensor.view(-1) if tensor.is_contiguous() else tensor
     return found
 
 
@@ -127,6 +151,18 @@ def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torc
     if count == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+
+
+def gather(tracked: Iterable[Tracked]) -> None:
+    """Strided weights into the memory that the engine reads. Others lie there already."""
+    for one in tracked:
+        one.gather()
+
+
+def scatter(tracked: Iterable[Tracked]) -> None:
+    """And back, after the engine has written there."""
+    for one in tracked:
+        one.scatter()
 
 
 def view_of(name: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:

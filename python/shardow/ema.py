@@ -19,8 +19,9 @@ from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
 from shardow._options import Options, Params, invalid, make_options, seconds
 from shardow._team import Team
+from shardow._unfrozen import Unfrozen
 from shardow.torch.find import find
-from shardow.torch.local import LocalTensor
+from shardow.torch.local import LocalTensor, oddity, refuse_all_odd
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class EMA:
         timeout: float | timedelta | None = None,
         **unknown: Any,
     ) -> None:
-        self._view = find(model, group=group)
+        self._view = find(model, group=group, odd=True)
         self._team = Team(self._view.process_group, seconds(timeout))
 
         def build() -> tuple[Options, list[str], list[_tracked.Tracked], _core.Average]:
@@ -96,6 +97,8 @@ class EMA:
             return options, keys_of(options.schedules), *self._build(options, source)
 
         self._options, self._keys, self._tracked, self._average = self._team.agree("EMA(...)", build)
+        self._strided = _strided(self._tracked)
+        self._unfrozen = Unfrozen(self._view.frozen() if self._options.params == "trainable" else ())
         self._team.same("EMA(...)", self._facts())
         self._attached = 0
         self._in: int | None = None  # which average is swapped in
@@ -151,6 +154,9 @@ class EMA:
             raise invalid("update() inside swapped(): the weights are averages now; leave the block first")
         if not self._view.unchanged():
             self._rebind()
+        self._unfrozen.look()
+        if self._strided:
+            _tracked.gather(self._strided)
 
     def _warn_of(self, held: int) -> None:
         if held and not self._warned:
@@ -174,6 +180,7 @@ class EMA:
             raise invalid(self._view.explain_change())
         for one in self._tracked:
             one.follow()
+        self._strided = _strided(self._tracked)
         self._average.bind(_tracked.source_views(self._tracked))
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Handle:
@@ -217,7 +224,9 @@ class EMA:
     def _swap(self, k: int) -> None:
         """Own parts in place, then what other replicas own; nothing of the old weights may survive in an unsharded copy."""
         self._view.reshard()
+        _tracked.gather(self._tracked)
         self._average.swap(_tracked.weight_views(self._tracked), k)
+        _tracked.scatter(self._tracked)
         if self._splits():
             with torch.no_grad():
                 _replicas.exchange(self._tracked)
@@ -231,7 +240,7 @@ class EMA:
     def copy_to(self, model: nn.Module, decay: float | str | _core.Schedule | None = None) -> None:
         """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective."""
         k = choose(self._keys, decay)
-        target = find(model, group=self._view.process_group)
+        target = find(model, group=self._view.process_group, odd=True)
         names = {one.name for one in self._tracked}
         self._together("copy_to()", lambda: self._check_copy(target.parameters, names))
         _state.copy_streamed(self._gatherer(k, complete=True), target, self._team)
@@ -256,28 +265,35 @@ class EMA:
         return _state.make(self._tracked, self._keys, self._average.state())
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> dict[str, list[str]]:
         """Takes what state_dict() gave: pieces of the same sharding, or full tensors of the global shape. Collective.
 
         Everything is checked on every rank first, and everything that does not fit is listed; then averages, counters and schedules are replaced.
+
+        ``strict=False`` takes what there is: averages that the state lacks stay as they are (those of a new EMA are its model's weights), those that are not wanted are left out. So weights that were
+        added or unfrozen are taken in by a new EMA: ``new.load_state_dict(old.state_dict(), strict=False)``.
+
+        Returns:
+            {"missing": [name], "unexpected": [name]}.
         """
 
         before = self._average.state()
 
-        def check() -> list[_state.Copy]:
+        def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
             self._not_swapped("load_state_dict()")
-            copies = _state.check(state, self._tracked, self._keys)
+            found = _state.check(state, self._tracked, self._keys, strict)
             self._average.set_state(_state.engine_state(state))
-            return copies
+            return found
 
         try:
-            copies = self._team.agree("load_state_dict()", check)
+            copies, report = self._team.agree("load_state_dict()", check)
         except BaseException:
             if self._in is None:  # this rank's was good, another's was not
                 self._average.set_state(before)
             raise
         for target, value, region in copies:
             _state.copy(target, value, region)
+        return report
 
     def _averages(self) -> dict[str, torch.Tensor]:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
@@ -289,7 +305,7 @@ class EMA:
 
         def check() -> list[_state.Copy]:
             self._not_swapped("load_state_dict()")
-            return _state.check({"averages": averages}, self._tracked, self._keys[:1])
+            return _state.check({"averages": averages}, self._tracked, self._keys[:1])[0]
 
         for target, value, region in self._team.agree("load_state_dict()", check):
             _state.copy(target, value, region)
@@ -302,12 +318,24 @@ class EMA:
         k = choose(self._keys, decay)
         self._ready_to_read("full_state_dict()")
         aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
-        return self._gatherer(k, complete).whole(aliases)
+        odd = self._odd("full_state_dict()") if complete else {}
+        return {**self._gatherer(k, complete).whole(aliases), **odd}
+
+    def _odd(self, what: str) -> dict[str, torch.Tensor]:
+        """On rank 0, copies of what has no elements in memory (sparse, quantised): they can't be put together from parts, and no file holds them. Collective."""
+
+        def copies() -> dict[str, torch.Tensor]:
+            odd = [one for one in self._others() if oddity(one.tensor)]
+            refuse_all_odd(one for one in odd if one.sharded and not one.replicas)
+            return {name: one.tensor.clone() for one in odd for name in (one.name, *one.aliases)}
+
+        found = self._team.agree(what, copies)
+        return found if self._team.rank == 0 else {}
 
     def _gatherer(self, k: int, complete: bool) -> Gatherer:
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]
         if complete:
-            parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._others()]
+            parts += [Part(one.name, one.flat(), one.region) for one in self._others() if not oddity(one.tensor)]
         return Gatherer(parts, self._team.process_group)
 
     def _others(self) -> list[LocalTensor]:
@@ -369,7 +397,9 @@ class EMA:
         k = choose(self._keys, decay)
         self._ready_to_read("export()")
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
-        parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._others() if one.counts_on(self._team.rank)]
+        others = self._others()
+        self._team.agree("export()", lambda: refuse_all_odd(others))
+        parts += [Part(one.name, one.flat(), one.region) for one in others if one.counts_on(self._team.rank)]
         options = self._team.agree("export()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
         _files.write([_files.FileParts("", parts)], path, self._team, **options)
 
@@ -394,6 +424,7 @@ class EMA:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
         k = choose(self._keys, decay)
         self._ready_to_read("distance()")
+        _tracked.gather(self._strided)
         return _state.distance(self._tracked, k, self._team)
 
     def __repr__(self) -> str:
@@ -407,6 +438,7 @@ class EMA:
         """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
         result = self._team.agree(what, fn)
         self._team.same_updates(what, int(self._average.stats()["updates"]))
+        self._unfrozen.look(everywhere=True)
         return result
 
     def _ready_to_read(self, what: str) -> None:
@@ -433,6 +465,11 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def _strided(tracked: Sequence[_tracked.Tracked]) -> list[_tracked.Tracked]:
+    """Those whose weights must be brought together before the engine reads them."""
+    return [one for one in tracked if one.stage is not None and not one.mastered]
 
 
 def _wants(params: Params, local: LocalTensor) -> bool:

@@ -92,7 +92,7 @@ class Sharded:
         stochastic: bool,
         seed: int,
     ) -> None:
-        view = find(model)
+        view = find(model, odd=True)
         averaged = {one.name: one.tensor.dtype for one in view.parameters if _averages(choose, one, "parameter")}
         names = set(averaged)
         averaged.update({one.name: one.tensor.dtype for one in view.buffers if _averages(choose, one, "buffer")})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardow import _core, _errors
+from shardow import _core, _errors, _warnings
 from shardow.schedules import as_schedules
 
 #: Dtypes of averages, by torch's names for them.
@@ -52,13 +51,17 @@ class Options:
     seed: int
     threads: int
 
-    def engine(self) -> _core.AverageOptions:
+    def engine(self, alone: bool) -> _core.AverageOptions:
+        """``alone``: no other rank would wait for one that raises in an update."""
+        waits = self.nonfinite == "raise" and not alone
         return _core.AverageOptions(
             schedules=self.schedules,
             dtype=DTYPES[self.dtype],
             rule=getattr(_core.Rule, self.rule),
             rounding=getattr(_core.Rounding, self.rounding),
-            non_finite=getattr(_core.NonFinite, "raise_" if self.nonfinite == "raise" else self.nonfinite),  # a keyword
+            non_finite=getattr(
+                _core.NonFinite, "hold" if waits else "raise_" if self.nonfinite == "raise" else self.nonfinite
+            ),  # a keyword
             update_every=self.update_every,
             start_step=self.start_step,
             seed=self.seed,
@@ -88,9 +91,8 @@ def make_options(
     if dtype not in DTYPES:
         raise invalid(f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any dtype")
     if dtype in (torch.bfloat16, torch.float16):
-        warnings.warn(
-            f"averages in {dtype} carry 0.5 to 1.6 % of noise, stochastically rounded; torch.float32 is the default for a reason",
-            stacklevel=4,
+        _warnings.warn(
+            f"averages in {dtype} carry 0.5 to 1.6 % of noise, stochastically rounded; torch.float32 is the default for a reason"
         )
     if not callable(params):
         one_of("params", params, ("trainable", "all"))

@@ -145,6 +145,12 @@ def current_decays(engine_state: str) -> list[float]:
     return decays
 
 
+def samples_by(engine_state: str, batch: float) -> float:
+    """Training samples seen at the next step, where each step since the last applied update had ``batch`` of them."""
+    state = json.loads(engine_state)
+    return float(state["applied_samples"] + batch * (state["step"] + 1 - state["applied_step"]))
+
+
 def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
     """|average - weights| / |weights|; every element counted on one rank, by its owner."""
     apart, length = 0.0, 0.0

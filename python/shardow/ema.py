@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core, _errors, _files, _replicas, _state, _tracked
+from shardow import _core, _errors, _files, _replicas, _state, _tracked, _warnings
+from shardow._attached import Attachments, Handle, Samples
 from shardow._background import SaveHandle
 from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
@@ -46,7 +46,8 @@ class EMA:
             "quotient" (e + (p-e) / (1/(1-d))):
             bit-equal to those forms.
         stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would lose it.
-        nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise" (held, then ValueError).
+        nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise": held, then ValueError, with
+            several ranks at the next collective call of this EMA and on all of them.
         update_every: average every n-th step, with decay^n.
         start_step: an update at a step <= start_step copies the weights, the next one averages.
         seed: of stochastic rounding.
@@ -100,7 +101,7 @@ class EMA:
         self._strided = _strided(self._tracked)
         self._unfrozen = Unfrozen(self._view.frozen() if self._options.params == "trainable" else ())
         self._team.same("EMA(...)", self._facts())
-        self._attached = 0
+        self._attached = Attachments(self._update_attached, lambda: self._not_swapped("optimizer.step()"))
         self._in: int | None = None  # which average is swapped in
         self._warned = False
 
@@ -108,7 +109,7 @@ class EMA:
         self._view.reshard()
         tracked = _tracked.track(self._chosen(options), options, source)
         averages = [_tracked.average_views(tracked, k) for k in range(len(options.schedules))]
-        return tracked, _core.Average(_tracked.source_views(tracked), averages, options.engine())
+        return tracked, _core.Average(_tracked.source_views(tracked), averages, options.engine(alone=self._team.size == 1))
 
     def _chosen(self, options: Options) -> list[LocalTensor]:
         """Parameters, and buffers where they are averaged, in the model's order."""
@@ -161,15 +162,18 @@ class EMA:
     def _warn_of(self, held: int) -> None:
         if held and not self._warned:
             self._warned = True
-            warnings.warn(
+            _warnings.warn(
                 f"{held} weights on this rank are NaN or Inf; their averages {self._fate()} (nonfinite={self._options.nonfinite!r}). "
                 "stats()['held_nonfinite'] counts them; this warning is given once",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _fate(self) -> str:
-        return "become so too" if self._options.nonfinite == "propagate" else "keep their last values"
+        if self._options.nonfinite == "propagate":
+            return "become so too"
+        return "keep their last values" + (
+            ", and the next collective call raises on every rank" if self._options.nonfinite == "raise" else ""
+        )
 
     def _rebind(self) -> None:
         """A changed parameter is an error; one that is merely unsharded for a while, or whose memory moved, is not."""
@@ -183,13 +187,29 @@ class EMA:
         self._strided = _strided(self._tracked)
         self._average.bind(_tracked.source_views(self._tracked))
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> Handle:
-        """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Steps that a GradScaler skips are not counted."""
-        if self._attached:
-            raise invalid("attached to an optimizer already; each step would count twice")
-        handle = optimizer.register_step_post_hook(lambda *_: self._update(None, 0.0))
-        self._attached += 1
-        return Handle(handle, self)
+    def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
+        """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.
+
+        Steps that a GradScaler skips are not counted; with a fused optimizer on CUDA, learning that waits for the device. Several optimizers
+        of one model are attached one after another, in the order in which they step: one update follows when each has stepped.
+
+        Args:
+            optimizer: torch's, or a wrapper that has it as ``.optimizer`` (accelerate's).
+            samples: for schedules in samples: those of one step on all ranks, or a function that returns how many have been seen so far.
+
+        Raises:
+            ValueError: attached to this optimizer already. TypeError: no optimizer. And in ``step()``, before it, where the weights are swapped.
+        """
+        return self._attached.add(optimizer, samples)
+
+    def _update_attached(self, samples: Samples | None) -> None:
+        if samples is None:
+            seen = 0.0
+        elif callable(samples):
+            seen = float(samples())
+        else:
+            seen = _state.samples_by(self._average.state(), float(samples))
+        self._update(None, seen)
 
     # ---- evaluation
 
@@ -436,10 +456,25 @@ class EMA:
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:
         """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
-        result = self._team.agree(what, fn)
+
+        def check() -> T:
+            self._raise_non_finite()
+            return fn()
+
+        result = self._team.agree(what, check)
         self._team.same_updates(what, int(self._average.stats()["updates"]))
         self._unfrozen.look(everywhere=True)
         return result
+
+    def _raise_non_finite(self) -> None:
+        """nonfinite="raise" with several ranks: one that raised alone, in update(), would leave the others waiting."""
+        met = self._average.non_finite() if self._options.nonfinite == "raise" and self._team.size > 1 else None
+        if met is not None:
+            self._average.forget_non_finite()
+            step, elements, name = met
+            raise invalid(
+                f"at step {step}, {elements} weights on rank {self._team.rank} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held"
+            )
 
     def _ready_to_read(self, what: str) -> None:
         self._together(what, lambda: self._not_swapped(what))
@@ -447,24 +482,6 @@ class EMA:
     def _not_swapped(self, what: str) -> None:
         if self._in is not None:
             raise invalid(f"{what} inside swapped(): the averages are in the model now; leave the block first")
-
-
-class Handle:
-    """Detaches an EMA from its optimizer, once."""
-
-    def __init__(self, handle: torch.utils.hooks.RemovableHandle, ema: EMA) -> None:
-        self._handle, self._ema = handle, ema
-
-    def remove(self) -> None:
-        if self._ema._attached:
-            self._handle.remove()
-            self._ema._attached -= 1
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def _strided(tracked: Sequence[_tracked.Tracked]) -> list[_tracked.Tracked]:

@@ -6,10 +6,9 @@ n is the optimizer step since averaging began, 1 at the first update; d the deca
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
-from shardow import _errors
+from shardow import _errors, _warnings
 from shardow._core import Schedule
 
 
@@ -152,10 +151,9 @@ def _as_schedule(decay: object) -> Schedule:
         raise _errors.make(
             "invalid_argument", f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999"
         )
-    if decay < 0.5:
-        warnings.warn(
-            f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose decay is {1 - decay}",
-            stacklevel=7,
+    if 0 < decay < 0.5:
+        _warnings.warn(
+            f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose decay is {1 - decay}"
         )
     return constant(float(decay))
 

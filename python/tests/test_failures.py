@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 import time
@@ -177,3 +178,33 @@ def test_a_state_of_another_sharding_says_how_to_load_it() -> None:
         assert kind == "InvalidArgumentError"
         assert "torch.distributed.checkpoint" in message
         assert unchanged
+
+
+def _not_finite_on_one() -> list[str]:
+    """What each of three calls says; the averages are held, and go on."""
+    model = models.build("fsdp2", dist.get_world_size())
+    ema = shardow.EMA(model, 0.5, nonfinite="raise")
+    before = ema.full_state_dict()
+    rank = dist.get_rank()
+    if rank == 1:
+        model[0].weight._local_tensor[0, 0] = math.nan
+        with pytest.warns(RuntimeWarning, match="the next collective call raises on every rank"):
+            ema.update()
+    else:
+        ema.update()
+    said = []
+    for call in (ema.distance, ema.full_state_dict):
+        try:
+            call()
+            said.append("")
+        except (ValueError, ConnectionError) as error:
+            said.append(str(error))
+    after = ema.full_state_dict()
+    assert rank or all(torch.equal(after[name], before[name]) for name in before)
+    return said
+
+
+def test_what_is_not_finite_on_one_rank_raises_on_all_at_the_next_agreement() -> None:
+    for first, second in ranks.run(2, _not_finite_on_one):
+        assert "'0.weight'" in first
+        assert second == ""

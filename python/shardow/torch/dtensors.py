@@ -6,7 +6,6 @@ FSDPModule is resharded before and after shards are written; of a part of a mode
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardow import _warnings
 from shardow.torch.local import Form, LocalTensor, Slot, memory_of
 from shardow.torch.parents import fsdp2_around
 from shardow.torch.regions import region_of, replicas_of
@@ -66,10 +66,10 @@ class DTensorAdapter:
             state = module._get_fsdp_state()  # private: nothing public tells a root, or that gradients wait
             if state._is_root and hasattr(module, "reset_iter_state"):
                 if any(_awaits_reduction(group) for one in state._state_ctx.all_states for group in _groups(one)):
-                    warnings.warn(
-                        "a forward of this FSDP2 model raised while gradients were accumulating: what was not yet reduced is dropped; begin the accumulation again",
+                    _warnings.warn(
+                        "a forward of this FSDP2 model raised while gradients were accumulating: what was not yet reduced is dropped; "
+                        "begin the accumulation again",
                         RuntimeWarning,
-                        stacklevel=2,
                     )
                 module.reset_iter_state()
         self.reshard()

@@ -1,0 +1,168 @@
+"""attach(): updates follow the steps of one optimizer, of several, of wrapped ones, and of those that a GradScaler skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardow
+
+
+def make(*decays: Any) -> tuple[nn.Module, shardow.EMA]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    return model, shardow.EMA(model, *(decays or (0.5,)))
+
+
+def ready(model: nn.Module, value: float = 1.0) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def same(a: shardow.EMA, b: shardow.EMA) -> bool:
+    first, second = a.full_state_dict(), b.full_state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_accelerates_optimizer_attaches() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, ema = make()
+    prepared = accelerate.Accelerator(cpu=True).prepare_optimizer(sgd(model))
+    handle = ema.attach(prepared)
+    for _ in range(3):
+        ready(model)
+        prepared.step()
+    assert ema.stats()["step"] == 3
+    handle.remove()
+    prepared.step()
+    assert ema.stats()["step"] == 3
+
+
+def test_what_is_no_optimizer_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match=r"attach\(\) takes.*not a Linear; call update\(\)"):
+        make()[1].attach(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("samples", [64, "seen"])
+def test_a_half_life_in_samples_follows_an_optimizer(samples: Any) -> None:
+    model, ema = make(shardow.schedules.half_life_in_samples(1000))
+    twin, expected = make(shardow.schedules.half_life_in_samples(1000))
+    seen = 0.0
+    optimizer, other = sgd(model), sgd(twin)
+    ema.attach(optimizer, samples=(lambda: seen) if samples == "seen" else samples)
+    for _ in range(5):
+        seen += 64
+        for one, by in ((model, optimizer), (twin, other)):
+            ready(one)
+            by.step()
+        expected.update(samples=seen)
+    assert same(ema, expected)
+    resumed = shardow.EMA(model, shardow.schedules.half_life_in_samples(1000))
+    resumed.load_state_dict(ema.state_dict())
+    ema.attach(sgd(nn.Linear(1, 1)))  # another one of the model's: its samples are the first's
+    resumed.attach(another := sgd(model), samples=64 if samples != "seen" else lambda: seen)
+    seen += 64
+    another.step()
+    twin.load_state_dict(model.state_dict())
+    expected.update(samples=seen)
+    assert same(resumed, expected)
+
+
+def test_samples_of_nothing_are_refused() -> None:
+    model, ema = make()
+    with pytest.raises(ValueError, match="samples=0"):
+        ema.attach(sgd(model), samples=0)
+
+
+def test_a_step_that_a_scaler_skips_inside_a_fused_optimizer_is_not_counted() -> None:
+    model, ema = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    ema.attach(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for value in (1.0, float("inf"), 2.0):
+        loss = scaler.scale(sum(p.sum() for p in model.parameters()) * value)
+        optimizer.zero_grad()
+        loss.backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        assert value != float("inf") or all(map(torch.equal, before, model.parameters()))
+    assert ema.stats()["step"] == 2
+
+
+def test_two_optimizers_of_one_model_make_one_update_a_step() -> None:
+    model, ema = make()
+    twin, expected = make()
+    first, second = sgd(model[0]), sgd(model[1])
+    ema.attach(first)
+    ema.attach(second)
+    whole = sgd(twin)
+    for _ in range(4):
+        ready(model)
+        ready(twin)
+        first.step()
+        second.step()
+        whole.step()
+        expected.update()
+    assert same(ema, expected)
+    assert ema.stats()["step"] == 4
+
+
+def test_a_round_in_which_one_of_two_is_skipped_counts_once() -> None:
+    model, ema = make()
+    first, second = sgd(model[0]), sgd(model[1])
+    ema.attach(first)
+    ema.attach(second)
+    for steps in ([first], [first, second], [second], []):
+        ready(model)
+        for one in steps:
+            one.step()
+    first.step()
+    second.step()
+    assert ema.stats()["step"] == 4
+
+
+def test_a_handle_ends_its_own_attachment_however_often_it_is_removed() -> None:
+    model, ema = make()
+    first, second = sgd(model[0]), sgd(model[1])
+    one, _ = ema.attach(first), ema.attach(second)
+    one.remove()
+    one.remove()
+    ready(model)
+    first.step()
+    second.step()
+    assert ema.stats()["step"] == 1
+    with pytest.raises(ValueError, match="twice"):
+        ema.update()
+    with pytest.raises(ValueError, match="twice"):
+        ema.attach(second)
+
+
+def test_a_step_inside_swapped_is_refused_before_it_is_lost() -> None:
+    model, ema = make()
+    optimizer = sgd(model)
+    ema.attach(optimizer)
+    ready(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    with ema.swapped(), pytest.raises(ValueError, match="inside swapped"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_nothing_of_the_old_average_is_kept_by_decay_0_and_that_is_no_mistake(recwarn: pytest.WarningsRecorder) -> None:
+    shardow.EMA(nn.Linear(2, 2), 0.0)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("options", [{"decay": 0.001}, {"dtype": torch.bfloat16}])
+def test_warnings_point_at_the_users_line(options: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="lerp|noise") as caught:
+        shardow.EMA(nn.Linear(2, 2), **options)
+    assert [one.filename for one in caught] == [__file__]

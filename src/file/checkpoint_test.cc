@@ -236,5 +236,22 @@ TEST_F(Checkpoint, OfDeviceMemoryPassesThroughPinnedChunks) {
             3 * 4);  // two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that load
 }
 
+TEST_F(Checkpoint, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
+  FakeDevice device;
+  file::replace_devices(&device);
+  const auto save_both = [&](const fs::path& path, bool from_device) {
+    return on_ranks(1, [&](Group& group) {
+      Held held("wide", DType::kF32, Region::whole({3 << 20}));
+      for (size_t i = 0; i < held.memory.size(); ++i) held.memory[i] = static_cast<std::byte>(i * 31 + i / 251);
+      const std::vector<TensorView> views = {held.view, {"narrow", DType::kI16, Region::whole({6 << 20}), held.view.data}};
+      save(group, from_device ? on_device(views) : views, path);
+    });
+  };
+  ASSERT_EQ(save_both(folder_ / "host.safetensors", false), all(1, kFine));
+  ASSERT_EQ(save_both(folder_ / "device.safetensors", true), all(1, kFine));
+  EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
+  file::replace_devices(nullptr);
+}
+
 }  // namespace
 }  // namespace shardow

@@ -59,7 +59,9 @@ Feed::Block& Feed::block_at(const Mine& mine, int64_t element) {
 }
 
 void Feed::fill(Block& block, const Mine& mine, int64_t begin) {
-  block.part = mine.data;
+  block.data = mine.data;
+  block.tensor = mine.tensor;
+  block.piece = mine.piece;
   block.begin = begin;
   block.end = std::min(mine.region.size(), begin + chunk_elements(mine.dtype));
   block.memory.copy_from(mine.data + bytes(begin, mine.dtype), bytes(block.end - begin, mine.dtype), mine.device);

@@ -40,10 +40,13 @@ class Feed {
   /// Elements [begin, end) of a part on a device.
   struct Block {
     Pinned memory;
-    const std::byte* part = nullptr;
+    const std::byte* data = nullptr;
+    size_t tensor = 0, piece = 0;  // several views may lie at one address
     int64_t begin = 0, end = 0;
 
-    bool has(const Mine& mine, int64_t element) const { return part == mine.data && begin <= element && element < end; }
+    bool has(const Mine& mine, int64_t element) const {
+      return data == mine.data && tensor == mine.tensor && piece == mine.piece && begin <= element && element < end;
+    }
   };
 
   Block& block_at(const Mine& mine, int64_t element);

@@ -4,6 +4,10 @@
 
 #include <nanobind/stl/string.h>
 
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
 #include "core.h"
 
 namespace nb = nanobind;
@@ -11,12 +15,24 @@ namespace nb = nanobind;
 namespace shardow::python {
 namespace {
 
+/// Paths and names in a message may be no UTF-8.
+nb::object to_text(const char* message) {
+  return nb::steal(PyUnicode_DecodeUTF8(message, static_cast<Py_ssize_t>(std::strlen(message)), "backslashreplace"));
+}
+
+void raise(Code code, const char* message, int error) {
+  const nb::object made = nb::module_::import_("shardow._errors").attr("make")(base::code_name(code), to_text(message), error);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
 void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Error& error) {
-    nb::object made = nb::module_::import_("shardow._errors").attr("make")(base::code_name(error.code()), error.what(), error.os_errno());
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+    raise(error.code(), error.what(), error.os_errno());
+  } catch (const std::filesystem::filesystem_error& error) {
+    const int number = error.code().value();
+    raise(number == ENOENT || number == ENOTDIR ? Code::kNotFound : Code::kIo, error.what(), number);
   }
 }
 

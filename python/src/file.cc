@@ -1,4 +1,5 @@
 // Saving and loading; the engine's threads of control wait for other ranks without the GIL.
+#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -7,6 +8,7 @@
 #include <chrono>
 #include <memory>
 
+#include "base/files.h"
 #include "core.h"
 #include "file/catalog.h"
 #include "file/header.h"
@@ -37,7 +39,7 @@ ProgressFn in_python(const nb::object& progress) {
 nb::dict as_dict(const SaveReport& report) {
   nb::dict result;
   nb::list files;
-  for (const auto& file : report.files) files.append(file.string());
+  for (const auto& file : report.files) files.append(nb::str(nb::cast(file)));
   result["files"] = files;
   result["bytes_written"] = report.bytes_written;
   result["seconds"] = report.seconds;
@@ -47,7 +49,7 @@ nb::dict as_dict(const SaveReport& report) {
 /// StagedSave and what it refers to: the group, and who is told of progress.
 class Save {
  public:
-  Save(nb::object group, const std::vector<SaveFile>& files, const std::string& path, const std::optional<std::string>& dtype,
+  Save(nb::object group, const std::vector<SaveFile>& files, const base::Path& path, const std::optional<std::string>& dtype,
        int64_t max_shard_size, const Strings& metadata, bool checksums, bool sequential, double timeout, nb::object progress)
       : group_(std::move(group)), progress_(std::move(progress)) {
     SaveOptions options;
@@ -133,8 +135,8 @@ void bind_file(nb::module_& m) {
           "name"_a, "tensors"_a, "metadata"_a = Strings());
   nb::class_<Save>(m, "Save",
                    "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
-      .def(nb::init<nb::object, const std::vector<SaveFile>&, const std::string&, const std::optional<std::string>&, int64_t,
-                    const Strings&, bool, bool, double, nb::object>(),
+      .def(nb::init<nb::object, const std::vector<SaveFile>&, const base::Path&, const std::optional<std::string>&, int64_t, const Strings&,
+                    bool, bool, double, nb::object>(),
            "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(), "checksums"_a = true,
            "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none())
       .def_prop_ro("staging_bytes", &Save::staging_bytes)
@@ -146,11 +148,20 @@ void bind_file(nb::module_& m) {
           "metadata", [](const file::Catalog& catalog) { return catalog.metadata; }, "of the first file");
   m.def(
       "read_catalog",
-      [](Group& group, const std::string& path, double timeout) {
+      [](Group& group, const base::Path& path, double timeout) {
         const nb::gil_scoped_release release;
         return file::share_catalog(group, path, milliseconds(timeout));
       },
       "group"_a, "path"_a, "timeout"_a = 600.0, "Of a file or a directory. Collective.");
+  m.def(
+      "read_catalogs",
+      [](Group& group, const base::Path& directory, const std::vector<std::string>& names, double timeout) {
+        const nb::gil_scoped_release release;
+        return file::share_catalogs(group, directory, names, milliseconds(timeout));
+      },
+      "group"_a, "directory"_a, "names"_a, "timeout"_a = 600.0, "Of files of one directory that belong together. Collective.");
+  m.def("read_one", &file::read_one, "catalog"_a, "view"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Fills a view from the tensor of its name; no other rank takes part.");
   m.def("load", &load_python, "group"_a, "tensors"_a, "catalog"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
         "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
   m.def(

@@ -32,16 +32,31 @@ auto uninterrupted(Call call) {
   return result;
 }
 
+void refuse_nul(const Path& path) {
+  if (const size_t at = path.native().find('\0'); at != std::string::npos)
+    fail(Code::kInvalidArgument, "'{}' is no path: a NUL follows, behind which nothing would be read", path.native().substr(0, at));
+}
+
 int open_or_fail(const Path& path, int flags, const char* what) {
+  refuse_nul(path);
   const int fd = uninterrupted([&] { return syscalls().open(path.c_str(), flags | O_CLOEXEC, 0666); });
   if (fd < 0) fail_io(errno, path, what);
   return fd;
+}
+
+struct stat stat_or_fail(int fd, const Path& path) {
+  struct stat found {};
+  if (::fstat(fd, &found) != 0) fail_io(errno, path, "cannot stat");
+  return found;
 }
 
 }  // namespace
 
 int Syscalls::open(const char* path, int flags, mode_t mode) {
   return ::open(path, flags, mode);
+}
+int Syscalls::openat(int directory, const char* name, int flags, mode_t mode) {
+  return ::openat(directory, name, flags, mode);
 }
 int Syscalls::close(int fd) {
   return ::close(fd);
@@ -92,7 +107,14 @@ void fail_io(int error, const Path& path, const char* what) {
 }
 
 File File::open(const Path& path) {
-  return {open_or_fail(path, O_RDONLY, "cannot open"), path};
+  return {open_or_fail(path, O_RDONLY | O_NONBLOCK, "cannot open"), path};
+}
+File File::open_in(const File& directory, const std::string& name) {
+  const Path path = directory.path() / name;
+  refuse_nul(path);
+  const int fd = uninterrupted([&] { return syscalls().openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
+  if (fd < 0) fail_io(errno, path, "cannot open");
+  return {fd, path};
 }
 File File::open_for_writing(const Path& path) {
   return {open_or_fail(path, O_WRONLY, "cannot open for writing"), path};
@@ -118,10 +140,18 @@ File::~File() {
 }
 
 int64_t File::size() const {
-  struct stat found {};
-  if (::fstat(fd_, &found) != 0) fail_io(errno, path_, "cannot stat");
+  const struct stat found = stat_or_fail(fd_, path_);
   if (!S_ISREG(found.st_mode)) fail(Code::kInvalidArgument, "{} is not a regular file", path_.string());
   return found.st_size;
+}
+
+Identity File::identity() const {
+  const struct stat found = stat_or_fail(fd_, path_);
+  return {found.st_dev, found.st_ino, found.st_size, found.st_mtim.tv_sec * 1'000'000'000 + found.st_mtim.tv_nsec};
+}
+
+bool File::is_directory() const {
+  return S_ISDIR(stat_or_fail(fd_, path_).st_mode);
 }
 
 void File::read(std::span<std::byte> data, int64_t offset) const {

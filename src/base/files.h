@@ -21,6 +21,7 @@ class Syscalls {
  public:
   virtual ~Syscalls() = default;
   virtual int open(const char* path, int flags, mode_t mode);
+  virtual int openat(int directory, const char* name, int flags, mode_t mode);
   virtual int close(int fd);
   virtual ssize_t pread(int fd, void* data, size_t bytes, off_t offset);
   virtual ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset);
@@ -39,9 +40,17 @@ Syscalls* replace_syscalls(Syscalls* replacement) noexcept;  ///< for tests; nul
 /// Throws what `error` means: kNotFound, kOutOfSpace (disk or quota) or kIo, with "path: what: strerror".
 [[noreturn]] void fail_io(int error, const Path& path, const char* what);
 
+/// Which file a handle leads to, and in which state: equal identities have equal bytes, as far as the file system tells.
+struct Identity {
+  uint64_t device, inode;
+  int64_t size, modified;  ///< bytes; nanoseconds since 1970
+  bool operator==(const Identity&) const = default;
+};
+
 class File {
  public:
-  static File open(const Path& path);              ///< for reading
+  static File open(const Path& path);  ///< for reading, also a directory; never waits (a FIFO has no writer)
+  static File open_in(const File& directory, const std::string& name);  ///< the same, wherever the directory is by now
   static File open_for_writing(const Path& path);  ///< an existing file, never read: on NFS boundary pages must not be cached
   static File create(const Path& path);            ///< a new file, mode 0666 & ~umask; kIo with EEXIST where there is one
   static File replace(const Path& path);           ///< a new file, or an existing one emptied
@@ -50,7 +59,9 @@ class File {
   ~File();
 
   const Path& path() const noexcept { return path_; }
-  int64_t size() const;  ///< bytes, now
+  int64_t size() const;       ///< bytes, now; throws kInvalidArgument for what is no regular file
+  Identity identity() const;  ///< now
+  bool is_directory() const;
 
   /// All of `data`, however many calls it takes. Throws kCorrupt where the file ends before: it was longer when it was planned.
   void read(std::span<std::byte> data, int64_t offset) const;

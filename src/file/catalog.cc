@@ -2,13 +2,14 @@
 
 #include <simdjson.h>
 
+#include <cerrno>
 #include <charconv>
-#include <set>
+#include <fstream>
 #include <span>
 
 #include "base/errors.h"
-#include "file/index.h"
 #include "file/layout.h"
+#include "file/raw.h"
 #include "file/together.h"
 #include "file/wire.h"
 
@@ -18,73 +19,6 @@ namespace {
 using base::fail;
 using base::Path;
 namespace fs = std::filesystem;
-
-/// What rank 0 reads and sends: headers as they stand in the files, each with the length of its data.
-struct Raw {
-  struct Text {
-    std::string path, json;
-    int64_t data_bytes;
-  };
-  std::vector<Text> files;
-  std::optional<WeightMap> weights;  ///< where an index says who has what
-};
-
-Raw::Text read_text(const Path& path) {
-  HeaderText text = read_header(base::File::open(path));
-  return {path.string(), std::move(text.json), text.data_bytes};
-}
-
-Raw read_raw(const Path& path) {
-  Raw raw;
-  if (!fs::is_directory(path)) {
-    raw.files.push_back(read_text(path));
-  } else if (fs::exists(path / kIndexName)) {
-    raw.weights = read_index(path / kIndexName);
-    std::set<std::string> names;
-    for (const auto& [tensor, file] : *raw.weights) names.insert(file);
-    for (const std::string& name : names) raw.files.push_back(read_text(path / name));
-  } else if (fs::exists(path / kSingleName)) {
-    raw.files.push_back(read_text(path / kSingleName));
-  } else {
-    fail(Code::kNotFound, "{} has neither {} nor {}", path.string(), kIndexName, kSingleName);
-  }
-  return raw;
-}
-
-std::string pack(const Raw& raw) {
-  Sender out;
-  out.number(static_cast<int64_t>(raw.files.size()));
-  for (const Raw::Text& file : raw.files) {
-    out.text(file.path);
-    out.text(file.json);
-    out.number(file.data_bytes);
-  }
-  out.number(raw.weights ? 1 : 0);
-  if (raw.weights) {
-    for (const auto& [tensor, file] : *raw.weights) {
-      out.text(tensor);
-      out.text(file);
-    }
-  }
-  return out.bytes();
-}
-
-Raw unpack(std::string_view bytes) {
-  Receiver in(bytes);
-  Raw raw;
-  for (int64_t left = in.number(); left > 0; --left) {
-    std::string path = in.text(), json = in.text();
-    raw.files.push_back({std::move(path), std::move(json), in.number()});
-  }
-  if (in.number() != 0) {
-    raw.weights.emplace();
-    while (!in.done()) {
-      std::string tensor = in.text();
-      raw.weights->emplace(std::move(tensor), in.text());
-    }
-  }
-  return raw;
-}
 
 std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std::string& where) {
   std::map<std::string, uint32_t> found;
@@ -105,14 +39,15 @@ std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std
   return found;
 }
 
-Catalog to_catalog(const Raw& raw, const Path& path) {
+/// Of files [begin, end).
+Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t end) {
   Catalog catalog;
-  catalog.path = path.string();
-  for (size_t f = 0; f < raw.files.size(); ++f) {
+  catalog.path = path;
+  for (size_t f = begin; f < end; ++f) {
     const Raw::Text& file = raw.files[f];
     Header header = parse_header(file.json, file.data_bytes, file.path);
     const std::map<std::string, uint32_t> crcs = checksums_in(header.metadata, file.path);
-    catalog.files.push_back({file.path, header.data_begin});
+    catalog.files.push_back({raw.opened[f], header.data_begin});
     for (Entry& entry : header.entries) {
       if (raw.weights) {
         const auto said = raw.weights->find(entry.name);
@@ -121,9 +56,10 @@ Catalog to_catalog(const Raw& raw, const Path& path) {
       }
       const auto crc = crcs.find(entry.name);
       std::string name = entry.name;
-      catalog.tensors.emplace(std::move(name), Stored{f, std::move(entry), crc == crcs.end() ? std::nullopt : std::optional(crc->second)});
+      const std::optional<uint32_t> sum = crc == crcs.end() ? std::nullopt : std::optional(crc->second);
+      catalog.tensors.emplace(std::move(name), Stored{f - begin, std::move(entry), sum});
     }
-    if (f == 0) catalog.metadata = std::move(header.metadata);
+    if (f == begin) catalog.metadata = std::move(header.metadata);
   }
   catalog.metadata.erase(kChecksums);
   if (raw.weights) {
@@ -135,19 +71,74 @@ Catalog to_catalog(const Raw& raw, const Path& path) {
   return catalog;
 }
 
-}  // namespace
+/// Tells whether two processes see the same files under the same numbers: one kernel, one view of its mounts. Empty where that is unknown.
+std::string machine() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::error_code error;
+  const Path mounts = fs::read_symlink("/proc/self/ns/mnt", error);
+  return boot.empty() || error ? "" : boot + mounts.string();
+}
 
-Catalog share_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout) {
-  std::string bytes;
-  together(group, timeout, [&] {
-    if (group.rank() == 0) bytes = pack(read_raw(path));
-  });
+/// Rank 0's bytes, on every rank.
+std::string from_first(Group& group, std::string bytes, std::chrono::milliseconds timeout) {
   const auto deadline = [&] { return std::chrono::steady_clock::now() + timeout; };
   uint64_t size = bytes.size();
   group.all_reduce(std::span(&size, 1), Group::Op::kMax, deadline());
   bytes.resize(size);
   group.broadcast(std::as_writable_bytes(std::span(bytes)), 0, deadline());
-  return to_catalog(unpack(bytes), path);
+  return bytes;
+}
+
+/// One version for all ranks, or nothing where some rank came too late for it.
+std::optional<Raw> share_raw(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout) {
+  Raw raw;
+  together(group, timeout, [&] {
+    if (group.rank() == 0) raw = read_raw(path, names);
+  });
+  if (group.size() == 1) return raw;
+  Sender out;
+  if (group.rank() == 0) {
+    out.text(machine());
+    out.text(pack(raw));
+  }
+  uint64_t others = 0;
+  const std::string bytes = from_first(group, out.bytes(), timeout);
+  together(group, timeout, [&] {
+    if (group.rank() == 0) return;
+    Receiver in(bytes);
+    const std::string where = in.text();
+    raw = unpack(in.text());
+    others = open_same(path, raw, !where.empty() && where == machine()) ? 0 : 1;
+  });
+  group.all_reduce({&others, 1}, Group::Op::kMax, std::chrono::steady_clock::now() + timeout);
+  return others == 0 ? std::optional(std::move(raw)) : std::nullopt;
+}
+
+Raw share_one_version(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout) {
+  constexpr int kAttempts = 50;
+  for (int left = kAttempts; left > 0; --left) {
+    if (std::optional<Raw> raw = share_raw(group, path, names, timeout)) return std::move(*raw);
+  }
+  const std::string message =
+      fmt::format("{}: the ranks found different versions of it, {} times; is it replaced all the time, or another file on some machine?",
+                  path.string(), kAttempts);
+  throw Error(Code::kIo, message, ESTALE);
+}
+
+}  // namespace
+
+Catalog share_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout) {
+  const Raw raw = share_one_version(group, path, {}, timeout);
+  return to_catalog(raw, path.string(), 0, raw.files.size());
+}
+
+std::vector<Catalog> share_catalogs(Group& group, const Path& directory, const std::vector<std::string>& names,
+                                    std::chrono::milliseconds timeout) {
+  const Raw raw = share_one_version(group, directory, names, timeout);
+  std::vector<Catalog> catalogs;
+  for (size_t f = 0; f < raw.files.size(); ++f) catalogs.push_back(to_catalog(raw, raw.files[f].path, f, f + 1));
+  return catalogs;
 }
 
 }  // namespace shardow::file

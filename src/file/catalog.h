@@ -1,14 +1,16 @@
-// What a checkpoint holds: one file, or a Hugging Face directory of them, read once and known to every rank.
+// What a checkpoint holds: one file, or a Hugging Face directory of them, opened once on every rank and read once by the first.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "file/header.h"
+#include "file/opened.h"
 #include "shardow/group.h"
 
 namespace shardow::file {
@@ -21,7 +23,7 @@ struct Stored {
 
 struct Catalog {
   struct Source {
-    base::Path path;
+    std::shared_ptr<Opened> file;
     int64_t data_begin;
   };
   std::string path;  ///< for messages
@@ -30,8 +32,13 @@ struct Catalog {
   Metadata metadata;  ///< of the first file, without what is for readers alone
 };
 
-/// `path` is a file, or a directory with an index or with model.safetensors. Read by rank 0. Collective; throws kNotFound, or kCorrupt for
-/// what breaks a rule, on every rank.
+/// `path` is a file, or a directory with an index or with model.safetensors. Rank 0 reads it, every rank opens it, and all have the same
+/// version, also where it is replaced meanwhile. Collective; throws kNotFound, kCorrupt for what breaks a rule, or kIo with ESTALE for a
+/// path that never stands still, on every rank.
 Catalog share_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout);
+
+/// The same for files of one directory that belong together, in the order of `names`.
+std::vector<Catalog> share_catalogs(Group& group, const base::Path& directory, const std::vector<std::string>& names,
+                                    std::chrono::milliseconds timeout);
 
 }  // namespace shardow::file

@@ -40,8 +40,8 @@ WeightMap parse_index(std::string_view json, std::string_view where) {
   return weights;
 }
 
-WeightMap read_index(const base::Path& path) {
-  const base::File file = base::File::open(path);
+WeightMap read_index(const base::File& file) {
+  const base::Path& path = file.path();
   const int64_t size = file.size();
   if (size > kMostIndexBytes) fail(Code::kCorrupt, "{}: {} bytes are too many for an index", path.string(), size);
   std::string json(static_cast<size_t>(size), '\0');

@@ -17,7 +17,7 @@ using WeightMap = std::map<std::string, std::string>;  ///< tensor -> plain file
 
 /// Throws kCorrupt for what is no index, and for file names that are not plain names in the index's own directory.
 WeightMap parse_index(std::string_view json, std::string_view where);
-WeightMap read_index(const base::Path& path);
+WeightMap read_index(const base::File& file);
 
 std::string index_bytes(const WeightMap& weights, int64_t total_size);
 

@@ -3,11 +3,12 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <numeric>
+#include <set>
 #include <system_error>
 #include <thread>
 #include <utility>
 
-#include "file/crc.h"
 #include "file/feed.h"
 #include "file/layout.h"
 #include "kernels/kernels.h"
@@ -20,8 +21,8 @@ constexpr int64_t kGapBytes = 4096;      // read and thrown away, where that sav
 constexpr int kLanes = 4;                // reads in flight: what network and solid-state disks ask for
 constexpr int64_t kStepBytes = 1 << 20;  // read, then checked while it is in the cache
 
-std::byte* destination(const Reader::Job& job, int64_t element) {
-  return static_cast<std::byte*>(job.view->data) + element * dtype_bits(job.view->dtype) / 8;
+std::byte* destination(const TensorView& view, int64_t element) {
+  return static_cast<std::byte*>(view.data) + element * dtype_bits(view.dtype) / 8;
 }
 
 void place(std::span<const std::byte> from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count) {
@@ -38,10 +39,18 @@ int lanes_for(const std::vector<Reader::Job>& jobs) {
   return static_cast<int>(std::clamp<int64_t>(bytes / kChunkBytes, 1, kLanes));
 }
 
+std::vector<size_t> in_file_order(const std::vector<Reader::Job>& jobs) {
+  std::vector<size_t> order(jobs.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  const auto where = [&](size_t j) { return std::pair(jobs[j].stored->file, jobs[j].stored->entry.begin); };
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return where(a) < where(b); });
+  return order;
+}
+
 }  // namespace
 
-Reader::Reader(const Catalog& catalog, std::vector<Job> jobs, size_t tensors)
-    : catalog_(catalog), jobs_(std::move(jobs)), lanes_(lanes_for(jobs_)), crcs_(tensors, 0), files_(catalog.files.size()) {}
+Reader::Reader(const Catalog& catalog, std::vector<Job> jobs)
+    : catalog_(catalog), jobs_(std::move(jobs)), order_(in_file_order(jobs_)), lanes_(lanes_for(jobs_)), sums_(jobs_.size(), 0) {}
 
 Part Reader::part() {
   const int64_t before = read_;
@@ -53,9 +62,20 @@ Part Reader::part() {
   }
   work(time);
   for (std::thread& other : others) other.join();
-  const base::Lock lock(mutex_);
-  if (failure_) std::rethrow_exception(failure_);
-  return {read_ - before, next_ == jobs_.size()};
+  bool last = false;
+  {
+    const base::Lock lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+    last = next_ == order_.size();
+  }
+  if (last) check_files();
+  return {read_ - before, last};
+}
+
+void Reader::check_files() {
+  std::set<size_t> files;
+  for (const Job& job : jobs_) files.insert(job.stored->file);
+  for (const size_t file : files) catalog_.files[file].file->check_unchanged();
 }
 
 void Reader::work(const PartTime& time) {
@@ -72,94 +92,122 @@ void Reader::work(const PartTime& time) {
 
 bool Reader::next(Read& read) {
   const base::Lock lock(mutex_);
-  while (next_ < jobs_.size() && !failure_) {
-    const Job& job = jobs_[next_];
+  read.pieces.clear();
+  if (failure_) return false;
+  while (find_run() && (read.pieces.empty() || fits(read))) take_run(read);
+  if (read.pieces.empty()) return false;
+  read.file = catalog_.files[jobs_[read.pieces[0].job].stored->file].file->handle();
+  return true;
+}
+
+/// Goes to the next job where the one at hand has no more runs; false after the last.
+bool Reader::find_run() {
+  while (next_ < order_.size() && !run_) {
     if (!runs_) {
-      runs_ = std::make_unique<RunCursor>(job.view->region);
-      run_ = runs_->next();
+      runs_.emplace(jobs_[order_[next_]].view->region);
+    } else {
+      runs_.reset();
+      ++next_;
+      continue;
     }
-    if (run_) {
-      auto& file = files_[job.stored->file];
-      if (!file) file = std::make_unique<base::File>(base::File::open(catalog_.files[job.stored->file].path));
-      read.job = &job;
-      read.file = file.get();
-      take_runs(read);
-      return true;
-    }
-    runs_.reset();
-    ++next_;
+    run_ = runs_->next();
   }
-  return false;
+  return run_.has_value();
 }
 
-/// A chunk of a long run, or the current run and those that lie close behind it.
-void Reader::take_runs(Read& read) {
-  const DType dtype = read.job->stored->entry.dtype;
-  const int64_t most = std::min(chunk_elements(dtype), chunk_elements(read.job->view->dtype));
-  read.runs.assign(1, {run_->global_begin, run_->local_begin, std::min(run_->length, most)});
-  if (run_->length > most) {
-    *run_ = {run_->global_begin + most, run_->local_begin + most, run_->length - most};
-    return;
-  }
-  while ((run_ = runs_->next())) {
-    const Run& last = read.runs.back();
-    const int64_t gap = (run_->global_begin - last.global_begin - last.length) * dtype_bits(dtype) / 8;
-    if (gap > kGapBytes || run_->global_begin + run_->length - read.runs[0].global_begin > most) return;
-    read.runs.push_back(*run_);
-  }
+/// Whether the run at hand lies close behind what is read anyway, and all of it still fits into a chunk, here and where it goes.
+bool Reader::fits(const Read& read) const {
+  const size_t job = order_[next_];
+  const size_t last_job = read.pieces.back().job;
+  if (jobs_[job].stored->file != jobs_[last_job].stored->file) return false;
+  const int64_t begin = place_of(job, run_->global_begin), end = place_of(job, run_->global_begin + run_->length);
+  if (begin < read.end || begin - read.end > kGapBytes || end - read.begin > kChunkBytes) return false;
+  const int64_t from = last_job == job ? read.pieces[read.last_job].run.global_begin : run_->global_begin;
+  return run_->global_begin + run_->length - from <= chunk_of(job);
 }
 
-/// Local memory has the runs one after another: a single one of the file's dtype is read there, others through the buffer; on a device
-/// they are put together in pinned memory and copied in one.
-void Reader::perform(const Read& read, Lane& lane) {
-  const Job& job = *read.job;
-  const Entry& entry = job.stored->entry;
-  const TensorView& view = *job.view;
-  const int64_t begin = bytes_of(read.runs[0].global_begin, entry);
-  const int64_t end = bytes_of(read.runs.back().global_begin + read.runs.back().length, entry);
-  const int64_t first = read.runs[0].local_begin, last = read.runs.back().local_begin + read.runs.back().length;
-  std::byte* const to = on_device(view.device) ? lane.pinned.data() : destination(job, first);
-  if (read.runs.size() == 1 && entry.dtype == view.dtype) {
-    read_in_steps(read, to, begin, end);
+/// The run at hand, or a chunk of a long one.
+void Reader::take_run(Read& read) {
+  const size_t job = order_[next_];
+  const Run taken{run_->global_begin, run_->local_begin, std::min(run_->length, chunk_of(job))};
+  if (read.pieces.empty()) read.begin = place_of(job, taken.global_begin);
+  if (read.pieces.empty() || read.pieces.back().job != job) read.last_job = read.pieces.size();
+  read.end = place_of(job, taken.global_begin + taken.length);
+  read.pieces.push_back({job, taken});
+  if (taken.length < run_->length) {
+    run_ = Run{taken.global_begin + taken.length, taken.local_begin + taken.length, run_->length - taken.length};
   } else {
-    lane.buffer.resize(static_cast<size_t>(kChunkBytes));
-    read_in_steps(read, lane.buffer.data(), begin, end);
-    for (const Run& run : read.runs) {
-      const int64_t at = bytes_of(run.global_begin, entry) - begin, bytes = bytes_of(run.length, entry);
-      const auto data = std::span<const std::byte>(lane.buffer).subspan(static_cast<size_t>(at), static_cast<size_t>(bytes));
+    run_ = runs_->next();
+  }
+}
+
+/// Elements of a job that fit into a chunk, as they are in the file and as they are here.
+int64_t Reader::chunk_of(size_t job) const {
+  return std::min(chunk_elements(jobs_[job].stored->entry.dtype), chunk_elements(jobs_[job].view->dtype));
+}
+
+/// Where an element of a job's tensor lies in its file.
+int64_t Reader::place_of(size_t job, int64_t element) const {
+  const Stored& stored = *jobs_[job].stored;
+  return catalog_.files[stored.file].data_begin + stored.entry.begin + bytes_of(element, stored.entry);
+}
+
+/// A single run of the file's dtype is read where it goes, others through the buffer.
+void Reader::perform(const Read& read, Lane& lane) {
+  const auto& [j, run] = read.pieces[0];
+  const TensorView& view = *jobs_[j].view;
+  if (read.pieces.size() > 1 || jobs_[j].stored->entry.dtype != view.dtype) {
+    if (const auto bytes = static_cast<size_t>(read.end - read.begin); lane.buffer.size() < bytes) lane.buffer.resize(bytes);
+    read_in_steps(read, lane.buffer.data(), lane);
+    put_in_place(read, lane);
+  } else if (on_device(view.device)) {
+    read_in_steps(read, lane.pinned.data(), lane);
+    lane.pinned.copy_to(destination(view, run.local_begin), static_cast<size_t>(read.end - read.begin), view.device);
+  } else {
+    read_in_steps(read, destination(view, run.local_begin), lane);
+  }
+  read_ += read.end - read.begin;
+}
+
+/// Local memory has a job's runs one after another; on a device they are put together in pinned memory and copied in one.
+void Reader::put_in_place(const Read& read, Lane& lane) {
+  for (size_t begin = 0, end = 0; begin < read.pieces.size(); begin = end) {
+    const size_t j = read.pieces[begin].job;
+    const TensorView& view = *jobs_[j].view;
+    const Entry& entry = jobs_[j].stored->entry;
+    const int64_t first = read.pieces[begin].run.local_begin;
+    int64_t last = first;
+    std::byte* const to = on_device(view.device) ? lane.pinned.data() : destination(view, first);
+    for (; end < read.pieces.size() && read.pieces[end].job == j; ++end) {
+      const Run& run = read.pieces[end].run;
+      const auto at = static_cast<size_t>(place_of(j, run.global_begin) - read.begin);
+      const auto data = std::span<const std::byte>(lane.buffer).subspan(at, static_cast<size_t>(bytes_of(run.length, entry)));
       place(data, entry.dtype, to + (run.local_begin - first) * dtype_bits(view.dtype) / 8, view.dtype, run.length);
+      last = run.local_begin + run.length;
     }
+    if (on_device(view.device))
+      lane.pinned.copy_to(destination(view, first), static_cast<size_t>((last - first) * dtype_bits(view.dtype) / 8), view.device);
   }
-  if (on_device(view.device))
-    lane.pinned.copy_to(destination(job, first), static_cast<size_t>((last - first) * dtype_bits(view.dtype) / 8), view.device);
-  read_ += end - begin;
 }
 
-/// Bytes [begin, end) of the tensor, counting those that are in the runs while they are in the cache.
-void Reader::read_in_steps(const Read& read, std::byte* to, int64_t begin, int64_t end) {
-  const Job& job = *read.job;
-  const int64_t at = catalog_.files[job.stored->file].data_begin + job.stored->entry.begin;
+/// Sums up what is in the runs while it is in the cache.
+void Reader::read_in_steps(const Read& read, std::byte* to, Lane& lane) {
   size_t next = 0;
-  for (int64_t step = begin; step < end; step += kStepBytes) {
-    const std::span<std::byte> data(to + (step - begin), static_cast<size_t>(std::min(kStepBytes, end - step)));
-    read.file->read(data, at + step);
+  for (int64_t step = read.begin; step < read.end; step += kStepBytes) {
+    const std::span<std::byte> data(to + (step - read.begin), static_cast<size_t>(std::min(kStepBytes, read.end - step)));
+    read.file->read(data, step);
     const int64_t reached = step + static_cast<int64_t>(data.size());
-    while (next < read.runs.size()) {
-      const int64_t run_begin = bytes_of(read.runs[next].global_begin, job.stored->entry);
-      const int64_t run_end = run_begin + bytes_of(read.runs[next].length, job.stored->entry);
-      const int64_t from = std::max(run_begin, step), until = std::min(run_end, reached);
-      if (from < until) count(job, std::span(to + (from - begin), static_cast<size_t>(until - from)), from);
-      if (run_end > reached) break;
-      ++next;
+    for (; next < read.pieces.size(); ++next) {
+      const auto& [j, run] = read.pieces[next];
+      const Entry& entry = jobs_[j].stored->entry;
+      const int64_t base = place_of(j, 0), begin = place_of(j, run.global_begin), end = begin + bytes_of(run.length, entry);
+      const int64_t from = std::max(begin, step), until = std::min(end, reached);
+      if (jobs_[j].summed && from < until) lane.sum.add(from - base, {to + (from - read.begin), static_cast<size_t>(until - from)});
+      if (end > reached) break;
+      if (jobs_[j].summed && (next + 1 == read.pieces.size() || read.pieces[next + 1].job != j))
+        std::atomic_ref(sums_[j]).fetch_xor(lane.sum.take(entry.end - entry.begin));
     }
   }
-}
-
-void Reader::count(const Job& job, std::span<const std::byte> data, int64_t begin) {
-  if (!job.checked) return;
-  const int64_t size = job.stored->entry.end - job.stored->entry.begin;
-  const uint64_t part = crc32_contribution(crc32(0, data), size - begin - static_cast<int64_t>(data.size()));
-  std::atomic_ref(crcs_[job.tensor]).fetch_xor(part);
 }
 
 }  // namespace shardow::file

@@ -1,4 +1,5 @@
-// Reads this rank's bytes, several reads in flight: long runs straight into place, short ones that lie close together in one read.
+// Reads this rank's bytes, several reads in flight: long runs straight into place, short ones that lie close together, of one tensor or of
+// neighbours, in one read.
 #pragma once
 
 #include <atomic>
@@ -13,6 +14,7 @@
 #include "base/files.h"
 #include "base/mutex.h"
 #include "file/catalog.h"
+#include "file/crc.h"
 #include "file/device.h"
 #include "file/together.h"
 #include "shardow/region.h"
@@ -25,48 +27,60 @@ class Reader {
   struct Job {
     const TensorView* view;
     const Stored* stored;
-    size_t tensor;
-    bool checked;  ///< this rank counts it for the checksum
+    bool summed;  ///< its checksum is wanted
   };
 
-  Reader(const Catalog& catalog, std::vector<Job> jobs, size_t tensors);
+  Reader(const Catalog& catalog, std::vector<Job> jobs);
 
-  Part part();  ///< half a second's work
+  /// Half a second's work. With the last of it, throws kIo where a file was written over meanwhile.
+  Part part();
 
-  std::vector<uint64_t>& crcs() { return crcs_; }  ///< by tensor: what this rank contributes
+  /// By job, when all is read: what its bytes contribute to the checksum of its tensor.
+  const std::vector<uint64_t>& sums() const { return sums_; }
   int64_t bytes() const { return read_; }
 
  private:
-  /// Runs of one job, ascending, a chunk of the file at most from the first one's begin to the last one's end.
+  /// Bytes [begin, end) of a file, a chunk of them at most, and the runs in them, ascending.
   struct Read {
-    const Job* job;
-    base::File* file;
-    std::vector<Run> runs;
+    struct Piece {
+      size_t job;
+      Run run;
+    };
+    std::shared_ptr<const base::File> file;
+    int64_t begin, end;
+    std::vector<Piece> pieces;
+    size_t last_job = 0;  // where the pieces of the last job begin
   };
 
-  bool next(Read& read);
-  void take_runs(Read& read) SHARDOW_REQUIRES(mutex_);
-  void work(const PartTime& time);
-
-  /// One thread's memory: what it reads into, and what it copies to a device from.
+  /// One thread's memory: what it reads into, what it copies to a device from, and how it joins checksums.
   struct Lane {
     std::vector<std::byte> buffer;
     Pinned pinned;
+    CrcSum sum;
   };
 
+  bool next(Read& read);
+  bool find_run() SHARDOW_REQUIRES(mutex_);
+  bool fits(const Read& read) const SHARDOW_REQUIRES(mutex_);
+  void take_run(Read& read) SHARDOW_REQUIRES(mutex_);
+  void work(const PartTime& time);
+  void check_files();
+
   void perform(const Read& read, Lane& lane);
-  void read_in_steps(const Read& read, std::byte* to, int64_t begin, int64_t end);
-  void count(const Job& job, std::span<const std::byte> data, int64_t begin);
+  void read_in_steps(const Read& read, std::byte* to, Lane& lane);
+  void put_in_place(const Read& read, Lane& lane);
+  int64_t place_of(size_t job, int64_t element) const;
+  int64_t chunk_of(size_t job) const;
 
   const Catalog& catalog_;
   const std::vector<Job> jobs_;
+  std::vector<size_t> order_;  // of the jobs, as they lie in the files
   int lanes_;
-  std::vector<uint64_t> crcs_;  // changed through std::atomic_ref
+  std::vector<uint64_t> sums_;  // changed through std::atomic_ref
   std::atomic<int64_t> read_{0};
 
   base::Mutex mutex_;
-  std::vector<std::unique_ptr<base::File>> files_ SHARDOW_GUARDED_BY(mutex_);
-  std::unique_ptr<RunCursor> runs_ SHARDOW_GUARDED_BY(mutex_);  // of jobs_[next_]
+  std::optional<RunCursor> runs_ SHARDOW_GUARDED_BY(mutex_);  // of jobs_[order_[next_]]
   std::optional<Run> run_ SHARDOW_GUARDED_BY(mutex_);
   size_t next_ SHARDOW_GUARDED_BY(mutex_) = 0;
   std::exception_ptr failure_ SHARDOW_GUARDED_BY(mutex_);

@@ -1,0 +1,43 @@
+// Files of a checkpoint that stay what they were: each is opened once, and read through that handle whatever happens to its path.
+#pragma once
+
+#include <list>
+#include <memory>
+
+#include "base/files.h"
+
+namespace shardow::file {
+
+/// One file. Its handle stays open as long as this process keeps few enough of them (a quarter of what `ulimit -n` allows, 512 at most, all
+/// checkpoints together); the one that was used the longest ago is closed first, and opened again when it is asked for. For any thread.
+class Opened {
+ public:
+  /// `directory`: where it is opened again, wherever that directory is by then; none: by its path.
+  explicit Opened(base::File file, std::shared_ptr<const base::File> directory = nullptr);
+  ~Opened();
+  Opened(const Opened&) = delete;
+  Opened& operator=(const Opened&) = delete;
+
+  /// Throws kIo with ESTALE where it had to be opened again, and another file is there, or it has changed.
+  std::shared_ptr<const base::File> handle();
+
+  /// Throws kIo with ESTALE where its bytes were written over since it was opened.
+  void check_unchanged();
+
+  const base::Path& path() const noexcept { return path_; }
+  const base::Identity& identity() const noexcept { return identity_; }
+
+ private:
+  friend class Handles;
+  base::Path path_;
+  base::Identity identity_;
+  std::shared_ptr<const base::File> directory_;
+  std::shared_ptr<const base::File> file_;  // guarded by the handles' mutex; null while it is closed
+  std::list<Opened*>::iterator place_;      // among those that are open
+};
+
+/// base::File::open() and open_in(), where a process that has too many files open closes some that it can open again.
+base::File open_file(const base::Path& path);
+base::File open_file_in(const base::File& directory, const std::string& name);
+
+}  // namespace shardow::file

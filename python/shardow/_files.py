@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,22 +11,27 @@ from typing import Any
 
 import torch
 
-from shardow import _core, _errors
+from shardow import _core, _errors, _paths
 from shardow._background import CHANNEL, SaveHandle, settle, start
 from shardow._gather import Part
+from shardow._keys import STATE, file_name
 from shardow._options import invalid
+from shardow._paths import StrPath
 from shardow._progress import shown
 from shardow._team import Team
 from shardow.torch.memory import engine_view
 from shardow.torch.store_group import store_group
 
-_STATE = "shardow.state"  # key of the engine's state in a file's metadata
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 DTYPES = {
     torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
+#: torch's packed dtypes, and how many of the format's elements one of theirs is.
+PACKED = {"F4": 2}
+if hasattr(torch, "float4_e2m1fn_x2"):
+    DTYPES[torch.float4_e2m1fn_x2] = "F4"
 
 
 @dataclass
@@ -40,51 +46,75 @@ class FileParts:
 def with_state(by_key: dict[str, list[Part]], state: str) -> list[FileParts]:
     """The files of a saved EMA: one, or with several keys one for each."""
     if len(by_key) == 1:
-        return [FileParts("", parts, {_STATE: state}) for parts in by_key.values()]
-    return [FileParts(_name(key), parts, {_STATE: state}) for key, parts in by_key.items()]
+        return [FileParts("", parts, {STATE: state}) for parts in by_key.values()]
+    return [FileParts(file_name(key), parts, {STATE: state}) for key, parts in by_key.items()]
 
 
-def catalogs(path: str | Path, keys: Sequence[str], team: Team) -> dict[str, _core.Catalog]:
-    """What with_state() wrote, by key. Collective."""
-    paths = {key: Path(path) if len(keys) == 1 else Path(path) / _name(key) for key in keys}
-    return {key: catalog(one, team) for key, one in paths.items()}
-
-
-def catalog(path: str | Path, team: Team) -> _core.Catalog:
-    """Collective."""
+def catalogs(path: StrPath, keys: Sequence[str], team: Team) -> dict[str, _core.Catalog]:
+    """What with_state() wrote, by key, all of one save. Collective."""
+    if len(keys) == 1:
+        return {keys[0]: catalog(path, team)}
     settle(team.process_group)
-    return _core.read_catalog(team.group, str(path), team.timeout)
+    found = _core.read_catalogs(team.group, _paths.to_read(path), [file_name(key) for key in keys], team.timeout)
+    return dict(zip(keys, found, strict=True))
+
+
+def catalog(path: StrPath, team: Team) -> _core.Catalog:
+    """Of what the path is now: it stays that version for all who read from it. Collective."""
+    settle(team.process_group)
+    return _core.read_catalog(team.group, _paths.to_read(path), team.timeout)
 
 
 def state_in(path: str | Path, found: _core.Catalog) -> str:
     """The state of a saved EMA; raises where that is something else."""
-    if _STATE not in found.metadata:
-        raise _errors.make("corrupt", f"{path} is not a saved EMA: its metadata has no {_STATE!r}; use load_state_dict() for weights alone")
-    return found.metadata[_STATE]
+    if STATE not in found.metadata:
+        raise _errors.make("corrupt", f"{path} is not a saved EMA: its metadata has no {STATE!r}; use load_state_dict() for weights alone")
+    return found.metadata[STATE]
 
 
-def write(files: Sequence[FileParts], path: str | Path, team: Team, **options: Any) -> dict[str, Any]:
+def write(files: Sequence[FileParts], path: StrPath, team: Team, **options: Any) -> dict[str, Any]:
     """The engine's save. Collective."""
     settle(team.process_group)
     reached = [_for_engine(file.parts) for file in files]  # alive during the call
     return _prepared(team.group, files, reached, path, team, options).write()
 
 
-def write_in_background(files: Sequence[FileParts], path: str | Path, team: Team, **options: Any) -> SaveHandle:
+def write_in_background(files: Sequence[FileParts], path: StrPath, team: Team, **options: Any) -> SaveHandle:
     """Returns when everything is copied. Collective, and so is what goes on in the background."""
     settle(team.process_group)
     reached = [_for_engine(file.parts) for file in files]
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
     on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
-    return start(team.process_group, _prepared(group, files, reached, path, team, options), str(path), pinned=on_cuda)
+    return start(team.process_group, _prepared(group, files, reached, path, team, options), os.fspath(path), pinned=on_cuda)
 
 
 def _prepared(
-    group: _core.Group, files: Sequence[FileParts], reached: list[list[Part]], path: str | Path, team: Team, options: dict[str, Any]
+    group: _core.Group, files: Sequence[FileParts], reached: list[list[Part]], path: StrPath, team: Team, options: dict[str, Any]
 ) -> _core.Save:
-    told = {**options, "progress": shown(options.get("progress"), f"save {Path(path).name}", team.rank)}
-    given = [_core.SaveFile(file.name, _views(parts), dict(file.metadata)) for file, parts in zip(files, reached, strict=True)]
-    return _core.Save(group, given, str(path), timeout=team.timeout, **told)
+    def given() -> tuple[str, list[_core.SaveFile]]:
+        return _paths.to_write(path), [
+            _core.SaveFile(file.name, _views(parts), _texts(file.metadata)) for file, parts in zip(files, reached, strict=True)
+        ]
+
+    target, engine_files = team.agree("save()", given)
+    told = {**options, "progress": shown(options.get("progress"), f"save {Path(target).name}", team.rank)}
+    return _core.Save(group, engine_files, target, timeout=team.timeout, **told)
+
+
+def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            wrong = key if not isinstance(key, str) else text
+            raise invalid(f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); a header holds texts alone: str(), or json.dumps()")
+        _check_text(f"metadata {key!r}", key + text)
+    return dict(metadata)
+
+
+def _check_text(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(f"{what} has {text[error.start]!r} in it, which is no character: headers are UTF-8") from None
 
 
 def read_into(parts: Sequence[Part], found: _core.Catalog, team: Team, **options: Any) -> dict[str, Any]:
@@ -108,17 +138,30 @@ def _on_host(part: Part) -> Part:
 
 
 def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
-    return [engine_view(part.name, _dtype_name(part.name, part.flat.dtype), part.flat, part.region) for part in parts]
+    views = []
+    for part in parts:
+        _check_text(f"the name {part.name!r}", part.name)
+        dtype = _dtype_name(part.name, part.flat.dtype)
+        views.append(engine_view(part.name, dtype, part.flat, _unpacked(part, PACKED[dtype]) if dtype in PACKED else part.region))
+    return views
+
+
+def _unpacked(part: Part, factor: int) -> _core.Region:
+    """The region in the format's elements, of which the last dimension has ``factor`` times as many as torch's packed tensor."""
+    shape, boxes = list(part.region.shape), part.region.boxes()
+    if not shape or len(boxes) > 1:
+        how = "is cut into flat parts" if shape else "has no dimension along which its elements are packed"
+        raise _errors.make("unsupported", f"'{part.name}' is {part.flat.dtype} and {how}; files hold it whole, or sharded by dimensions")
+    offsets, sizes, _ = boxes[0] if boxes else ([0] * len(shape), [0] * len(shape), 0)
+    scales = [1] * (len(shape) - 1) + [factor]
+    dims = [[(begin * k, (begin + size) * k)] for begin, size, k in zip(offsets, sizes, scales, strict=True)]
+    return _core.Region.grid([size * k for size, k in zip(shape, scales, strict=True)], dims)
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in DTYPES:
         raise _errors.make("unsupported", f"'{name}' is {dtype}, which safetensors files do not have")
     return DTYPES[dtype]
-
-
-def _name(key: str) -> str:
-    return f"ema-{re.sub(r'[^A-Za-z0-9.=_-]+', '-', key).strip('-')}.safetensors"
 
 
 def dtype_and_limit(dtype: torch.dtype | str | None, max_shard_size: int | str | None) -> dict[str, Any]:

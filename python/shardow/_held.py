@@ -12,7 +12,7 @@ from torch import nn
 
 from shardow import _core
 from shardow._gather import Part
-from shardow._options import invalid
+from shardow._options import invalid, unsupported
 from shardow.torch.find import ModelView, find
 from shardow.torch.piece import Piece
 from shardow.torch.regions import region_of
@@ -81,6 +81,12 @@ def _is_shared(tensor: object) -> bool:
 def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> Part:
     if isinstance(tensor, Piece):
         return Part(name, tensor.local, tensor.region)
+    if tensor.is_nested:
+        raise unsupported(f"'{name}' is nested; files hold tensors of one shape: give its parts, or a padded one")
+    if tensor.layout != torch.strided:
+        raise unsupported(
+            f"'{name}' is {tensor.layout}; files hold dense tensors: give its to_dense(), or its indices and values by names of their own"
+        )
     region = region_of(name, tensor) if hasattr(tensor, "_local_tensor") else _core.Region.whole(list(tensor.shape))
     local = getattr(tensor, "_local_tensor", tensor).detach()
     if local.is_meta:

@@ -1,0 +1,260 @@
+"""What is opened stays what it was: one version, few open files, any number of tensors; and paths that are none."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardow
+
+
+def state(value: int, tensors: int = 3) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((16, 4 + i), float(10 * value + i)) for i in range(tensors)}
+
+
+@pytest.mark.parametrize("where", ["a.safetensors", "hub"])
+def test_an_opened_checkpoint_keeps_its_values_when_the_path_is_replaced_or_removed(where: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_shard_size": 300} if where == "hub" else {}
+    shardow.save(state(1), tmp_path / where, **options)
+    opened = shardow.open(tmp_path / where)
+    part = opened.get_slice("w1")
+    shardow.save({"another": torch.zeros(99), **state(2)}, tmp_path / where, **options)
+    assert torch.equal(part[3:5], state(1)["w1"][3:5])
+    (tmp_path / where).rename(tmp_path / "elsewhere")
+    assert all(torch.equal(opened[name], value) for name, value in state(1).items())
+    assert set(opened) == set(state(1))
+
+
+def test_a_file_that_is_written_over_is_an_error_and_no_mixture(tmp_path: Path) -> None:
+    shardow.save(state(1), tmp_path / "a.safetensors")
+    opened = shardow.open(tmp_path / "a.safetensors")
+    assert torch.equal(opened["w0"], state(1)["w0"])
+    with (tmp_path / "a.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"1234")
+    os.utime(tmp_path / "a.safetensors", (1, 1))
+    with pytest.raises(OSError, match="was written over since it was opened; open the checkpoint again"):
+        opened.get_slice("w0")[:2]
+
+
+def test_loading_beside_a_writer_gives_one_of_its_versions(tmp_path: Path) -> None:
+    path, stop = tmp_path / "a.safetensors", threading.Event()
+    shardow.save(state(1), path)
+
+    def write() -> None:
+        value = 1
+        while not stop.is_set():
+            value += 1
+            shardow.save(state(value, 3 + value % 2), path)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            target = {name: torch.zeros_like(value) for name, value in state(0).items()}
+            shardow.load(target, path, strict=False)
+            version = target["w0"].view(-1)[0].item() // 10
+            assert all(torch.equal(target[name], value) for name, value in state(int(version)).items())
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_few_files_are_open_at_once_and_one_that_changed_is_noticed_when_it_is_opened_again(tmp_path: Path) -> None:
+    tensors = {f"t{i:03}": torch.full((8,), float(i)) for i in range(100)}
+    shardow.save(tensors, tmp_path / "many", max_shard_size=32)
+    shardow.save({name: value + 1 for name, value in tensors.items()}, tmp_path / "newer", max_shard_size=32)
+    code = f"""
+import os, pathlib, torch, shardow
+opened = shardow.open({str(tmp_path / "many")!r})
+assert len(os.listdir("/proc/self/fd")) < 40, os.listdir("/proc/self/fd")
+assert all(opened[name][0] == int(name[1:]) for name in opened)
+target = {{name: torch.zeros(8) for name in opened}}
+shardow.load(target, {str(tmp_path / "many")!r})
+assert all(value[0] == int(name[1:]) for name, value in target.items())
+for file in pathlib.Path({str(tmp_path / "newer")!r}).glob("*.safetensors"):
+    file.rename(pathlib.Path({str(tmp_path / "many")!r}) / file.name)
+changed = 0
+for name in opened:
+    try:
+        assert opened[name][0] == int(name[1:])
+    except OSError as error:
+        assert "and replaced since it was opened" in str(error)
+        changed += 1
+assert changed > 60
+"""
+    limits = (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def seconds_of_reading_all(tensors: int, path: Path) -> float:
+    shardow.save({f"t{i}": torch.zeros(4) for i in range(tensors)}, path)
+    opened = shardow.open(path)
+    began = time.process_time()
+    for name in opened:
+        opened[name]
+    return time.process_time() - began
+
+
+def test_reading_every_tensor_costs_as_much_as_there_are_tensors(tmp_path: Path) -> None:
+    few, many = (seconds_of_reading_all(count, tmp_path / "a.safetensors") for count in (500, 8000))
+    assert many < 16 * few * 3  # 16 times as many; listing all others for each took 150 times as long
+
+
+def test_opened_checkpoints_close(tmp_path: Path) -> None:
+    shardow.save(state(1), tmp_path / "a.safetensors")
+    before = len(os.listdir("/proc/self/fd"))
+    with shardow.open(tmp_path / "a.safetensors") as opened:
+        part = opened.get_slice("w0")
+        assert part[0, 0] == 10
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(opened) == ["w0", "w1", "w2"]
+    for read in (lambda: part[0], lambda: opened["w1"]):
+        with pytest.raises(ValueError, match="was closed; open it again"):
+            read()
+
+
+def test_data_that_is_not_what_was_saved_names_its_tensor_when_it_is_read(tmp_path: Path) -> None:
+    shardow.save(state(1), tmp_path / "a.safetensors")
+    content = bytearray((tmp_path / "a.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with (
+        shardow.open(tmp_path / "a.safetensors") as opened,
+        pytest.raises(ValueError, match="the data of 'w2' is not what was saved") as found,
+    ):
+        opened["w2"]
+    assert "loaded into" not in str(found.value)
+
+
+def test_averages_of_several_decays_open_as_a_mapping(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    ema = shardow.EMA(model, [0.5, shardow.schedules.half_life(20)])
+    with torch.no_grad():
+        model.weight.add_(1)
+    ema.update()
+    ema.save(tmp_path / "ema")
+    expected = {key: ema.full_state_dict(decay=key) for key in ("0.5", next(key for key in shardow.open(tmp_path / "ema") if key != "0.5"))}
+    with shardow.open(tmp_path / "ema") as opened:
+        assert list(opened) == list(expected)
+        for key, tensors in expected.items():
+            assert torch.equal(opened[key]["weight"], tensors["weight"])
+            assert torch.equal(shardow.open(tmp_path / "ema", decay=key)["weight"], tensors["weight"])
+        assert torch.equal(opened[0.5].get_slice("weight")[1], expected["0.5"]["weight"][1])
+        assert "shardow.state" in opened.metadata
+        with pytest.raises(ValueError, match=r"decay=0\.7; this EMA keeps 0\.5, half_life"):
+            opened[0.7]
+        with pytest.raises(ValueError, match="several decays; first say which"):
+            opened.get_slice("weight")
+    with pytest.raises(ValueError, match=r"decay=0\.7; this EMA keeps 0\.5, half_life"):
+        shardow.open(tmp_path / "ema", decay=0.7)
+    shardow.save(model, tmp_path / "ema")  # a model beside it is what the directory is
+    assert list(shardow.open(tmp_path / "ema")) == ["bias", "weight"]
+    assert torch.equal(shardow.open(tmp_path / "ema", decay=0.5)["weight"], expected["0.5"]["weight"])
+
+
+def outside(tmp_path: Path) -> dict[str, tuple[Any, type[Exception], str]]:
+    os.symlink(tmp_path / "loop", tmp_path / "loop")
+    os.mkfifo(tmp_path / "fifo.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    return {
+        "nul": (f"{tmp_path}/a.safetensors\0b", ValueError, "has a NUL in it"),
+        "loop": (tmp_path / "loop" / "a.safetensors", OSError, "loop"),
+        "link": (tmp_path / "loop", OSError, "loop"),
+        "long": (tmp_path / ("n" * 300), OSError, "too long"),
+        "fifo": (tmp_path / "fifo.safetensors", ValueError, "is not a regular file"),
+        "device": ("/dev/null", ValueError, "is not a regular file"),
+        "folder": (tmp_path / "folder.safetensors", FileNotFoundError, "has neither"),
+        "surrogate": (f"{tmp_path}/\ud800", ValueError, "a character that no file name can have"),
+        "number": (7, ValueError, "not a path"),
+        "empty": ("", ValueError, "it is empty"),
+    }
+
+
+@pytest.mark.parametrize("which", ["nul", "loop", "link", "long", "fifo", "device", "folder", "surrogate", "number", "empty"])
+def test_what_is_no_file_is_a_typed_error_at_once(which: str, tmp_path: Path) -> None:
+    path, kind, message = outside(tmp_path)[which]
+    for read in (lambda: shardow.open(path), lambda: shardow.load({"w0": torch.zeros(1)}, path)):
+        with pytest.raises(kind, match=message) as found:
+            read()
+        assert isinstance(found.value, shardow.Error)
+
+
+def test_a_nul_in_a_path_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    with pytest.raises(ValueError, match="has a NUL in it"):
+        shardow.save(state(1), f"{tmp_path}/precious\0.safetensors")
+    with pytest.raises(ValueError, match="NUL"):
+        shardow.EMA(torch.nn.Linear(2, 2)).save(f"{tmp_path}/precious\0")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_paths_that_are_no_text_are_written_and_read(tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.safetensors")
+    report = shardow.save(state(1), path)
+    assert report["files"] == [path]
+    assert torch.equal(shardow.open(path)["w2"], state(1)["w2"])
+    os.unlink(path)
+    with pytest.raises(FileNotFoundError, match=r"\\xff\\xfe"):
+        shardow.open(path)
+
+
+def test_the_home_directory_is_understood_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shardow.save(state(1), "~/a.safetensors")
+    shardow.async_save(state(2), Path("~/b.safetensors")).wait()
+    assert shardow.open("~/a.safetensors")["w0"][0, 0] == 10
+    target = state(0)
+    shardow.load(target, "~/b.safetensors")
+    assert target["w0"][0, 0] == 20
+    ema = shardow.EMA(torch.nn.Linear(2, 2))
+    ema.save("~/ema")
+    ema.load("~/ema")
+    ema.export("~/export")
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "ema", "export"]
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.PTH", "x.bin", "run.ckpt"])
+def test_the_name_of_another_formats_file_is_refused_with_the_way_out(name: str, tmp_path: Path) -> None:
+    for save in (shardow.save, shardow.async_save):
+        with pytest.raises(ValueError, match=rf"what is written is safetensors. Give .*/{name.split('.')[0]}\.safetensors for one file"):
+            save(state(1), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / name).mkdir()
+    shardow.save(state(1), tmp_path / name)
+
+
+def test_what_no_header_can_hold_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    for metadata, message in [
+        ({"k": 1}, r"metadata 'k': 1 is no text"),
+        ({2: "x"}, r"metadata 2: 2 is no text"),
+        ({"k": "\ud800"}, "metadata 'k' has"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            shardow.save(state(1), tmp_path / "a.safetensors", metadata=metadata)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="which is no character"):
+        shardow.save({"bad \udc80": torch.zeros(1)}, tmp_path / "a.safetensors")
+    for tensor, layout in [(torch.eye(3).to_sparse(), "sparse_coo"), (torch.eye(4).to_sparse_csr(), "sparse_csr")]:
+        with pytest.raises(NotImplementedError, match=rf"'odd' is torch\.{layout}.*to_dense"):
+            shardow.save({**state(1), "odd": tensor}, tmp_path / "a.safetensors")
+        with pytest.raises(NotImplementedError, match=rf"'odd' is torch\.{layout}"):
+            shardow.load({"odd": tensor}, tmp_path / "a.safetensors")
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(NotImplementedError, match="'odd' is nested"):
+        shardow.save({"odd": nested}, tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -95,6 +95,7 @@ struct AverageStats {
   int64_t bytes_moved = 0;               ///< by the last update
   double seconds = 0;                    ///< of the last update; CUDA: of its launch
   int64_t held_non_finite = 0;           ///< elements, since the start
+  int64_t table_bytes = 0;               ///< memory of the lists of what an update goes through
 };
 
 class Average {

@@ -429,7 +429,8 @@ class EMA:
         """What this rank holds and did, a flat dict of numbers for a logger.
 
         step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters, elements and bytes of the averages on this rank, bytes_moved and
-        seconds of the last update, held_nonfinite: elements kept because their weight was NaN or Inf, since the start.
+        seconds of the last update, held_nonfinite: elements kept because their weight was NaN or Inf, since the start,
+        table_bytes: memory of the lists that an update goes through.
         """
         stats: dict[str, float] = dict(self._average.stats())
         for k, decay in enumerate(self._decays()):

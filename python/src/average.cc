@@ -59,6 +59,7 @@ nb::dict stats_dict(const Average& average) {
   dict["bytes_moved"] = stats.bytes_moved;
   dict["seconds"] = stats.seconds;
   dict["held_nonfinite"] = stats.held_non_finite;
+  dict["table_bytes"] = stats.table_bytes;
   return dict;
 }
 
@@ -169,7 +170,7 @@ void bind_average(nb::module_& m) {
       .def(
           "__init__",
           [](Limit* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages) {
-            new (self) Limit{average::make_chunks(parameters, averages, average::Cut::kMemory), static_cast<int>(averages.size())};
+            new (self) Limit{average::make_chunks(parameters, averages), static_cast<int>(averages.size())};
           },
           "parameters"_a, "averages"_a)
       .def(

@@ -9,7 +9,6 @@
 #include "average/arena.h"
 #include "average/checks.h"
 #include "average/impl.h"
-#include "average/plan.h"
 #include "average/replicas.h"
 #include "base/errors.h"
 #include "tensor/dtype.h"
@@ -105,23 +104,18 @@ std::vector<std::unique_ptr<average::Backend>> Average::Impl::make_backends(std:
       devices.push_back(part.device);
     }
   }
-  const bool noisy = options.rounding != Rounding::kNearest && options.rule == Rule::kLerp && options.dtype != DType::kF64;
   for (const Device& device : devices) {
     const std::vector<TensorView> here = on(device, bound, bound);
     std::vector<std::vector<TensorView>> averaged;
     for (const auto& average : averages) averaged.push_back(on(device, average, bound));
-    average::Chunks chunks;
-    chunks.memory = average::make_chunks(here, averaged, average::Cut::kMemory);
-    if (noisy && average::has_jumps(here)) chunks.runs = average::make_chunks(here, averaged, average::Cut::kRuns);
-    made.push_back(average::make_backend(device, std::move(chunks), options.num_threads));
+    made.push_back(average::make_backend(device, here, averaged, options.num_threads));
+    if (options.rounding == Rounding::kStochastic) made.back()->prepare_noise();  // else before the first step that draws noise
   }
   return made;
 }
 
 void Average::Impl::copy_parameters() {
-  for (const std::vector<TensorView>& average : averages) {
-    for (size_t i = 0; i < parts.size(); ++i) average::cast(parts[i], average[i]);
-  }
+  for (const auto& backend : backends) backend->copy_parameters();
 }
 
 int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
@@ -215,12 +209,16 @@ NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   const std::span<const kernels::Step::One> used(step.averages.data(), options.schedules.size());
   const bool by_runs =
       std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
+  if (by_runs) {
+    for (const auto& backend : backends) backend->prepare_noise();
+  }
   NonFiniteCount total;
   for (const auto& backend : backends) {
-    NonFiniteCount met = backend->update(step, by_runs);
-    if (options.non_finite == NonFinite::kRaise && met.elements == 0) met = backend->read_count();  // CUDA: the price of raising is a wait
-    total.elements += met.elements;
-    if (total.first == nullptr) total.first = met.first;
+    NonFiniteCount count = backend->update(step, by_runs);
+    if (options.non_finite == NonFinite::kRaise && count.elements == 0)
+      count = backend->read_count();  // CUDA: the price of raising is a wait
+    total.elements += count.elements;
+    if (total.first == nullptr) total.first = count.first;
   }
   return total;
 }
@@ -310,6 +308,8 @@ AverageStats Average::stats() const {
   impl_->read_counts();
   const average::Counters& counters = impl_->counters;
   const auto averaged = static_cast<int64_t>(size());
+  int64_t tables = 0;
+  for (const auto& backend : impl_->backends) tables += backend->table_bytes();
   return {.step = counters.step,
           .updates = counters.updates,
           .parameters = static_cast<int64_t>(impl_->parts.size()),
@@ -317,7 +317,8 @@ AverageStats Average::stats() const {
           .bytes = averaged * byte_size(impl_->options.dtype, impl_->elements),
           .bytes_moved = counters.applied_step > 0 ? impl_->bytes_per_update : 0,
           .seconds = impl_->seconds,
-          .held_non_finite = counters.held_non_finite};
+          .held_non_finite = counters.held_non_finite,
+          .table_bytes = tables};
 }
 
 std::optional<NonFiniteReport> Average::non_finite() const {
@@ -356,13 +357,7 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
       fail(error.code(), "the saved state's options do not fit averages of dtype {} (go on with your own options instead): {}",
            dtype_name(options.dtype), error.what());
     }
-    std::swap(merged, options);
-    try {
-      backends = make_backends(parts);
-    } catch (...) {
-      std::swap(merged, options);
-      throw;
-    }
+    options = std::move(merged);
   }
   counters = state.counters;
   met.reset();

@@ -295,8 +295,9 @@ std::vector<float> averaged_globally(const Shape& shape, const std::vector<Regio
   for (const Region& region : regions) {
     Owned local("p", region, 0);
     const auto scatter = [&](const std::vector<float>& global) {
-      region.for_each_run(
-          [&](const Run& run) { std::copy_n(global.begin() + run.global_begin, run.length, local.values.begin() + run.local_begin); });
+      region.for_each_run([&](const shardow::Run& run) {
+        std::copy_n(global.begin() + run.global_begin, run.length, local.values.begin() + run.local_begin);
+      });
     };
     scatter(before);
     Average ema(std::vector{local.view}, options);
@@ -304,7 +305,7 @@ std::vector<float> averaged_globally(const Shape& shape, const std::vector<Regio
     ema.update();
     const std::vector<float> average = copy_of(ema.views()[0]);
     region.for_each_run(
-        [&](const Run& run) { std::copy_n(average.begin() + run.local_begin, run.length, result.begin() + run.global_begin); });
+        [&](const shardow::Run& run) { std::copy_n(average.begin() + run.local_begin, run.length, result.begin() + run.global_begin); });
   }
   EXPECT_EQ(shape, regions[0].shape());
   return result;
@@ -327,6 +328,43 @@ TEST(Average, TopologyNeverChangesTheNumbers) {
     const auto whole = averaged_globally(shape, cuts[0], before.values, after.values, with_decay(decay));
     for (const auto& cut : cuts) EXPECT_EQ(averaged_globally(shape, cut, before.values, after.values, with_decay(decay)), whole) << decay;
   }
+}
+
+TEST(Average, NoiseNeedsNoTableOfRuns) {
+  const Region region = Region::grid({1 << 15, 8}, {{{0, 1 << 15}}, {{3, 7}}});  // 32,768 runs of 4
+  Owned p("p", region, 1);
+  Average ema(std::vector{p.view}, {.schedules = {Schedule::constant(0.99999)}, .num_threads = 2});
+  const int64_t before = ema.stats().table_bytes;
+  EXPECT_LT(before, 1024);
+  EXPECT_EQ(base::allocations_of([&] { ema.update(); }), 0);
+  EXPECT_EQ(ema.stats().table_bytes, before);
+}
+
+TEST(Average, NoiseIsOfTheElementInLargeShardsOnManyThreads) {
+  const Shape shape = {3, 1 << 11, 700};
+  Owned whole("p", shape, 1);
+  const Region part = Region::grid(shape, {{{0, 3}}, {{0, 1 << 11}}, {{40, 340}}}).window(77, 1'800'000);
+  Owned local("p", part, 0);
+  const auto scatter = [&] {
+    part.for_each_run([&](const shardow::Run& run) {
+      std::copy_n(whole.values.begin() + run.global_begin, run.length, local.values.begin() + run.local_begin);
+    });
+  };
+  scatter();
+  Average all(std::vector{whole.view}, {.schedules = {Schedule::constant(0.99999)}, .num_threads = 1});
+  Average some(std::vector{local.view}, {.schedules = {Schedule::constant(0.99999)}, .num_threads = 3});
+  for (float& value : whole.values) value = value * 3 + 1;
+  whole.values[1000] = std::numeric_limits<float>::infinity();
+  scatter();
+  all.update();
+  some.update();
+  const std::vector<float> expected = copy_of(all.views()[0]), found = copy_of(some.views()[0]);
+  bool equal = true;
+  part.for_each_run([&](const shardow::Run& run) {
+    equal = equal &&
+            std::equal(found.begin() + run.local_begin, found.begin() + run.local_begin + run.length, expected.begin() + run.global_begin);
+  });
+  EXPECT_TRUE(equal);
 }
 
 TEST(Average, SwapExchangesAndUndoesBitForBit) {

@@ -21,16 +21,6 @@ using kernels::Tally;
 constexpr int64_t kSerialElements = 1 << 20;
 constexpr size_t kAlignment = 64;
 
-/// A table with its shares, one per thread.
-struct Shares {
-  Shares(std::vector<Chunk> table, int parts)
-      : chunks(std::move(table)), bounds(partition(chunks, parts)), tallies(static_cast<size_t>(parts)) {}
-
-  std::vector<Chunk> chunks;
-  std::vector<size_t> bounds;
-  std::vector<Tally> tallies;  // kept, so that an update allocates nothing
-};
-
 int threads_for(const std::vector<Chunk>& chunks, int num_threads) {
   int64_t elements = 0;
   for (const Chunk& chunk : chunks) elements += chunk.count;
@@ -45,57 +35,112 @@ void add(NonFiniteCount& total, const Tally& tally, std::span<const Chunk> chunk
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(Chunks chunks, int num_threads)
-      : threads_(threads_for(chunks.memory, num_threads)),
-        memory_(std::move(chunks.memory), threads_),
-        runs_(std::move(chunks.runs), threads_),
-        pool_(threads_) {}
+  CpuBackend(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, int num_threads)
+      : chunks_(make_chunks(parameters, averages)),
+        runs_(parameters),
+        num_averages_(averages.size()),
+        pool_(threads_for(chunks_, num_threads)),
+        bounds_(partition(chunks_, pool_.size())),
+        counts_(static_cast<size_t>(pool_.size())) {}
+
+  void prepare_noise() override {}
 
   NonFiniteCount update(const Step& step, bool by_runs) override {
-    Shares& shares = by_runs && !runs_.chunks.empty() ? runs_ : memory_;
-    const std::span<const Chunk> all(shares.chunks);
-    pool_.run([&](int i) {
-      const size_t begin = shares.bounds[static_cast<size_t>(i)], end = shares.bounds[static_cast<size_t>(i) + 1];
-      shares.tallies[static_cast<size_t>(i)] = kernels::cpu::update(all.subspan(begin, end - begin), step);
+    for_each_share([&](size_t begin, size_t end, NonFiniteCount& count) {
+      count = {};
+      const auto run = [&](std::span<const Chunk> some) { add(count, kernels::cpu::update(some, step), some); };
+      if (by_runs && runs_.cuts() && begin < end) {
+        runs_.for_each(chunks_, begin, end, run);
+      } else {
+        run(std::span(chunks_).subspan(begin, end - begin));
+      }
     });
-    return sum(shares);
-  }
-
-  NonFiniteCount read_count() override { return {}; }
-
- private:
-  static NonFiniteCount sum(const Shares& shares) {
     NonFiniteCount total;
-    for (size_t i = 0; i < shares.tallies.size(); ++i) add(total, shares.tallies[i], std::span(shares.chunks).subspan(shares.bounds[i]));
+    for (const NonFiniteCount& count : counts_) {
+      total.elements += count.elements;
+      if (total.first == nullptr) total.first = count.first;
+    }
     return total;
   }
 
-  int threads_;
-  Shares memory_, runs_;
+  void copy_parameters() override {
+    for_each_share([&](size_t begin, size_t end, NonFiniteCount&) {
+      for (size_t k = 0; k < num_averages_; ++k) {
+        for (size_t c = begin; c < end; ++c) {
+          const Chunk& chunk = chunks_[c];
+          kernels::cpu::cast(chunk.parameter, chunk.parameter_dtype, chunk.averages[k], chunk.average_dtype, chunk.count);
+        }
+      }
+    });
+  }
+
+  NonFiniteCount read_count() override { return {}; }
+  int64_t table_bytes() const noexcept override { return static_cast<int64_t>(chunks_.capacity() * sizeof(Chunk) + runs_.bytes()); }
+
+ private:
+  /// fn(begin, end, count) of every share, each on the thread that always has it.
+  template <typename Fn>
+  void for_each_share(const Fn& fn) {
+    pool_.run([&](int i) {
+      const auto share = static_cast<size_t>(i);
+      fn(bounds_[share], bounds_[share + 1], counts_[share]);
+    });
+  }
+
+  std::vector<Chunk> chunks_;
+  RunCutter runs_;
+  size_t num_averages_;
   base::ThreadPool pool_;
+  std::vector<size_t> bounds_;          // of the shares, one per thread
+  std::vector<NonFiniteCount> counts_;  // of the shares; kept, so that an update allocates nothing
 };
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(Chunks chunks, Device device)
-      : chunks_(std::move(chunks)),
-        memory_(kernels::cuda::upload(chunks_.memory, device)),
-        runs_(chunks_.runs.empty() ? nullptr : kernels::cuda::upload(chunks_.runs, device)) {}
+  CudaBackend(Device device, std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages)
+      : device_(device),
+        parameters_(parameters.begin(), parameters.end()),
+        averages_(averages.begin(), averages.end()),
+        chunks_(make_chunks(parameters, averages)),
+        cutter_(parameters),
+        memory_(kernels::cuda::upload(chunks_, device)) {}
+
+  void prepare_noise() override {
+    if (runs_ || !cutter_.cuts()) return;
+    std::vector<Chunk> pieces = make_runs(cutter_, chunks_);
+    runs_ = kernels::cuda::upload(pieces, device_);
+    pieces_ = std::move(pieces);
+  }
 
   NonFiniteCount update(const Step& step, bool by_runs) override {
     (by_runs && runs_ ? runs_ : memory_)->update(step);
     return {};
   }
 
+  void copy_parameters() override {
+    for (const std::vector<TensorView>& average : averages_) {
+      for (size_t i = 0; i < parameters_.size(); ++i) cast(parameters_[i], average[i]);
+    }
+  }
+
   NonFiniteCount read_count() override {
     NonFiniteCount total;
-    add(total, memory_->read_tally(), chunks_.memory);
-    if (runs_) add(total, runs_->read_tally(), chunks_.runs);
+    add(total, memory_->read_tally(), chunks_);
+    if (runs_) add(total, runs_->read_tally(), pieces_);
     return total;
   }
 
+  /// The device has a copy of each.
+  int64_t table_bytes() const noexcept override {
+    return static_cast<int64_t>(2 * (chunks_.size() + pieces_.size()) * sizeof(Chunk) + cutter_.bytes());
+  }
+
  private:
-  Chunks chunks_;  // as uploaded: a tally names a chunk by its index
+  Device device_;
+  std::vector<TensorView> parameters_;
+  std::vector<std::vector<TensorView>> averages_;
+  std::vector<Chunk> chunks_, pieces_;  // as uploaded: a tally names a chunk by its index
+  RunCutter cutter_;
   std::unique_ptr<kernels::cuda::Table> memory_, runs_;
 };
 
@@ -105,9 +150,10 @@ bool on_cuda(const Device& device) {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_backend(Device device, Chunks chunks, int num_threads) {
-  if (on_cuda(device)) return std::make_unique<CudaBackend>(std::move(chunks), device);
-  return std::make_unique<CpuBackend>(std::move(chunks), num_threads);
+std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView> parameters,
+                                      std::span<const std::vector<TensorView>> averages, int num_threads) {
+  if (on_cuda(device)) return std::make_unique<CudaBackend>(device, parameters, averages);
+  return std::make_unique<CpuBackend>(parameters, averages, num_threads);
 }
 
 void cast(const TensorView& from, const TensorView& to) {

@@ -21,19 +21,23 @@ struct NonFiniteCount {
 class Backend {
  public:
   virtual ~Backend() = default;
-  /// One dispatch over every chunk. `by_runs`: the step draws noise. CPU: returns what it met; CUDA: enqueues, and returns nothing yet.
+  /// Makes what the first step that draws noise needs; later calls do nothing. Throws where memory is lacking.
+  virtual void prepare_noise() = 0;
+  /// One dispatch over every chunk. `by_runs`: the step draws noise, prepare_noise() came before. CPU: returns what it met; CUDA: enqueues,
+  /// and returns nothing yet.
   virtual NonFiniteCount update(const kernels::Step& step, bool by_runs) = 0;
+  /// Every average <- its parameter, converted, rounded to nearest even; each thread the part that it updates.
+  virtual void copy_parameters() = 0;
   /// What updates met since the last call of this; CUDA waits for it. Always empty on a CPU, whose update() has told it.
   virtual NonFiniteCount read_count() = 0;
+  /// Memory of the tables.
+  virtual int64_t table_bytes() const noexcept = 0;
 };
 
-/// The two tables of one device: `memory` for rounding to nearest, `runs` for noise; `runs` is empty where both are the same.
-struct Chunks {
-  std::vector<kernels::Chunk> memory, runs;
-};
-
-/// `num_threads` 0: what the process is allowed. Small tables are served by the caller's thread alone.
-std::unique_ptr<Backend> make_backend(Device device, Chunks chunks, int num_threads);
+/// `averages[k][i]` belongs to `parameters[i]`, all on `device`. `num_threads` 0: what the process is allowed. Small tables are served by
+/// the caller's thread alone.
+std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView> parameters,
+                                      std::span<const std::vector<TensorView>> averages, int num_threads);
 
 /// to <- from, converted, rounded to nearest even. One device, equal sizes.
 void cast(const TensorView& from, const TensorView& to);

@@ -1,9 +1,12 @@
 // A view's elements are contiguous in memory, so rounding to nearest needs cuts only for size. Noise is addressed by the element's index in
-// the global tensor, so stochastic rounding also cuts where a run ends, and at multiples of 2^32, where the noise's high word changes.
+// the global tensor, so stochastic rounding also cuts where a run ends, and at multiples of 2^32, where the noise's high word changes: a
+// few runs at a time, on the stack, from the region's own description.
 #include "average/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "tensor/dtype.h"
@@ -20,69 +23,133 @@ uint64_t hash_name(std::string_view name) {
   return hash;
 }
 
-class Builder {
- public:
-  Builder(const TensorView& parameter, std::span<const std::vector<TensorView>> averages, size_t index, std::vector<Chunk>& out)
-      : averages_(averages), index_(index), parameter_(parameter), tensor_(hash_name(parameter.name)), out_(out) {}
+std::byte* at(const TensorView& view, int64_t element) {
+  return static_cast<std::byte*>(view.data) + byte_size(view.dtype, element);
+}
 
-  /// Chunks for elements [local, local + length) of the view, whose first has this global index.
-  void add(int64_t global, int64_t local, int64_t length) {
-    while (length > 0) {
-      const int64_t to_cut = kChunkElements - local % kChunkElements;
-      const int64_t to_high_word = (int64_t{1} << 32) - (global & 0xffffffff);
-      const int64_t count = std::min({length, to_cut, to_high_word});
-      out_.push_back(chunk(global, local, count));
-      global += count;
-      local += count;
-      length -= count;
-    }
-  }
+/// True where elements are not the first ones of their tensor, one after another.
+bool jumps(const Region& region) {
+  RunCursor cursor(region);
+  const std::optional<Run> first = cursor.next();
+  return first && (first->global_begin != 0 || first->length != region.size());
+}
 
- private:
-  Chunk chunk(int64_t global, int64_t local, int64_t count) const {
-    Chunk chunk{};
-    chunk.parameter = at(parameter_, local);
-    for (size_t k = 0; k < averages_.size(); ++k) chunk.averages[k] = at(averages_[k][index_], local);
-    chunk.count = count;
-    chunk.global_begin = global;
-    chunk.tensor = tensor_;
-    chunk.parameter_dtype = parameter_.dtype;
-    chunk.average_dtype = averages_[0][index_].dtype;
-    return chunk;
-  }
-
-  static std::byte* at(const TensorView& view, int64_t element) {
-    return static_cast<std::byte*>(view.data) + byte_size(view.dtype, element);
-  }
-
-  std::span<const std::vector<TensorView>> averages_;
-  size_t index_;
-  const TensorView& parameter_;
-  uint64_t tensor_;
-  std::vector<Chunk>& out_;
-};
+int64_t num_chunks(const TensorView& view) {
+  return (view.region.size() + kChunkElements - 1) / kChunkElements;
+}
 
 }  // namespace
 
-std::vector<Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, Cut cut) {
+std::vector<Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages) {
   std::vector<Chunk> chunks;
+  int64_t count = 0;
+  for (const TensorView& parameter : parameters) count += num_chunks(parameter);
+  chunks.reserve(static_cast<size_t>(count));
   for (size_t i = 0; i < parameters.size(); ++i) {
-    Builder builder(parameters[i], averages, i, chunks);
-    if (cut == Cut::kMemory) {
-      builder.add(0, 0, parameters[i].region.size());
-    } else {
-      parameters[i].region.for_each_run([&](const Run& run) { builder.add(run.global_begin, run.local_begin, run.length); });
+    Chunk chunk{};
+    chunk.tensor = hash_name(parameters[i].name);
+    chunk.parameter_dtype = parameters[i].dtype;
+    chunk.average_dtype = averages[0][i].dtype;
+    const int64_t size = parameters[i].region.size();
+    for (int64_t begin = 0; begin < size; begin += kChunkElements) {
+      chunk.parameter = at(parameters[i], begin);
+      for (size_t k = 0; k < averages.size(); ++k) chunk.averages[k] = at(averages[k][i], begin);
+      chunk.count = std::min(kChunkElements, size - begin);
+      chunk.global_begin = begin;
+      chunks.push_back(chunk);
     }
   }
   return chunks;
 }
 
-bool has_jumps(std::span<const TensorView> parameters) {
-  return std::any_of(parameters.begin(), parameters.end(), [](const TensorView& view) {
-    bool differs = false;
-    view.region.for_each_run([&](const Run& run) { differs = differs || run.global_begin != run.local_begin; });
-    return differs;
-  });
+/// Pieces that are handed on together, so that a call of the kernel costs little for each. A place that last held a piece of the same chunk
+/// needs its addresses and counts alone.
+class RunCutter::Batch {
+ public:
+  explicit Batch(Callback callback) : callback_(callback) {}
+  ~Batch() { flush(); }
+
+  void begin(const Chunk& chunk) {
+    chunk_ = &chunk;
+    parameter_size_ = byte_size(chunk.parameter_dtype, 1);
+    average_size_ = byte_size(chunk.average_dtype, 1);
+    num_averages_ = static_cast<size_t>(std::find(chunk.averages.begin(), chunk.averages.end(), nullptr) - chunk.averages.begin());
+  }
+
+  /// Elements [begin, begin + count) of the chunk, the first of which has this global index.
+  void add(int64_t begin, int64_t count, int64_t global) {
+    Chunk& piece = pieces_[count_];
+    if (of_[count_] != chunk_) {
+      piece = *chunk_;
+      of_[count_] = chunk_;
+    }
+    piece.parameter = static_cast<const std::byte*>(chunk_->parameter) + begin * parameter_size_;
+    for (size_t k = 0; k < num_averages_; ++k) piece.averages[k] = static_cast<std::byte*>(chunk_->averages[k]) + begin * average_size_;
+    piece.count = count;
+    piece.global_begin = global;
+    if (++count_ == pieces_.size()) flush();
+  }
+
+ private:
+  static constexpr size_t kPieces = 64;
+
+  void flush() {
+    if (count_ > 0) callback_.call(callback_.context, {pieces_.data(), count_});
+    count_ = 0;
+  }
+
+  Callback callback_;
+  const Chunk* chunk_ = nullptr;
+  int64_t parameter_size_ = 0, average_size_ = 0;
+  size_t num_averages_ = 0;
+  std::array<Chunk, kPieces> pieces_;
+  std::array<const Chunk*, kPieces> of_{};  // of which chunk each place is a piece
+  size_t count_ = 0;
+};
+
+RunCutter::RunCutter(std::span<const TensorView> parameters) {
+  if (std::none_of(parameters.begin(), parameters.end(), [](const TensorView& view) { return jumps(view.region); })) return;
+  size_t first = 0;
+  regions_.reserve(parameters.size());
+  firsts_.reserve(parameters.size());
+  for (const TensorView& view : parameters) {
+    regions_.push_back(view.region);
+    firsts_.push_back(first);
+    first += static_cast<size_t>(num_chunks(view));
+  }
+}
+
+size_t RunCutter::bytes() const noexcept {
+  return regions_.size() * (sizeof(Region) + sizeof(size_t));
+}
+
+void RunCutter::for_each_piece(std::span<const Chunk> table, size_t begin, size_t end, Callback callback) const {
+  Batch batch(callback);
+  // The last view that begins at or before the chunk: views without elements have no chunks of their own.
+  auto view = static_cast<size_t>(std::upper_bound(firsts_.begin(), firsts_.end(), begin) - firsts_.begin()) - 1;
+  for (size_t c = begin; c < end; ++c) {
+    while (view + 1 < firsts_.size() && firsts_[view + 1] <= c) ++view;
+    batch.begin(table[c]);
+    const int64_t local = static_cast<int64_t>(c - firsts_[view]) * kChunkElements;
+    const Region here = regions_[view].window(local, local + table[c].count);
+    here.for_each_run([&](const Run& run) {
+      for (int64_t done = 0; done < run.length;) {
+        const int64_t global = run.global_begin + done;
+        const int64_t count = std::min(run.length - done, (int64_t{1} << 32) - (global & 0xffffffff));
+        batch.add(run.local_begin + done, count, global);
+        done += count;
+      }
+    });
+  }
+}
+
+std::vector<Chunk> make_runs(const RunCutter& cutter, std::span<const Chunk> table) {
+  size_t count = 0;
+  cutter.for_each(table, 0, table.size(), [&](std::span<const Chunk> pieces) { count += pieces.size(); });
+  std::vector<Chunk> runs;
+  runs.reserve(count);
+  cutter.for_each(table, 0, table.size(), [&](std::span<const Chunk> pieces) { runs.insert(runs.end(), pieces.begin(), pieces.end()); });
+  return runs;
 }
 
 std::vector<size_t> partition(std::span<const Chunk> chunks, int parts) {

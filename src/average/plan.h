@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "shardow/region.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::average {
@@ -16,14 +17,42 @@ namespace shardow::average {
 /// Elements of the largest chunk: 256 KiB of float32, large enough to hide a chunk's start, small enough to divide work evenly.
 inline constexpr int64_t kChunkElements = int64_t{64} * 1024;
 
-/// Where a chunk may be cut: by memory alone, or also where the global index jumps (noise is drawn by global index).
-enum class Cut { kMemory, kRuns };
+/// One table for `parameters` and their averages, cut for size alone; averages[k][i] belongs to parameters[i] and has its region. Chunk c
+/// of a view begins at its element c * kChunkElements; global_begin counts as if the view were the first elements of its tensor.
+std::vector<kernels::Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages);
 
-/// One table for `parameters` and their averages; averages[k][i] belongs to parameters[i] and has its region.
-std::vector<kernels::Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, Cut cut);
+/// Cuts a table's chunks where the global index jumps, a few at a time as they are needed: a table of runs would take 104 bytes for each.
+class RunCutter {
+ public:
+  /// Of the table that make_chunks() gave for `parameters`. Where no index jumps it keeps nothing, and chunks stay as they are.
+  explicit RunCutter(std::span<const TensorView> parameters);
 
-/// True where the two ways to cut differ for these views, so that a table of runs is worth having.
-bool has_jumps(std::span<const TensorView> parameters);
+  bool cuts() const noexcept { return !regions_.empty(); }
+  size_t bytes() const noexcept;
+
+  /// fn(pieces) for a few pieces at a time, in order, of chunks [begin, end) of `table`. Allocates nothing.
+  template <typename Fn>
+  void for_each(std::span<const kernels::Chunk> table, size_t begin, size_t end, const Fn& fn) const {
+    for_each_piece(table, begin, end,
+                   {[](void* context, Pieces pieces) { (*static_cast<const Fn*>(context))(pieces); }, const_cast<Fn*>(&fn)});
+  }
+
+ private:
+  using Pieces = std::span<const kernels::Chunk>;
+  struct Callback {
+    void (*call)(void* context, Pieces pieces);
+    void* context;
+  };
+  class Batch;
+
+  void for_each_piece(std::span<const kernels::Chunk> table, size_t begin, size_t end, Callback callback) const;
+
+  std::vector<Region> regions_;  // of the views, in order
+  std::vector<size_t> firsts_;   // parallel to regions_: the view's first chunk
+};
+
+/// The same pieces as a table of their own, for devices that cannot walk regions.
+std::vector<kernels::Chunk> make_runs(const RunCutter& cutter, std::span<const kernels::Chunk> table);
 
 /// Boundaries of `parts` contiguous shares of nearly equal elements: share i is chunks [result[i], result[i + 1]).
 /// The same chunks always give the same shares: an owner keeps its part of the averages in its cache.

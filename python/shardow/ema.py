@@ -177,11 +177,15 @@ class EMA:
 
     def _rebind(self) -> None:
         """A changed parameter is an error; one that is merely unsharded for a while, or whose memory moved, is not."""
-        self._view.reshard()
-        if self._view.unchanged():
-            return
-        if not self._view.follow_moves():
+        if not self._follow_moves():
             raise invalid(self._view.explain_change())
+
+    def _follow_moves(self) -> bool:
+        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
+        self._view.reshard()
+        return self._view.unchanged() or self._view.follow_moves(self._bind)
+
+    def _bind(self) -> None:
         for one in self._tracked:
             one.follow()
         self._strided = _strided(self._tracked)
@@ -268,6 +272,7 @@ class EMA:
 
     def _check_copy(self, parameters: Sequence[LocalTensor], names: set[str]) -> None:
         self._not_swapped("copy_to()")
+        self._rebind()
         shapes = {one.name: tuple(one.local.region.shape) for one in self._tracked}
         theirs = {one.name: tuple(one.region.shape) for one in parameters}
         wrong = [f"'{n}': {theirs.get(n, 'missing')} there, {s} here" for n, s in shapes.items() if theirs.get(n) != s]
@@ -336,7 +341,7 @@ class EMA:
         ``complete=True`` adds frozen weights, buffers and every tied name: a dict for load_state_dict(strict=True) of the unwrapped model.
         """
         k = choose(self._keys, decay)
-        self._ready_to_read("full_state_dict()")
+        self._ready_to_read("full_state_dict()", weights=complete)
         aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
         odd = self._odd("full_state_dict()") if complete else {}
         return {**self._gatherer(k, complete).whole(aliases), **odd}
@@ -415,7 +420,7 @@ class EMA:
         ``dtype`` casts floating tensors ("bfloat16" or torch.bfloat16); ``max_shard_size`` in bytes or like "5GB".
         """
         k = choose(self._keys, decay)
-        self._ready_to_read("export()")
+        self._ready_to_read("export()", weights=True)
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
         others = self._others()
         self._team.agree("export()", lambda: refuse_all_odd(others))
@@ -444,7 +449,7 @@ class EMA:
     def distance(self, decay: float | str | _core.Schedule | None = None) -> float:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
         k = choose(self._keys, decay)
-        self._ready_to_read("distance()")
+        self._ready_to_read("distance()", weights=True)
         _tracked.gather(self._strided)
         return _state.distance(self._tracked, k, self._team)
 
@@ -477,8 +482,15 @@ class EMA:
                 f"at step {step}, {elements} weights on rank {self._team.rank} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held"
             )
 
-    def _ready_to_read(self, what: str) -> None:
-        self._together(what, lambda: self._not_swapped(what))
+    def _ready_to_read(self, what: str, weights: bool = False) -> None:
+        """``weights``: the model's own too, wherever they lie now."""
+
+        def ready() -> None:
+            self._not_swapped(what)
+            if weights:
+                self._rebind()
+
+        self._together(what, ready)
 
     def _not_swapped(self, what: str) -> None:
         if self._in is not None:

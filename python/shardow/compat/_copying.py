@@ -27,11 +27,12 @@ class Copier:
         """Raises, before anything changes, where the target is not what it was. Local."""
         self._ema._not_swapped("copy_to()")
         self._view.reshard()
-        if not self._view.unchanged():
-            if not self._view.follow_moves():
-                raise _errors.make("invalid_argument", self._view.explain_change())
-            for one in self._tracked:
-                one.follow()
+        if not self._view.unchanged() and not self._view.follow_moves(self._follow):
+            raise _errors.make("invalid_argument", self._view.explain_change())
+
+    def _follow(self) -> None:
+        for one in self._tracked:
+            one.follow()
 
     @torch.no_grad()
     def copy(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,13 +14,15 @@ from shardow.torch.memory import MARKS
 from shardow.torch.owners import resharded
 
 _requires_grad = operator.attrgetter("requires_grad")
+_MARKED = (torch.Tensor, torch.nn.Parameter)
 
 
 class Listed:
     """Averages ``shadows`` of parameters, list beside list, by ``rule``. A shadow is like its parameter: plain, or sharded as it is (DTensor; FSDP1's local views). ``copy_frozen``: parameters that
     want no gradient now are copied instead.
 
-    Both lists come with every update, since their owners may replace them: the same tensors at the same addresses cost less than a microsecond each, others are paired anew. Parameters are not kept alive.
+    Both lists come with every update, since their owners may replace them: the same memory costs less than a microsecond a tensor, other memory is paired anew. Parameters are neither kept alive nor referred to,
+    since torch refuses to swap what is weakly referenced, as FSDP2 models do when they are moved or cast.
     """
 
     def __init__(self, rule: str, copy_frozen: bool = False, **options: Any) -> None:
@@ -37,13 +38,16 @@ class Listed:
             if not self._unchanged(shadows, parameters):
                 self._bind(shadows, parameters)
         assert self._pairs is not None
-        self._pairs.update(decay, weight)
+        self._pairs.take(parameters)
+        try:
+            self._pairs.update(decay, weight)
+        finally:
+            self._pairs.let_go()
 
     def _unchanged(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> bool:
         return (
             self._pairs is not None
             and _same(shadows, self._shadows)
-            and _same([ref() for ref in self._refs], parameters)
             and self._watch.memory_same()
             and self._marks_of(parameters) == self._marks
             and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
@@ -64,22 +68,16 @@ class Listed:
         self._sharded = any(map(_is_sharded, parameters))
         self._shadows, self._marks = list(shadows), self._marks_of(parameters)
         self._watch = _core.Watch([], [t for t in shadows if not _is_sharded(t)], [t for t in shadows if _is_sharded(t)], MARKS, [])
-        me = weakref.ref(self)
-        self._refs = [weakref.ref(p, lambda _: _forget(me())) for p in parameters]
         self._pairs = bound
 
-    def _marks_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        return MARKS.of(_locals(parameters) if self._sharded else list(parameters))
+    def _marks_of(self, parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
+        """Of subclasses the marks tell no more than addresses."""
+        memory = _locals(parameters) if self._sharded else list(parameters)
+        return MARKS.of(memory), [(tuple(t.shape), t.stride(), t.dtype) for t in memory if type(t) not in _MARKED]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
         return {"_rule": self._rule, "_copy_frozen": self._copy_frozen, "_options": self._options, "_pairs": None, "_warned": self._warned}
-
-
-def _forget(listed: Listed | None) -> None:
-    """A parameter is gone: lets go of what pairs hold of the others' memory."""
-    if listed is not None:
-        listed._pairs = None
 
 
 def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -142,5 +140,5 @@ def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape if local is None else (tuple(tensor.shape), tuple(local.shape))
 
 
-def _same(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor]) -> bool:
+def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))

@@ -16,6 +16,7 @@ from shardow._options import DTYPES
 from shardow.torch.memory import engine_view
 
 Tensors = list[torch.Tensor]
+_NOTHING = torch.empty(0)
 
 
 @dataclass(eq=False)
@@ -49,24 +50,40 @@ class Pairs:
         self._averages: list[torch.Tensor] = []  # that the engine writes
         self._averaged: list[Pair] = []
         self._staged: list[Pair] = []
-        for pair in (replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs):
+        self._in_torch: list[tuple[int, Pair]] = []  # (place among all, pair) of what torch reads
+        for at, pair in enumerate(replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs):
             if pair.copied or not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
+                self._in_torch.append((at, pair))
                 continue
             self._averaged.append(pair)
             if stochastic and pair.average.dtype.itemsize == 2 and not self._engine_takes(pair):
                 staged = replace(pair, source=torch.empty_like(pair.average))
                 if self._engine_takes(staged):  # torch has no such rounding: beside the average the engine can do it
                     self._staged.append(replace(pair, average=staged.source))
+                    self._in_torch.append((at, self._staged[-1]))
                     pair = staged
             if self._engine_takes(pair):
                 engine.setdefault(pair.average.dtype, []).append(pair)
                 self._averages.append(pair.average)
-            elif pair.source.device != pair.average.device:
+                continue
+            self._in_torch.append((at, pair))
+            if pair.source.device != pair.average.device:
                 self._apart.append(pair)
             else:
                 self._others.setdefault((pair.average.device, pair.average.dtype, pair.source.dtype), []).append(pair)
         self._engines = [self._engine(dtype, some) for dtype, some in engine.items()]
+
+    def let_go(self) -> None:
+        """Keeps no source alive; take() brings them again before each update(), which is all that can be called then."""
+        self._averaged = []
+        for _, pair in self._in_torch:
+            pair.source = _NOTHING
+
+    def take(self, sources: Sequence[torch.Tensor]) -> None:
+        """Those of construction, all of them, in its order and where they were then: the engine reads addresses alone."""
+        for at, pair in self._in_torch:
+            pair.source = _memory(sources[at])
 
     def update(self, decay: float, weight: float, step: int | None = None) -> None:
         """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average. ``step``, more than at the last update, draws the noise; None: one more."""

@@ -83,7 +83,7 @@ class EMAManager(Managed):
             return
         theirs = find(model, group=self._options["group"])  # type: ignore[arg-type]
         self._refuse_new(theirs)
-        if (view.unchanged() or view.follow_moves()) and _places(view) == _places(theirs):
+        if self._ema._follow_moves() and _places(view) == _places(theirs):
             self._model = model
             return
         missing = self._shadow.keys() - {one.name for one in theirs.parameters}
@@ -146,6 +146,7 @@ class EMAManager(Managed):
 
     def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
         self._ema._not_swapped("an export")
+        self._ema._rebind()
         parts = [Part(one.name, one.averages[0], one.region) for one in self._ema._tracked]
         parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._ema._others()]
         return parts, {one.name: (one.name, *one.aliases) for one in [*self._ema._view.parameters, *self._ema._view.buffers]}

@@ -7,11 +7,13 @@ copy; a state that does not fit changes nothing. Different: what is NaN or Inf i
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardow import _errors
 from shardow._options import invalid
@@ -22,7 +24,8 @@ Parameters = Iterable[torch.Tensor] | None
 
 
 class ExponentialMovingAverage:
-    """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes.
+    """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes. DTensors go with the next call: torch swaps them where a model is moved or
+    cast, and refuses to swap what is weakly referenced.
 
     ``decay``: in [0, 1]. ``use_num_updates``: the decay begins small, as min(decay, (1 + n) / (10 + n)) in update n. Methods take ``parameters`` in place of those of construction. DTensors and FSDP1's shards
     are averaged as they are; nothing is collective.
@@ -34,7 +37,7 @@ class ExponentialMovingAverage:
         found = list(parameters)
         self.shadow_params = copies(found)
         self.collected_params: list[torch.Tensor] | None = None
-        self._params_refs = [weakref.ref(p) for p in found]
+        self._params_refs = [_reference(p) for p in found]
         self._listed = Listed("difference")
 
     def update(self, parameters: Parameters = None) -> None:
@@ -114,6 +117,31 @@ class ExponentialMovingAverage:
                 f"{len(found) - len(alive)} of {len(found)} parameters are gone with their model; keep it alive, or pass the parameters of another one"
             )
         return alive
+
+
+class _Held:
+    """A reference that is given up when it is the last one, found out at a call."""
+
+    __slots__ = ("_one",)
+
+    def __init__(self, one: Any) -> None:
+        self._one = one
+
+    def count(self) -> int:
+        return sys.getrefcount(self._one)
+
+    def __call__(self) -> torch.Tensor | None:
+        if self.count() <= _ALONE:
+            self._one = None
+        return self._one  # type: ignore[no-any-return]
+
+
+_ALONE = _Held(object()).count()
+
+
+def _reference(parameter: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    swapped = torch.__future__.get_swap_module_params_on_conversion() or is_traceable_wrapper_subclass(parameter)
+    return _Held(parameter) if swapped else weakref.ref(parameter)
 
 
 def _checked(decay: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +133,11 @@ class ModelView:
             return False
         return not self.watch_buffers or self._buffers_same()
 
-    def follow_moves(self) -> bool:
-        """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing is taken over then."""
+    def follow_moves(self, bind: Callable[[], object]) -> bool:
+        """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing is taken over then.
+
+        ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so that one that raises is called again.
+        """
         if self._change() is not None:
             return False
         for one in self._found:
@@ -142,6 +145,7 @@ class ModelView:
         for flat in self._fsdp1.others():
             flat.tensor = flat.memory()
         self._follow_buffers()
+        bind()
         self._record()
         return True
 

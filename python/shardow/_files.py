@@ -20,7 +20,7 @@ from shardow._paths import StrPath
 from shardow._progress import shown
 from shardow._team import Team
 from shardow.torch.memory import engine_view
-from shardow.torch.store_group import store_group
+from shardow.torch.store_group import StoreGroup, store_group
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 DTYPES = {
@@ -84,6 +84,8 @@ def write_in_background(files: Sequence[FileParts], path: StrPath, team: Team, *
     settle(team.process_group)
     reached = [_for_engine(file.parts) for file in files]
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
+    if isinstance(group, StoreGroup):
+        group.begin("async_save()", team.timeout)
     on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
     return start(team.process_group, _prepared(group, files, reached, path, team, options), os.fspath(path), pinned=on_cuda)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import _core, _errors
-from shardow.torch.store_group import store_group
+from shardow.torch.store_group import MISSING, StoreGroup, store_group
 
 T = TypeVar("T")
+
+_AT_LEAST = 1.0  # seconds, to report what one has waited for in vain
 
 
 class Team:
@@ -25,53 +27,83 @@ class Team:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.timeout = timeout if timeout is not None else _default_timeout(process_group)
+        self._whose = ""
 
-    def agree(self, what: str, fn: Callable[[], T]) -> T:
-        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout, which begins when fn() is done."""
+    def agree(self, what: str, fn: Callable[[], T], begun: bool = False) -> T:
+        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout, which begins when fn() is done. A rank whose fn() waited for others in
+        vain waits no second time. ``begun``: the ranks have begun this call together, so that who is missing did not forget it."""
         result: list[T] = []
         failed: list[Exception] = []
         try:
             result.append(fn())
         except Exception as error:
             failed.append(error)
+        waited = bool(failed) and isinstance(failed[0], TimeoutError)
         try:
-            _core.agree(self.group, self.timeout, lambda: _raise(failed))
+            self._begin(what)
+            _core.agree(self.group, min(self.timeout, _AT_LEAST) if waited else self.timeout, lambda: _raise(failed))
         except TimeoutError as error:
             if result and self.size > 1:
-                raise _errors.make(
-                    "timeout",
-                    f"{what} is collective, every rank must call it: {error}. Call it on all ranks (not under `if rank == 0`), or look for the rank that died",
-                ) from None
+                raise _told(what, error, begun) from None
             raise
         return result[0]
 
-    def same(self, what: str, facts: dict[str, Any]) -> None:
-        """Raises on every rank where ranks differ in ``facts`` (JSON values), naming the first fact that differs and what each has."""
+    def same(self, what: str, facts: dict[str, Any], joins: str = "") -> None:
+        """Raises on every rank where ranks differ in ``facts`` (JSON values), naming the first fact that differs and what each has. ``joins``: from now on calls are those of one such thing
+        ("EMA"), with a number that no other of these ranks has; calls of different ones don't meet."""
         if self.size == 1:
             return
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
-        if len(set(self.gather(what, digest))) == 1:
-            return
-        everybody = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
-        raise _errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(everybody)}")
+        everybody = [
+            (one[:32], int.from_bytes(one[32:], "little")) for one in self.gather(what, digest + self._next().to_bytes(8, "little"))
+        ]
+        if len({digest for digest, _ in everybody}) > 1:
+            texts = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
+            raise _errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(texts)}")
+        if joins and isinstance(self.group, StoreGroup):
+            self.group.joined = max(number for _, number in everybody)
+            self._whose = f" of {joins} {self.group.joined}"
 
-    def same_updates(self, what: str, updates: int) -> None:
-        """Raises on every rank where averages of different ages would come together."""
-        counts = {int(one) for one in self.gather(what, b"%d" % updates)} if self.size > 1 else {updates}
-        if len(counts) > 1:
+    def check_updates(self, what: str, counts: Sequence[int]) -> None:
+        """Raises where averages of different ages would come together; ``counts`` are every rank's."""
+        if len(set(counts)) > 1:
             raise _errors.make(
                 "invalid_argument",
                 f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others {max(counts)}; "
                 "call update() on every rank after each step (not under `if rank == 0`), or load the last state on all of them",
             )
 
+    def same_updates(self, what: str, updates: int) -> None:
+        """check_updates() of what all ranks have. Collective."""
+        self.check_updates(what, [int(one) for one in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates])
+
     def gather(self, what: str, mine: bytes) -> list[bytes]:
         gathered: list[bytes] = []
         try:
+            self._begin(what)
             gathered = _core.group_all_gather(self.group, mine, self.timeout)
         except TimeoutError as error:
-            raise _errors.make("timeout", f"{what} is collective, every rank must call it: {error}") from None
+            raise _told(what, error, True) from None
         return gathered
+
+    def _begin(self, what: str) -> None:
+        if isinstance(self.group, StoreGroup):
+            self.group.begin(what + self._whose, self.timeout)
+
+    def _next(self) -> int:
+        return self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
+
+
+def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
+    """That somebody did not come, with what to do about it; a store that does not answer is another matter."""
+    if MISSING not in str(error):
+        return _errors.make("timeout", f"{what}: {error}")
+    way_out = (
+        "Look for the rank that died or stands still"
+        if begun
+        else "Call it on all ranks (not under `if rank == 0`), or look for the rank that died"
+    )
+    return _errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
 
 
 def _raise(failed: list[Exception]) -> None:

@@ -42,18 +42,17 @@ auto in_python(Fn fn) {
   }
 }
 
-/// What a Python subclass provides: rank, size and moves_blocks as attributes, all_gather(bytes, seconds) -> list of bytes, broadcast and
-/// so on over buffers.
+/// What a Python subclass provides: its rank and size to the constructor, all_gather(bytes, seconds) -> list of bytes, broadcast and so on
+/// over buffers.
 struct PyGroup final : Group {
   NB_TRAMPOLINE(Group, 2);
 
-  int rank() const noexcept override { return number("rank"); }
-  int size() const noexcept override { return number("size"); }
+  PyGroup(int rank, int size) : rank_(rank), size_(size) {}
 
-  bool moves_blocks() const noexcept override {
-    nb::gil_scoped_acquire gil;
-    return nb::cast<bool>(self().attr("moves_blocks"));
-  }
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  bool moves_blocks() const noexcept override { return moves_blocks_; }
+  void set_moves_blocks(bool moves) { moves_blocks_ = moves; }
 
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return in_python([&] {
@@ -87,15 +86,13 @@ struct PyGroup final : Group {
  private:
   nb::handle self() const { return nb_trampoline.base(); }
 
-  int number(const char* name) const noexcept {
-    nb::gil_scoped_acquire gil;
-    return nb::cast<int>(self().attr(name));
-  }
-
   /// Borrowed: valid during the call alone.
   static nb::object view(std::span<std::byte> bytes) {
     return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(bytes.data()), static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));
   }
+
+  const int rank_, size_;
+  bool moves_blocks_ = true;
 };
 
 std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double timeout) {
@@ -135,7 +132,12 @@ void agree_python(Group& group, double timeout, const nb::callable& fn) {
 }  // namespace
 
 void bind_group(nb::module_& m) {
-  nb::class_<Group, PyGroup>(m, "Group", "The ranks that act together.").def(nb::init<>());
+  nb::class_<Group, PyGroup>(m, "Group", "The ranks that act together.")
+      .def(nb::init<int, int>(), "rank"_a, "size"_a)
+      .def_prop_ro("rank", &Group::rank)
+      .def_prop_ro("size", &Group::size)
+      .def_prop_rw("moves_blocks", &Group::moves_blocks,
+                   [](Group& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); });
   m.def("solo", &solo, "A group of one rank, which never waits.");
   m.def(
       "threads",
@@ -145,10 +147,6 @@ void bind_group(nb::module_& m) {
         return groups;
       },
       "n"_a, "n ranks in this process, for one thread each.");
-  m.def(
-      "group_rank", [](const Group& g) { return g.rank(); }, "group"_a);
-  m.def(
-      "group_size", [](const Group& g) { return g.size(); }, "group"_a);
   m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a, "Every rank's bytes, indexed by rank. Collective.");
   m.def("agree", &agree_python, "group"_a, "timeout"_a, "fn"_a,
         "Runs fn on every rank, then raises on all ranks if it raised on any: its own error where it did, ConnectionError elsewhere. "

@@ -2,20 +2,23 @@
 
 Each collective is a round with one atomic verdict, which late ranks read too, so that every rank, the late one included, sees the same outcome:
 
-1. a rank writes its bytes under ``round/rank``
+1. a rank writes its call and its bytes under ``round/rank``
 2. it waits for everybody's, at most until its deadline
-3. it proposes what it saw, all there or who is missing; the first proposal is the verdict (``compare_set``)
-4. all ranks return everybody's bytes, or raise the same error
+3. it proposes what it saw, all there or who is missing; the first proposal is the verdict (``compare_set``). Who proposes that somebody is missing writes for them, so that nobody else waits
+4. all ranks return everybody's bytes, or raise the same error: also where ranks made different calls
 
 A rank begins round r only when it has finished round r - 1, so a round that succeeds lets the keys of the one before it be deleted. Rounds are counted for the life of a process group, not of
-whoever uses it: a rank that missed a call meets the verdict of that call next, and is then in step again.
+whoever uses it: a rank that missed a call meets the verdict of that call next, and is then in step again. A rank that is interrupted while it waits ends the next round too, for those who would
+wait for it there, and is then in step again.
+
+A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. A connection on which something was left is not used again.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import time
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,11 +30,22 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from shardow import _core, _errors
+from shardow.torch.waiting import Left, Overdue, wait_for
 
-_ALL_THERE = b"ok"
+_ALL_THERE = "ok"
 _MOST = 4 << 20  # bytes of one value; torch's TCPStore drops a client that sends 8 MiB
+_LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
 
 _FIRST_TAG = 64  # smaller ones are channels
+
+MISSING = "did not take part"
+_LATER = "a later step of "
+
+
+def _beyond(seconds: float) -> float:
+    """A deadline, and some time for the store to say who was missing."""
+    return 1.05 * seconds + 0.8
+
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
 
@@ -45,10 +59,15 @@ def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | 
 
 
 def finish(work: dist.Work | None, seconds: float, otherwise: str) -> None:
-    """Waits for a transfer; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo closes the connection of the two ranks, for good."""
+    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo closes the connection of the two ranks, for good."""
+    seconds = max(seconds, 0.001)
     try:
         if work is not None:
-            work.wait(timedelta(seconds=max(seconds, 0.001)))
+            wait_for(lambda: work.wait(timedelta(seconds=seconds)), _beyond(seconds))
+    except Overdue:
+        raise _errors.make("timeout", f"{otherwise} within {seconds:.1f} s") from None
+    except Left as interrupt:
+        raise interrupt.cause from None
     except RuntimeError as error:
         raise _lost(error, otherwise) from None
 
@@ -69,43 +88,113 @@ class StoreGroup(_core.Group):
     """Ranks of ``process_group``. Collective calls happen in the same order on every rank; one thread uses a group at a time."""
 
     def __init__(self, process_group: dist.ProcessGroup, channel: int) -> None:
-        super().__init__()
+        super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
         self._process_group = weakref.ref(process_group)
         self.ranks: list[int] = dist.get_process_group_ranks(process_group)
-        self.rank = dist.get_rank(process_group)
-        self.size = len(self.ranks)
         self.moves_blocks = _has_cpu(process_group)
+        self.joined = 0  # the highest number of those who act on these ranks; see Team.same()
         self._tag = channel
-        self._store = PrefixStore(f"shardow/{process_group.group_name}/{channel}", _connection(channel))
+        self._prefix = f"shardow/{process_group.group_name}/{channel}"
+        self._store: Any = None  # made by the thread that uses it first
+        self._call, self._timeout = "", 0.0
         self._round = 0
         self._mine: list[str] = []  # keys of the last round
 
+    def begin(self, call: str, timeout: float) -> None:
+        """The next round is ``call``'s first; rounds after it are its later steps. ``timeout``: what was asked for, for messages."""
+        self._call, self._timeout = call, timeout
+
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
-        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ConnectionError where the store is gone."""
+        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ValueError on all if they make different calls, ConnectionError where the store is gone,
+        TimeoutError where it does not answer."""
+        this, call, seconds = self._round, self._call, max(seconds, 0.001)
+        self._round += 1
+        self._call = call if call.startswith(_LATER) else _LATER + call
+        timeout = self._timeout if self._timeout >= seconds else seconds
+        left = threading.Event()
         try:
-            return self._all_gather(mine, seconds)
+            everybody = wait_for(lambda: self._turn(this, call.encode(errors="replace"), mine, seconds, timeout, left), _beyond(seconds))
+        except Overdue:
+            left.set()
+            self._store = None
+            raise _errors.make(
+                "timeout",
+                f"the store of the process group did not answer within {timeout:g} s: its host stands still, or cannot be reached",
+            ) from None
         except dist.DistError as error:
+            self._store = None
             raise _errors.make(
                 "peer_failed", f"the store of the process group is gone, and with it the rank that kept it: {error}"
             ) from None
+        except Left as interrupt:
+            left.set()
+            waited = self._end_next(this, call)
+            if isinstance(interrupt.cause, KeyboardInterrupt):
+                raise KeyboardInterrupt(waited) from None
+            raise interrupt.cause from None
+        return self._bytes_of(everybody)
 
-    def _all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
-        began, this = time.monotonic(), self._round
-        self._round += 1
+    def _turn(self, this: int, call: bytes, mine: bytes, seconds: float, timeout: float, left: threading.Event) -> list[bytes]:
+        """(1) to (4), on a thread that the caller may have ``left`` meanwhile."""
+        store = self._store = self._store or self._connected()
         keys = [f"{this}/{rank}" for rank in range(self.size)]
-        written = self._set(keys[self.rank], mine)
+        written = self._set(store, keys[self.rank], len(call).to_bytes(4, "little") + call + mine)
+        seen = _ALL_THERE
         try:
-            self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
-            seen = _ALL_THERE
+            store.wait(keys, timedelta(seconds=seconds))
         except dist.DistStoreError:
-            missing = [self.ranks[rank] for rank in range(self.size) if not self._store.check([keys[rank]])]
-            seen = f"rank(s) {missing} did not take part within {time.monotonic() - began:.1f} s".encode() if missing else _ALL_THERE
-        verdict = bytes(self._store.compare_set(f"{this}/verdict", "", seen.decode()))
-        if verdict != _ALL_THERE:
-            raise _errors.make("timeout", verdict.decode())
-        gathered = self._get(keys)
-        self._forget(this - 1, written)
+            missing = [rank for rank in range(self.size) if not store.check([keys[rank]])]
+            if missing:
+                seen = f"timeout rank(s) {[self.ranks[rank] for rank in missing]} {MISSING} within {timeout:g} s"
+        if left.is_set():
+            return []
+        self._decide(store, this, seen)
+        gathered = self._get(store, keys)
+        self._forget(store, this - 1, written)
         return gathered
+
+    def _decide(self, store: Any, this: int, seen: str) -> None:
+        """(3): raises a verdict that is not good."""
+        verdict = bytes(store.compare_set(f"{this}/verdict", "", seen)).decode()
+        if verdict == _ALL_THERE:
+            return
+        if verdict == seen:
+            for rank in range(self.size):
+                store.compare_set(f"{this}/{rank}", "", "missing")
+        code, _, message = verdict.partition(" ")
+        raise _errors.make(code, message)
+
+    def _bytes_of(self, everybody: list[bytes]) -> list[bytes]:
+        calls = [one[4 : 4 + int.from_bytes(one[:4], "little")].decode() for one in everybody]
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise _errors.make(
+                    "invalid_argument",
+                    f"rank {self.ranks[rank]} calls {call} where rank {self.ranks[0]} calls {calls[0]}; every rank must make the same collective calls in the same order",
+                )
+        return [one[4 + len(call.encode()) :] for one, call in zip(everybody, calls, strict=True)]
+
+    def _end_next(self, this: int, call: str) -> str:
+        """Interrupted: the others learn of it in the round after ``this``, if the store answers. Returns for whom this rank waited."""
+
+        def tell() -> list[int]:
+            store = self._store = self._connected()
+            missing = [self.ranks[rank] for rank in range(self.size) if not store.check([f"{this}/{rank}"])]
+            store.compare_set(f"{this + 1}/verdict", "", f"peer_failed rank {self.ranks[self.rank]} was interrupted in {call}")
+            store.set(f"{this + 1}/{self.rank}", "interrupted")
+            return missing
+
+        self._store, self._round = None, this + 2
+        try:
+            missing = wait_for(tell, _LAST_WORDS)
+        except (Overdue, Left, dist.DistError):
+            self._store = None
+            return f"{call}: the store of the process group does not answer"
+        return f"{call}: waited for rank(s) {missing}" if missing else call
+
+    def _connected(self) -> Any:
+        """Channels wait at the same time, and so does torch: a connection serves one wait."""
+        return PrefixStore(self._prefix, _connection())
 
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
         """Combines 64-bit words in place: op is "sum", "max" or "xor"."""
@@ -134,35 +223,35 @@ class StoreGroup(_core.Group):
         otherwise = f"a block between ranks {self.ranks} did not arrive"
         finish(begun(begin, otherwise), seconds, otherwise)
 
-    def _set(self, key: str, value: bytes) -> list[str]:
+    @staticmethod
+    def _set(store: Any, key: str, value: bytes) -> list[str]:
         """Long values take several keys; the first, which others wait for, is written last and says how long it all is. Returns the keys."""
         keys = [key, *(f"{key}/{at}" for at in range(_MOST, len(value), _MOST))]
         for i, one in reversed(list(enumerate(keys))):
             part = value[i * _MOST : (i + 1) * _MOST]
-            self._store.set(one, part if i else len(value).to_bytes(8, "little") + part)  # type: ignore[arg-type]
+            store.set(one, part if i else len(value).to_bytes(8, "little") + part)
         return keys
 
-    def _get(self, keys: list[str]) -> list[bytes]:
+    @staticmethod
+    def _get(store: Any, keys: list[str]) -> list[bytes]:
         values = []
-        for key, first in zip(keys, self._store.multi_get(keys), strict=True):
+        for key, first in zip(keys, store.multi_get(keys), strict=True):
             length, parts = int.from_bytes(first[:8], "little"), [bytes(first[8:])]
-            parts += [bytes(self._store.get(f"{key}/{at}")) for at in range(_MOST, length, _MOST)]
+            parts += [bytes(store.get(f"{key}/{at}")) for at in range(_MOST, length, _MOST)]
             values.append(b"".join(parts))
         return values
 
-    def _forget(self, past: int, written: list[str]) -> None:
+    def _forget(self, store: Any, past: int, written: list[str]) -> None:
         """Everybody has ended the round before the last one."""
         for key in self._mine:
-            self._store.delete_key(key)
+            store.delete_key(key)
         if past >= 0 and self.rank == 0:
-            self._store.delete_key(f"{past}/verdict")
+            store.delete_key(f"{past}/verdict")
         self._mine = written
 
 
-def _connection(channel: int) -> Any:
-    """Channels wait at the same time, and a connection serves one wait."""
-    store = dist.distributed_c10d._get_default_store()
-    return store.clone() if channel else store  # type: ignore[attr-defined]
+def _connection() -> Any:
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def _has_cpu(process_group: dist.ProcessGroup) -> bool:

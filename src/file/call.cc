@@ -4,10 +4,10 @@
 
 #include <random>
 #include <set>
+#include <utility>
 
 #include "base/errors.h"
 #include "base/files.h"
-#include "file/header.h"
 #include "file/wire.h"
 #include "tensor/dtype.h"
 
@@ -47,25 +47,54 @@ std::string host_name() {
   return name;
 }
 
-std::string facts_of(std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options) {
-  Sender facts;
-  const auto metadata = [&](const Metadata& texts) {
-    facts.number(static_cast<int64_t>(texts.size()));
-    for (const auto& [key, text] : texts) {
-      facts.text(key);
-      facts.text(text);
-    }
+/// "5 GB", "4 KiB", "1234567 bytes", "none".
+std::string size_text(int64_t bytes) {
+  struct Unit {
+    int64_t bytes;
+    const char* name;
   };
-  facts.text(path.string());
-  facts.number(options.dtype ? static_cast<int64_t>(*options.dtype) : -1);
-  facts.number(options.max_shard_size);
-  facts.number((options.checksums ? 1 : 0) + (options.sequential ? 2 : 0));
-  metadata(options.metadata);
-  for (const SaveFile& file : files) {
-    facts.text(file.name);
-    metadata(file.metadata);
+  constexpr Unit kUnits[] = {{1'000'000'000'000, "TB"}, {1LL << 40, "TiB"}, {1'000'000'000, "GB"}, {1LL << 30, "GiB"},
+                             {1'000'000, "MB"},         {1LL << 20, "MiB"}, {1'000, "KB"},         {1LL << 10, "KiB"}};
+  if (bytes == 0) return "none";
+  for (const Unit& unit : kUnits) {
+    if (bytes % unit.bytes == 0) return fmt::format("{} {}", bytes / unit.bytes, unit.name);
   }
-  return facts.bytes();
+  return fmt::format("{} bytes", bytes);
+}
+
+/// What must be equal on all ranks, by name, as it stands in messages.
+std::vector<std::pair<std::string, std::string>> facts_of(std::span<const SaveFile> files, const base::Path& path,
+                                                          const SaveOptions& options) {
+  const auto yes = [](bool on) { return on ? "on" : "off"; };
+  std::vector<std::string> names;
+  for (const SaveFile& file : files) names.push_back(file.name);
+  return {{"path", path.string()},
+          {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
+          {"max_shard_size", size_text(options.max_shard_size)},
+          {"checksums", yes(options.checksums)},
+          {"sequential", yes(options.sequential)},
+          {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
+}
+
+void send_metadata(Sender& out, std::span<const SaveFile> files, const SaveOptions& options) {
+  for (const SaveFile& file : files) {
+    Metadata all = file.metadata;
+    all.insert(options.metadata.begin(), options.metadata.end());
+    out.number(static_cast<int64_t>(all.size()));
+    for (const auto& [key, text] : all) {
+      out.text(key);
+      out.text(text);
+    }
+  }
+}
+
+Metadata received_metadata(Receiver& in) {
+  Metadata all;
+  for (int64_t left = in.number(); left > 0; --left) {
+    std::string key = in.text();
+    all[std::move(key)] = in.text();
+  }
+  return all;
 }
 
 }  // namespace
@@ -76,25 +105,35 @@ void check_call(std::span<const SaveFile> files, const SaveOptions& options) {
 }
 
 Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options, Deadline deadline) {
-  const std::string facts = facts_of(files, path, options);
+  const auto facts = facts_of(files, path, options);
   std::random_device random;
   Sender mine;
-  mine.text(facts);
+  for (const auto& [name, value] : facts) {
+    mine.text(name);
+    mine.text(value);
+  }
   mine.text(fmt::format("{:08x}{:08x}", random(), random()));
   mine.text(host_name());
+  if (group.rank() == 0) send_metadata(mine, files, options);
   const std::vector<std::string> all = group.all_gather(mine.bytes(), deadline);
   Call call;
   std::set<std::string> hosts;
+  std::vector<std::string> first;  // rank 0's facts
+  Receiver metadata({});
   for (size_t rank = 0; rank < all.size(); ++rank) {
     Receiver in(all[rank]);
-    if (in.text() != facts) {
-      fail(Code::kInvalidArgument, "save(): rank {} was called with another path, dtype, max_shard_size or metadata than rank {}", rank,
-           group.rank());
+    for (size_t fact = 0; fact < facts.size(); ++fact) {
+      const std::string name = in.text(), value = in.text();
+      if (rank == 0) first.push_back(value);
+      if (value != first[fact])
+        fail(Code::kInvalidArgument, "save(): {} is {} on rank 0, {} on rank {}; give all ranks the same", name, first[fact], value, rank);
     }
     const std::string nonce = in.text();
     if (rank == 0) call.nonce = nonce;
     hosts.insert(in.text());
+    if (rank == 0) metadata = in;
   }
+  for (size_t file = 0; file < files.size(); ++file) call.metadata.push_back(received_metadata(metadata));
   call.several_hosts = hosts.size() > 1;
   return call;
 }

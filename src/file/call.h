@@ -3,7 +3,9 @@
 
 #include <span>
 #include <string>
+#include <vector>
 
+#include "file/header.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow::file {
@@ -15,9 +17,10 @@ void check_call(std::span<const SaveFile> files, const SaveOptions& options);
 struct Call {
   std::string nonce;  ///< rank 0's, of this save alone
   bool several_hosts;
+  std::vector<Metadata> metadata;  ///< of each file, rank 0's
 };
 
-/// Throws kInvalidArgument on every rank where ranks differ in anything but their tensors. Collective.
+/// Throws kInvalidArgument on every rank where ranks differ in anything but their tensors and metadata, naming what differs. Collective.
 Call same_call(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options,
                Deadline deadline);
 

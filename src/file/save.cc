@@ -93,10 +93,8 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
   together(group, options.timeout, [&] { check_call(files, options); });
   plan.call = same_call(group, files, path, options, plan.deadline());
   std::vector<Volume> volumes;  // (1)
-  for (const SaveFile& file : files) {
-    Metadata metadata = file.metadata;
-    metadata.insert(options.metadata.begin(), options.metadata.end());
-    volumes.push_back({file.name, std::move(metadata), share(group, file.tensors, plan.deadline())});
+  for (size_t i = 0; i < files.size(); ++i) {
+    volumes.push_back({files[i].name, std::move(plan.call.metadata[i]), share(group, files[i].tensors, plan.deadline())});
     check_whole(volumes.back().tensors);
   }
   plan.layout.emplace(volumes, options);

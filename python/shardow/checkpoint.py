@@ -13,6 +13,7 @@ from torch import nn
 
 from shardow import _files
 from shardow._background import SaveHandle
+from shardow._equal import DIFFERENT_WEIGHTS, check_equal, common_of
 from shardow._files import FileParts
 from shardow._fill import Job, from_file
 from shardow._held import Held, Saveable, group_of, held_by
@@ -43,7 +44,7 @@ def save(
         path: a .safetensors file, or a directory in the Hugging Face layout, whose other files stay.
         dtype: casts floating tensors on the way out.
         max_shard_size: of a file in a directory, in bytes or like "5GB".
-        metadata: texts for the header.
+        metadata: texts for the header, rank 0's.
         group: the ranks, where the tensors don't tell.
         progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
         timeout: seconds or timedelta without a sign of progress of some rank.
@@ -133,4 +134,8 @@ def _prepare(
 ) -> tuple[Held, Team]:
     ranks = group_of_model(state, group) if isinstance(state, nn.Module) else group_of(state, group)
     team = Team(ranks, seconds(timeout))
-    return team.agree(what, lambda: held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving)), team
+    held = team.agree(what, lambda: held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving))
+    if saving and held.view is not None:
+        weights = held.view.parameters
+        check_equal(what, lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
+    return held, team

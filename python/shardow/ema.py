@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core, _errors, _files, _replicas, _state, _tracked, _warnings
+from shardow import _core, _counters, _errors, _files, _replicas, _state, _tracked, _warnings
 from shardow._attached import Attachments, Handle, Samples
 from shardow._background import SaveHandle
+from shardow._equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
 from shardow._options import Options, Params, invalid, make_options, seconds
@@ -100,7 +101,8 @@ class EMA:
         self._options, self._keys, self._tracked, self._average = self._team.agree("EMA(...)", build)
         self._strided = _strided(self._tracked)
         self._unfrozen = Unfrozen(self._view.frozen() if self._options.params == "trainable" else ())
-        self._team.same("EMA(...)", self._facts())
+        self._team.same("EMA(...)", self._facts(), "EMA")
+        check_equal("EMA(...)", lambda: map(_common_weight, self._tracked_weights()), self._team, DIFFERENT_WEIGHTS)
         self._attached = Attachments(self._update_attached, lambda: self._not_swapped("optimizer.step()"))
         self._in: int | None = None  # which average is swapped in
         self._warned = False
@@ -266,7 +268,7 @@ class EMA:
         k = choose(self._keys, decay)
         target = find(model, group=self._view.process_group, odd=True)
         names = {one.name for one in self._tracked}
-        self._together("copy_to()", lambda: self._check_copy(target.parameters, names))
+        self._ready_to_hand_out("copy_to()", self._others, lambda: self._check_copy(target.parameters, names))
         _state.copy_streamed(self._gatherer(k, complete=True), target, self._team)
         target.bump_versions()
 
@@ -341,7 +343,7 @@ class EMA:
         ``complete=True`` adds frozen weights, buffers and every tied name: a dict for load_state_dict(strict=True) of the unwrapped model.
         """
         k = choose(self._keys, decay)
-        self._ready_to_read("full_state_dict()", weights=complete)
+        self._ready_to_hand_out("full_state_dict()", self._others if complete else None)
         aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
         odd = self._odd("full_state_dict()") if complete else {}
         return {**self._gatherer(k, complete).whole(aliases), **odd}
@@ -377,16 +379,16 @@ class EMA:
 
         Every rank writes its own bytes of the final file, which replaces what was there when it is whole.
         """
-        self._ready_to_read("save()")
-        _files.write(self._files_to_save(), path, self._team)
+        state = self._ready_to_hand_out("save()")
+        _files.write(self._files_to_save(state), path, self._team)
 
     def async_save(self, path: str | Path) -> SaveHandle:
         """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save(). Collective."""
-        self._ready_to_read("async_save()")
-        return _files.write_in_background(self._files_to_save(), path, self._team)
+        state = self._ready_to_hand_out("async_save()")
+        return _files.write_in_background(self._files_to_save(state), path, self._team)
 
-    def _files_to_save(self) -> list[_files.FileParts]:
-        return _files.with_state(self._parts_by_key(saving=True), self._average.state())
+    def _files_to_save(self, state: str) -> list[_files.FileParts]:
+        return _files.with_state(self._parts_by_key(saving=True), state)
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
@@ -396,13 +398,16 @@ class EMA:
         for key in self._keys:  # whatever does not fit is listed before anything changes
             _files.read_into(parts[key], found[key], self._team, check_only=True)
         before = self._average.state()
-        self._team.agree("load()", lambda: self._average.set_state(_files.state_in(path, found[self._keys[0]])))
+        self._team.agree("load()", lambda: self._average.set_state(self._state_in(path, found)))
         try:
             for key in self._keys:
                 _files.read_into(parts[key], found[key], self._team)
         except BaseException:
             self._average.set_state(before)
             raise
+
+    def _state_in(self, path: str | Path, found: Mapping[str, _core.Catalog]) -> str:
+        return _counters.own_part(_files.state_in(path, found[self._keys[0]]), self._team.rank)
 
     def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
         tracked = [one for one in self._tracked if not saving or one.local.counts_on(self._team.rank)]
@@ -420,7 +425,7 @@ class EMA:
         ``dtype`` casts floating tensors ("bfloat16" or torch.bfloat16); ``max_shard_size`` in bytes or like "5GB".
         """
         k = choose(self._keys, decay)
-        self._ready_to_read("export()", weights=True)
+        self._ready_to_hand_out("export()", self._others)
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
         others = self._others()
         self._team.agree("export()", lambda: refuse_all_odd(others))
@@ -449,7 +454,7 @@ class EMA:
     def distance(self, decay: float | str | _core.Schedule | None = None) -> float:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
         k = choose(self._keys, decay)
-        self._ready_to_read("distance()", weights=True)
+        self._together("distance()", self._ready_to_measure)
         _tracked.gather(self._strided)
         return _state.distance(self._tracked, k, self._team)
 
@@ -468,8 +473,7 @@ class EMA:
             return fn()
 
         result = self._team.agree(what, check)
-        self._team.same_updates(what, int(self._average.stats()["updates"]))
-        self._unfrozen.look(everywhere=True)
+        self._agreed_state(what)
         return result
 
     def _raise_non_finite(self) -> None:
@@ -482,19 +486,55 @@ class EMA:
                 f"at step {step}, {elements} weights on rank {self._team.rank} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held"
             )
 
-    def _ready_to_read(self, what: str, weights: bool = False) -> None:
-        """``weights``: the model's own too, wherever they lie now."""
+    def _ready_to_measure(self) -> None:
+        self._not_swapped("distance()")
+        self._rebind()
 
-        def ready() -> None:
+    def _agreed_state(self, what: str) -> str:
+        state = _counters.agreed(what, self._average.state(), self._team)
+        self._unfrozen.look(everywhere=True)
+        return state
+
+    def _ready_to_hand_out(
+        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, check: Callable[[], None] = lambda: None
+    ) -> str:
+        """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ. ``others``: what of the model is handed out too, wherever it lies now. Returns the
+        state of all ranks."""
+
+        def find() -> list[Common | None]:
+            self._raise_non_finite()
             self._not_swapped(what)
-            if weights:
-                self._rebind()
+            check()
+            if others is None:
+                return list(self._common())
+            self._rebind()
+            weights = set(self._view.parameters)
+            return [*self._common(), *(common_of(one) for one in others() if one in weights)]
 
-        self._together(what, ready)
+        check_equal(what, find, self._team, DIFFERENT_WEIGHTS)
+        return self._agreed_state(what)
+
+    def _tracked_weights(self) -> list[_tracked.Tracked]:
+        """Without buffers, of which each rank has its own: batch statistics."""
+        weights = set(self._view.parameters)
+        return [one for one in self._tracked if one.local in weights]
+
+    def _common(self) -> Iterator[Common | None]:
+        """What other ranks should have too: averages, or where ranks divide them the weights that they follow."""
+        for one in self._tracked_weights():
+            if self._options.replicas == "split" and one.local.replicas:
+                yield _common_weight(one)
+            else:
+                for average in one.averages:
+                    yield common_of(one.local, average)
 
     def _not_swapped(self, what: str) -> None:
         if self._in is not None:
             raise invalid(f"{what} inside swapped(): the averages are in the model now; leave the block first")
+
+
+def _common_weight(one: _tracked.Tracked) -> Common | None:
+    return common_of(one.local, one.source if one.mastered else one.local.tensor)
 
 
 def _strided(tracked: Sequence[_tracked.Tracked]) -> list[_tracked.Tracked]:

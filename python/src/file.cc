@@ -11,6 +11,7 @@
 #include "base/files.h"
 #include "core.h"
 #include "file/catalog.h"
+#include "file/crc.h"
 #include "file/header.h"
 #include "file/load.h"
 #include "shardow/checkpoint.h"
@@ -164,6 +165,13 @@ void bind_file(nb::module_& m) {
         "Fills a view from the tensor of its name; no other rank takes part.");
   m.def("load", &load_python, "group"_a, "tensors"_a, "catalog"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
         "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
+  m.def(
+      "crc32",
+      [](uintptr_t memory, int64_t bytes) {
+        const nb::gil_scoped_release release;
+        return file::crc32(0, {reinterpret_cast<const std::byte*>(memory), static_cast<size_t>(bytes)});
+      },
+      "memory"_a, "bytes"_a, "CRC-32, of zlib's polynomial, of memory at an address.");
   m.def(
       "parse_header",
       [](const nb::bytes& json, int64_t data_bytes) {

@@ -80,6 +80,11 @@ class EMA_FSDP:
         """This rank's float32 part of each average, by the names of ``fsdp_module.module.named_parameters()``: the memory itself. A part that is not the whole is 1-D, in the order of the weight's own memory."""
         return Shadow(self.state_dict())
 
+    @shadow.setter
+    def shadow(self, shadow: Mapping[str, torch.Tensor]) -> None:
+        """As load_state_dict(), collective too."""
+        self.load_state_dict(shadow)
+
     @torch.no_grad()
     def update(self, fsdp_module: Any = None) -> None:
         """After an optimizer step; no communication. Raises ValueError and KeyError where the module, or a parameter of it, is not the one that this was made with."""
@@ -166,7 +171,10 @@ class Shadow(dict[str, torch.Tensor]):
     """What ``shadow`` gives: entries are the averages' memory, and can't be exchanged. It is pickled as a dict."""
 
     def __setitem__(self, name: str, value: torch.Tensor) -> NoReturn:
-        raise _errors.make_also(TypeError, f"shadow[{name!r}] = ... would change a dict and no average; write shadow[{name!r}].copy_(...)")
+        raise _errors.make_also(
+            TypeError,
+            f"shadow[{name!r}] = ... would change a dict and no average; write shadow[{name!r}].copy_(...), or assign the whole: shadow = {{...}}",
+        )
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

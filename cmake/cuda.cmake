@@ -10,7 +10,7 @@ if(NOT SHARDOW_CUDA STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+      set(CMAKE_CUDA_ARCHITECTURES 75 80 90 100)  # code for these, and for what lies between and after them by PTX
     endif()
     enable_language(CUDA)
     set(CMAKE_CUDA_STANDARD 20)

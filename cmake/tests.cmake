@@ -14,3 +14,11 @@ foreach(layer base tensor kernels average comm file)
     add_test(NAME ${layer} COMMAND ${layer}_test)
   endif()
 endforeach()
+
+# The CUDA path's calls, through a runtime without a device that is linked in place of NVIDIA's.
+if(SHARDOW_HAVE_CUDA)
+  add_executable(cuda_calls_test tests/cuda/calls_test.cc tests/cuda/fake_runtime.cc)
+  target_include_directories(cuda_calls_test PRIVATE src tests/cuda ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(cuda_calls_test PRIVATE shardow GTest::gtest_main Threads::Threads)
+  add_test(NAME cuda_calls COMMAND cuda_calls_test)
+endif()

@@ -116,6 +116,15 @@ class Average {
   /// `samples`: training samples seen so far, for schedules in samples. CUDA views: enqueued on the view's stream, nothing waits.
   UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
 
+  /// Of CUDA views on device `index`: from here on all work goes to `stream` (a cudaStream_t), behind what is under way on the last one.
+  /// Nothing waits on the host.
+  void set_stream(int index, void* stream);
+
+  /// An update() on a stream that is being captured is recorded, not counted: a replay repeats its launch with the numbers that this call,
+  /// before the replay on the same stream, works out and counts as update() does. A replay without it does nothing the first time, and
+  /// repeats the last step after that. Views on a CPU are updated by this call itself.
+  UpdateReport prepare_replay(std::optional<int64_t> step = std::nullopt, double samples = 0);
+
   /// The same by the caller's own schedule: `factors`, one of each average, in place of the Average's. Throws kInvalidArgument where their
   /// number is another.
   UpdateReport update_by(std::span<const Factors> factors, std::optional<int64_t> step = std::nullopt);

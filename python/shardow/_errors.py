@@ -57,6 +57,12 @@ class OutOfSpaceError(IoError):
     code = "out_of_space"
 
 
+class OutOfMemoryError(Error, MemoryError):
+    """A device, or pinned host memory, has none left."""
+
+    code = "out_of_memory"
+
+
 class DeadlineError(Error, TimeoutError):
     """A deadline passed."""
 
@@ -76,7 +82,7 @@ class InternalError(Error, RuntimeError):
 _CLASSES: dict[str, type[Error]] = {
     cls.code: cls
     for cls in (
-        InvalidArgumentError, NotFoundError, CorruptError, UnsupportedError, IoError, OutOfSpaceError, DeadlineError, PeerFailedError, InternalError,
+        InvalidArgumentError, NotFoundError, CorruptError, UnsupportedError, IoError, OutOfSpaceError, OutOfMemoryError, DeadlineError, PeerFailedError, InternalError,
     )
 }  # fmt: skip
 

@@ -135,6 +135,17 @@ void bind_average(nb::module_& m) {
           },
           "factors"_a, "step"_a = nb::none(),
           "The caller's (decay, weight) of each average; elements held because their parameter was not finite")
+      .def(
+          "prepare_replay",
+          [](Average& self, std::optional<int64_t> step, double samples) {
+            const nb::gil_scoped_release release;
+            return self.prepare_replay(step, samples).applied;
+          },
+          "step"_a = nb::none(), "samples"_a = 0.0,
+          "Before each replay of a CUDA graph that captured update(): counts, and gives it its numbers.")
+      .def(
+          "set_stream", [](Average& self, int index, uintptr_t stream) { self.set_stream(index, reinterpret_cast<void*>(stream)); },
+          "index"_a, "stream"_a, "CUDA: from here on the work on the device goes to this stream, behind what is under way on the last one.")
       .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(), "Copies the bound parameters into every average.")
       .def(
           "swap", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap(weights, k); }, "weights"_a, "k"_a = 0,

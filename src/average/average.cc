@@ -26,7 +26,7 @@ constexpr double kStochasticBelow = 5e-5;
 constexpr int64_t kAlignment = 64;
 
 bool same_device(const Device& a, const Device& b) {
-  return a.kind == b.kind && a.index == b.index && a.stream == b.stream;
+  return a.kind == b.kind && a.index == b.index;
 }
 
 bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b) {
@@ -47,6 +47,7 @@ std::vector<TensorView> on(const Device& device, std::span<const TensorView> vie
 Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chosen) : options(std::move(chosen)) {
   average::check_options(options);
   average::check_parameters(parameters);
+  average::check_devices(parameters, options.replicas != nullptr);
   whole.assign(parameters.begin(), parameters.end());
   parts = divide(whole);
   for (const TensorView& part : parts) {
@@ -127,19 +128,23 @@ int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
   return *step;
 }
 
-UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given) {
+UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch) {
   if (swapped) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
   if (!std::isfinite(samples) || samples < 0) {
     fail(Code::kInvalidArgument, "update(samples={}): the number of training samples seen so far, 0 or more", samples);
   }
-  const int64_t now = next_step(step);
   UpdateReport report;
+  if (launch == Launch::kNow && capturing()) return (capture(), report);
+  const int64_t now = next_step(step);
   if (!copies_at(now) && now - counters.applied_step < options.update_every) {
+    if (launch == Launch::kByReplay) {
+      for (const auto& backend : backends) backend->prepare({}, false);
+    }
     counters.step = now;
     return report;
   }
   const auto began = std::chrono::steady_clock::now();
-  apply(report, now, samples, given);
+  apply(report, now, samples, given, launch);
   seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   return report;
 }
@@ -149,11 +154,16 @@ bool Average::Impl::copies_at(int64_t step) const {
   return step <= options.start_step || (options.start_step > 0 && counters.applied_step == 0);
 }
 
-void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given) {
+void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given, Launch launch) {
   const kernels::Step planned = plan_step(step, samples, given, &report.factors);
   report.applied = true;
   report.bytes_moved = bytes_per_update;
-  const NonFiniteCount count = dispatch(planned);
+  NonFiniteCount count;
+  if (launch == Launch::kNow) {
+    count = dispatch(planned);
+  } else {
+    for (const auto& backend : backends) backend->prepare(planned, draws_by_runs(planned));
+  }
   report.non_finite = count.elements;
   counters.step = step;
   counters.applied_step = step;
@@ -203,12 +213,15 @@ kernels::Step::One Average::Impl::plan_one(const Factors& factors) const {
   return {stochastic && weight > 0 ? Form::kStochastic : Form::kLerp, decay, weight};
 }
 
-NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
+bool Average::Impl::draws_by_runs(const kernels::Step& step) const {
   const auto needs_runs = [](const kernels::Step::One& one) { return one.form == Form::kStochastic || one.form == Form::kLerp; };
   const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
   const std::span<const kernels::Step::One> used(step.averages.data(), options.schedules.size());
-  const bool by_runs =
-      std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
+  return std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
+}
+
+NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
+  const bool by_runs = draws_by_runs(step);
   if (by_runs) {
     for (const auto& backend : backends) backend->prepare_noise();
   }
@@ -267,6 +280,14 @@ UpdateReport Average::update(std::optional<int64_t> step, double samples) {
   return impl_->update(step, samples);
 }
 
+UpdateReport Average::prepare_replay(std::optional<int64_t> step, double samples) {
+  return impl_->update(step, samples, {}, Impl::Launch::kByReplay);
+}
+
+void Average::set_stream(int index, void* stream) {
+  impl_->set_stream(index, stream);
+}
+
 UpdateReport Average::update_by(std::span<const Factors> factors, std::optional<int64_t> step) {
   if (factors.size() != size()) fail(Code::kInvalidArgument, "{} factors for {} averages", factors.size(), size());
   for (size_t k = 0; k < factors.size(); ++k) {
@@ -284,6 +305,8 @@ UpdateReport Average::update(std::span<const TensorView> parameters, std::option
 
 void Average::bind(std::span<const TensorView> parameters) {
   average::check_same(impl_->whole, parameters);
+  average::check_devices(parameters, impl_->options.replicas != nullptr);
+  impl_->follow_streams(parameters);
   if (same_addresses(impl_->whole, parameters)) return;
   if (impl_->swapped) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
   impl_->bind(parameters);

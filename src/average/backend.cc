@@ -135,12 +135,49 @@ class CudaBackend final : public Backend {
     return static_cast<int64_t>(2 * (chunks_.size() + pieces_.size()) * sizeof(Chunk) + cutter_.bytes());
   }
 
+  void set_stream(int index, void* stream) override {
+    if (index != device_.index) return;
+    memory_->set_stream(stream);
+    if (runs_) runs_->set_stream(stream);
+    device_.stream = stream;
+    follow(parameters_, stream);
+    for (std::vector<TensorView>& average : averages_) follow(average, stream);
+  }
+
+  bool capturing() const override { return kernels::cuda::capturing(device_); }
+
+  /// Both tables: which of them a replay needs is known by then alone, and the other one's step has no averages. A table can't be made here:
+  /// a capture allows no allocation.
+  void capture(const Step& step) override {
+    memory_->update(step);
+    if (runs_) runs_->update(step);
+    captured_runs_ = runs_ != nullptr;
+  }
+
+  void prepare(const Step& step, bool by_runs) override {
+    if (by_runs) prepare_noise();
+    const bool runs = by_runs && runs_;
+    if (runs && !captured_runs_) {
+      base::fail(Code::kInvalidArgument,
+                 "this step rounds stochastically, and the captured graph has no launch for that; capture update() anew, now that it can");
+    }
+    Step none = step;
+    none.num_averages = 0;
+    memory_->set_step(runs ? none : step);
+    if (runs_) runs_->set_step(runs ? step : none);
+  }
+
  private:
+  static void follow(std::vector<TensorView>& views, void* stream) {
+    for (TensorView& view : views) view.device.stream = stream;
+  }
+
   Device device_;
   std::vector<TensorView> parameters_;
   std::vector<std::vector<TensorView>> averages_;
   std::vector<Chunk> chunks_, pieces_;  // as uploaded: a tally names a chunk by its index
   RunCutter cutter_;
+  bool captured_runs_ = false;
   std::unique_ptr<kernels::cuda::Table> memory_, runs_;
 };
 

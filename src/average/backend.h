@@ -32,6 +32,13 @@ class Backend {
   virtual NonFiniteCount read_count() = 0;
   /// Memory of the tables.
   virtual int64_t table_bytes() const noexcept = 0;
+
+  // What only CUDA has; a CPU's work is done when its call returns.
+  virtual void set_stream(int /*index*/, void* /*stream*/) {}  ///< of device `index`: what follows goes there, behind what came before
+  virtual bool capturing() const { return false; }             ///< update() would be captured into a graph
+  virtual void capture(const kernels::Step& /*step*/) {}       ///< launches that a replay repeats, with the step of the last prepare()
+  /// In place of update() where the launch is a graph's; a step without averages does nothing.
+  virtual void prepare(const kernels::Step& step, bool by_runs) { update(step, by_runs); }
 };
 
 /// `averages[k][i]` belongs to `parameters[i]`, all on `device`. `num_threads` 0: what the process is allowed. Small tables are served by

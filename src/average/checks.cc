@@ -1,5 +1,6 @@
 #include "average/checks.h"
 
+#include <map>
 #include <set>
 #include <string_view>
 
@@ -75,6 +76,25 @@ void check_parameters(std::span<const TensorView> parameters) {
       fail(Code::kInvalidArgument, "'{}' is {}; only F32, BF16, F16 and F64 are averaged, leave it out", view.name, dtype_name(view.dtype));
     }
     check_memory(view);
+  }
+}
+
+void check_devices(std::span<const TensorView> parameters, bool replicated) {
+  std::map<int, const TensorView*> first;  // by device
+  for (const TensorView& view : parameters) {
+    if (view.device.kind == Device::Kind::kCpu) continue;
+    if (replicated) {
+      fail(
+          Code::kUnsupported,
+          "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself, and exchange the parts "
+          "with the collectives of your framework",
+          view.name, view.device.index);
+    }
+    const TensorView& other = *first.emplace(view.device.index, &view).first->second;
+    if (other.device.stream != view.device.stream) {
+      fail(Code::kInvalidArgument, "'{}' and '{}' on CUDA device {} name different streams; one orders all views of a device", other.name,
+           view.name, view.device.index);
+    }
   }
 }
 

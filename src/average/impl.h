@@ -47,16 +47,22 @@ struct Average::Impl {
   void copy_parameters();
   void read_counts();
   void set_state(const average::State& state, OptionsFrom from);
-  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {});
+  enum class Launch { kNow, kByReplay };
+  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {}, Launch launch = Launch::kNow);
+  void set_stream(int index, void* stream);
+  void follow_streams(std::span<const TensorView> views);
   std::vector<TensorView> divide(std::span<const TensorView> views) const;
   void swap(std::span<const TensorView> weights, size_t k);
 
  private:
   int64_t next_step(std::optional<int64_t> step) const;
   bool copies_at(int64_t step) const;
-  void apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given);
+  void apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given, Launch launch);
+  bool capturing() const;
+  void capture();
   kernels::Step plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const;
   kernels::Step::One plan_one(const Factors& factors) const;
+  bool draws_by_runs(const kernels::Step& step) const;
   average::NonFiniteCount dispatch(const kernels::Step& step);
   void hold(const average::NonFiniteCount& count, int64_t step);
   size_t part_of(const void* element) const;

@@ -11,6 +11,7 @@ const char* code_name(Code code) noexcept {
     case Code::kUnsupported: return "unsupported";
     case Code::kIo: return "io";
     case Code::kOutOfSpace: return "out_of_space";
+    case Code::kOutOfMemory: return "out_of_memory";
     case Code::kTimeout: return "timeout";
     case Code::kPeerFailed: return "peer_failed";
     case Code::kInternal: return "internal";
@@ -29,6 +30,7 @@ int exit_code(Code code) noexcept {
     case Code::kTimeout: return 8;
     case Code::kPeerFailed: return 9;
     case Code::kInternal: return 10;
+    case Code::kOutOfMemory: return 11;
   }
   return 10;
 }

@@ -9,7 +9,7 @@ namespace shardow::base {
 namespace {
 
 constexpr Code kAll[] = {Code::kInvalidArgument, Code::kNotFound, Code::kCorrupt,    Code::kUnsupported, Code::kIo,
-                         Code::kOutOfSpace,      Code::kTimeout,  Code::kPeerFailed, Code::kInternal};
+                         Code::kOutOfSpace,      Code::kOutOfMemory, Code::kTimeout,  Code::kPeerFailed, Code::kInternal};
 
 TEST(Errors, FailThrowsTheCodeAndTheFormattedMessage) {
   try {

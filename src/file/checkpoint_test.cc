@@ -163,8 +163,8 @@ TEST_F(Checkpoint, ThatWasStagedHasTheValuesOfThatMoment) {
 /// Memory that only copies reach, which happen when somebody waits for them.
 class FakeDevice : public file::Devices {
  public:
-  void* pin(size_t bytes) override { return (++pinned_, std::malloc(bytes)); }
-  void unpin(void* memory) noexcept override { std::free((--pinned_, memory)); }
+  void* pin(size_t bytes, int) override { return (++pinned_, std::malloc(bytes)); }
+  void unpin(void* memory, int) noexcept override { std::free((--pinned_, memory)); }
   std::unique_ptr<kernels::cuda::Copy> begin_copy(void* to, const void* from, size_t bytes, Device) override {
     most_ = std::max<int>(most_, pinned_);
     struct Late final : kernels::cuda::Copy {

@@ -15,8 +15,9 @@ namespace shardow::file {
 class Devices {
  public:
   virtual ~Devices() = default;
-  virtual void* pin(size_t bytes) { return kernels::cuda::pin(bytes); }
-  virtual void unpin(void* memory) noexcept { kernels::cuda::unpin(memory); }
+  /// Memory of a chunk for copies from and to the device. A few are kept for whoever comes next: to make or free one can stop the device.
+  virtual void* pin(size_t bytes, int index);
+  virtual void unpin(void* memory, int index) noexcept;
   virtual std::unique_ptr<kernels::cuda::Copy> begin_copy(void* to, const void* from, size_t bytes, Device device) {
     return kernels::cuda::begin_copy(to, from, bytes, device);
   }
@@ -37,13 +38,14 @@ class Pinned {
   Pinned(const Pinned&) = delete;
   Pinned& operator=(const Pinned&) = delete;
 
-  std::byte* data();  ///< kChunkBytes of it, when the copy before has ended
-  void finish();      ///< waits for the copy
+  std::byte* data(const Device& device);  ///< the chunk, when the copy before has ended
+  void finish();                          ///< waits for the copy
   void copy_from(const std::byte* device_memory, size_t bytes, const Device& device);
   void copy_to(std::byte* device_memory, size_t bytes, const Device& device);
 
  private:
   std::byte* memory_ = nullptr;
+  int index_ = 0;  // of the device that it was made for
   std::unique_ptr<kernels::cuda::Copy> copy_;
 };
 

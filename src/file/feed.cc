@@ -23,7 +23,7 @@ std::span<const std::byte> Feed::get(const Mine& mine, int64_t begin, int64_t en
   if (mine.dtype == dtype && begin < end) {
     if (!on_device(mine.device)) return {mine.data + bytes(begin, dtype), bytes(end - begin, dtype)};
     Block& block = block_at(mine, begin);
-    if (end <= block.end) return {block.memory.data() + bytes(begin - block.begin, dtype), bytes(end - begin, dtype)};
+    if (end <= block.end) return {block.memory.data(mine.device) + bytes(begin - block.begin, dtype), bytes(end - begin, dtype)};
   }
   buffer_.resize(static_cast<size_t>(kChunkBytes));
   copy(mine, begin, end, dtype, buffer_.data());
@@ -37,7 +37,7 @@ void Feed::copy(const Mine& mine, int64_t begin, int64_t end, DType dtype, std::
     if (on_device(mine.device)) {
       Block& block = block_at(mine, begin);
       until = std::min(end, block.end);
-      from = block.memory.data() + bytes(begin - block.begin, mine.dtype);
+      from = block.memory.data(mine.device) + bytes(begin - block.begin, mine.dtype);
     }
     if (mine.dtype == dtype) {
       std::memcpy(to, from, bytes(until - begin, dtype));

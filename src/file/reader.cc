@@ -161,7 +161,7 @@ void Reader::perform(const Read& read, Lane& lane) {
     read_in_steps(read, lane.buffer.data(), lane);
     put_in_place(read, lane);
   } else if (on_device(view.device)) {
-    read_in_steps(read, lane.pinned.data(), lane);
+    read_in_steps(read, lane.pinned.data(view.device), lane);
     lane.pinned.copy_to(destination(view, run.local_begin), static_cast<size_t>(read.end - read.begin), view.device);
   } else {
     read_in_steps(read, destination(view, run.local_begin), lane);
@@ -177,7 +177,7 @@ void Reader::put_in_place(const Read& read, Lane& lane) {
     const Entry& entry = jobs_[j].stored->entry;
     const int64_t first = read.pieces[begin].run.local_begin;
     int64_t last = first;
-    std::byte* const to = on_device(view.device) ? lane.pinned.data() : destination(view, first);
+    std::byte* const to = on_device(view.device) ? lane.pinned.data(view.device) : destination(view, first);
     for (; end < read.pieces.size() && read.pieces[end].job == j; ++end) {
       const Run& run = read.pieces[end].run;
       const auto at = static_cast<size_t>(place_of(j, run.global_begin) - read.begin);

@@ -1,13 +1,21 @@
 // The host's side of the CUDA kernels: tables in device memory, one launch per update, errors.
 //
 // How a step reaches the kernel: an update() outside of a capture passes it by value, so there is nothing to copy and nothing to wait for.
-// A captured update() passes the address of a step in device memory besides; set_step() writes that one through pinned memory, in stream
+// A captured update() passes the address of a step in device memory instead; set_step() writes that one through pinned memory, in stream
 // order: after every earlier replay, before every later one. Pinned slots are used in turn, so that the host waits only when it is kSlots
 // replays ahead.
+//
+// How streams follow one another: a table knows the stream that it used last; the first use of another one waits, on the device, for what
+// the last one had to do. A capture can't wait for what is outside of it: whoever captures has synchronised before, as torch does.
+//
+// Contexts: a process that uses one device of eight must not get contexts on the others, half a gigabyte each. Making a device current
+// makes its context, so the guard makes the previous one current again only where that one has a context already (torch does the same).
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -23,29 +31,54 @@ namespace {
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());  // an error that is not sticky must not be reported twice
-  throw Error(Code::kInternal, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
+  const Code code = status == cudaErrorMemoryAllocation ? Code::kOutOfMemory : Code::kInternal;
+  throw Error(code, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
 }
 
 void require_device() {
   if (!available()) throw Error(Code::kUnsupported, why_not());
 }
 
-/// Makes a device current, and the previous one on the way out.
+/// Asked of the driver, since every question to the runtime would make the context.
+bool has_context(int index) {
+  using GetState = int (*)(int, unsigned*, int*);
+  static const auto get_state = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    constexpr unsigned kSince = 7000;  // of CUDA, where the function came
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found, kSince, cudaEnableDefault, &result);
+    return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<GetState>(found) : nullptr;
+  }();
+  unsigned flags = 0;
+  int active = 0;
+  return get_state != nullptr && get_state(index, &flags, &active) == 0 && active != 0;
+}
+
+/// Makes a device current, and the previous one on the way out if that has a context.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int index) {
+  explicit DeviceGuard(int index) : index_(index) {
     require_device();
     check(cudaGetDevice(&previous_), "cudaGetDevice");
-    check(cudaSetDevice(index), "cudaSetDevice");
+    check(cudaSetDevice(index), "cudaSetDevice");  // also where it is current already: a thread's first call makes it so
   }
-  ~DeviceGuard() { static_cast<void>(cudaSetDevice(previous_)); }
+  /// For destructors, which go on without.
+  DeviceGuard(int index, std::nothrow_t) noexcept : index_(index) {
+    static_cast<void>(cudaGetDevice(&previous_));
+    static_cast<void>(cudaSetDevice(index));
+  }
+  ~DeviceGuard() {
+    if (previous_ != index_ && has_context(previous_)) static_cast<void>(cudaSetDevice(previous_));
+  }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
+  int index_;
   int previous_ = 0;
 };
 
+/// Of the current device, which is current too when it goes.
 template <class T>
 class DeviceArray {
  public:
@@ -80,14 +113,16 @@ class PinnedArray {
   T* data_ = nullptr;
 };
 
+/// A thread that waits for it sleeps: a spinning one would take a core from the training.
 class Event {
  public:
-  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate"); }
+  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreate"); }
   ~Event() { static_cast<void>(cudaEventDestroy(event_)); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
   void wait() { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+  void wait_on(cudaStream_t stream) { check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent"); }
 
  private:
   cudaEvent_t event_ = nullptr;
@@ -141,81 +176,90 @@ int multiprocessors(int device) {
 
 class TableImpl final : public Table {
  public:
-  TableImpl(std::span<const Chunk> chunks, Device device)
-      : TableImpl(chunks, make_tiles(chunks, tile_elements(chunks, multiprocessors(device.index))), device) {}
+  TableImpl(std::span<const Chunk> chunks, Device device) : device_(device), kernel_(kernel_for(chunks)) {
+    const std::vector<Tile> tiles = make_tiles(chunks, tile_elements(chunks, multiprocessors(device.index)));
+    if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
+    num_tiles_ = static_cast<uint32_t>(tiles.size());
+    memory_ = std::make_unique<Memory>(chunks.size(), tiles.size());
+    check(cudaMemcpy(memory_->chunks.get(), chunks.data(), chunks.size_bytes(), cudaMemcpyHostToDevice), "copy of the chunks");
+    check(cudaMemcpy(memory_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice), "copy of the tiles");
+    check(cudaMemset(memory_->tally.get(), 0, sizeof(DeviceTally)), "reset of the tally");
+    check(cudaMemset(memory_->step.get(), 0, sizeof(Step)), "reset of the step");
+    check(cudaDeviceSynchronize(), "upload");  // before anything on a stream that does not wait for the default one
+  }
+
+  ~TableImpl() override {
+    const DeviceGuard guard(device_.index, std::nothrow);
+    memory_.reset();
+  }
 
   void update(const Step& step) override {
     if (num_tiles_ == 0 || step.num_averages == 0) return;
     const DeviceGuard guard(device_.index);
-    const Work work{chunks_.get(), tiles_.get(), num_tiles_, tally_.get()};
+    const Work work{memory_->chunks.get(), memory_->tiles.get(), num_tiles_, memory_->tally.get()};
     const unsigned blocks = (num_tiles_ + kWarps - 1) / kWarps;
-    kernel_<<<blocks, kThreads, 0, stream()>>>(work, step, capturing() ? step_.get() : nullptr);
+    kernel_<<<blocks, kThreads, 0, stream()>>>(work, step, capturing(device_) ? memory_->step.get() : nullptr);
     check(cudaGetLastError(), "launch of update");
   }
 
   void set_step(const Step& step) override {
     const DeviceGuard guard(device_.index);
-    if (capturing())
+    if (capturing(device_))
       throw Error(Code::kInvalidArgument, "set_step() belongs before a replay, not into the capture: it would be replayed with it");
     const size_t slot = next_slot_++ % kSlots;
-    written_[slot].wait();
-    std::memcpy(pinned_.get() + slot, &step, sizeof(Step));
-    check(cudaMemcpyAsync(step_.get(), pinned_.get() + slot, sizeof(Step), cudaMemcpyHostToDevice, stream()), "copy of the step");
-    written_[slot].record(stream());
+    Event& written = memory_->written[slot];
+    written.wait();
+    Step* const pinned = memory_->pinned.get() + slot;
+    std::memcpy(pinned, &step, sizeof(Step));
+    check(cudaMemcpyAsync(memory_->step.get(), pinned, sizeof(Step), cudaMemcpyHostToDevice, stream()), "copy of the step");
+    written.record(stream());
   }
 
   Tally read_tally() override {
     const DeviceGuard guard(device_.index);
-    check(cudaMemcpyAsync(read_.get(), tally_.get(), sizeof(DeviceTally), cudaMemcpyDeviceToHost, stream()), "copy of the tally");
-    check(cudaMemsetAsync(tally_.get(), 0, sizeof(DeviceTally), stream()), "reset of the tally");
-    check(cudaStreamSynchronize(stream()), "update");
-    const DeviceTally& read = *read_.get();
-    return {static_cast<int64_t>(read.non_finite), read.non_finite > 0 ? static_cast<int64_t>(0xffffffffu - read.last_chunk) : -1};
+    DeviceTally* const read = memory_->read.get();
+    check(cudaMemcpyAsync(read, memory_->tally.get(), sizeof(DeviceTally), cudaMemcpyDeviceToHost, stream()), "copy of the tally");
+    check(cudaMemsetAsync(memory_->tally.get(), 0, sizeof(DeviceTally), stream()), "reset of the tally");
+    memory_->done.record(stream());
+    memory_->done.wait();
+    return {static_cast<int64_t>(read->non_finite), read->non_finite > 0 ? static_cast<int64_t>(0xffffffffu - read->last_chunk) : -1};
   }
 
-  void set_stream(void* stream) override { device_.stream = stream; }
+  void set_stream(void* stream) override {
+    if (stream == device_.stream) return;
+    const DeviceGuard guard(device_.index);
+    Device next = device_;
+    next.stream = stream;
+    if (!capturing(device_) && !capturing(next)) {
+      memory_->done.record(static_cast<cudaStream_t>(device_.stream));
+      memory_->done.wait_on(static_cast<cudaStream_t>(stream));
+    }
+    device_ = next;
+  }
 
  private:
   static constexpr size_t kSlots = 16;
 
-  TableImpl(std::span<const Chunk> chunks, const std::vector<Tile>& tiles, Device device)
-      : device_(device),
-        kernel_(kernel_for(chunks)),
-        num_tiles_(static_cast<uint32_t>(tiles.size())),
-        chunks_(chunks.size()),
-        tiles_(tiles.size()),
-        tally_(1),
-        step_(1),
-        pinned_(kSlots),
-        read_(1),
-        written_(kSlots) {
-    if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
-    check(cudaMemcpy(chunks_.get(), chunks.data(), chunks.size_bytes(), cudaMemcpyHostToDevice), "copy of the chunks");
-    check(cudaMemcpy(tiles_.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice), "copy of the tiles");
-    check(cudaMemset(tally_.get(), 0, sizeof(DeviceTally)), "reset of the tally");
-    check(cudaMemset(step_.get(), 0, sizeof(Step)), "reset of the step");
-    check(cudaDeviceSynchronize(), "upload");  // before anything on a stream that does not wait for the default one
-  }
+  struct Memory {
+    Memory(size_t num_chunks, size_t num_tiles)
+        : chunks(num_chunks), tiles(num_tiles), tally(1), step(1), pinned(kSlots), read(1), written(kSlots) {}
+
+    DeviceArray<Chunk> chunks;
+    DeviceArray<Tile> tiles;
+    DeviceArray<DeviceTally> tally;
+    DeviceArray<Step> step;
+    PinnedArray<Step> pinned;
+    PinnedArray<DeviceTally> read;
+    std::vector<Event> written;
+    Event done;  // of what the host or another stream waits for
+  };
 
   cudaStream_t stream() const { return static_cast<cudaStream_t>(device_.stream); }
-
-  bool capturing() const {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    if (device_.stream != nullptr)
-      check(cudaStreamIsCapturing(stream(), &status), "cudaStreamIsCapturing");  // the default stream can't be captured
-    return status != cudaStreamCaptureStatusNone;
-  }
 
   Device device_;
   Kernel kernel_;
   uint32_t num_tiles_;
-  DeviceArray<Chunk> chunks_;
-  DeviceArray<Tile> tiles_;
-  DeviceArray<DeviceTally> tally_;
-  DeviceArray<Step> step_;
-  PinnedArray<Step> pinned_;
-  PinnedArray<DeviceTally> read_;
-  std::vector<Event> written_;
+  std::unique_ptr<Memory> memory_;
   size_t next_slot_ = 0;
 };
 
@@ -248,6 +292,13 @@ bool available() noexcept {
 }
 const char* why_not() noexcept {
   return cached_reason().c_str();
+}
+
+bool capturing(const Device& device) {
+  if (device.kind != Device::Kind::kCuda || device.stream == nullptr) return false;  // the default stream can't be captured
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(device.stream), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
@@ -294,17 +345,20 @@ void* allocate(size_t bytes, int index) {
   return memory;
 }
 
-void release(void* memory, int /*index*/) noexcept {
+void release(void* memory, int index) noexcept {
+  const DeviceGuard guard(index, std::nothrow);
   static_cast<void>(cudaFree(memory));
-}  // an address names its device
+}
 
-void* pin(size_t bytes) {
+void* pin(size_t bytes, int index) {
+  const DeviceGuard guard(index);
   void* memory = nullptr;
   check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable), "cudaHostAlloc");
   return memory;
 }
 
-void unpin(void* memory) noexcept {
+void unpin(void* memory, int index) noexcept {
+  const DeviceGuard guard(index, std::nothrow);
   static_cast<void>(cudaFreeHost(memory));
 }
 
@@ -312,19 +366,23 @@ namespace {
 
 class EventCopy final : public Copy {
  public:
-  EventCopy(void* to, const void* from, size_t bytes, Device device) : index_(device.index) {
+  EventCopy(void* to, const void* from, size_t bytes, Device device) : index_(device.index), event_(std::make_unique<Event>()) {
     auto* const stream = static_cast<cudaStream_t>(device.stream);
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "copy between host and device");
-    event_.record(stream);
+    event_->record(stream);
+  }
+  ~EventCopy() override {
+    const DeviceGuard guard(index_, std::nothrow);
+    event_.reset();
   }
   void wait() override {
     const DeviceGuard guard(index_);
-    event_.wait();
+    event_->wait();
   }
 
  private:
   int index_;
-  Event event_;
+  std::unique_ptr<Event> event_;
 };
 
 }  // namespace

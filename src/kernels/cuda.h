@@ -1,7 +1,7 @@
 // The same kernels on CUDA devices. cuda.cu fills this where a toolkit is found, no_cuda.cc elsewhere: callers have no #ifdef.
 //
 // Everything is enqueued on the given stream; nothing waits except read_tally(). Functions throw kUnsupported without a toolkit or a
-// device, kInternal with the runtime's message when a launch fails.
+// device, kOutOfMemory where the device or pinned memory has none left, kInternal with the runtime's message when a launch fails.
 #pragma once
 
 #include <cstddef>
@@ -21,13 +21,16 @@ class Table {
  public:
   virtual ~Table() = default;
   /// One kernel launch for all chunks, and nothing else: the step is an argument of the kernel. Captured into a graph, it replays with the
-  /// step of the latest set_step(), or with this one where there was none.
+  /// step of the latest set_step() in place of this one; with no averages in that step, or before the first set_step(), it does nothing.
   virtual void update(const Step& step) = 0;
   /// For graph replays: those launched on the stream after this use the step. Not to be captured itself: kInvalidArgument.
   virtual void set_step(const Step& step) = 0;
   virtual Tally read_tally() = 0;  ///< waits; counts since the last call of read_tally()
+  /// From here on the table's work goes to this stream, behind what it has on the last one; the host does not wait.
   virtual void set_stream(void* stream) = 0;
 };
+
+bool capturing(const Device& device);  ///< the stream is being captured into a graph
 
 std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device);
 
@@ -37,8 +40,8 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
 void* allocate(size_t bytes, int index);  ///< 256-byte aligned
 void release(void* memory, int index) noexcept;
 
-void* pin(size_t bytes);  ///< host memory that devices copy from and to without a copy in between
-void unpin(void* memory) noexcept;
+void* pin(size_t bytes, int index);  ///< host memory that devices copy from and to without a copy in between; made through device `index`
+void unpin(void* memory, int index) noexcept;
 
 /// A copy that goes on.
 class Copy {

@@ -179,7 +179,17 @@ inline constexpr int kBlocks = std::is_same_v<S, double> || std::is_same_v<S, Mi
                                : std::is_same_v<P, Mixed>                            ? 3
                                                                                      : 4;
 
-/// `latest` (device memory) replaces `step` where it has been set: a captured graph replays with it.
+/// The sum over a warp, in its first lane at least. One instruction from sm_80 on.
+__device__ inline unsigned sum_of_warp(unsigned mine) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffffu, mine);
+#else
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) mine += __shfl_down_sync(0xffffffffu, mine, distance);
+  return mine;
+#endif
+}
+
+/// `latest` (device memory), where it is given, replaces `step`: a captured graph replays with it.
 template <class P, class S>
 __global__ void __launch_bounds__(kThreads, kBlocks<P, S>)
     update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Step* latest) {
@@ -188,9 +198,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<P, S>)
   const uint64_t index = uint64_t{blockIdx.x} * kWarps + static_cast<uint64_t>(warp);
   if (index >= work.num_tiles) return;
   const Tile tile = work.tiles[index];
-  const Step& used = latest != nullptr && latest->num_averages > 0 ? *latest : step;
+  const Step& used = latest != nullptr ? *latest : step;
+  if (used.num_averages == 0) return;
   const int mine = update_any<P, S>(work.chunks[tile.chunk], tile, used, lane, prepared[warp]);
-  const unsigned non_finite = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(mine));
+  const unsigned non_finite = sum_of_warp(static_cast<unsigned>(mine));
   if (lane == 0 && non_finite > 0) {
     atomicAdd(&work.tally->non_finite, static_cast<unsigned long long>(non_finite));
     atomicMax(&work.tally->last_chunk, 0xffffffffu - tile.chunk);

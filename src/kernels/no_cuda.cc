@@ -24,6 +24,9 @@ const char* why_not() noexcept {
   return kWhyNot;
 }
 
+bool capturing(const Device& /*device*/) {
+  return false;
+}
 std::unique_ptr<Table> upload(std::span<const Chunk> /*chunks*/, Device /*device*/) {
   refuse();
 }
@@ -38,10 +41,10 @@ void* allocate(size_t /*bytes*/, int /*index*/) {
   refuse();
 }
 void release(void* /*memory*/, int /*index*/) noexcept {}
-void* pin(size_t /*bytes*/) {
+void* pin(size_t /*bytes*/, int /*index*/) {
   refuse();
 }
-void unpin(void* /*memory*/) noexcept {}
+void unpin(void* /*memory*/, int /*index*/) noexcept {}
 std::unique_ptr<Copy> begin_copy(void* /*to*/, const void* /*from*/, size_t /*bytes*/, Device /*device*/) {
   refuse();
 }

@@ -19,6 +19,7 @@ from shardow._equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
 from shardow._options import Options, Params, invalid, make_options, seconds
+from shardow._streams import Streams, with_memory
 from shardow._team import Team
 from shardow._unfrozen import Unfrozen
 from shardow.torch.find import find
@@ -98,7 +99,8 @@ class EMA:
             )  # fmt: skip
             return options, keys_of(options.schedules), *self._build(options, source)
 
-        self._options, self._keys, self._tracked, self._average = self._team.agree("EMA(...)", build)
+        self._options, self._keys, self._tracked, self._engine = self._team.agree("EMA(...)", build)
+        self._streams = Streams(average for one in self._tracked for average in one.averages)
         self._strided = _strided(self._tracked)
         self._unfrozen = Unfrozen(self._view.frozen() if self._options.params == "trainable" else ())
         self._team.same("EMA(...)", self._facts(), "EMA")
@@ -111,7 +113,14 @@ class EMA:
         self._view.reshard()
         tracked = _tracked.track(self._chosen(options), options, source)
         averages = [_tracked.average_views(tracked, k) for k in range(len(options.schedules))]
-        return tracked, _core.Average(_tracked.source_views(tracked), averages, options.engine(alone=self._team.size == 1))
+        sources, chosen = _tracked.source_views(tracked), options.engine(alone=self._team.size == 1)
+        return tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
+
+    @property
+    def _average(self) -> _core.Average:
+        """The engine, on torch's current streams."""
+        self._streams.follow(self._engine)
+        return self._engine
 
     def _chosen(self, options: Options) -> list[LocalTensor]:
         """Parameters, and buffers where they are averaged, in the model's order."""
@@ -152,6 +161,24 @@ class EMA:
         self._ready_to_update()
         self._warn_of(self._average.update_by([(decay, weight)]))
 
+    @torch.no_grad()
+    def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
+        """Before each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the replay its numbers. Local; nothing waits.
+
+        An update() that is captured is recorded and not counted. Call this on the stream of the replay; a replay without it repeats the step before, and does nothing the
+        first time. Weights that moved need a new capture.
+
+        Args: as update().
+
+        Raises:
+            ValueError: the weights are not those of the capture, or the step draws noise that the captured launch can't.
+        """
+        if self._average.swapped or not self._view.unchanged():
+            raise invalid(
+                "prepare_replay(): weights were swapped, moved or replaced since update() was captured; a replay would read their old memory. Capture it anew"
+            )
+        self._average.prepare_replay(step, samples)
+
     def _ready_to_update(self) -> None:
         if self._in is not None:
             raise invalid("update() inside swapped(): the weights are averages now; leave the block first")
@@ -191,7 +218,8 @@ class EMA:
         for one in self._tracked:
             one.follow()
         self._strided = _strided(self._tracked)
-        self._average.bind(_tracked.source_views(self._tracked))
+        sources = _tracked.source_views(self._tracked)
+        with_memory(lambda: self._average.bind(sources))
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.

@@ -146,8 +146,8 @@ class CudaBackend final : public Backend {
 
   bool capturing() const override { return kernels::cuda::capturing(device_); }
 
-  /// Both tables: which of them a replay needs is known by then alone, and the other one's step has no averages. A table can't be made here:
-  /// a capture allows no allocation.
+  /// Both tables: which of them a replay needs is known by then alone, and the other one's step has no averages. A table can't be made
+  /// here: a capture allows no allocation.
   void capture(const Step& step) override {
     memory_->update(step);
     if (runs_) runs_->update(step);

@@ -1,7 +1,5 @@
 #include "file/catalog.h"
 
-#include <simdjson.h>
-
 #include <cerrno>
 #include <charconv>
 #include <fstream>
@@ -9,6 +7,7 @@
 
 #include "base/errors.h"
 #include "file/layout.h"
+#include "file/members.h"
 #include "file/raw.h"
 #include "file/together.h"
 #include "file/wire.h"
@@ -24,18 +23,17 @@ std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std
   std::map<std::string, uint32_t> found;
   const auto text = metadata.find(kChecksums);
   if (text == metadata.end()) return found;
-  simdjson::dom::parser parser;
-  simdjson::dom::object object;
-  if (parser.parse(text->second).get(object) != simdjson::SUCCESS) fail(Code::kCorrupt, "{}: {} is no JSON object", where, kChecksums);
-  for (const auto& [name, value] : object) {
-    std::string_view digits;
+  constexpr size_t kDigits = 10;  // with their quotes
+  Members members(text->second, 1);
+  while (members.next()) {
+    const std::string_view value = members.text();
     uint32_t crc = 0;
-    const bool is_text = value.get(digits) == simdjson::SUCCESS;
-    if (!is_text || digits.size() != 8 || std::from_chars(digits.data(), digits.data() + 8, crc, 16).ptr != digits.data() + 8) {
-      fail(Code::kCorrupt, "{}: the checksum of '{}' is not 8 hexadecimal digits", where, name);
-    }
-    found.emplace(name, crc);
+    const bool is_text = value.size() == kDigits && value.front() == '"' && value.back() == '"';
+    if (!is_text || std::from_chars(value.data() + 1, value.data() + 9, crc, 16).ptr != value.data() + 9)
+      fail(Code::kCorrupt, "{}: the checksum of '{}' is not 8 hexadecimal digits", where, members.key());
+    found.emplace(members.key(), crc);
   }
+  if (!members.error().empty()) fail(Code::kCorrupt, "{}: {} is no JSON object: {}", where, kChecksums, members.error());
   return found;
 }
 

@@ -160,6 +160,49 @@ TEST_F(Checkpoint, ThatWasStagedHasTheValuesOfThatMoment) {
   }
 }
 
+/// Counts what reaches the kernel.
+class Counted : public base::Syscalls {
+ public:
+  ssize_t pread(int fd, void* data, size_t bytes, off_t offset) override { return (++reads, Syscalls::pread(fd, data, bytes, offset)); }
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
+    return (++writes, Syscalls::pwrite(fd, data, bytes, offset));
+  }
+  std::atomic<int> reads{0}, writes{0};
+};
+
+TEST_F(Checkpoint, OfSmallTensorsIsWrittenAndReadInFewCalls) {
+  const auto path = folder_ / "a.safetensors";
+  const auto small = [&](bool filled) {
+    std::vector<Held> held;
+    for (int i = 0; i < 500; ++i) {
+      const DType dtype = i % 3 == 0 ? DType::kBF16 : DType::kF32;
+      Held& one = held.emplace_back("small" + std::to_string(i), dtype, Region::whole({i % 7 + 1, 5}));
+      for (size_t b = 0; filled && b < one.memory.size(); ++b) one.memory[b] = static_cast<std::byte>(b * 3 + static_cast<size_t>(i));
+    }
+    return held;
+  };
+  for (const int ranks : {1, 2}) {
+    Counted calls;
+    base::replace_syscalls(&calls);
+    ASSERT_EQ(on_ranks(ranks,
+                       [&](Group& group) {
+                         auto held = small(true);
+                         save(group, views_of(held), path);
+                       }),
+              all(ranks, kFine));
+    EXPECT_LT(calls.writes, 20);
+    ASSERT_EQ(on_ranks(ranks,
+                       [&](Group& group) {
+                         auto held = small(false), expected = small(true);
+                         load(group, views_of(held), path);
+                         for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
+                       }),
+              all(ranks, kFine));
+    EXPECT_LT(calls.reads, 20);
+    base::replace_syscalls(nullptr);
+  }
+}
+
 /// Memory that only copies reach, which happen when somebody waits for them.
 class FakeDevice : public file::Devices {
  public:

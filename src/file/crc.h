@@ -22,6 +22,8 @@ class CrcSum {
  public:
   void add(int64_t begin, std::span<const std::byte> data) noexcept;
 
+  int64_t end() const noexcept { return end_; }  ///< of what was added last
+
   /// Of all that was added, to a whole of `size` bytes; begins anew.
   uint32_t take(int64_t size) noexcept;
 

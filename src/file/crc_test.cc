@@ -39,5 +39,23 @@ TEST(Crc, OfPartsInAnyOrderIsThatOfTheWhole) {
   }
 }
 
+TEST(Crc, OfRunsOfSeveralRanksIsThatOfTheWhole) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 20; ++round) {
+    std::string whole(50'000 + static_cast<size_t>(round), '\0');
+    for (char& c : whole) c = static_cast<char>(random());
+    std::vector<CrcSum> ranks(3);
+    const size_t run = 64 + static_cast<size_t>(round) * 7;
+    uint32_t combined = 0;
+    for (size_t at = 0, turn = 0; at < whole.size(); at += run, ++turn) {
+      const std::string_view part = std::string_view(whole).substr(at, run);
+      ranks[turn % 3].add(static_cast<int64_t>(at), std::as_bytes(std::span(part)));
+      if (turn % 50 == 49) combined ^= ranks[1].take(static_cast<int64_t>(whole.size()));
+    }
+    for (CrcSum& rank : ranks) combined ^= rank.take(static_cast<int64_t>(whole.size()));
+    EXPECT_EQ(combined, of(whole));
+  }
+}
+
 }  // namespace
 }  // namespace shardow::file

@@ -2,22 +2,32 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
+#include <utility>
 
 namespace shardow::file {
 
 Direct::Direct(const std::vector<Mine>& mine, const Layout& layout, Output& output, bool count_only)
-    : mine_(mine), layout_(layout), output_(output), count_only_(count_only) {}
+    : mine_(mine), layout_(layout), output_(output), count_only_(count_only), order_(mine.size()) {
+  std::iota(order_.begin(), order_.end(), size_t{0});
+  const auto where = [&](size_t i) {
+    const Place& place = layout.place(mine[i].tensor);
+    return std::pair(place.file, place.entry.begin);
+  };
+  std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return where(a) < where(b); });
+}
 
 Part Direct::part() {
   const PartTime time;
   const int64_t before = done_;
   while (next_ < mine_.size() && !time.over()) {
+    const Mine& mine = mine_[order_[next_]];
     if (!runs_) {
-      runs_ = std::make_unique<RunCursor>(mine_[next_].region);
+      runs_.emplace(mine.region);
       run_ = runs_->next();
     }
     if (run_) {
-      chunk(mine_[next_]);
+      chunk(mine);
     } else {
       runs_.reset();
       ++next_;

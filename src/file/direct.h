@@ -1,7 +1,6 @@
 // Long runs: each rank writes its own straight into place, chunk by chunk.
 #pragma once
 
-#include <memory>
 #include <optional>
 #include <vector>
 
@@ -26,7 +25,8 @@ class Direct {
   Output& output_;
   bool count_only_;
   Feed feed_;
-  std::unique_ptr<RunCursor> runs_;  // of mine_[next_]
+  std::vector<size_t> order_;      // of `mine`, as it lies in the files
+  std::optional<RunCursor> runs_;  // of mine_[order_[next_]]
   std::optional<Run> run_;
   size_t next_ = 0;
   int64_t done_ = 0;  // bytes

@@ -17,7 +17,7 @@ namespace {
 template <class Fn>
 void for_each_part(const Stripe& stripe, const Layout& layout, Fn fn) {
   for (const Segment& segment : stripe.segments) {
-    for (const Owned& owned : owners(layout.tensors()[segment.tensor], segment.tensor)) {
+    for (const Owned& owned : layout.owners(segment.tensor)) {
       const int64_t begin = owned.region.position(segment.begin), end = owned.region.position(segment.end);
       if (begin < end) fn(segment, owned, begin, end);
     }

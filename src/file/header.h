@@ -52,10 +52,12 @@ HeaderText read_header(const base::File& file);
 
 /// Sets offsets in the order in which files are written (wide dtypes first, then by name), which depends on names and dtypes alone.
 /// Throws kInvalidArgument for a name that is not UTF-8, is "__metadata__" or comes twice.
+std::vector<Entry> in_file_order(std::vector<Entry> entries);
+
+/// A header of them, in that order. Throws kInvalidArgument above kMostHeaderBytes, and for metadata that are not UTF-8.
 Header lay_out(std::vector<Entry> entries, Metadata metadata);
 
-/// The length word and the JSON, padded with spaces to kDataAlignment: everything before the data. Throws kInvalidArgument above
-/// kMostHeaderBytes.
+/// The length word and the JSON, padded with spaces to kDataAlignment: everything before the data.
 std::string header_bytes(const Header& header);
 
 }  // namespace shardow::file

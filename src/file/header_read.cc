@@ -13,6 +13,7 @@
 
 #include "base/errors.h"
 #include "file/header.h"
+#include "file/members.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -22,7 +23,9 @@ using base::fail;
 using simdjson::dom::element;
 using simdjson::dom::element_type;
 
-constexpr size_t kMostDepth = 128;  // serde_json's
+constexpr size_t kMostDepth = 128;                   // serde_json's
+constexpr size_t kMostEntryBytes = size_t{1} << 20;  // of JSON that describes one tensor, whose name aside
+constexpr size_t kMostTexts = 1'000'000;             // in the metadata
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
 template <typename... Args>
@@ -103,15 +106,31 @@ Entry to_entry(std::string_view name, element value, std::string_view where) {
   return entry;
 }
 
-Metadata to_metadata(element value, std::string_view where) {
+Metadata to_metadata(std::string_view json, std::string_view where) {
   Metadata metadata;
-  if (value.is_null()) return metadata;
-  if (!value.is_object()) corrupt(where, "__metadata__ is no object");
-  for (const auto& [key, text] : value.get_object()) {
-    if (!text.is_string()) corrupt(where, "__metadata__ '{}' is no text", key);
-    if (!metadata.emplace(key, std::string_view(text.get_string())).second) corrupt(where, "__metadata__ has '{}' twice", key);
+  if (json == "null") return metadata;
+  if (!json.starts_with('{')) corrupt(where, "__metadata__ is no object");
+  Members members(json, kMostDepth - 2);
+  while (members.next()) {
+    element value;
+    const bool is_text = members.text().starts_with('"');
+    if (members.parse(value) && !is_text) corrupt(where, "__metadata__ '{}' is no text", members.key());
+    if (!members.error().empty()) break;
+    if (!metadata.emplace(members.key(), std::string_view(value.get_string())).second)
+      corrupt(where, "__metadata__ has '{}' twice", members.key());
+    if (metadata.size() > kMostTexts) corrupt(where, "its __metadata__ has more than {} texts", kMostTexts);
   }
+  if (!members.error().empty()) corrupt(where, "its header is no JSON: in __metadata__: {}", members.error());
   return metadata;
+}
+
+void refuse_twins(const std::vector<Entry>& entries, std::string_view where) {
+  std::vector<std::string_view> names;
+  names.reserve(entries.size());
+  for (const Entry& entry : entries) names.push_back(entry.name);
+  std::sort(names.begin(), names.end());
+  if (const auto twice = std::adjacent_find(names.begin(), names.end()); twice != names.end())
+    corrupt(where, "'{}' is there twice", *twice);
 }
 
 /// Ascending, adjacent, of the right sizes, and as much as there is.
@@ -138,24 +157,25 @@ void check_layout(std::vector<Entry>& entries, int64_t data_bytes, std::string_v
 }  // namespace
 
 Header parse_header(std::string_view json, int64_t data_bytes, std::string_view where) {
-  simdjson::dom::parser parser(kMostHeaderBytes + 1);
-  element root;
-  simdjson::error_code error = parser.allocate(std::max<size_t>(json.size(), 1), kMostDepth);
-  if (error == simdjson::SUCCESS) error = parser.parse(json.data(), json.size()).get(root);
-  if (error != simdjson::SUCCESS) corrupt(where, "its header is no JSON: {}", simdjson::error_message(error));
-  if (!root.is_object()) corrupt(where, "its header is no JSON object");
   if (has_negative_zero(json)) corrupt(where, "-0 stands in its header, where only unsigned integers may");
   Header header;
   header.data_begin = kLengthBytes + static_cast<int64_t>(json.size());
-  std::unordered_set<std::string_view> seen;
-  for (const auto& [key, value] : root.get_object()) {
-    if (!seen.insert(key).second) corrupt(where, "'{}' is there twice", key);
-    if (key == "__metadata__") {
-      header.metadata = to_metadata(value, where);
-    } else {
-      header.entries.push_back(to_entry(key, value, where));
+  bool has_metadata = false;
+  Members members(json, kMostDepth - 1);
+  while (members.next()) {
+    if (members.key() == "__metadata__") {
+      if (std::exchange(has_metadata, true)) corrupt(where, "'__metadata__' is there twice");
+      header.metadata = to_metadata(members.text(), where);
+      continue;
     }
+    if (members.text().size() > kMostEntryBytes)
+      corrupt(where, "tensor '{}' is described by {} bytes; {} are the most", members.key(), members.text().size(), kMostEntryBytes);
+    element value;
+    if (!members.parse(value)) break;
+    header.entries.push_back(to_entry(members.key(), value, where));
   }
+  if (!members.error().empty()) corrupt(where, "its header is no JSON object: {}", members.error());
+  refuse_twins(header.entries, where);
   check_layout(header.entries, data_bytes, where);
   return header;
 }

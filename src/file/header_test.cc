@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <string>
 
+#include "file/layout.h"
 #include "shardow/error.h"
 
 namespace shardow::file {
@@ -25,6 +26,13 @@ std::string message_of(const std::string& json, int64_t data_bytes) {
 
 std::string tensor(const std::string& name, const std::string& dtype, const std::string& shape, const std::string& offsets) {
   return '"' + name + R"(":{"dtype":")" + dtype + R"(","shape":[)" + shape + R"(],"data_offsets":[)" + offsets + "]}";
+}
+
+/// 1,1,1,...
+std::string sizes(size_t count) {
+  std::string all(2 * count - 1, ',');
+  for (size_t i = 0; i < all.size(); i += 2) all[i] = '1';
+  return all;
 }
 
 struct Case {
@@ -84,6 +92,11 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"two metadata", R"({"__metadata__":{},"__metadata__":{}})", 0, "twice"},
         Case{"metadata key", R"({"__metadata__":{"k":"a","k":"b"}})", 0, "'k' twice"},
         Case{"field", R"({"a":{"dtype":"F32","dtype":"F32","shape":[],"data_offsets":[0,4]}})", 4, "'dtype' twice"},
+        Case{"a size for every byte", "{" + tensor("a", "F32", sizes(600'000), "0,8") + "}", 8, "is described by"},
+        Case{"text without end", R"({"a":{"dtype":"F32)", 0, "no JSON"}, Case{"no comma", R"({"__metadata__":{} "a":{}})", 0, "no JSON"},
+        Case{"no colon", R"({"a" {}})", 0, "no JSON"}, Case{"no value", R"({"a":})", 0, "no JSON"},
+        Case{"brackets that do not match", R"({"a":{"x":[}]}})", 0, "no JSON"}, Case{"brackets in a text", R"({"a":"}"})", 0, "no object"},
+        Case{"metadata is cut off", R"({"__metadata__":{"k":"a"]})", 0, "no JSON"},
         Case{"metadata number", R"({"__metadata__":{"k":1}})", 0, "no text"},
         Case{"metadata null", R"({"__metadata__":{"k":null}})", 0, "no text"},
         Case{"metadata list", R"({"__metadata__":[]})", 0, "no object"},
@@ -132,6 +145,31 @@ TEST(Header, ComesBackFromItsBytes) {
     EXPECT_EQ(read.entries[i].begin, laid.entries[i].begin);
   }
   EXPECT_EQ(laid.data_size(), 8 + 4 + 24 + 0 + 3 + 2);
+}
+
+TEST(Header, OfAnEmptyTensorTakesAnySizes) {
+  const Header laid = lay_out({{"a", DType::kF32, {int64_t{1} << 62, 4, 0}, 0, 0}, {"b", DType::kF32, {2}, 0, 0}}, {});
+  EXPECT_EQ(laid.data_size(), 8);
+  EXPECT_THROW(lay_out({{"a", DType::kF32, {int64_t{1} << 62, 4}, 0, 0}}, {}), Error);
+}
+
+TEST(Header, OfManyTensorsIsDividedByMaxShardSize) {
+  Volume volume;
+  for (int i = 0; i < 1200; ++i) {
+    const std::string name = std::to_string(10'000 + i) + std::string(100'000, 'n');
+    volume.tensors.push_back({name, DType::kU8, {2}, {{Region::whole({2}), {0}}}});
+  }
+  SaveOptions options;
+  EXPECT_THROW(Layout({volume}, options), Error);
+  options.max_shard_size = int64_t{1} << 30;
+  const Layout layout({volume}, options);
+  EXPECT_GT(layout.files().size(), 2u);
+  size_t tensors = 0;
+  for (const FilePlan& file : layout.files()) {
+    EXPECT_LE(file.header.data_begin, kMostHeaderBytes);
+    tensors += file.tensors.size();
+  }
+  EXPECT_EQ(tensors, 1200u);
 }
 
 TEST(Header, IsNotWrittenWhereNoReaderWouldTakeIt) {

@@ -1,11 +1,10 @@
 #include "file/index.h"
 
-#include <simdjson.h>
-
-#include <iterator>
+#include <utility>
 
 #include "base/errors.h"
 #include "file/json.h"
+#include "file/members.h"
 
 namespace shardow::file {
 namespace {
@@ -13,30 +12,49 @@ namespace {
 using base::fail;
 using simdjson::dom::element;
 
+constexpr size_t kMostDepth = 128;
+
 bool is_plain_name(std::string_view name) {
   return !name.empty() && name != "." && name != ".." && name.find('/') == std::string_view::npos &&
          name.find('\\') == std::string_view::npos && name.find('\0') == std::string_view::npos;
 }
 
+WeightMap to_map(std::string_view json, std::string_view where) {
+  WeightMap weights;
+  Members members(json, 1);
+  while (members.next()) {
+    element value;
+    std::string_view file;
+    if (!members.parse(value)) break;
+    if (value.get(file) != simdjson::SUCCESS) fail(Code::kCorrupt, "{}: '{}' is in no file", where, members.key());
+    if (!is_plain_name(file)) {
+      fail(Code::kCorrupt, "{}: '{}' is said to be in '{}'; only plain names of files beside the index are followed", where, members.key(),
+           file);
+    }
+    if (!weights.emplace(members.key(), file).second) fail(Code::kCorrupt, "{}: '{}' is there twice", where, members.key());
+  }
+  if (!members.error().empty()) fail(Code::kCorrupt, "{}: no JSON: {}", where, members.error());
+  return weights;
+}
+
 }  // namespace
 
 WeightMap parse_index(std::string_view json, std::string_view where) {
-  simdjson::dom::parser parser;
-  element root;
-  if (const auto error = parser.parse(json.data(), json.size()).get(root))
-    fail(Code::kCorrupt, "{}: no JSON: {}", where, simdjson::error_message(error));
-  element map;
-  if (!root.is_object() || root["weight_map"].get(map) != simdjson::SUCCESS || !map.is_object())
-    fail(Code::kCorrupt, "{}: it has no weight_map", where);
   WeightMap weights;
-  for (const auto& [name, value] : map.get_object()) {
-    if (!value.is_string()) fail(Code::kCorrupt, "{}: '{}' is in no file", where, name);
-    const std::string_view file = value.get_string();
-    if (!is_plain_name(file)) {
-      fail(Code::kCorrupt, "{}: '{}' is said to be in '{}'; only plain names of files beside the index are followed", where, name, file);
+  bool has_map = false;
+  Members root(json, kMostDepth);
+  while (root.next()) {
+    if (root.key() != "weight_map") {
+      element ignored;
+      root.parse(ignored);
+      continue;
     }
-    if (!weights.emplace(name, file).second) fail(Code::kCorrupt, "{}: '{}' is there twice", where, name);
+    if (std::exchange(has_map, true)) fail(Code::kCorrupt, "{}: 'weight_map' is there twice", where);
+    if (!root.text().starts_with('{')) fail(Code::kCorrupt, "{}: its weight_map is no object", where);
+    weights = to_map(root.text(), where);
   }
+  if (!root.error().empty()) fail(Code::kCorrupt, "{}: no JSON object: {}", where, root.error());
+  if (!has_map) fail(Code::kCorrupt, "{}: it has no weight_map", where);
   return weights;
 }
 

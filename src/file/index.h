@@ -11,7 +11,7 @@ namespace shardow::file {
 
 inline constexpr const char* kSingleName = "model.safetensors";
 inline constexpr const char* kIndexName = "model.safetensors.index.json";
-inline constexpr int64_t kMostIndexBytes = 100'000'000;
+inline constexpr int64_t kMostIndexBytes = 1'000'000'000;
 
 using WeightMap = std::map<std::string, std::string>;  ///< tensor -> plain file name
 

@@ -28,6 +28,11 @@ void check_bytes(const Shared& tensor) {
   }
 }
 
+/// Bytes of a header that a tensor takes, with its checksum; more than that unless its name is full of control characters.
+int64_t about_text(const Entry& entry) {
+  return 3 * static_cast<int64_t>(entry.name.size()) + 20 * static_cast<int64_t>(entry.shape.size()) + 160;
+}
+
 }  // namespace
 
 int64_t bytes_of(int64_t elements, const Entry& entry) {
@@ -48,14 +53,16 @@ void Layout::add(Volume volume, const SaveOptions& options) {
     entries.push_back(entry_for(tensor, options));
   }
   const size_t first_file = files_.size(), first_tensor = tensors_.size();
-  int64_t size = 0;
+  int64_t size = 0, text = 0;
   files_.emplace_back();
-  for (const Entry& entry : lay_out(std::move(entries), {}).entries) {
-    const int64_t bytes = entry.end - entry.begin;
-    if (options.max_shard_size > 0 && size > 0 && size + bytes > options.max_shard_size) {
+  for (const Entry& entry : in_file_order(std::move(entries))) {
+    const int64_t bytes = entry.end - entry.begin, described = about_text(entry);
+    const bool full = size > 0 && size + bytes > options.max_shard_size;
+    if (options.max_shard_size > 0 && !files_.back().tensors.empty() && (full || text + described > kMostHeaderBytes / 2)) {
       files_.emplace_back();
-      size = 0;
+      size = text = 0;
     }
+    text += described;
     files_.back().tensors.push_back(first_tensor + *find(volume.tensors, entry.name));
     size += bytes;
     total_ += bytes;
@@ -77,6 +84,12 @@ void Layout::fill(FilePlan& file, size_t index, const Metadata& metadata, const 
   if (options.checksums) all[kChecksums] = checksum_text(file, std::vector<uint64_t>(tensors_.size(), 0));
   file.header = lay_out(std::move(entries), std::move(all));
   for (size_t i = 0; i < file.tensors.size(); ++i) places_[file.tensors[i]] = {index, file.header.entries[i]};
+}
+
+std::vector<Owned> Layout::owners(size_t tensor) const {
+  constexpr int64_t kTurnBytes = int64_t{1} << 20;
+  const Place& place = places_[tensor];
+  return file::owners(tensors_[tensor], place.file + static_cast<size_t>(place.entry.begin / kTurnBytes));
 }
 
 void Layout::set_checksums(const std::vector<uint64_t>& crcs) {

@@ -1,7 +1,5 @@
 #include "file/output.h"
 
-#include "file/crc.h"
-
 namespace shardow::file {
 
 Output::Output(const Layout& layout, const Draft& draft, bool checksums)
@@ -9,21 +7,46 @@ Output::Output(const Layout& layout, const Draft& draft, bool checksums)
 
 void Output::count(size_t tensor, int64_t begin, std::span<const std::byte> data) {
   if (!checksums_) return;
-  const Entry& entry = layout_.place(tensor).entry;
-  crcs_[tensor] ^= crc32_contribution(crc32(0, data), entry.end - entry.begin - begin - static_cast<int64_t>(data.size()));
+  if (counted_ != tensor || begin < sum_.end()) crcs();
+  counted_ = tensor;
+  sum_.add(begin, data);
+}
+
+std::vector<uint64_t>& Output::crcs() {
+  if (counted_) {
+    const Entry& entry = layout_.place(*counted_).entry;
+    crcs_[*counted_] ^= sum_.take(entry.end - entry.begin);
+    counted_.reset();
+  }
+  return crcs_;
 }
 
 void Output::write(size_t tensor, int64_t begin, std::span<const std::byte> data) {
+  constexpr size_t kShort = size_t{64} << 10, kTogether = size_t{1} << 20;
   const Place& place = layout_.place(tensor);
   const FilePlan& plan = layout_.files()[place.file];
   auto& file = files_[place.file];
   if (!file) file = std::make_unique<base::File>(base::File::open_for_writing(draft_.file(plan.name)));
-  file->write(data, plan.header.data_begin + place.entry.begin + begin);
+  const int64_t at = plan.header.data_begin + place.entry.begin + begin;
   written_ += static_cast<int64_t>(data.size());
+  const bool follows = pending_file_ == place.file && pending_at_ + static_cast<int64_t>(pending_.size()) == at;
+  if (!follows || data.size() >= kShort || pending_.size() + data.size() > kTogether) flush();
+  if (data.size() >= kShort) return file->write(data, at);
+  if (pending_.empty()) {
+    pending_file_ = place.file;
+    pending_at_ = at;
+  }
+  pending_.insert(pending_.end(), data.begin(), data.end());
+}
+
+void Output::flush() {
+  if (!pending_.empty()) files_[pending_file_]->write(pending_, pending_at_);
+  pending_.clear();
 }
 
 void Output::begin_file(size_t file) {
   if (files_[file]) return;
+  flush();
   const FilePlan& plan = layout_.files()[file];
   files_[file] = std::make_unique<base::File>(base::File::replace(draft_.file(plan.name)));
   const std::string header = header_bytes(plan.header);
@@ -31,6 +54,7 @@ void Output::begin_file(size_t file) {
 }
 
 void Output::finish() {
+  flush();
   for (auto& file : files_) {
     if (!file) continue;
     file->sync();

@@ -4,10 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "base/files.h"
+#include "file/crc.h"
 #include "file/layout.h"
 #include "file/publish.h"
 
@@ -19,6 +21,8 @@ class Output {
 
   /// `data` belongs at byte `begin` of the tensor. Every byte is counted once, over all ranks.
   void count(size_t tensor, int64_t begin, std::span<const std::byte> data);
+
+  /// Short pieces that follow one another in a file, of one tensor or of neighbours, are put together and written at once.
   void write(size_t tensor, int64_t begin, std::span<const std::byte> data);
 
   /// Where files are written from front to end: makes this one, with its header, unless that is done.
@@ -26,16 +30,24 @@ class Output {
 
   void finish();  ///< flushes and closes
 
-  std::vector<uint64_t>& crcs() { return crcs_; }  ///< by tensor: what this rank contributes
+  std::vector<uint64_t>& crcs();  ///< by tensor: what this rank contributes
   int64_t written() const { return written_; }
 
  private:
+  void flush();
+
   const Layout& layout_;
   const Draft& draft_;
   bool checksums_;
   std::vector<uint64_t> crcs_;
+  CrcSum sum_;  // of counted_, not yet in crcs_
+  std::optional<size_t> counted_;
   std::vector<std::unique_ptr<base::File>> files_;
   int64_t written_ = 0;
+
+  std::vector<std::byte> pending_;  // to be written at byte pending_at_ of file pending_file_
+  size_t pending_file_ = 0;
+  int64_t pending_at_ = 0;
 };
 
 }  // namespace shardow::file

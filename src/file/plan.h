@@ -44,7 +44,7 @@ struct Owned {
 };
 
 /// Who writes what of a tensor, every element once. Large pieces with several holders are divided among them; of small ones, `turn` says
-/// which holder writes: give every tensor another one.
+/// which holder writes.
 std::vector<Owned> owners(const Shared& tensor, size_t turn);
 
 /// The pieces' regions, for coverage tests; never none.

@@ -52,7 +52,7 @@ std::vector<Mine> parts_of(int rank, const Layout& layout, const std::vector<Vol
   }
   std::vector<Mine> mine;
   for (size_t t = 0; t < views.size(); ++t) {
-    for (const Owned& owned : owners(layout.tensors()[t], t)) {
+    for (const Owned& owned : layout.owners(t)) {
       if (owned.rank != rank) continue;
       const Region& held = layout.tensors()[t].pieces[owned.piece].region;
       const TensorView& view = **std::find_if(views[t].begin(), views[t].end(), [&](const TensorView* one) { return one->region == held; });

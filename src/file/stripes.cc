@@ -10,10 +10,11 @@ namespace shardow::file {
 namespace {
 
 /// Estimated by each part's first run: counting them all would walk the whole model.
-bool runs_are_short(const Shared& tensor, size_t turn, DType dtype) {
+bool runs_are_short(const Layout& layout, size_t tensor) {
+  const DType dtype = layout.place(tensor).entry.dtype;
   std::set<int> ranks;
   int64_t runs = 0, elements = 0;
-  for (const Owned& owned : owners(tensor, turn)) {
+  for (const Owned& owned : layout.owners(tensor)) {
     const std::optional<Run> first = RunCursor(owned.region).next();
     if (!first) continue;
     ranks.insert(owned.rank);
@@ -26,7 +27,7 @@ bool runs_are_short(const Shared& tensor, size_t turn, DType dtype) {
 /// Ranks that have some of the segment, ascending.
 std::vector<int> ranks_in(const Segment& segment, const Layout& layout) {
   std::set<int> ranks;
-  for (const Owned& owned : owners(layout.tensors()[segment.tensor], segment.tensor)) {
+  for (const Owned& owned : layout.owners(segment.tensor)) {
     if (owned.region.position(segment.begin) < owned.region.position(segment.end)) ranks.insert(owned.rank);
   }
   return {ranks.begin(), ranks.end()};
@@ -59,8 +60,7 @@ std::vector<Stripe> stripes_of(const Layout& layout, size_t file, const std::vec
 
 std::vector<bool> have_short_runs(const Layout& layout) {
   std::vector<bool> chosen;
-  for (size_t t = 0; t < layout.tensors().size(); ++t)
-    chosen.push_back(runs_are_short(layout.tensors()[t], t, layout.place(t).entry.dtype));
+  for (size_t t = 0; t < layout.tensors().size(); ++t) chosen.push_back(runs_are_short(layout, t));
   return chosen;
 }
 

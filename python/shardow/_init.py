@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import nn
 from shardow._fill import Job
 from shardow._gather import Part, take
 from shardow._options import invalid
+from shardow._recorded import PATTERN, Record, records_of
 from shardow.torch.memory import mapped
 from shardow.torch.names import join, walk, wrapped_child
 
 Init = Callable[[nn.Module], object]
-_PATTERN = 0xAA  # of bytes that nobody wrote: -3e-13 in float32
 Own = dict[str, Part]  # a module's parameters and persistent buffers by their keys, tied ones too
 
 
@@ -27,12 +28,13 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
             raise invalid(
                 f"{job.what}: the model has all its values, and there is no source; give one, or a function that initialises a module"
             )
-        modules = _modules(job, model, init is None)
+        modules = _modules(job, model)
+        ways = {} if init is not None else _own_ways(job, model, modules)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             lacking = dict.fromkeys(job.without)
             for name, module, own in modules:
-                for done in _init_one(name, module, own, job, init or (lambda one: one.reset_parameters())):  # type: ignore[operator]
+                for done in _init_one(name, module, own, job, init or ways[id(module)]):
                     lacking.pop(done, None)
         if lacking:
             raise invalid(
@@ -43,7 +45,7 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
     return {"missing": [], "unexpected": [], "kept": [part.name for part in job.held.parts if part.name not in job.wanted]}
 
 
-def _modules(job: Job, model: nn.Module, by_reset: bool) -> list[tuple[str, nn.Module, Own]]:
+def _modules(job: Job, model: nn.Module) -> list[tuple[str, nn.Module, Own]]:
     """Those with tensors of their own of which one is wanted."""
     known = {alias: part for part in job.held.parts for alias in job.held.names[part.name]}
     by_module: dict[str, Own] = {}
@@ -55,12 +57,55 @@ def _modules(job: Job, model: nn.Module, by_reset: bool) -> list[tuple[str, nn.M
         own = by_module.get(name, {})
         if wrapped_child(module) is None and any(part.name in job.wanted for part in own.values()):
             found.setdefault(id(module), (name, module, own))
-    lacking = [
-        f"{name or 'the model'} ({type(module).__name__})" for name, module, _ in found.values() if not hasattr(module, "reset_parameters")
-    ]
-    if by_reset and lacking:
-        raise invalid(f"{job.what}: no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a module as source")
     return list(found.values())
+
+
+def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Own]]) -> dict[int, Init]:
+    """By module, how it initialises itself: what meta_init() recorded of its constructor; else ``reset_parameters()``, ``_reset_parameters()``, the model's ``_init_weights(module)``, or
+    ``init_weights()``. Raises where there is none of these."""
+    by_model = getattr(_unwrapped(model), "_init_weights", None)
+    ways: dict[int, Init] = {}
+    lacking, lost = [], []
+    for name, module, own in modules:
+        records = {key: record for key, record in records_of(module).items() if key in own}
+        wanted = [key for key, part in own.items() if part.name in job.wanted]
+        lost += [f"'{join(name, key)}' ({record.problem})" for key, record in records.items() if key in wanted and record.problem]
+        known = all(key in records and records[key].has_values for key in wanted)
+        reset = getattr(module, "reset_parameters", None) or (None if known else _resetting(module, by_model))
+        if reset is None:  # what is written in part has no values, and is found out as such
+            records = {key: record for key, record in records.items() if record.has_values}
+        if reset is None and not records:
+            lacking.append(f"{name or 'the model'} ({type(module).__name__})")
+        ways[id(module)] = functools.partial(_reset_and_replay, reset=reset, records=records)
+    if lost:
+        raise invalid(f"{job.what}: not kept: {', '.join(lost[:8])}; give a function that initialises a module as source")
+    if lacking:
+        raise invalid(f"{job.what}: no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a module as source")
+    return ways
+
+
+def _resetting(module: nn.Module, by_model: Init | None) -> Callable[[], object] | None:
+    if by_model is not None and not hasattr(module, "_reset_parameters"):
+        return functools.partial(by_model, module)
+    found = getattr(module, "_reset_parameters", None) or getattr(module, "init_weights", None)
+    return found if callable(found) else None
+
+
+def _reset_and_replay(module: nn.Module, reset: Callable[[], object] | None, records: Mapping[str, Record]) -> None:
+    tensors = {**module._parameters, **module._buffers}
+    found = [(record, tensor.detach()) for key, record in records.items() if (tensor := tensors.get(key)) is not None]
+    for record, tensor in found:
+        record.replay(tensor, record.made)
+    if reset is not None:
+        reset()
+    for record, tensor in found:
+        record.replay(tensor, record.calls)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while (child := wrapped_child(model)) is not None:
+        model = model._modules[child]  # type: ignore[assignment]
+    return model
 
 
 def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> list[str]:
@@ -88,7 +133,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _unwritten(value: torch.Tensor | None) -> bool:
     """An initialisation may pass a tensor over, such as a buffer that its module computes elsewhere. The beginning mostly tells."""
-    return value is not None and value.numel() > 0 and all(bool((one == _PATTERN).all()) for one in (_bytes(value)[:64], _bytes(value)))
+    return value is not None and value.numel() > 0 and all(bool((one == PATTERN).all()) for one in (_bytes(value)[:64], _bytes(value)))
 
 
 class _StandIns:
@@ -106,7 +151,7 @@ class _StandIns:
         for part in self._own.values():  # first, since there may be no memory for it
             if part.name not in self._made:
                 self._made[part.name] = mapped(part.region.shape, part.flat.dtype)
-                _bytes(self._made[part.name]).fill_(_PATTERN)
+                _bytes(self._made[part.name]).fill_(PATTERN)
         for key, part in self._own.items():
             before = module._parameters.get(key)
             whole = self._made[part.name]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardow import _origins
+from shardow import _origins, _recorded
 from shardow.torch.names import join, walk
 
 _valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # keys of what to_empty() gave memory
@@ -22,6 +22,8 @@ _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what took the place of a 
 def meta_init() -> Iterator[None]:
     """Modules made under it have their parameters and persistent buffers on meta: shapes and dtypes, no memory. Other buffers (rotary tables and the like) get their values, since nothing
     could bring them back.
+
+    What the constructors write into weights is recorded, and done again by ``materialize(model)``; so is what a call in the block writes (``model.init_weights()``).
 
     It changes torch.nn.Module for the time being, for all threads. An optimizer made from such parameters is bound anew by ``materialize(..., optimizer=)``.
     """
@@ -34,6 +36,7 @@ def on_meta(buffers: bool) -> Iterator[None]:
     """meta_init(), with the persistent ``buffers`` or without."""
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
     instead: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a tensor that is registered under several names stays one
+    recorder = _recorded.Recorder()
 
     def parameter_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register_parameter(module, name, param)
@@ -43,17 +46,21 @@ def on_meta(buffers: bool) -> Iterator[None]:
             if param not in instead:
                 instead[param] = moved_to_meta(param)
             module._parameters[name] = instead[param]
+        recorder.register(module, name, param, instead.get(param, param))
         _origins.remember(module, name)
 
     def buffer_on_meta(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor, persistent)
         if tensor is not None and buffers:
             module._buffers[name] = instead.setdefault(tensor, tensor.to("meta") if persistent else tensor)
+            if persistent:
+                recorder.register(module, name, tensor, instead[tensor])
 
     module_class: Any = nn.Module
     module_class.register_parameter, module_class.register_buffer = parameter_on_meta, buffer_on_meta
     try:
-        yield
+        with recorder:
+            yield
     finally:
         module_class.register_parameter, module_class.register_buffer = register_parameter, register_buffer
 
@@ -93,6 +100,7 @@ def valueless(model: nn.Module) -> set[str]:
 def have_values(model: nn.Module) -> None:
     for module in model.modules():
         _valueless.pop(module, None)
+        _recorded.forget(module)
 
 
 __all__ = ["meta_init", "to_empty"]

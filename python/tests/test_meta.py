@@ -210,11 +210,16 @@ def test_an_initialisation_by_a_function_and_one_that_nobody_knows() -> None:
         model, lambda module: [p.fill_(7) for p in module.parameters(recurse=False)] + [b.fill_(2) for b in module.buffers(recurse=False)]
     )
     assert all((p == 7).all() for p in model.parameters())
-    with shardow.meta_init():
+    with torch.device("meta"):
         model = Model()
+    model.rotary.table = model.rotary.original = torch.arange(4.0)
     with pytest.raises(ValueError, match=r"no reset_parameters\(\) in rotary \(Rotary\)"):
         shardow.materialize(model)
     assert all(p.is_meta for p in model.parameters())
+    with shardow.meta_init():
+        model = Model()
+    shardow.materialize(model)
+    assert model.rotary.calls == 3
 
 
 def test_a_model_that_has_all_its_values_is_not_initialised_again_by_chance() -> None:

@@ -1,0 +1,251 @@
+"""What constructors write into weights that are on meta: recorded under meta_init(), done again by materialize() where there is memory.
+
+A module's own ``reset_parameters()`` is called again whole, so only what comes after it is kept, call by call: of torch.nn.init, in-place methods (``weight.data.zero_()``), assignments to parts.
+What a constructor put into a parameter when it made it (``nn.Parameter(torch.zeros(3))``) is kept too: a number where all elements are equal, else the tensor, up to 8 MiB of it.
+
+Numbered, as the code below:
+
+1. a tensor that a module registers gets a Record, in the module's own dict, so that deep copies of the module have theirs
+2. torch tells this mode of every call; those that write into a recorded tensor, or a view of it, are found by the storage
+3. a call that writes all of a tensor makes everything before it void
+4. replay(): the calls again, on whole memory: what it was made with, reset_parameters(), what came after
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+MOST = 8 << 20  # bytes of a tensor that is kept as it is
+PATTERN = 0xAA  # of bytes that nobody wrote: -3e-13 in float32
+_KEY = "_shardow_recorded"  # of a module's dict
+_HEAD = 64  # bytes that tell memory without values
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_WHOLE = {
+    "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_", "bernoulli_",
+    "trunc_normal_", "eye_", "eye", "dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "sparse_",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class View:
+    """Of a recorded tensor's elements."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return torch.as_strided(whole, self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class Call:
+    """``whole``: it writes all of the tensor. ``problem``: why it can't be done again."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+    whole: bool = True
+
+
+@dataclass
+class Record:
+    """``made``: with what values; ``reset``: then the module's reset_parameters() wrote it; ``calls``: what came after."""
+
+    tensor: int  # its id, by which a deep copy is found
+    numel: int
+    made: list[Call] = field(default_factory=list)
+    reset: bool = False
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def has_values(self) -> bool:
+        return self.reset or bool(self.made) or any(call.whole for call in self.calls)
+
+    @property
+    def problem(self) -> str | None:
+        return next((call.problem for call in [*self.made, *self.calls] if call.problem), None)
+
+    def replay(self, whole: torch.Tensor, calls: Iterable[Call]) -> None:
+        """``made`` or ``calls``."""
+        for call in calls:
+            args = [one.of(whole) if isinstance(one, View) else one for one in call.args]
+            kwargs = {key: one.of(whole) if isinstance(one, View) else one for key, one in call.kwargs.items()}
+            call.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        copy = Record(self.tensor, self.numel, list(self.made), self.reset, list(self.calls))
+        copied = memo.get(self.tensor)
+        if isinstance(copied, torch.Tensor) and _recorder is not None and copied.is_meta:
+            _recorder.watch(copied, copy)
+        return copy
+
+
+_recorder: Recorder | None = None
+
+
+def records_of(module: nn.Module) -> dict[str, Record]:
+    """By key, of a module's own parameters and buffers."""
+    found: dict[str, Record] = module.__dict__.get(_KEY, {})
+    return found
+
+
+def forget(module: nn.Module) -> None:
+    module.__dict__.pop(_KEY, None)
+
+
+class Recorder(TorchFunctionMode):
+    """While it is on, of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_storage: dict[int, tuple[torch.Tensor, Record, list[nn.Module]]] = {}  # the tensor keeps the storage's address its own
+        self._frame: types.FrameType | None = None  # of torch.nn.init, which is recorded already
+
+    def __enter__(self) -> Recorder:
+        global _recorder
+        self._outer, _recorder = _recorder, self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        global _recorder
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        _recorder = self._outer
+        self._by_storage.clear()
+        self._frame = None
+
+    def watch(self, tensor: torch.Tensor, record: Record, module: nn.Module | None = None) -> None:
+        record.tensor = id(tensor)
+        known = self._by_storage.get(tensor.untyped_storage()._cdata)
+        modules = [*(known[2] if known else []), *([module] if module is not None else [])]
+        self._by_storage[tensor.untyped_storage()._cdata] = (tensor, record, modules)
+
+    def register(self, module: nn.Module, key: str, given: torch.Tensor, now: torch.Tensor) -> None:  # (1)
+        """``given`` has become ``now``, on meta, in the module."""
+        known = self._by_storage.get(now.untyped_storage()._cdata)
+        record = known[1] if known is not None else Record(id(now), now.numel())
+        if known is None and not given.is_meta and not without_values(given):
+            record.made = [_kept(given)]
+        module.__dict__.setdefault(_KEY, {})[key] = record
+        self.watch(now, record, module)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # (2)
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        result = func(*args, **kwargs)
+        if name in _EMPTY:
+            _mark(result)
+        else:
+            writes = (name.endswith("_") and not name.startswith("_")) or name == "__setitem__" or "out" in kwargs
+            # Functions of torch.nn.init that see a tensor on meta may return without a call that writes.
+            if writes or sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+                target = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
+                if isinstance(target, torch.Tensor) and target.is_meta:
+                    self._written(target, func, name, args, kwargs, writes)
+        return result
+
+    def _written(self, target: torch.Tensor, func: Any, name: str, args: Any, kwargs: Any, writes: bool) -> None:
+        known = self._by_storage.get(target.untyped_storage()._cdata)
+        if known is None:
+            return
+        _, record, modules = known
+        init, reset = _callers(modules)
+        if init is not None:
+            if init is self._frame:
+                return  # one of several steps
+            self._frame = init
+            name, func = init.f_code.co_name, getattr(nn.init, init.f_code.co_name)
+            args, kwargs = (), {key: init.f_locals[key] for key in inspect.signature(func).parameters}
+            target = kwargs.get("tensor", target)
+        elif not writes:
+            return
+        whole = name in _WHOLE and target.numel() == record.numel
+        if whole:  # (3)
+            record.made, record.calls, record.reset = [], [], False
+        if reset:
+            record.reset, record.calls = True, []
+        else:
+            record.calls.append(self._call(func, name, args, kwargs, record, whole))
+
+    def _call(self, func: Any, name: str, args: Any, kwargs: Any, record: Record, whole: bool) -> Call:
+        problems: list[str] = []
+
+        def keep(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if not value.is_meta:
+                if value.nbytes > MOST:
+                    problems.append(f"{name} with a tensor of {value.nbytes >> 20} MiB, more than meta_init() keeps")
+                return value.detach().clone() if not problems else None
+            known = self._by_storage.get(value.untyped_storage()._cdata)
+            if known is None or known[1] is not record:
+                problems.append(f"{name} with a tensor that is on meta itself")
+                return None
+            return View(tuple(value.size()), value.stride(), int(value.storage_offset()))
+
+        args = tuple(tuple(map(keep, one)) if isinstance(one, tuple) else keep(one) for one in args)
+        kwargs = {key: keep(value) for key, value in kwargs.items()}
+        return Call(func, args, kwargs, problems[0] if problems else None, whole)
+
+
+def without_values(tensor: torch.Tensor) -> bool:
+    """Memory as torch.empty() gave it, which nobody wrote since. The beginning mostly tells."""
+    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+        return False
+    head = tensor.detach().reshape(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8)
+    return bool((head == PATTERN).all())
+
+
+def _mark(tensor: Any) -> None:
+    if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.is_contiguous():
+        tensor.detach().view(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8).fill_(PATTERN)
+
+
+def _kept(given: torch.Tensor) -> Call:
+    values = given.detach()
+    whole = View(tuple(values.size()), _row_major(values.size()), 0)
+    if values.numel() and bool((values == values.reshape(-1)[0]).all()):
+        return Call(torch.Tensor.fill_, (whole, values.reshape(-1)[0].item()))
+    if values.nbytes > MOST:
+        return Call(
+            torch.Tensor.copy_, problem=f"its constructor made {values.nbytes >> 20} MiB of values itself, more than meta_init() keeps"
+        )
+    return Call(torch.Tensor.copy_, (whole, values.clone()))
+
+
+def _row_major(size: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for one in reversed(size):
+        strides.append(step)
+        step *= max(one, 1)
+    return tuple(reversed(strides))
+
+
+def _callers(modules: list[nn.Module]) -> tuple[types.FrameType | None, bool]:
+    """(the outermost frame of torch.nn.init that stands now, whether one of the modules' reset_parameters() does)."""
+    init, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.init" and _is_public(frame.f_code.co_name):
+            init = frame
+        if frame.f_code.co_name == "reset_parameters" and any(frame.f_locals.get("self") is one for one in modules):
+            return init, True
+        frame = frame.f_back  # type: ignore[assignment]
+    return init, False
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") and hasattr(nn.init, name)
+
+
+__all__ = ["Record", "Recorder", "forget", "records_of"]

@@ -1,0 +1,227 @@
+"""materialize(model): the values that constructors give, whatever they do after reset_parameters(), or without one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import shardow
+
+
+def built(build: Callable[[], nn.Module], **options: Any) -> dict[str, torch.Tensor]:
+    with shardow.meta_init():
+        model = build()
+    assert all(p.is_meta for p in model.parameters())
+    shardow.materialize(model, **options)
+    assert not any("_shardow" in key for module in model.modules() for key in vars(module))
+    return model.state_dict()
+
+
+class Gate(nn.Module):
+    """No reset_parameters(), every way to make a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.cls = nn.Parameter(0.25 * torch.arange(6.0).view(2, 3))
+        self.flat = nn.Parameter(torch.full((4,), -2.0, dtype=torch.bfloat16))
+        self.legacy = nn.Parameter(torch.Tensor(3, 3))
+        self.orthogonal = nn.Parameter(torch.empty(4, 6))
+        self.normal = nn.Parameter(torch.empty(64, 32))
+        self.register_buffer("table", torch.arange(4))
+        nn.init.eye_(self.legacy)
+        nn.init.orthogonal_(self.orthogonal)
+        nn.init.trunc_normal_(self.normal, std=0.02)
+        with torch.no_grad():
+            self.normal[3].fill_(9.0)
+            self.normal.data[:, :2].zero_()
+
+
+def test_what_a_constructor_made_is_kept() -> None:
+    found = built(Gate)
+    assert torch.equal(found["scale"], torch.ones(5))
+    assert torch.equal(found["cls"], 0.25 * torch.arange(6.0).view(2, 3))
+    assert torch.equal(found["flat"], torch.full((4,), -2.0, dtype=torch.bfloat16))
+    assert torch.equal(found["legacy"], torch.eye(3))
+    assert torch.equal(found["table"], torch.arange(4))
+    assert torch.allclose(found["orthogonal"] @ found["orthogonal"].T, torch.eye(4), atol=1e-5)
+    assert (found["normal"][3, 2:] == 9).all()
+    assert (found["normal"][:, :2] == 0).all()
+    drawn = found["normal"][4:, 2:]
+    assert 0.015 < drawn.std() < 0.025
+    assert torch.equal(built(Gate)["normal"], found["normal"]), "the seed decides"
+    assert not torch.equal(built(Gate, seed=1)["normal"], found["normal"])
+
+
+class DiTBlock(nn.Module):
+    """What DiT does to its children after they have initialised themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(8, 8)
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(8, 12))
+        self.patch = nn.Conv2d(3, 8, 2)
+        self.position = nn.Parameter(torch.zeros(1, 4, 8), requires_grad=False)
+        self.apply(self._basic)
+        self.position.data.copy_(torch.arange(32.0).view(1, 4, 8))
+        weight = self.patch.weight.data
+        nn.init.xavier_uniform_(weight.view([weight.shape[0], -1]))
+        nn.init.constant_(self.patch.bias, 0)
+        nn.init.constant_(self.modulation[-1].weight, 0)
+        self.modulation[-1].bias.data.fill_(1.5)
+
+    def _basic(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.constant_(module.bias, 0)
+
+
+def check_dit(found: dict[str, torch.Tensor]) -> None:
+    assert (found["modulation.1.weight"] == 0).all()
+    assert (found["modulation.1.bias"] == 1.5).all()
+    assert (found["attention.bias"] == 0).all()
+    assert (found["patch.bias"] == 0).all()
+    assert torch.equal(found["position"], torch.arange(32.0).view(1, 4, 8))
+    bound = math.sqrt(6 / 16)
+    assert 0.8 * bound < found["attention.weight"].abs().max() <= bound
+    bound = math.sqrt(6 / (8 + 12))
+    assert 0.8 * bound < found["patch.weight"].abs().max() <= bound, "by the fan of the view"
+
+
+def test_what_a_parent_writes_over_its_children_is_kept() -> None:
+    check_dit(built(DiTBlock))
+
+
+def on_two_ranks() -> dict[str, torch.Tensor]:
+    with shardow.meta_init():
+        model = DiTBlock()
+    fully_shard(model.attention, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    shardow.materialize(model)
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model.state_dict().items()}
+
+
+def test_the_values_are_the_same_at_any_world_size() -> None:
+    alone = built(DiTBlock)
+    for found in ranks.run(2, on_two_ranks):
+        check_dit(found)
+        assert all(torch.equal(found[name], value) for name, value in alone.items())
+
+
+def test_modules_of_torch_without_reset_parameters() -> None:
+    layer = built(lambda: nn.TransformerEncoderLayer(8, 2, 16))
+    assert (layer["self_attn.out_proj.bias"] == 0).all()
+    assert (layer["self_attn.in_proj_bias"] == 0).all()
+    assert layer["self_attn.in_proj_weight"].std() > 0.1
+    encoder = built(lambda: nn.Transformer(8, 2, 2, 1, 16))
+    for name, value in encoder.items():
+        if value.ndim > 1:  # Transformer itself draws them again, of deep copies as well
+            bound = math.sqrt(6 / sum(value.shape))
+            assert 0.7 * bound < value.abs().max() <= bound, name
+    assert not torch.equal(encoder["encoder.layers.0.linear1.weight"], encoder["encoder.layers.1.linear1.weight"])
+
+
+def test_attention_built_on_meta_without_us_initialises_itself() -> None:
+    with torch.device("meta"):
+        model = nn.MultiheadAttention(8, 2)
+    shardow.materialize(model)
+    assert (model.in_proj_bias == 0).all()
+    assert model.in_proj_weight.std() > 0.1
+
+
+def test_a_transformers_model_begins_as_transformers_begins_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, n_positions=32)
+    found = built(lambda: transformers.GPT2LMHeadModel(config))
+    plain = transformers.GPT2LMHeadModel(config).state_dict()
+    for name, value in plain.items():
+        if "ln_" in name or name.endswith("bias"):
+            assert torch.equal(found[name], value), name
+        else:
+            assert float(found[name].std()) == pytest.approx(float(value.std()), rel=0.2), name
+
+
+def test_what_a_call_in_the_block_initialises_is_kept() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def init_weights(self) -> None:
+            nn.init.ones_(self.layer.weight)
+
+    def build() -> nn.Module:
+        model = Model()
+        model.init_weights()
+        return model
+
+    assert (built(build)["layer.weight"] == 1).all()
+
+
+def test_tied_weights_have_the_last_values() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        model[1].weight = model[0].weight
+        nn.init.constant_(model[0].weight, 4.0)
+        return model
+
+    assert (built(build)["0.weight"] == 4).all()
+
+
+def test_copies_of_a_module_are_initialised_as_it_is() -> None:
+    with shardow.meta_init():
+        gate = Gate()
+        inside = copy.deepcopy(gate)
+        nn.init.constant_(inside.scale, 7.0)
+    for model, scale in ((inside, 7.0), (copy.deepcopy(gate), 1.0), (gate, 1.0)):
+        shardow.materialize(model)
+        assert (model.scale == scale).all()
+        assert torch.equal(model.cls, 0.25 * torch.arange(6.0).view(2, 3))
+
+
+def test_large_values_of_a_constructors_own_are_said_not_to_be_kept() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1025, 2048))
+
+    with shardow.meta_init():
+        model = Large()
+    with pytest.raises(ValueError, match=r"not kept: 'weight' \(its constructor made 8 MiB of values itself"):
+        shardow.materialize(model)
+    assert model.weight.is_meta
+    shardow.materialize(model, lambda module: module.weight.zero_())
+    assert (model.weight == 0).all()
+
+
+def test_what_nobody_wrote_is_still_an_error() -> None:
+    class Unwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 4))
+            self.other = nn.Parameter(torch.zeros(3))
+            self.part = nn.Parameter(torch.empty(3, 4))
+            nn.init.ones_(self.part[1])
+
+    with shardow.meta_init():
+        model = Unwritten()
+    with pytest.raises(ValueError, match="left weight, part without values"):
+        shardow.materialize(model)
+
+
+def test_plain_layers_have_the_values_of_reset_parameters() -> None:
+    found = built(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), seed=11)
+    expected = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    torch.manual_seed(11)
+    for module in expected:
+        module.reset_parameters()
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())

@@ -5,9 +5,11 @@
 #include "base/float_environment.h"
 #include "kernels/kernels.h"
 #include "kernels/row.h"
+#include "tensor/dtype.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu.cc"
+#include "hwy/cache_control.h"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
 #include "kernels/move-inl.h"
@@ -39,9 +41,31 @@ int64_t update_chunk(const Chunk& chunk, const Step& step) {
   }
 }
 
+constexpr size_t kAhead = 2;            // chunks
+constexpr size_t kFetchedBytes = 8192;  // of each operand of a chunk
+constexpr size_t kLine = 64;
+constexpr int64_t kLargeElements = 16 * 1024;
+
+void fetch(const void* memory, size_t bytes) {
+  for (size_t i = 0; i < HWY_MIN(bytes, kFetchedBytes); i += kLine) hwy::Prefetch(static_cast<const std::byte*>(memory) + i);
+}
+
+/// A small chunk on its way while others are computed: small tensors lie anywhere, and each would be waited for. Of a large one the
+/// processor sees the stream by itself.
+void fetch(const Chunk& chunk, int num_averages) {
+  if (chunk.count >= kLargeElements) return;
+  fetch(chunk.parameter, static_cast<size_t>(byte_size(chunk.parameter_dtype, chunk.count)));
+  for (size_t k = 0; k < static_cast<size_t>(num_averages); ++k) {
+    fetch(chunk.averages[k], static_cast<size_t>(byte_size(chunk.average_dtype, chunk.count)));
+  }
+}
+
 Tally update(std::span<const Chunk> chunks, const Step& step) {
   Tally tally;
-  for (size_t c = 0; c < chunks.size(); ++c) add(tally, update_chunk(chunks[c], step), c);
+  for (size_t c = 0; c < chunks.size(); ++c) {
+    if (c + kAhead < chunks.size()) fetch(chunks[c + kAhead], step.num_averages);
+    add(tally, update_chunk(chunks[c], step), c);
+  }
   return tally;
 }
 

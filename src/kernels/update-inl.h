@@ -2,9 +2,9 @@
 //
 // A row is walked in blocks of four vectors. A block converts its parameters once, tests them once, and then runs over the averages: load,
 // one switch on the operation, store; so nothing is multiplied by the number of averages or by the operations, and every operand is in a
-// register when it is needed. K passes over blocks kept in L1 were measured slower than this; prefetch and non-temporal stores gain nothing
-// in place. The first step is a partial one that brings the first average (a store stream) to a vector's boundary, the last one is partial
-// too.
+// register when it is needed. K passes over blocks kept in L1 were measured slower than this; prefetch (within a row) and non-temporal
+// stores gain nothing in place. The first step is a partial one that brings the first average (a store stream) to a vector's boundary, the
+// last one is partial too.
 #include "kernels/row.h"
 #include "kernels/vectors-inl.h"
 

@@ -57,7 +57,7 @@ struct AverageOptions {
   bool keep_values = false;  ///< the averages begin with what their memory holds, not equal to the parameters
   int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow
   Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
-  std::chrono::milliseconds timeout{600'000};  ///< of the exchanges with `replicas` in swap()
+  std::chrono::milliseconds timeout{600'000};  ///< of the exchanges with `replicas` in a swap
 };
 
 /// Whose options an Average goes on with after set_state().
@@ -96,6 +96,13 @@ struct AverageStats {
   double seconds = 0;                    ///< of the last update; CUDA: of its launch
   int64_t held_non_finite = 0;           ///< elements, since the start
   int64_t table_bytes = 0;               ///< memory of the lists of what an update goes through
+};
+
+/// How far a swap has come: all that the way back needs to know, whatever interrupted it.
+struct SwapState {
+  std::optional<size_t> average;  ///< the one that is swapped in, or partly; none: the weights are where they belong
+  size_t exchanged = 0;           ///< views of which this rank's part holds averages, the first ones
+  bool shared = false;            ///< parts that other replicas own may hold averages: the way back needs those replicas
 };
 
 class Average {
@@ -139,15 +146,28 @@ class Average {
   /// Copies the bound parameters into every average, exactly as at construction; steps and counters stay.
   void reset();
 
-  /// Exchanges the k-th averages and the bound parameters, element by element, in place; a second call undoes it bit for bit.
+  /// Exchanges the k-th averages and the bound parameters, element by element, in place; swap_out() undoes it bit for bit.
   /// Parameters of another dtype receive rounded averages; what rounding cut off is kept aside, so that the way back is exact. (bfloat16
-  /// weights with float32 averages need no memory for that; ties then round away from zero.) With options.replicas: collective, and every
-  /// replica ends with the whole weights.
-  void swap(size_t k = 0);
+  /// weights with float32 averages need no memory for that; ties then round away from zero.) Where it fails halfway, what was exchanged is
+  /// taken back. With options.replicas: collective, and every replica ends with the whole averages.
+  void swap_in(size_t k = 0);
   /// The same with weights that are not the bound parameters, where a master copy of another dtype is averaged: same names and regions,
-  /// same order. The call that undoes it takes the same ones.
-  void swap(std::span<const TensorView> weights, size_t k = 0);
-  bool swapped() const noexcept;
+  /// same order.
+  void swap_in(std::span<const TensorView> weights, size_t k = 0);
+
+  /// The weights back, from whatever point a swap has reached; where it throws it can be called again. Does nothing where nothing is
+  /// swapped in. With options.replicas: collective.
+  void swap_out();
+
+  /// swap_out() in two steps, for callers who send replicas their parts themselves: share() before other replicas' memory is overwritten,
+  /// take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as in swap_in(), with the same
+  /// contents; their addresses may have changed. The last two do nothing where nothing is swapped in.
+  void share();
+  void take_back(std::span<const TensorView> weights);
+  void settle();
+
+  SwapState swap_state() const noexcept;
+  bool swapped() const noexcept;  ///< the weights' memory holds averages, or may: from the first exchange to settle()
 
   size_t size() const noexcept;  ///< K, the number of averages of each parameter
   /// The k-th averages, in the parameters' order. Throws kInvalidArgument while swapped.

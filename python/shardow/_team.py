@@ -77,11 +77,12 @@ class Team:
         """check_updates() of what all ranks have. Collective."""
         self.check_updates(what, [int(one) for one in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates])
 
-    def gather(self, what: str, mine: bytes) -> list[bytes]:
+    def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
+        """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the same error at once."""
         gathered: list[bytes] = []
         try:
             self._begin(what)
-            gathered = _core.group_all_gather(self.group, mine, self.timeout)
+            gathered = _core.group_all_gather(self.group, mine, self.timeout if patience is None else min(patience, self.timeout))
         except TimeoutError as error:
             raise _told(what, error, True) from None
         return gathered
@@ -92,6 +93,14 @@ class Team:
 
     def _next(self) -> int:
         return self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
+
+    def note(self, key: str, text: str) -> None:
+        """For ranks that come later; waits for nobody. The first one under a key stays."""
+        if isinstance(self.group, StoreGroup):
+            self.group.note(key, text)
+
+    def noted(self, key: str) -> str | None:
+        return self.group.noted(key) if isinstance(self.group, StoreGroup) else None
 
 
 def _told(what: str, error: TimeoutError, begun: bool) -> Exception:

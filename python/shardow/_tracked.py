@@ -153,6 +153,11 @@ def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torc
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
 
 
+def strided(tracked: Iterable[Tracked]) -> list[Tracked]:
+    """Those that gather() and scatter() are needed for."""
+    return [one for one in tracked if one.stage is not None]
+
+
 def gather(tracked: Iterable[Tracked]) -> None:
     """Strided weights into the memory that the engine reads. Others lie there already."""
     for one in tracked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core, _counters, _errors, _files, _replicas, _state, _tracked, _warnings
+from shardow import _core, _counters, _errors, _files, _state, _tracked, _warnings
 from shardow._attached import Attachments, Handle, Samples
 from shardow._background import SaveHandle
 from shardow._equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
@@ -20,6 +19,8 @@ from shardow._gather import Gatherer, Part
 from shardow._keys import choose, keys_of
 from shardow._options import Options, Params, invalid, make_options, seconds
 from shardow._streams import Streams, with_memory
+from shardow._swap import Block, Swap
+from shardow._swap_guard import refuse_foreign
 from shardow._team import Team
 from shardow._unfrozen import Unfrozen
 from shardow.torch.find import find
@@ -101,17 +102,17 @@ class EMA:
 
         self._options, self._keys, self._tracked, self._engine = self._team.agree("EMA(...)", build)
         self._streams = Streams(average for one in self._tracked for average in one.averages)
-        self._strided = _strided(self._tracked)
         self._unfrozen = Unfrozen(self._view.frozen() if self._options.params == "trainable" else ())
         self._team.same("EMA(...)", self._facts(), "EMA")
         check_equal("EMA(...)", lambda: map(_common_weight, self._tracked_weights()), self._team, DIFFERENT_WEIGHTS)
         self._attached = Attachments(self._update_attached, lambda: self._not_swapped("optimizer.step()"))
-        self._in: int | None = None  # which average is swapped in
+        self._swap = Swap(self._engine, self._streams, self._tracked, self._view, self._team, self._splits())
         self._warned = False
 
     def _build(self, options: Options, source: Mapping[str, torch.Tensor] | None) -> tuple[list[_tracked.Tracked], _core.Average]:
         self._view.reshard()
         tracked = _tracked.track(self._chosen(options), options, source)
+        refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
         averages = [_tracked.average_views(tracked, k) for k in range(len(options.schedules))]
         sources, chosen = _tracked.source_views(tracked), options.engine(alone=self._team.size == 1)
         return tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
@@ -180,13 +181,9 @@ class EMA:
         self._average.prepare_replay(step, samples)
 
     def _ready_to_update(self) -> None:
-        if self._in is not None:
-            raise invalid("update() inside swapped(): the weights are averages now; leave the block first")
-        if not self._view.unchanged():
-            self._rebind()
+        self._swap.ready("update()")
         self._unfrozen.look()
-        if self._strided:
-            _tracked.gather(self._strided)
+        _tracked.gather(self._swap.strided)
 
     def _warn_of(self, held: int) -> None:
         if held and not self._warned:
@@ -206,20 +203,11 @@ class EMA:
 
     def _rebind(self) -> None:
         """A changed parameter is an error; one that is merely unsharded for a while, or whose memory moved, is not."""
-        if not self._follow_moves():
-            raise invalid(self._view.explain_change())
+        self._swap.rebind()
 
     def _follow_moves(self) -> bool:
         """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
-        self._view.reshard()
-        return self._view.unchanged() or self._view.follow_moves(self._bind)
-
-    def _bind(self) -> None:
-        for one in self._tracked:
-            one.follow()
-        self._strided = _strided(self._tracked)
-        sources = _tracked.source_views(self._tracked)
-        with_memory(lambda: self._average.bind(sources))
+        return self._swap.follow_moves()
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.
@@ -247,45 +235,41 @@ class EMA:
 
     # ---- evaluation
 
-    @contextlib.contextmanager
-    def swapped(self, decay: float | str | _core.Schedule | None = None) -> Iterator[None]:
+    def swapped(self, decay: float | str | _core.Schedule | None = None) -> Block:
         """Inside the block the model holds the averages; after it, whatever happened, its weights again, bit for bit.
 
-        Collective where ranks share the model. In place, without a second copy of the weights: state_dict() and the like wait until the block ends. ``decay`` chooses among
-        several averages. A backward through activations from before the block raises, where autograd can see it.
+        Collective, both ends, where ranks share the model. In place, without a second copy of the weights: state_dict() and the like, and optimizer.step(), wait until the block ends. ``decay`` chooses
+        among several averages. A backward through activations from before the block raises, where autograd can see it.
+
+        Weights whose memory moved inside (``model.to()``, ``load_state_dict(assign=True)``) are put where the model has them now; with a RuntimeWarning where they were cast.
+
+        An exception of the block is raised at once, on its rank. Other ranks get a ConnectionError that names it when they leave theirs. Where replicas hold parts of each other's weights (DDP, HSDP with
+        ``replicas="split"``) and some ranks were still inside, the model keeps the averages, all other calls say so, and restore() on every rank brings the weights back.
+
+        Raises:
+            ValueError: nested, the same weights hold another EMA's averages, or (on leaving, with nothing lost) the model has no place for its weights any more.
+            TimeoutError, ConnectionError: another rank is missing, or failed.
         """
-        k = choose(self._keys, decay)
-        self._together("swapped()", self._ready_to_swap)
-        self._swap(k)
-        self._in = k
-        try:
-            yield
-        finally:
-            self._swap_back(k)
+        return self._swap.block(choose(self._keys, decay), self._ready_to_swap)
 
-    def _ready_to_swap(self) -> None:
-        if self._in is not None:
-            raise invalid("swapped() inside swapped(): the weights are averages already; leave the outer block first")
-        if not self._view.unchanged():
-            self._rebind()
+    def swap_in(self, decay: float | str | _core.Schedule | None = None) -> None:
+        """The beginning of swapped(), for frameworks with callbacks: the same transaction. Collective."""
+        self._swap.enter(choose(self._keys, decay), self._ready_to_swap)
 
-    def _swap_back(self, k: int) -> None:
-        if self._splits():
-            self._team.agree("leaving swapped()", lambda: None)
-        self._swap(k)
-        self._in = None
+    def swap_out(self) -> None:
+        """The end of swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped in."""
+        self._swap.out()
 
-    def _swap(self, k: int) -> None:
-        """Own parts in place, then what other replicas own; nothing of the old weights may survive in an unsharded copy."""
-        self._view.reshard()
-        _tracked.gather(self._tracked)
-        self._average.swap(_tracked.weight_views(self._tracked), k)
-        _tracked.scatter(self._tracked)
-        if self._splits():
-            with torch.no_grad():
-                _replicas.exchange(self._tracked)
-        self._view.bump_versions()
-        self._view.reshard()
+    def restore(self, strict: bool = True) -> None:
+        """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached; does nothing where they are where they belong.
+
+        Collective where replicas hold parts of each other's weights: call it on every rank that shares the model. ``strict=False``: parameters that are gone from the model are left as they are.
+
+        Raises:
+            ValueError: the model has no place for its weights any more; nothing has changed.
+            TimeoutError, ConnectionError: another rank is missing; if it died, the weights that it held died with it, and the last checkpoint has to be loaded.
+        """
+        self._swap.restore(strict)
 
     def _splits(self) -> bool:
         return self._options.replicas == "split" and any(one.local.replicas for one in self._tracked)
@@ -301,8 +285,7 @@ class EMA:
         target.bump_versions()
 
     def _check_copy(self, parameters: Sequence[LocalTensor], names: set[str]) -> None:
-        self._not_swapped("copy_to()")
-        self._rebind()
+        self._swap.ready("copy_to()")
         shapes = {one.name: tuple(one.local.region.shape) for one in self._tracked}
         theirs = {one.name: tuple(one.region.shape) for one in parameters}
         wrong = [f"'{n}': {theirs.get(n, 'missing')} there, {s} here" for n, s in shapes.items() if theirs.get(n) != s]
@@ -343,7 +326,7 @@ class EMA:
         try:
             copies, report = self._team.agree("load_state_dict()", check)
         except BaseException:
-            if self._in is None:  # this rank's was good, another's was not
+            if not self._average.swapped:  # this rank's was good, another's was not
                 self._average.set_state(before)
             raise
         for target, value, region in copies:
@@ -352,6 +335,7 @@ class EMA:
 
     def _averages(self) -> dict[str, torch.Tensor]:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
+        self._not_swapped("state_dict()")
         return {one.name: _state.as_tensor(one, 0) for one in self._tracked}
 
     @torch.no_grad()
@@ -398,7 +382,9 @@ class EMA:
         self._view.reshard()
         averaged = {one.name for one in self._tracked}
         buffers = self._view.buffers if self._options.buffers != "ignore" else []
-        return [one for one in [*self._view.parameters, *buffers] if one.name not in averaged]
+        others = [one for one in [*self._view.parameters, *buffers] if one.name not in averaged]
+        refuse_foreign("handing out a complete model", lambda: [one.tensor for one in others], self._swap)
+        return others
 
     # ---- files
 
@@ -482,8 +468,8 @@ class EMA:
     def distance(self, decay: float | str | _core.Schedule | None = None) -> float:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
         k = choose(self._keys, decay)
-        self._together("distance()", self._ready_to_measure)
-        _tracked.gather(self._strided)
+        self._together("distance()", lambda: self._swap.ready("distance()"))
+        _tracked.gather(self._swap.strided)
         return _state.distance(self._tracked, k, self._team)
 
     def __repr__(self) -> str:
@@ -514,9 +500,16 @@ class EMA:
                 f"at step {step}, {elements} weights on rank {self._team.rank} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held"
             )
 
-    def _ready_to_measure(self) -> None:
-        self._not_swapped("distance()")
-        self._rebind()
+    def _ready_to_swap(self, what: str, fn: Callable[[], None]) -> None:
+        """_together(), and replicas hold the same weights: they are about to overwrite each other's."""
+
+        def find() -> list[Common | None]:
+            self._raise_non_finite()
+            fn()
+            return [common_of(one.local) for one in self._tracked_weights()] if self._splits() else []
+
+        check_equal(what, find, self._team, f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own')
+        self._agreed_state(what)
 
     def _agreed_state(self, what: str) -> str:
         state = _counters.agreed(what, self._average.state(), self._team)
@@ -535,6 +528,7 @@ class EMA:
             check()
             if others is None:
                 return list(self._common())
+            self._swap.refuse_foreign(what)
             self._rebind()
             weights = set(self._view.parameters)
             return [*self._common(), *(common_of(one) for one in others() if one in weights)]
@@ -557,17 +551,11 @@ class EMA:
                     yield common_of(one.local, average)
 
     def _not_swapped(self, what: str) -> None:
-        if self._in is not None:
-            raise invalid(f"{what} inside swapped(): the averages are in the model now; leave the block first")
+        self._swap.refuse(what)
 
 
 def _common_weight(one: _tracked.Tracked) -> Common | None:
     return common_of(one.local, one.source if one.mastered else one.local.tensor)
-
-
-def _strided(tracked: Sequence[_tracked.Tracked]) -> list[_tracked.Tracked]:
-    """Those whose weights must be brought together before the engine reads them."""
-    return [one for one in tracked if one.stage is not None and not one.mastered]
 
 
 def _wants(params: Params, local: LocalTensor) -> bool:

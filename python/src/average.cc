@@ -106,6 +106,10 @@ void bind_average(nb::module_& m) {
           },
           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a, "start_step"_a, "seed"_a,
           "num_threads"_a, "keep_values"_a = false);
+  nb::class_<SwapState>(m, "SwapState", "How far a swap has come: all that the way back needs to know.")
+      .def_ro("average", &SwapState::average)
+      .def_ro("exchanged", &SwapState::exchanged)
+      .def_ro("shared", &SwapState::shared);
   nb::class_<Average>(m, "Average", "Exponential moving averages of the parameters that this rank holds, in the caller's memory.")
       .def(
           "__init__",
@@ -148,8 +152,14 @@ void bind_average(nb::module_& m) {
           "index"_a, "stream"_a, "CUDA: from here on the work on the device goes to this stream, behind what is under way on the last one.")
       .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(), "Copies the bound parameters into every average.")
       .def(
-          "swap", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap(weights, k); }, "weights"_a, "k"_a = 0,
-          nb::call_guard<nb::gil_scoped_release>(), "Exchanges averages and weights; a second call with the same weights undoes it.")
+          "swap_in", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap_in(weights, k); }, "weights"_a,
+          "k"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Exchanges averages and weights; take_back() and settle() undo it.")
+      .def("share", &Average::share, "Before memory that other replicas own is overwritten with averages.")
+      .def(
+          "take_back", [](Average& self, const std::vector<TensorView>& weights) { self.take_back(weights); }, "weights"_a,
+          nb::call_guard<nb::gil_scoped_release>(), "What this rank owns of the weights, from whatever point the swap has reached.")
+      .def("settle", &Average::settle, "All of the weights are back.")
+      .def_prop_ro("swap_state", &Average::swap_state)
       .def_prop_ro("swapped", &Average::swapped)
       .def("stats", &stats_dict)
       .def(

@@ -129,23 +129,26 @@ def test_restores_after_a_forward_that_raised(kind: str, world: int) -> None:
     ranks.run(world, swap_after_failed_forward, kind)
 
 
-def raise_on_one_rank(kind: str) -> str:
+def raise_on_one_rank(kind: str) -> tuple[str, str]:
     model, ema, _ = trained(kind)
     before = models.whole_weights(model)
-    caught = ""
+    caught = ("", "")
     try:
         with ema.swapped():
             if dist.get_rank() == 1:
                 raise _Broken("only here")
-    except _Broken as error:
-        caught = str(error)
+    except (_Broken, shardow.Error) as error:
+        caught = (type(error).__name__, str(error))
     assert same(models.whole_weights(model), before)
+    ema.update()
     return caught
 
 
 @pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("hsdp", 4)])
-def test_restores_when_the_body_raises_on_one_rank(kind: str, world: int) -> None:
-    assert ranks.run(world, raise_on_one_rank, kind) == ["", "only here", *[""] * (world - 2)]
+def test_restores_when_the_body_raises_on_one_rank_and_tells_the_others(kind: str, world: int) -> None:
+    for rank, (kind_, message) in enumerate(ranks.run(world, raise_on_one_rank, kind)):
+        assert kind_ == ("_Broken" if rank == 1 else "PeerFailedError")
+        assert message == "only here" or "rank 1 left swapped() with _Broken: only here" in message
 
 
 def swap_bfloat16(kind: str) -> None:

@@ -129,7 +129,7 @@ int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
 }
 
 UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch) {
-  if (swapped) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
+  if (swap) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
   if (!std::isfinite(samples) || samples < 0) {
     fail(Code::kInvalidArgument, "update(samples={}): the number of training samples seen so far, 0 or more", samples);
   }
@@ -308,12 +308,12 @@ void Average::bind(std::span<const TensorView> parameters) {
   average::check_devices(parameters, impl_->options.replicas != nullptr);
   impl_->follow_streams(parameters);
   if (same_addresses(impl_->whole, parameters)) return;
-  if (impl_->swapped) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
+  if (impl_->swap) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
   impl_->bind(parameters);
 }
 
 void Average::reset() {
-  if (impl_->swapped) fail(Code::kInvalidArgument, "reset() while weights and averages are swapped; swap back first");
+  if (impl_->swap) fail(Code::kInvalidArgument, "reset() while weights and averages are swapped; swap back first");
   impl_->copy_parameters();
 }
 
@@ -322,7 +322,7 @@ size_t Average::size() const noexcept {
 }
 
 std::span<const TensorView> Average::views(size_t k) const {
-  if (impl_->swapped) fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
+  if (impl_->swap) fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
   if (k >= size()) fail(Code::kInvalidArgument, "average {} of {}", k, size());
   return impl_->averages[k];
 }
@@ -361,7 +361,7 @@ std::string Average::state() const {
 }
 
 void Average::set_state(std::string_view json, OptionsFrom options) {
-  if (impl_->swapped) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
+  if (impl_->swap) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
   const average::State state = average::state_from_json(json);
   if (state.options.schedules.size() != size()) {
     fail(Code::kInvalidArgument,

@@ -244,7 +244,7 @@ std::vector<std::vector<float>> numbers_after(const std::function<void()>& set, 
     ema.update(3);
     for (size_t k = 0; k < 2; ++k) {
       for (int way = 0; way < 2; ++way) {
-        ema.swap(k);
+        way == 0 ? ema.swap_in(k) : ema.swap_out();
         results.push_back(values);
       }
     }
@@ -373,10 +373,10 @@ TEST(Average, SwapExchangesAndUndoesBitForBit) {
   p.fill(2);
   ema.update();
   const std::vector<float> weights = p.values, average = copy_of(ema.views()[0]);
-  ema.swap();
+  ema.swap_in();
   EXPECT_TRUE(ema.swapped());
   EXPECT_EQ(p.values, average);
-  ema.swap();
+  ema.swap_out();
   EXPECT_FALSE(ema.swapped());
   EXPECT_EQ(p.values, weights);
   EXPECT_EQ(copy_of(ema.views()[0]), average);
@@ -396,9 +396,9 @@ TEST(Average, SwapOfOtherDtypesIsExactBothWays) {
     ema.update();
     before = memory;
     const std::vector<float> average = copy_of(ema.views()[0]);
-    ema.swap();
+    ema.swap_in();
     EXPECT_NE(memory, before);
-    ema.swap();
+    ema.swap_out();
     EXPECT_EQ(memory, before);
     EXPECT_EQ(copy_of(ema.views()[0]), average);
   }
@@ -628,9 +628,9 @@ TEST(Average, ReplicasDivideTheWorkAndSwapWhole) {
         local[at]->fill(2);
         ema.update();
         elements[at] = ema.stats().elements;
-        ema.swap();
+        ema.swap_in();
         inside[at] = local[at]->values;
-        ema.swap();
+        ema.swap_out();
       });
     }
     for (std::thread& worker : workers) worker.join();
@@ -660,7 +660,7 @@ TEST(Average, WrongUseIsAClearErrorBeforeAnythingChanges) {
       {[&] { ema.update(std::vector{narrow}); }, "BF16"},
       {[&] { ema.update(std::vector<TensorView>{}); }, "0 parameters"},
       {[&] { ema.update(0); }, "step 0"},
-      {[&] { ema.swap(1); }, "1 averages"},
+      {[&] { ema.swap_in(1); }, "1 averages"},
       {[&] {
          Average(std::vector{p.view, p.view});
        },
@@ -679,7 +679,7 @@ TEST(Average, WrongUseIsAClearErrorBeforeAnythingChanges) {
 TEST(Average, IsNotUpdatedOrReadWhileSwapped) {
   Owned p("p", {kRows}, 1);
   Average ema(std::vector{p.view}, with_decay(0.9));
-  ema.swap();
+  ema.swap_in();
   message_of([&] { ema.update(); }, Code::kInvalidArgument);
   message_of([&] { (void)ema.views(); }, Code::kInvalidArgument);
   message_of([&] { ema.reset(); }, Code::kInvalidArgument);

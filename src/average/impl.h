@@ -22,12 +22,17 @@ struct Average::Impl {
   average::Memory memory;                         // of the averages, where they are our own
   std::vector<std::unique_ptr<average::Backend>> backends;
 
-  struct Swapped {
+  /// A swap from its first exchange to its end. Invariant: the parts of weights[0] to weights[exchanged - 1] hold averages, and what was
+  /// there lies in the average's memory or in `kept`; the others hold weights.
+  struct Swap {
     size_t k;                           // which averages are in the weights' memory
-    std::vector<TensorView> weights;    // where they are; parallel to parts
+    std::vector<TensorView> whole;      // the weights' memory, with the parts that other replicas own
+    std::vector<TensorView> weights;    // this rank's parts of it; parallel to parts
     std::vector<average::Memory> kept;  // parallel to parts: weights whose dtype does not swap in place, else empty
+    size_t exchanged = 0;
+    bool shared = false;
   };
-  std::optional<Swapped> swapped;
+  std::optional<Swap> swap;
 
   struct Met {
     int64_t step, elements;
@@ -52,7 +57,9 @@ struct Average::Impl {
   void set_stream(int index, void* stream);
   void follow_streams(std::span<const TensorView> views);
   std::vector<TensorView> divide(std::span<const TensorView> views) const;
-  void swap(std::span<const TensorView> weights, size_t k);
+  void swap_in(std::span<const TensorView> weights, size_t k);
+  void swap_out();
+  void take_back(std::span<const TensorView> weights);
 
  private:
   int64_t next_step(std::optional<int64_t> step) const;
@@ -66,8 +73,9 @@ struct Average::Impl {
   average::NonFiniteCount dispatch(const kernels::Step& step);
   void hold(const average::NonFiniteCount& count, int64_t step);
   size_t part_of(const void* element) const;
-  Swapped exchange_in(std::vector<TensorView> weights, size_t k);
-  void exchange_out(const Swapped& in);
+  Swap prepare_swap(std::span<const TensorView> weights, size_t k) const;
+  void exchange_in();
+  void exchange_out();
 };
 
 }  // namespace shardow

@@ -1,19 +1,23 @@
-// Swap, numbered:
-//   1. replicas agree that all are there: later failures could leave half of the weights exchanged
-//   2. own parts exchange in place; where dtypes forbid it, the weights are kept aside and receive converted averages
-//   3. replicas send each other the parts that they own, so that everybody has the whole weights
-// The way back is 1, 2 reversed, 3: replicas' weights are equal, so the owner's part restores everybody's.
+// A swap is a transaction whose record, Impl::Swap, is written after each step, so that the way back is a function of the record alone:
+//   1. memory for all that is kept aside; replicas agree that everybody is here and has it
+//   2. own parts exchange in place, one view after the other; where dtypes forbid it, the weights are kept aside and receive converted
+//      averages. A failure takes back what was exchanged
+//   3. `shared` is set, and replicas send each other the parts that they own, so that everybody has the whole averages
+// The way back is 2 reversed, from the last view exchanged, then, where `shared`, 3: replicas' weights are equal, so the owner's part
+// restores everybody's. It can be stopped between any two steps too, and is taken up where it stands.
 #include <chrono>
 
 #include "average/checks.h"
 #include "average/impl.h"
 #include "average/replicas.h"
+#include "average/swap_seam.h"
 #include "base/errors.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
 
 using average::Memory;
+using base::fail;
 using kernels::Direction;
 
 namespace {
@@ -24,61 +28,143 @@ TensorView memory_as(const TensorView& view, const Memory& memory) {
   return kept;
 }
 
-}  // namespace
-
-void Average::swap(size_t k) {
-  impl_->swap(impl_->whole, k);
+void step_done() {
+  if (average::swap_seam != nullptr) average::swap_seam();
 }
 
-void Average::swap(std::span<const TensorView> weights, size_t k) {
+}  // namespace
+
+void Average::swap_in(size_t k) {
+  impl_->swap_in(impl_->whole, k);
+}
+
+void Average::swap_in(std::span<const TensorView> weights, size_t k) {
   average::check_swappable(impl_->whole, weights);
-  impl_->swap(weights, k);
+  impl_->swap_in(weights, k);
+}
+
+void Average::swap_out() {
+  impl_->swap_out();
+}
+
+void Average::share() {
+  if (!impl_->swap) fail(Code::kInvalidArgument, "share() where nothing is swapped in");
+  impl_->swap->shared = true;
+}
+
+void Average::take_back(std::span<const TensorView> weights) {
+  average::check_swappable(impl_->whole, weights);
+  impl_->take_back(weights);
+}
+
+void Average::settle() {
+  if (impl_->swap && impl_->swap->exchanged > 0)
+    fail(Code::kInternal, "settle() while {} views hold averages; take_back() comes first", impl_->swap->exchanged);
+  impl_->swap.reset();
 }
 
 bool Average::swapped() const noexcept {
-  return impl_->swapped.has_value();
+  return impl_->swap.has_value();
 }
 
-void Average::Impl::swap(std::span<const TensorView> weights, size_t k) {
-  if (k >= averages.size()) base::fail(Code::kInvalidArgument, "swap({}): there are {} averages", k, averages.size());
-  if (swapped && swapped->k != k)
-    base::fail(Code::kInvalidArgument, "swap({}): average {} is swapped in; swap it back first", k, swapped->k);
+SwapState Average::swap_state() const noexcept {
+  if (!impl_->swap) return {};
+  return {impl_->swap->k, impl_->swap->exchanged, impl_->swap->shared};
+}
+
+void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
+  if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
+  if (swap) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, swap->k);
   const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
-  if (options.replicas != nullptr) agree(*options.replicas, deadline, [] {});
-  if (swapped) {
-    exchange_out(*swapped);
-    swapped.reset();
-  } else {
-    swapped = exchange_in(divide(weights), k);
-  }
-  if (options.replicas != nullptr) average::exchange_parts(*options.replicas, weights, deadline);
+  std::optional<Swap> prepared;
+  const auto prepare = [&] { prepared = prepare_swap(weights, k); };
+  options.replicas != nullptr ? agree(*options.replicas, deadline, prepare) : prepare();
+  swap = std::move(prepared);
+  exchange_in();
+  if (options.replicas == nullptr) return;
+  swap->shared = true;
+  step_done();
+  average::exchange_parts(*options.replicas, swap->whole, deadline);
 }
 
-Average::Impl::Swapped Average::Impl::exchange_in(std::vector<TensorView> weights, size_t k) {
-  std::vector<Memory> kept(weights.size());  // all memory first: past it nothing fails
+/// All memory that a swap needs.
+Average::Impl::Swap Average::Impl::prepare_swap(std::span<const TensorView> weights, size_t k) const {
+  Swap prepared{k, {weights.begin(), weights.end()}, divide(weights), std::vector<Memory>(weights.size())};
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (kernels::swaps_in_place(weights[i].dtype, options.dtype)) continue;
-    kept[i] = Memory(static_cast<size_t>(byte_size(weights[i].dtype, weights[i].region.size())), weights[i].device);
+    const TensorView& part = prepared.weights[i];
+    if (kernels::swaps_in_place(part.dtype, options.dtype)) continue;
+    prepared.kept[i] = Memory(static_cast<size_t>(byte_size(part.dtype, part.region.size())), part.device);
+    step_done();
   }
-  for (size_t i = 0; i < weights.size(); ++i) {
-    if (kernels::swaps_in_place(weights[i].dtype, options.dtype)) {
-      average::swap(weights[i], averages[k][i], Direction::kIn);
-    } else {
-      average::cast(weights[i], memory_as(weights[i], kept[i]));
-      average::cast(averages[k][i], weights[i]);
-    }
-  }
-  return {k, std::move(weights), std::move(kept)};
+  return prepared;
 }
 
-void Average::Impl::exchange_out(const Swapped& in) {
-  for (size_t i = 0; i < in.weights.size(); ++i) {
-    if (kernels::swaps_in_place(in.weights[i].dtype, options.dtype)) {
-      average::swap(in.weights[i], averages[in.k][i], Direction::kOut);
-    } else {
-      average::cast(memory_as(in.weights[i], in.kept[i]), in.weights[i]);
+void Average::Impl::exchange_in() {
+  try {
+    for (size_t i = 0; i < swap->weights.size(); ++i) {
+      step_done();
+      const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
+      if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
+        average::swap(weight, average, Direction::kIn);
+        swap->exchanged = i + 1;
+      } else {
+        average::cast(weight, memory_as(weight, swap->kept[i]));
+        swap->exchanged = i + 1;  // from here on taking back is right, whether or not the next line was reached
+        average::cast(average, weight);
+      }
     }
+    step_done();
+  } catch (...) {
+    try {
+      exchange_out();
+      swap.reset();
+    } catch (...) {  // the record stays, and swap_out() goes on from it; the first failure is the one to tell
+    }
+    throw;
   }
+}
+
+void Average::Impl::exchange_out() {
+  while (swap->exchanged > 0) {
+    step_done();
+    const size_t i = swap->exchanged - 1;
+    const TensorView& weight = swap->weights[i];
+    if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
+      average::swap(weight, averages[swap->k][i], Direction::kOut);
+    } else {
+      average::cast(memory_as(weight, swap->kept[i]), weight);
+    }
+    swap->exchanged = i;
+  }
+}
+
+void Average::Impl::swap_out() {
+  const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
+  bool shared = swap && swap->shared;
+  if (options.replicas != nullptr) {
+    uint64_t anybody = shared ? 1 : 0;  // one whose own swap failed early is needed by those that went on
+    options.replicas->all_reduce({&anybody, 1}, Group::Op::kMax, deadline);
+    shared = anybody != 0;
+  }
+  if (swap) exchange_out();
+  step_done();
+  if (shared && options.replicas != nullptr) average::exchange_parts(*options.replicas, swap ? swap->whole : whole, deadline);
+  step_done();
+  swap.reset();
+}
+
+/// `now` may differ from what was swapped in by its addresses and streams.
+void Average::Impl::take_back(std::span<const TensorView> now) {
+  if (!swap) return;
+  std::vector<TensorView> all(now.begin(), now.end()), own = divide(now);
+  for (size_t i = 0; i < own.size(); ++i) {
+    if (own[i].dtype == swap->weights[i].dtype) continue;
+    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name, dtype_name(own[i].dtype),
+         dtype_name(swap->weights[i].dtype));
+  }
+  swap->whole.swap(all);
+  swap->weights.swap(own);
+  exchange_out();
 }
 
 }  // namespace shardow

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardow import _errors, _replicas, _state
+from shardow import _errors, _state
 from shardow._gather import Gatherer, Part
-from shardow._tracked import Tracked, divide
+from shardow._replicas import Exchange
+from shardow._tracked import Tracked, divide, scatter
 from shardow.ema import EMA
 from shardow.torch.find import ModelView, find
 
@@ -43,8 +44,9 @@ class Copier:
             self._alike_everywhere = all(answer == b"1" for answer in team.gather("copy_to()", b"%d" % alike))
         if self._alike_everywhere:
             torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
+            scatter(self._tracked)
             if self._ema._splits():
-                _replicas.exchange(self._tracked)
+                Exchange(self._tracked).run(team.timeout)
         else:
             parts = [Part(one.name, one.averages[0], one.region) for _, one in pairs]
             _state.copy_streamed(Gatherer(parts, team.process_group), self._view, team)

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardow import _replicas
 from shardow._options import invalid
-from shardow._tracked import Tracked
+from shardow._replicas import Exchange
+from shardow._tracked import Tracked, gather, scatter
 from shardow.compat._pairs import copy_all, warn_of_rounding
 from shardow.compat._stand_in import StandIn
 from shardow.compat._twin import Choose, Fate, Kind, Twin
@@ -81,15 +81,17 @@ class Shared(Keeper):
     def give(self, decay: float | None) -> None:
         """Collective where replicas divide the averages."""
         ema = self._ema
-        ema._together("update_model_with_ema()", ema._ready_to_swap)
+        ema._together("update_model_with_ema()", lambda: ema._swap.ready("update_model_with_ema()"))
         ema._view.reshard()
+        gather(ema._swap.strided)
         copied = self._copied if decay is not None else ema._tracked
         copy_all([one.weights() for one in copied], _averages(copied))
         for one in self._averaged if decay is not None else ():
             weights = one.weights()
             weights.copy_(torch.lerp(weights.to(one.averages[0].dtype), one.averages[0], 1.0 - (decay or 0.0)))
+        scatter(ema._swap.strided)
         if ema._splits():
-            _replicas.exchange(ema._tracked)
+            Exchange(ema._tracked).run(ema._team.timeout)
         ema._view.bump_versions()
         ema._view.reshard()
 

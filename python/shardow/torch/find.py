@@ -42,7 +42,7 @@ class ModelView:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
         _refuse_valueless(model)
-        self._model = model
+        self._model, self._form = model, form
         self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, form), Fsdp1Adapter(model), PlainAdapter(model, group, form)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
         self.watch_buffers = False
@@ -148,6 +148,15 @@ class ModelView:
         bind()
         self._record()
         return True
+
+    def as_it_is_now(self) -> list[LocalTensor]:
+        """Parameters and buffers found anew, whatever has become of the model; this view stays as it is."""
+        now = ModelView(self._model, self.process_group, self._form)
+        return [*now.parameters, *now.buffers]
+
+    def parameter_objects(self) -> list[torch.Tensor]:
+        """Those that the model shows, and those that were recorded."""
+        return [*self._model.parameters(), *self._named.values()]
 
     def explain_change(self) -> str:
         """Which tensor is not what it was when this view was made, and the way out."""

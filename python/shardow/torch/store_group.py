@@ -34,6 +34,7 @@ from shardow.torch.waiting import Left, Overdue, wait_for
 
 _ALL_THERE = "ok"
 _MOST = 4 << 20  # bytes of one value; torch's TCPStore drops a client that sends 8 MiB
+_ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 _LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
 
 _FIRST_TAG = 64  # smaller ones are channels
@@ -195,6 +196,26 @@ class StoreGroup(_core.Group):
     def _connected(self) -> Any:
         """Channels wait at the same time, and so does torch: a connection serves one wait."""
         return PrefixStore(self._prefix, _connection())
+
+    def note(self, key: str, text: str) -> None:
+        """For ranks that come later; no round, and waits for nobody. The first one under a key stays."""
+        self._ask(lambda store: store.compare_set(f"note/{key}", "", text))
+
+    def noted(self, key: str) -> str | None:
+        """What note() left, if anything; None where the store does not answer either."""
+        found = self._ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None)
+        return None if found is None else bytes(found).decode()
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        store = self._store = self._store or self._connected()
+        try:
+            return wait_for(lambda: question(store), _ANSWER)
+        except (Overdue, dist.DistError):
+            self._store = None
+            return None
+        except Left as interrupt:
+            self._store = None
+            raise interrupt.cause from None
 
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
         """Combines 64-bit words in place: op is "sum", "max" or "xor"."""

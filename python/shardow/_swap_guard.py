@@ -1,0 +1,64 @@
+"""Who else would take averages for weights: other EMAs of the same model, and optimizers. Nothing here is asked whether anything is swapped: the engine is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardow._options import invalid
+
+
+class Swapping(Protocol):
+    """A swap, as others need to see it."""
+
+    @property
+    def swapped(self) -> bool: ...
+
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Memory that holds averages while ``swapped``."""
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters that show them."""
+
+    def refuse(self, what: str) -> None:
+        """Raises while ``swapped``."""
+
+
+_entered: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from before the first exchange until the weights are back
+
+enter = _entered.add
+settle = _entered.discard
+
+
+def refuse_foreign(what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None) -> None:
+    """Raises where ``weights()``, as ``own`` needs them, are another EMA's averages now. Costs nothing where no EMA is swapped in."""
+    if not _entered:
+        return
+    needed = _addresses(weights())
+    for other in _now():
+        if other is not own and not needed.isdisjoint(_addresses(other.weights())):
+            raise invalid(f"{what}: another EMA has its averages in this model's memory now; leave its swapped() first")
+
+
+def _now() -> list[Swapping]:
+    return [one for one in list(_entered) if one.swapped]
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors} - {0}
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before any optimizer's step: one on averages would be lost, and spoil them."""
+    for swap in _now() if _entered else ():
+        steps = [p for group in optimizer.param_groups for p in group["params"]]
+        shown = set(map(id, swap.parameters()))
+        if any(id(p) in shown for p in steps) or not _addresses(steps).isdisjoint(_addresses(swap.weights())):
+            swap.refuse("optimizer.step()")
+
+
+register_optimizer_step_pre_hook(_refuse_step)

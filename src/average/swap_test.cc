@@ -1,0 +1,206 @@
+// A swap that is stopped between any two of its steps, on the way in, on the way out, and once more while it is taken back.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <thread>
+
+#include "average/swap_seam.h"
+#include "shardow/average.h"
+#include "shardow/error.h"
+
+namespace shardow {
+namespace {
+
+struct Stopped : std::runtime_error {
+  Stopped() : std::runtime_error("stopped") {}
+};
+
+thread_local int steps_left = -1;  // below 0: never stops
+thread_local int stops_left = 0;   // how many steps in a row fail from there on
+
+void stop() {
+  if (steps_left < 0 || steps_left-- > 0) return;
+  steps_left = --stops_left > 0 ? 0 : -1;
+  throw Stopped();
+}
+
+/// Weights of three dtypes: exchanged in place as they are, packed in 48 bits, and kept aside.
+class SwapStopped : public testing::Test {
+ protected:
+  SwapStopped() : SwapStopped(nullptr) {}
+  explicit SwapStopped(Group* replicas) {
+    fill(1);
+    const AverageOptions options{.schedules = {Schedule::constant(0.5)}, .replicas = replicas};
+    ema = std::make_unique<Average>(views(), options);
+    fill(2);
+    ema->update();
+    weights = memory;
+    averages = read();
+    average::swap_seam = stop;
+  }
+  ~SwapStopped() override { average::swap_seam = nullptr; }
+
+  void fill(uint32_t seed) {
+    std::mt19937 random(seed);
+    for (uint32_t& word : memory) word = random() & 0x3fff3fff;  // two small halves, or one small float
+  }
+
+  std::vector<TensorView> views() {
+    return {{"f32", DType::kF32, Region::whole({16}), memory.data()},
+            {"bf16", DType::kBF16, Region::whole({32}), memory.data() + 16},
+            {"f16", DType::kF16, Region::whole({32}), memory.data() + 32},
+            {"empty", DType::kF32, Region::whole({0}), nullptr},
+            {"last", DType::kF32, Region::whole({16}), memory.data() + 48}};
+  }
+
+  std::vector<uint32_t> read() const {
+    std::vector<uint32_t> all;
+    for (const TensorView& view : ema->views()) {
+      const auto* data = static_cast<const uint32_t*>(view.data);
+      all.insert(all.end(), data, data + view.region.size());
+    }
+    return all;
+  }
+
+  /// True if it got through; `stops` failures in a row from step `at` on.
+  bool run(int at, int stops, const std::function<void()>& call) {
+    steps_left = at;
+    stops_left = stops;
+    bool through = true;
+    try {
+      call();
+    } catch (const Stopped&) {
+      through = false;
+    }
+    steps_left = -1;
+    return through;
+  }
+
+  void expect_all_back(const std::string& where) {
+    EXPECT_FALSE(ema->swapped()) << where;
+    EXPECT_EQ(memory, weights) << where;
+    EXPECT_EQ(read(), averages) << where;
+  }
+
+  std::vector<uint32_t> memory = std::vector<uint32_t>(64), weights, averages;
+  std::unique_ptr<Average> ema;
+};
+
+TEST_F(SwapStopped, OnTheWayInTakesBackWhatWasExchanged) {
+  int at = 0;
+  for (; !run(at, 1, [&] { ema->swap_in(); }); ++at) expect_all_back("stopped at step " + std::to_string(at));
+  EXPECT_GE(at, 6);  // one kept aside, one before each view, one after the last
+  EXPECT_TRUE(ema->swapped());
+  ema->swap_out();
+  expect_all_back("at the end");
+}
+
+TEST_F(SwapStopped, OnTheWayInAndAgainWhileTakingBackKeepsARecordToGoOnFrom) {
+  int failed_twice = 0;
+  for (int at = 0; at < 8; ++at) {
+    if (run(at, 2, [&] { ema->swap_in(); })) continue;
+    if (ema->swapped()) {
+      ++failed_twice;
+      EXPECT_GT(ema->swap_state().exchanged, 0U);
+      EXPECT_THROW(ema->update(), Error);
+      EXPECT_THROW((void)ema->views(), Error);
+      EXPECT_THROW(ema->swap_in(), Error);
+      ema->swap_out();
+    }
+    expect_all_back("stopped at step " + std::to_string(at));
+  }
+  EXPECT_GE(failed_twice, 5);
+}
+
+TEST_F(SwapStopped, OnTheWayOutGoesOnWhereItStood) {
+  int at = 0;
+  for (bool through = false; !through; ++at) {
+    ema->swap_in();
+    through = run(at, 1, [&] { ema->swap_out(); });
+    EXPECT_EQ(ema->swapped(), !through);
+    if (!through) {
+      EXPECT_THROW(ema->update(), Error);
+    }
+    ema->swap_out();
+    expect_all_back("stopped at step " + std::to_string(at));
+  }
+  EXPECT_GE(at, 7);
+}
+
+TEST_F(SwapStopped, InTwoStepsGoesOnWhereItStoodAndFollowsMemoryThatMoved) {
+  for (int at = 0; at < 5; ++at) {
+    ema->swap_in();
+    run(at, 1, [&] { ema->take_back(views()); });
+    std::vector<uint32_t> moved = memory;  // what was there went along
+    memory.swap(moved);
+    std::fill(moved.begin(), moved.end(), 0xdeadbeef);
+    ema->take_back(views());
+    EXPECT_TRUE(ema->swapped());
+    EXPECT_EQ(ema->swap_state().exchanged, 0U);
+    ema->settle();
+    EXPECT_EQ(memory, weights);
+    ema->bind(views());
+    expect_all_back("stopped at step " + std::to_string(at));
+  }
+}
+
+TEST_F(SwapStopped, IsNotSettledWhileViewsHoldAverages) {
+  ema->swap_in();
+  EXPECT_THROW(ema->settle(), Error);
+  std::vector<TensorView> cast = views();
+  cast[1].dtype = DType::kF16;
+  EXPECT_THROW(ema->take_back(cast), Error);
+  ema->swap_out();
+  expect_all_back("afterwards");
+}
+
+/// `fn(rank, group)` on two threads.
+void on_two_ranks(const std::function<void(int, Group&)>& fn) {
+  std::vector<std::unique_ptr<Group>> groups = threads(2);
+  std::vector<std::thread> workers;
+  for (int rank = 0; rank < 2; ++rank) workers.emplace_back([&, rank] { fn(rank, *groups[static_cast<size_t>(rank)]); });
+  for (std::thread& worker : workers) worker.join();
+}
+
+TEST(SwapOfReplicas, StoppedOnOneRankComesBackOnAll) {
+  for (int at = 0; at < 8; ++at) {
+    std::atomic<int> through{0};
+    average::swap_seam = stop;
+    on_two_ranks([&](int rank, Group& group) {
+      std::vector<float> memory(64, 1.0f);
+      const std::vector<TensorView> views = {{"a", DType::kF32, Region::whole({48}), memory.data()},
+                                             {"b", DType::kF32, Region::whole({16}), memory.data() + 48}};
+      Average ema(views, {.schedules = {Schedule::constant(0.5)}, .replicas = &group, .timeout = std::chrono::milliseconds(300)});
+      for (size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
+      ema.update();
+      const std::vector<float> before = memory;
+      steps_left = rank == 1 ? at : -1;
+      stops_left = 1;
+      try {
+        ema.swap_in();
+        ++through;
+      } catch (const std::exception&) {  // stopped, or alone
+      }
+      steps_left = -1;
+      EXPECT_TRUE(memory != before || !ema.swapped());
+      try {
+        ema.swap_out();
+      } catch (const Error&) {  // the round that the other rank missed
+        ema.swap_out();
+      }
+      EXPECT_EQ(memory, before) << "rank " << rank << " stopped at step " << at;
+      EXPECT_FALSE(ema.swapped());
+    });
+    average::swap_seam = nullptr;
+    if (through == 2) return;
+  }
+  FAIL() << "never got through";
+}
+
+}  // namespace
+}  // namespace shardow

@@ -279,6 +279,26 @@ TEST(Average, TheEnvironmentOfTheCallerIsBackAfterwards) {
   std::fesetround(FE_TONEAREST);
 }
 
+TEST(Average, TheFirstTensorWithANonFiniteElementIsTheSameOnAnyThreads) {
+  std::vector<std::unique_ptr<Owned>> tensors;
+  std::vector<TensorView> views;
+  for (uint32_t i = 0; i < 40; ++i) {
+    tensors.push_back(std::make_unique<Owned>("t" + std::to_string(i), Shape{1 << 16}, i));
+    views.push_back(tensors.back()->view);
+  }
+  for (const size_t bad : {31, 39, 17}) {
+    tensors[bad]->values[5] = std::numeric_limits<float>::infinity();
+    for (const int threads : {1, 2, 4}) {
+      AverageOptions options = with_decay(0.9);
+      options.num_threads = threads;
+      Average ema(views, options);
+      ema.update();
+      ASSERT_TRUE(ema.non_finite());
+      EXPECT_EQ(ema.non_finite()->tensor, bad == 39 ? "t31" : "t" + std::to_string(bad)) << threads;
+    }
+  }
+}
+
 TEST(Average, AnUpdateAllocatesNothing) {
   Owned p("p", {3, 1 << 20}, 1);
   AverageOptions options{.schedules = {Schedule::constant(0.999), Schedule::constant(0.99999)}};

@@ -1,11 +1,14 @@
 // The only file of the layer that tells devices apart. A table below a million elements is done before a second thread would have woken.
 #include "average/backend.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "average/plan.h"
+#include "average/shares.h"
 #include "base/errors.h"
 #include "base/threads.h"
 #include "kernels/cuda.h"
@@ -40,33 +43,32 @@ class CpuBackend final : public Backend {
         runs_(parameters),
         num_averages_(averages.size()),
         pool_(threads_for(chunks_, num_threads)),
-        bounds_(partition(chunks_, pool_.size())),
+        shares_(chunks_, pool_.size()),
         counts_(static_cast<size_t>(pool_.size())) {}
 
   void prepare_noise() override {}
 
   NonFiniteCount update(const Step& step, bool by_runs) override {
-    for_each_share([&](size_t begin, size_t end, NonFiniteCount& count) {
-      count = {};
-      const auto run = [&](std::span<const Chunk> some) { add(count, kernels::cpu::update(some, step), some); };
-      if (by_runs && runs_.cuts() && begin < end) {
-        runs_.for_each(chunks_, begin, end, run);
+    std::fill(counts_.begin(), counts_.end(), Count{});
+    for_each_block([&](int thread, Stretch block) {
+      NonFiniteCount met;
+      const auto run = [&](std::span<const Chunk> some) { add(met, kernels::cpu::update(some, step), some); };
+      if (by_runs && runs_.cuts()) {
+        runs_.for_each(chunks_, block.begin, block.end, run);
       } else {
-        run(std::span(chunks_).subspan(begin, end - begin));
+        run(std::span(chunks_).subspan(block.begin, block.end - block.begin));
       }
+      counts_[static_cast<size_t>(thread)].add(met, block.begin);
     });
-    NonFiniteCount total;
-    for (const NonFiniteCount& count : counts_) {
-      total.elements += count.elements;
-      if (total.first == nullptr) total.first = count.first;
-    }
-    return total;
+    Count total;
+    for (const Count& count : counts_) total.add(count.met, count.at);
+    return total.met;
   }
 
   void copy_parameters() override {
-    for_each_share([&](size_t begin, size_t end, NonFiniteCount&) {
+    for_each_block([&](int, Stretch block) {
       for (size_t k = 0; k < num_averages_; ++k) {
-        for (size_t c = begin; c < end; ++c) {
+        for (size_t c = block.begin; c < block.end; ++c) {
           const Chunk& chunk = chunks_[c];
           kernels::cpu::cast(chunk.parameter, chunk.parameter_dtype, chunk.averages[k], chunk.average_dtype, chunk.count);
         }
@@ -75,15 +77,30 @@ class CpuBackend final : public Backend {
   }
 
   NonFiniteCount read_count() override { return {}; }
-  int64_t table_bytes() const noexcept override { return static_cast<int64_t>(chunks_.capacity() * sizeof(Chunk) + runs_.bytes()); }
+  int64_t table_bytes() const noexcept override {
+    return static_cast<int64_t>(chunks_.capacity() * sizeof(Chunk) + runs_.bytes() + shares_.bytes());
+  }
 
  private:
-  /// fn(begin, end, count) of every share, each on the thread that always has it.
+  /// What a thread met, and the block of the first of it: the first of all is the same whoever took which block.
+  struct alignas(64) Count {
+    NonFiniteCount met;
+    size_t at = 0;
+
+    void add(const NonFiniteCount& more, size_t block) {
+      met.elements += more.elements;
+      if (more.first == nullptr || (met.first != nullptr && at < block)) return;
+      met.first = more.first;
+      at = block;
+    }
+  };
+
+  /// fn(thread, block) for every block, on all threads.
   template <typename Fn>
-  void for_each_share(const Fn& fn) {
-    pool_.run([&](int i) {
-      const auto share = static_cast<size_t>(i);
-      fn(bounds_[share], bounds_[share + 1], counts_[share]);
+  void for_each_block(const Fn& fn) {
+    shares_.begin();
+    pool_.run([&](int thread) {
+      while (const std::optional<Stretch> block = shares_.take(thread)) fn(thread, *block);
     });
   }
 
@@ -91,8 +108,8 @@ class CpuBackend final : public Backend {
   RunCutter runs_;
   size_t num_averages_;
   base::ThreadPool pool_;
-  std::vector<size_t> bounds_;          // of the shares, one per thread
-  std::vector<NonFiniteCount> counts_;  // of the shares; kept, so that an update allocates nothing
+  Shares shares_;
+  std::vector<Count> counts_;  // of the threads; kept, so that an update allocates nothing
 };
 
 class CudaBackend final : public Backend {

@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check
 WERROR := $(if $(CI),ON,OFF)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz clean
+.PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz gpu gpu-bundle clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,12 @@ test-python: build
 
 bench: build  ## side-by-side tables; writes docs/performance.md
 	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu:  ## on a machine with a device: builds, runs what needs one, measures; needs no network; out/gpu/report.txt
+	tools/gpu $(PYTHON)
+
+gpu-bundle: build  ## fills .gpu with what `make gpu` needs there
+	tools/gpu-bundle $(BIN)/python
 
 sanitizers:
 	$(MAKE) asan

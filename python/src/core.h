@@ -3,10 +3,15 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 namespace shardow::python {
 
 /// For Python that the engine calls: throws the engine's Error where Python raised one of shardow's. The GIL is held.
 void throw_if_ours(const nanobind::python_error& raised);
+
+/// "ValueError: decay=7.0". What python_error::what() says begins with the whole stack, and a status is cut at its end. The GIL is held.
+std::string without_stack(const nanobind::python_error& raised);
 
 void bind_errors(nanobind::module_& m);
 void bind_region(nanobind::module_& m);

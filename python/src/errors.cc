@@ -49,6 +49,10 @@ void throw_if_ours(const nb::python_error& raised) {
   }
 }
 
+std::string without_stack(const nb::python_error& raised) {
+  return std::string(nb::str(raised.type().attr("__name__")).c_str()) + ": " + nb::str(raised.value()).c_str();
+}
+
 void bind_errors(nb::module_&) {
   nb::register_exception_translator(translate);
 }

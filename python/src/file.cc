@@ -6,7 +6,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <exception>
 #include <memory>
+#include <utility>
 
 #include "base/files.h"
 #include "core.h"
@@ -15,6 +17,7 @@
 #include "file/header.h"
 #include "file/load.h"
 #include "shardow/checkpoint.h"
+#include "shardow/error.h"
 #include "tensor/dtype.h"
 
 namespace nb = nanobind;
@@ -29,13 +32,41 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-ProgressFn in_python(const nb::object& progress) {
-  if (progress.is_none()) return {};
-  return [&progress](int64_t done, int64_t total) {
-    nb::gil_scoped_acquire gil;
-    progress(done, total);
-  };
-}
+/// A Python callback for the engine: what it raises is everybody's error, and the caller's own exception on this rank.
+class Progress {
+ public:
+  explicit Progress(nb::object told) : told_(std::move(told)) {}
+
+  ProgressFn fn() {
+    if (told_.is_none()) return {};
+    return [this](int64_t done, int64_t total) {
+      nb::gil_scoped_acquire gil;
+      try {
+        told_(done, total);
+      } catch (const nb::python_error& error) {
+        raised_ = std::current_exception();
+        throw Error(Code::kPeerFailed, "progress= raised " + without_stack(error));
+      }
+    };
+  }
+
+  /// work(), without the GIL; throws what the callback raised, if it did.
+  template <class Fn>
+  void run(Fn work) {
+    raised_ = nullptr;
+    try {
+      const nb::gil_scoped_release release;
+      work();
+    } catch (...) {
+      if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
+      throw;
+    }
+  }
+
+ private:
+  nb::object told_;
+  std::exception_ptr raised_;
+};
 
 nb::dict as_dict(const SaveReport& report) {
   nb::dict result;
@@ -60,7 +91,7 @@ class Save {
     options.checksums = checksums;
     options.sequential = sequential;
     options.timeout = milliseconds(timeout);
-    options.progress = in_python(progress_);
+    options.progress = progress_.fn();
     Group& ranks = nb::cast<Group&>(group_);
     const nb::gil_scoped_release release;
     save_ = std::make_unique<StagedSave>(ranks, files, path, options);
@@ -75,15 +106,13 @@ class Save {
 
   nb::dict write() {
     SaveReport report;
-    {
-      const nb::gil_scoped_release release;
-      report = save_->write();
-    }
+    progress_.run([&] { report = save_->write(); });
     return as_dict(report);
   }
 
  private:
-  nb::object group_, progress_;
+  nb::object group_;
+  Progress progress_;
   std::unique_ptr<StagedSave> save_;
 };
 
@@ -94,12 +123,10 @@ nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const
   options.verify = verify;
   options.check_only = check_only;
   options.timeout = milliseconds(timeout);
-  options.progress = in_python(progress);
+  Progress told(progress);
+  options.progress = told.fn();
   LoadReport report;
-  {
-    const nb::gil_scoped_release release;
-    report = file::load_from(group, tensors, catalog, options);
-  }
+  told.run([&] { report = file::load_from(group, tensors, catalog, options); });
   nb::dict result;
   result["missing"] = report.missing;
   result["unexpected"] = report.unexpected;

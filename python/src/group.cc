@@ -107,11 +107,6 @@ std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double ti
   return result;
 }
 
-/// "ValueError: decay=7.0". What python_error::what() says begins with the whole stack, and a status is cut at its end.
-std::string without_stack(const nb::python_error& error) {
-  return std::string(nb::str(error.type().attr("__name__")).c_str()) + ": " + nb::str(error.value()).c_str();
-}
-
 void agree_python(Group& group, double timeout, const nb::callable& fn) {
   std::exception_ptr mine;
   try {

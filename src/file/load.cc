@@ -157,7 +157,9 @@ LoadReport load_from(Group& group, std::span<const TensorView> views, const Cata
   }
   group.all_reduce({&total, 1}, Group::Op::kSum, Clock::now() + timeout);
   Reader reader(catalog, jobs);
-  Parts(group, timeout, static_cast<int64_t>(total), options.progress).run([&] { return reader.part(); });
+  Parts parts(group, timeout, static_cast<int64_t>(total), options.progress);
+  parts.run([&] { return reader.part(); });
+  together(group, timeout, [&] { parts.tell(); });
   if (sums) sums->check(group, timeout, jobs, reader.sums());
   report.bytes_read = reader.bytes();
   report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();

@@ -155,7 +155,10 @@ void StagedSave::Plan::write_anywhere() {
   parts.run([&] { return direct.part(); });
   Exchange exchange(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false), false);
   parts.run([&] { return exchange.round(); });
-  together(group, options.timeout, [&] { output.finish(); });
+  together(group, options.timeout, [&] {
+    parts.tell();
+    output.finish();
+  });
   if (options.checksums) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
   together(group, options.timeout, [&] {
     if (group.rank() != 0) return;
@@ -182,8 +185,12 @@ void StagedSave::Plan::write_in_sequence() {
   }
   const std::vector<bool> all(layout->tensors().size(), true);
   Exchange exchange(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true), true);
-  Parts(group, options.timeout, layout->total(), options.progress).run([&] { return exchange.round(); });
-  together(group, options.timeout, [&] { output.finish(); });
+  Parts parts(group, options.timeout, layout->total(), options.progress);
+  parts.run([&] { return exchange.round(); });
+  together(group, options.timeout, [&] {
+    parts.tell();
+    output.finish();
+  });
   written = output.written();
 }
 

@@ -103,8 +103,9 @@ void Parts::run(const std::function<Part()>& part) {
   bool here_done = false;
   for (bool all_done = false; !all_done;) {
     const std::vector<Part> parts = step(group_, timeout_, [&] {
-      const Part found = here_done ? Part{0, true} : part();
+      const Part found = here_done ? Part{0, true} : part();  // first: in an exchange others wait for it
       here_done = found.last;
+      tell();
       return found;
     });
     all_done = true;
@@ -112,8 +113,13 @@ void Parts::run(const std::function<Part()>& part) {
       done_ += one.bytes;
       all_done = all_done && one.last;
     }
-    if (progress_ && group_.rank() == 0) progress_(done_, total_);
   }
+}
+
+void Parts::tell() {
+  if (!progress_ || group_.rank() != 0 || told_ == done_) return;
+  told_ = done_;
+  progress_(done_, total_);
 }
 
 }  // namespace shardow::file

@@ -36,13 +36,17 @@ class Parts {
   Parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, ProgressFn progress)
       : group_(group), timeout_(timeout), total_(total_bytes), progress_(std::move(progress)) {}
 
-  /// Calls `part`, which takes about a second at most, until it is done on every rank.
+  /// Calls `part`, which takes about a second at most, until it is done on every rank. Progress is told in the step after the one that it
+  /// is about, so that a callback that throws stops all ranks at once.
   void run(const std::function<Part()>& part);
+
+  /// What run() has not told yet; to be called in a step after it.
+  void tell();
 
  private:
   Group& group_;
   std::chrono::milliseconds timeout_;
-  int64_t total_, done_ = 0;
+  int64_t total_, done_ = 0, told_ = -1;
   ProgressFn progress_;
 };
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from shardow import _core, _errors
+from shardow.torch.store_group import begun, default_timeout, finish
 
 _BLOCK = 16 << 20  # bytes of one message
 
@@ -34,12 +35,14 @@ class Part:
 
 
 class Gatherer:
-    """Streams full tensors of ``parts`` to rank 0 of ``group``; None: this process alone. ``parts`` are the same names in the same order on every rank."""
+    """Streams full tensors of ``parts`` to rank 0 of ``group``; None: this process alone. ``parts`` are the same names in the same order on every rank. ``timeout``: seconds that a block may
+    take; None: the group's own."""
 
-    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
         self._parts = list(parts)
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
+        self._timeout = timeout if timeout is not None else default_timeout(group)
         self._shapes = {part.name: tuple(part.region.shape) for part in parts}
         self._dtypes = {part.name: part.flat.dtype for part in parts}
         self._senders, self._mine = self._plan()
@@ -52,7 +55,7 @@ class Gatherer:
             else:
                 if self._mine[i]:
                     for block in blocks(part.region, part.flat):
-                        dist.send(block.contiguous(), group_dst=0, group=self._group)
+                        self._move(dist.isend, block.contiguous(), 0, group_dst=0)
                 yield part.name, None
 
     def whole(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
@@ -93,6 +96,10 @@ class Gatherer:
         dist.scatter_object_list(answer, orders or None, group_src=0, group=self._group)
         return answer[0]
 
+    def _move(self, how: Callable[..., dist.Work | None], block: torch.Tensor, peer: int, **options: int) -> None:
+        otherwise = f"a block between rank {self._rank} and rank {peer} did not arrive"
+        finish(begun(lambda: how(block, group=self._group, **options), otherwise), self._timeout, otherwise)
+
     def _receive(self, i: int) -> torch.Tensor:
         part = self._parts[i]
         full = torch.empty(part.region.shape, dtype=part.flat.dtype)
@@ -102,7 +109,7 @@ class Gatherer:
                 continue
             for window in windows(region, full.element_size()):
                 block = torch.empty(window.size, dtype=part.flat.dtype, device=part.flat.device)
-                dist.recv(block, group_src=rank, group=self._group)
+                self._move(dist.irecv, block, rank, group_src=rank)
                 place(block.cpu(), window, full)
         return full
 

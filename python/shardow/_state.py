@@ -18,6 +18,7 @@ from shardow._tracked import Tracked
 from shardow.torch.find import ModelView
 from shardow.torch.piece import Piece
 from shardow.torch.regions import region_of
+from shardow.torch.store_group import begun, finish
 
 _OTHERWISE = "was sharded otherwise"
 
@@ -198,5 +199,7 @@ def broadcast(full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtyp
     device = near.device if near is not None else torch.device("cpu")
     moved = full.to(device) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=device)
     if moved.numel():
-        dist.broadcast(moved, group_src=0, group=team.process_group)
+        otherwise = f"a tensor from rank 0 did not reach rank {team.rank}"
+        work = begun(lambda: dist.broadcast(moved, group_src=0, group=team.process_group, async_op=True), otherwise)
+        finish(work, team.timeout, otherwise)
     return moved

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import _core, _errors
-from shardow.torch.store_group import MISSING, StoreGroup, store_group
+from shardow.torch.store_group import MISSING, StoreGroup, default_timeout, store_group
 
 T = TypeVar("T")
 
@@ -26,7 +25,7 @@ class Team:
         self.group: _core.Group = _core.solo() if process_group is None else store_group(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.timeout = timeout if timeout is not None else _default_timeout(process_group)
+        self.timeout = timeout if timeout is not None else default_timeout(process_group)
         self._whose = ""
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False) -> T:
@@ -137,15 +136,3 @@ def _difference_of_names(fact: str, zero: dict[str, Any], other: dict[str, Any],
         if zero.get(name) != other.get(name):
             return f"{fact}: '{name}' is {zero.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}; build the same model on every rank"
     return f"{fact} come in another order on rank {rank}; build the same model on every rank"
-
-
-def _default_timeout(process_group: dist.ProcessGroup | None) -> float:
-    if process_group is None:
-        return 1800.0
-    try:
-        options = process_group._get_backend(
-            next(iter(process_group._device_types))
-        ).options  # no public reader of a group's timeout exists
-        return float(options._timeout.total_seconds())
-    except (AttributeError, RuntimeError, StopIteration):
-        return float(_get_default_timeout(dist.get_backend(process_group)).total_seconds())

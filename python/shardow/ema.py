@@ -375,7 +375,7 @@ class EMA:
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]
         if complete:
             parts += [Part(one.name, one.flat(), one.region) for one in self._others() if not oddity(one.tensor)]
-        return Gatherer(parts, self._team.process_group)
+        return Gatherer(parts, self._team.process_group, self._team.timeout)
 
     def _others(self) -> list[LocalTensor]:
         """What a complete model has beside the averages."""

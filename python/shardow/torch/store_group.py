@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import _core, _errors
 from shardow.torch.waiting import Left, Overdue, wait_for
@@ -59,22 +60,25 @@ def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | 
         raise _lost(error, otherwise) from None
 
 
-def finish(work: dist.Work | None, seconds: float, otherwise: str) -> None:
-    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo closes the connection of the two ranks, for good."""
+def finish(work: dist.Work | None, seconds: float, otherwise: str, timeout: float | None = None) -> None:
+    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo closes the connection of the two ranks, for good.
+    ``timeout``: what was asked for, of which ``seconds`` are left."""
     seconds = max(seconds, 0.001)
     try:
         if work is not None:
             wait_for(lambda: work.wait(timedelta(seconds=seconds)), _beyond(seconds))
     except Overdue:
-        raise _errors.make("timeout", f"{otherwise} within {seconds:.1f} s") from None
+        raise _errors.make("timeout", f"{otherwise} within {timeout or seconds:g} s") from None
     except Left as interrupt:
         raise interrupt.cause from None
     except RuntimeError as error:
-        raise _lost(error, otherwise) from None
+        raise _lost(error, otherwise, timeout or seconds) from None
 
 
-def _lost(error: RuntimeError, otherwise: str) -> Exception:
-    return _errors.make("timeout" if "imed out" in str(error) else "peer_failed", f"{otherwise}: {error}")
+def _lost(error: RuntimeError, otherwise: str, timeout: float | None = None) -> Exception:
+    if timeout is not None and "imed out" in str(error):
+        return _errors.make("timeout", f"{otherwise} within {timeout:g} s")
+    return _errors.make("peer_failed", f"{otherwise}: {error}")
 
 
 def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
@@ -285,3 +289,16 @@ def _has_cpu(process_group: dist.ProcessGroup) -> bool:
 
 def _tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def default_timeout(process_group: dist.ProcessGroup | None) -> float:
+    """Seconds: the process group's own."""
+    if process_group is None:
+        return 1800.0
+    try:
+        options = process_group._get_backend(
+            next(iter(process_group._device_types))
+        ).options  # no public reader of a group's timeout exists
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError, StopIteration):
+        return float(_get_default_timeout(dist.get_backend(process_group)).total_seconds())

@@ -81,7 +81,7 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
 def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     """Rank 0 sends every rank its slices, and nothing else."""
     team = job.team
-    mine = team.agree(job.what, lambda: b"" if state is None else pickle.dumps(_forms(state)))
+    mine = team.agree(job.what, lambda: b"" if not state else pickle.dumps(_forms(state)))
     forms: dict[str, Form] = pickle.loads(team.gather(job.what, mine)[0])
 
     def compare() -> tuple[dict[str, Any], list[Fill]]:
@@ -99,7 +99,7 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     tag = store_group(team.process_group).next_tag()
 
     def move() -> None:
-        if state is not None:
+        if state is not None and team.rank == 0:
             Server(team, device, tag).run(state, fills, shown(job.progress, "materialize", team.rank))
         else:
             Client(team, device, tag).run(fills)

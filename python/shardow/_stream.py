@@ -7,6 +7,8 @@ Numbered, as the code below:
 3. rank 0 sends them in turns; where the source's elements lie one after another they are sent from where they are
 4. who fails reads nothing more, and keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Then it raises its first failure; whoever calls this agrees
    afterwards
+5. a peer is lost when it has been silent for the timeout. It counts for all peers and messages at once, from their last sign or from when a message was sent to them: several that stand still cost
+   one timeout
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,8 @@ from shardow.torch.store_group import begun, finish
 _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8
 _ALIGN = 16  # of a piece in a packed message
+_A_LOOK = 0.05  # seconds, to see whether a transfer has ended
+_BEHIND = 2.0  # seconds that rank 0 may need to go on when it has lost a peer
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,10 @@ class _Side:
     def receive(self, data: torch.Tensor, rank: int) -> dist.Work | None:
         return begun(lambda: dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
 
-    def finish(self, work: dist.Work | None, rank: int) -> None:
-        finish(work, self._team.timeout, self._otherwise(rank))
+    def finish(self, work: dist.Work | None, rank: int, since: float | None = None) -> None:
+        """``since``: when the wait began; None: now."""
+        gone = 0.0 if since is None else time.monotonic() - since
+        finish(work, max(self._team.timeout - gone, _A_LOOK), self._otherwise(rank), self._team.timeout)
 
     def _otherwise(self, rank: int) -> str:
         return f"weights between rank {self._team.rank} and rank {rank} did not arrive"
@@ -145,8 +152,9 @@ class Server(_Side):
     def run(self, source: Mapping[str, torch.Tensor], own: Sequence[Fill], progress: Progress | None) -> None:
         """Fills ``own``, and sends the others what they want."""
         self._lost: set[int] = set()
-        self._sent: deque[tuple[dist.Work | None, int, torch.Tensor]] = deque()
-        wants = [[fill.want for fill in own], *(self._wants_of(rank) for rank in range(1, self._team.size))]
+        self._heard = [time.monotonic()] * self._team.size  # the last sign of each rank
+        self._sent: deque[tuple[dist.Work | None, int, torch.Tensor, float]] = deque()
+        wants = [[fill.want for fill in own], *self._wants()]
         total = sum(_core.Region.decode(want.region).size * want.dtype.itemsize for one in wants for want in one)
         done, recent = 0, _Recent(source)
         for turn in itertools.zip_longest(*(messages(one) for one in wants)):
@@ -164,17 +172,31 @@ class Server(_Side):
         self._until(0)
         self.end()
 
-    def _wants_of(self, rank: int) -> list[Want]:
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        try:
-            self.finish(self.receive(length, rank), rank)
-            text = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
-            self.finish(self.receive(text, rank), rank)
-        except Exception as error:
-            self._lose(rank, error)
-            return []
-        wants: list[Want] = pickle.loads(text.cpu().numpy().tobytes())
-        return wants
+    def _wants(self) -> list[list[Want]]:
+        """(1), of ranks 1 and up; all are asked before one is waited for."""
+        peers = range(1, self._team.size)
+        texts = self._received(dict.fromkeys(peers, 8))
+        texts = self._received({rank: int.from_bytes(texts[rank], "little") for rank in peers if rank not in self._lost})
+        return [[] if rank in self._lost else pickle.loads(texts[rank]) for rank in peers]
+
+    def _received(self, lengths: Mapping[int, int]) -> dict[int, bytes]:
+        """Bytes of each rank; of one that is lost, none."""
+        coming: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
+        texts: dict[int, bytes] = {}
+        for rank, length in lengths.items():
+            try:
+                data = torch.zeros(length, dtype=torch.uint8, device=self._device)
+                coming[rank] = (self.receive(data, rank), data)
+            except Exception as error:
+                self._lose(rank, error)
+        for rank, (work, data) in coming.items():
+            try:
+                self.finish(work, rank, self._heard[rank])
+                self._heard[rank] = time.monotonic()
+                texts[rank] = data.cpu().numpy().tobytes()
+            except Exception as error:
+                self._lose(rank, error)
+        return texts
 
     def _send_message(self, source: _Recent, message: Message, wants: Sequence[Want], rank: int) -> None:
         data = torch.empty(0)
@@ -184,16 +206,19 @@ class Server(_Side):
         if not data.numel():  # the rank waits for it all the same
             data = torch.zeros(_length(message), dtype=torch.uint8, device=self._device)
         try:
-            self._sent.append((self.send(data, rank), rank, data))
+            self._sent.append((self.send(data, rank), rank, data, time.monotonic()))
         except Exception as error:
             self._lose(rank, error)
         self._until(_ON_THE_WAY)
 
     def _until(self, most: int) -> None:
         while len(self._sent) > most:
-            work, rank, _ = self._sent.popleft()
+            work, rank, _, sent = self._sent.popleft()
+            if rank in self._lost:
+                continue
             try:
-                self.finish(work, rank)
+                self.finish(work, rank, max(sent, self._heard[rank]))
+                self._heard[rank] = time.monotonic()
             except Exception as error:
                 self._lose(rank, error)
 
@@ -208,7 +233,8 @@ class Client(_Side):
     def run(self, own: Sequence[Fill]) -> None:
         """Tells rank 0 what this rank wants, and fills it as it comes."""
         text = torch.frombuffer(bytearray(pickle.dumps([fill.want for fill in own])), dtype=torch.uint8).to(self._device)
-        for data in (torch.tensor([text.numel()], device=self._device), text):
+        length = torch.tensor([text.numel()], device=self._device).view(torch.uint8)
+        for data in (length, text):
             self.finish(self.send(data, 0), 0)
         self._coming: deque[tuple[dist.Work | None, torch.Tensor, Message]] = deque()
         for message in messages([fill.want for fill in own]):
@@ -222,7 +248,7 @@ class Client(_Side):
     def _until(self, most: int, own: Sequence[Fill]) -> None:
         while len(self._coming) > most:
             work, data, packed = self._coming.popleft()
-            self.finish(work, 0)
+            self.finish(work, 0, time.monotonic() + _BEHIND)
             with self.keeping_step():
                 for piece in packed:
                     _target(piece, own).copy_(_inside(data, piece, own[piece.want].want.dtype))

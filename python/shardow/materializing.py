@@ -20,6 +20,7 @@ from shardow._team import Team
 from shardow.torch.ranks import group_of_model
 
 _RANK_0 = "a mapping on rank 0"
+_EMPTY = "an empty mapping"
 
 Source = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], object] | None
 
@@ -42,7 +43,7 @@ def materialize(
 
     Args:
         model: plain, FSDP2, HSDP or TP, sharded while it is on meta; FSDP1 wrapped with ``param_init_fn=shardow.to_empty``; for DDP, the plain model before it is wrapped.
-        source: a .safetensors file or a Hugging Face directory, of which each rank reads its own bytes; a mapping of full tensors, on every rank, or on rank 0 with None on the others, which
+        source: a .safetensors file or a Hugging Face directory, of which each rank reads its own bytes; a mapping of full tensors, on every rank, or on rank 0 with None or {} on the others, which
             are sent their own slices of it; or a function that initialises one module's own tensors, called for modules that have some without values; by default what meta_init() recorded of the
             constructors together with the modules' ``reset_parameters()``, and for others ``_reset_parameters()``, the model's ``_init_weights(module)`` or ``init_weights()``.
         optimizer: one that was made from the model's parameters before they were sharded or had memory: its groups, their options and its state are kept, its parameters become the model's.
@@ -130,7 +131,7 @@ def _filled(request: Request, job: _fill.Job, team: Team) -> dict[str, Any]:
     kind = common_kind(request.what, source, team)
     if kind in ("nothing", "a function"):
         return _init.by_init(job, request.model, source, request.seed)
-    if kind == "a mapping":
+    if kind in ("a mapping", _EMPTY):
         return _fill.from_own_mapping(job, source)
     if kind == _RANK_0:
         return _fill.from_first_rank(job, source)
@@ -142,9 +143,11 @@ def common_kind(what: str, source: Source, team: Team) -> str:
     kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode())]
     if len(set(kinds)) == 1:
         return kinds[0]
-    if kinds[0] == "a mapping" and set(kinds[1:]) == {"nothing"}:
+    if kinds[0] == "a mapping" and set(kinds[1:]) <= {"nothing", _EMPTY}:
         return _RANK_0
-    raise invalid(f"{what}: ranks have different sources: {', '.join(kinds)}; the same on all, or a mapping on rank 0 and None elsewhere")
+    raise invalid(
+        f"{what}: ranks have different sources: {', '.join(kinds)}; the same on all, or a mapping on rank 0 and None or {{}} elsewhere"
+    )
 
 
 def kind_of(source: object) -> str:
@@ -153,7 +156,7 @@ def kind_of(source: object) -> str:
     if isinstance(source, (str, Path)):
         return f"the file {source}"
     if isinstance(source, Mapping):
-        return "a mapping"
+        return "a mapping" if source else _EMPTY
     if callable(source):
         return "a function"
     raise invalid(f"source is a {type(source).__name__}; give a path, a mapping of tensors or a function of a module")

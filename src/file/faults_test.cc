@@ -403,7 +403,7 @@ TEST_F(Checkpoint, WhoseProgressCannotBeToldIsOneErrorForAllAtOnce) {
   const std::string before = bytes_of(folder_ / "a.safetensors");
   for (const bool at_the_end : {false, true}) {
     const auto tell = [&](int64_t done, int64_t total) {
-      if (!at_the_end || done == total) throw Error(Code::kPeerFailed, "told no more");
+      if (!at_the_end || done >= total) throw Error(Code::kPeerFailed, "told no more");
     };
     for (const bool sequential : {false, true}) {
       version = 7;

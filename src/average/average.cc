@@ -55,6 +55,7 @@ Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chose
     const auto averaged = static_cast<int64_t>(options.schedules.size());
     bytes_per_update += byte_size(part.dtype, part.region.size()) + 2 * averaged * byte_size(options.dtype, part.region.size());
   }
+  pool = std::make_unique<base::ThreadPool>(average::threads_for(elements, options.num_threads));
 }
 
 /// All that can fail is made first; then everything changes at once.
@@ -109,7 +110,7 @@ std::vector<std::unique_ptr<average::Backend>> Average::Impl::make_backends(std:
     const std::vector<TensorView> here = on(device, bound, bound);
     std::vector<std::vector<TensorView>> averaged;
     for (const auto& average : averages) averaged.push_back(on(device, average, bound));
-    made.push_back(average::make_backend(device, here, averaged, options.num_threads));
+    made.push_back(average::make_backend(device, here, averaged, *pool));
     if (options.rounding == Rounding::kStochastic) made.back()->prepare_noise();  // else before the first step that draws noise
   }
   return made;

@@ -10,7 +10,6 @@
 #include "average/plan.h"
 #include "average/shares.h"
 #include "base/errors.h"
-#include "base/threads.h"
 #include "kernels/cuda.h"
 #include "tensor/dtype.h"
 
@@ -24,13 +23,6 @@ using kernels::Tally;
 constexpr int64_t kSerialElements = 1 << 20;
 constexpr size_t kAlignment = 64;
 
-int threads_for(const std::vector<Chunk>& chunks, int num_threads) {
-  int64_t elements = 0;
-  for (const Chunk& chunk : chunks) elements += chunk.count;
-  if (elements < kSerialElements) return 1;
-  return num_threads > 0 ? num_threads : base::allowed_threads();
-}
-
 void add(NonFiniteCount& total, const Tally& tally, std::span<const Chunk> chunks) {
   total.elements += tally.non_finite;
   if (total.first == nullptr && tally.first_chunk >= 0) total.first = chunks[static_cast<size_t>(tally.first_chunk)].parameter;
@@ -38,13 +30,13 @@ void add(NonFiniteCount& total, const Tally& tally, std::span<const Chunk> chunk
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, int num_threads)
+  CpuBackend(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, base::ThreadPool& pool)
       : chunks_(make_chunks(parameters, averages)),
         runs_(parameters),
         num_averages_(averages.size()),
-        pool_(threads_for(chunks_, num_threads)),
-        shares_(chunks_, pool_.size()),
-        counts_(static_cast<size_t>(pool_.size())) {}
+        pool_(pool),
+        shares_(chunks_, pool.size()),
+        counts_(static_cast<size_t>(pool.size())) {}
 
   void prepare_noise() override {}
 
@@ -107,7 +99,7 @@ class CpuBackend final : public Backend {
   std::vector<Chunk> chunks_;
   RunCutter runs_;
   size_t num_averages_;
-  base::ThreadPool pool_;
+  base::ThreadPool& pool_;
   Shares shares_;
   std::vector<Count> counts_;  // of the threads; kept, so that an update allocates nothing
 };
@@ -136,7 +128,10 @@ class CudaBackend final : public Backend {
 
   void copy_parameters() override {
     for (const std::vector<TensorView>& average : averages_) {
-      for (size_t i = 0; i < parameters_.size(); ++i) cast(parameters_[i], average[i]);
+      for (size_t i = 0; i < parameters_.size(); ++i) {
+        kernels::cuda::cast(parameters_[i].data, parameters_[i].dtype, average[i].data, average[i].dtype, parameters_[i].region.size(),
+                            parameters_[i].device);
+      }
     }
   }
 
@@ -205,27 +200,54 @@ bool on_cuda(const Device& device) {
 }  // namespace
 
 std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView> parameters,
-                                      std::span<const std::vector<TensorView>> averages, int num_threads) {
+                                      std::span<const std::vector<TensorView>> averages, base::ThreadPool& pool) {
   if (on_cuda(device)) return std::make_unique<CudaBackend>(device, parameters, averages);
-  return std::make_unique<CpuBackend>(parameters, averages, num_threads);
+  return std::make_unique<CpuBackend>(parameters, averages, pool);
 }
 
-void cast(const TensorView& from, const TensorView& to) {
+namespace {
+
+/// fn(begin, count) for parts of `count` elements, on all threads where they are worth their wake. Cuts keep vectors whole.
+template <typename Fn>
+void in_parts(int64_t count, base::ThreadPool& pool, const Fn& fn) {
+  if (count < kSerialElements) return fn(0, count);
+  const int64_t part = (count / pool.size() + 63) / 64 * 64;
+  pool.run([&](int thread) {
+    const int64_t begin = std::min(part * thread, count), end = thread + 1 == pool.size() ? count : std::min(begin + part, count);
+    fn(begin, end - begin);
+  });
+}
+
+void* at(const TensorView& view, int64_t element) {
+  return static_cast<std::byte*>(view.data) + byte_size(view.dtype, element);
+}
+
+}  // namespace
+
+void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool) {
   const int64_t count = from.region.size();
   if (on_cuda(from.device)) {
     kernels::cuda::cast(from.data, from.dtype, to.data, to.dtype, count, from.device);
   } else {
-    kernels::cpu::cast(from.data, from.dtype, to.data, to.dtype, count);
+    in_parts(count, pool,
+             [&](int64_t begin, int64_t part) { kernels::cpu::cast(at(from, begin), from.dtype, at(to, begin), to.dtype, part); });
   }
 }
 
-void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction) {
+void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction, base::ThreadPool& pool) {
   const int64_t count = parameter.region.size();
   if (on_cuda(parameter.device)) {
     kernels::cuda::swap(parameter.data, parameter.dtype, average.data, average.dtype, count, direction, parameter.device);
   } else {
-    kernels::cpu::swap(parameter.data, parameter.dtype, average.data, average.dtype, count, direction);
+    in_parts(count, pool, [&](int64_t begin, int64_t part) {
+      kernels::cpu::swap(at(parameter, begin), parameter.dtype, at(average, begin), average.dtype, part, direction);
+    });
   }
+}
+
+int threads_for(int64_t elements, int num_threads) {
+  if (elements < kSerialElements) return 1;
+  return num_threads > 0 ? num_threads : base::allowed_threads();
 }
 
 Memory::Memory(size_t bytes, Device device) : bytes_(bytes), device_(device) {

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "base/threads.h"
 #include "kernels/kernels.h"
 #include "shardow/tensor_view.h"
 
@@ -41,16 +42,18 @@ class Backend {
   virtual void prepare(const kernels::Step& step, bool by_runs) { update(step, by_runs); }
 };
 
-/// `averages[k][i]` belongs to `parameters[i]`, all on `device`. `num_threads` 0: what the process is allowed. Small tables are served by
-/// the caller's thread alone.
+/// How many threads are worth their wake for so many elements; `num_threads` 0: what the process is allowed.
+int threads_for(int64_t elements, int num_threads);
+
+/// `averages[k][i]` belongs to `parameters[i]`, all on `device`. Work on a CPU is done by `pool`, which outlives the backend.
 std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView> parameters,
-                                      std::span<const std::vector<TensorView>> averages, int num_threads);
+                                      std::span<const std::vector<TensorView>> averages, base::ThreadPool& pool);
 
 /// to <- from, converted, rounded to nearest even. One device, equal sizes.
-void cast(const TensorView& from, const TensorView& to);
+void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool);
 
 /// Exchanges a parameter with its average; kernels::swaps_in_place(dtypes) must hold.
-void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction);
+void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction, base::ThreadPool& pool);
 
 /// Memory of a device, aligned to 64 bytes or more, uninitialised; released with the object.
 class Memory {

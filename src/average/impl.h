@@ -20,6 +20,7 @@ struct Average::Impl {
   std::vector<TensorView> parts;                  // what this rank averages of them
   std::vector<std::vector<TensorView>> averages;  // [k][parameter]
   average::Memory memory;                         // of the averages, where they are our own
+  std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU; never null
   std::vector<std::unique_ptr<average::Backend>> backends;
 
   /// A swap from its first exchange to its end. Invariant: the parts of weights[0] to weights[exchanged - 1] hold averages, and what was

@@ -105,12 +105,12 @@ void Average::Impl::exchange_in() {
       step_done();
       const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
       if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
-        average::swap(weight, average, Direction::kIn);
+        average::swap(weight, average, Direction::kIn, *pool);
         swap->exchanged = i + 1;
       } else {
-        average::cast(weight, memory_as(weight, swap->kept[i]));
+        average::cast(weight, memory_as(weight, swap->kept[i]), *pool);
         swap->exchanged = i + 1;  // from here on taking back is right, whether or not the next line was reached
-        average::cast(average, weight);
+        average::cast(average, weight, *pool);
       }
     }
     step_done();
@@ -130,9 +130,9 @@ void Average::Impl::exchange_out() {
     const size_t i = swap->exchanged - 1;
     const TensorView& weight = swap->weights[i];
     if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
-      average::swap(weight, averages[swap->k][i], Direction::kOut);
+      average::swap(weight, averages[swap->k][i], Direction::kOut, *pool);
     } else {
-      average::cast(memory_as(weight, swap->kept[i]), weight);
+      average::cast(memory_as(weight, swap->kept[i]), weight, *pool);
     }
     swap->exchanged = i;
   }

@@ -202,5 +202,30 @@ TEST(SwapOfReplicas, StoppedOnOneRankComesBackOnAll) {
   FAIL() << "never got through";
 }
 
+TEST(Swap, IsTheSameOnAnyThreads) {
+  constexpr int64_t kCount = (1 << 20) + 37;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    std::vector<std::vector<uint32_t>> inside;
+    for (const int threads : {1, 3}) {
+      std::vector<uint32_t> memory(kCount), before;
+      std::mt19937 random(5);
+      for (uint32_t& word : memory) word = random() & 0x3fff3fff;
+      const TensorView view{"p", dtype, Region::whole({kCount}), memory.data()};
+      AverageOptions options{.schedules = {Schedule::constant(0.9)}};
+      options.num_threads = threads;
+      Average ema(std::vector{view}, options);
+      for (uint32_t& word : memory) word = random() & 0x3fff3fff;
+      ema.update();
+      before = memory;
+      ema.swap_in();
+      inside.push_back(memory);
+      EXPECT_NE(memory, before);
+      ema.swap_out();
+      EXPECT_TRUE(memory == before) << threads;
+    }
+    EXPECT_TRUE(inside[0] == inside[1]);
+  }
+}
+
 }  // namespace
 }  // namespace shardow

@@ -19,6 +19,7 @@ from shardow._options import invalid
 from shardow._paths import StrPath
 from shardow._progress import shown
 from shardow._team import Team
+from shardow.reading import averages_in
 from shardow.torch.memory import engine_view
 from shardow.torch.store_group import StoreGroup, store_group
 
@@ -62,7 +63,16 @@ def catalogs(path: StrPath, keys: Sequence[str], team: Team) -> dict[str, _core.
 def catalog(path: StrPath, team: Team) -> _core.Catalog:
     """Of what the path is now: it stays that version for all who read from it. Collective."""
     settle(team.process_group)
-    return _core.read_catalog(team.group, _paths.to_read(path), team.timeout)
+    where = _paths.to_read(path)
+    try:
+        return _core.read_catalog(team.group, where, team.timeout)
+    except FileNotFoundError:
+        if several := averages_in(where):
+            raise _errors.make(
+                "not_found",
+                f"{where} is a saved EMA of decays {', '.join(several)}; give the file of one of them: {', '.join(several.values())}",
+            ) from None
+        raise
 
 
 def state_in(path: str | Path, found: _core.Catalog) -> str:

@@ -162,6 +162,12 @@ def test_averages_of_several_decays_open_as_a_mapping(tmp_path: Path) -> None:
             opened.get_slice("weight")
     with pytest.raises(ValueError, match=r"decay=0\.7; this EMA keeps 0\.5, half_life"):
         shardow.open(tmp_path / "ema", decay=0.7)
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"is a saved EMA of decays 0\.5, half_life.*; give the file of one of them: ema-0\.5\.safetensors, ema-half",
+    ):
+        shardow.load(model, tmp_path / "ema")
+    shardow.load(model, tmp_path / "ema" / "ema-0.5.safetensors")
     shardow.save(model, tmp_path / "ema")  # a model beside it is what the directory is
     assert list(shardow.open(tmp_path / "ema")) == ["bias", "weight"]
     assert torch.equal(shardow.open(tmp_path / "ema", decay=0.5)["weight"], expected["0.5"]["weight"])
@@ -192,6 +198,12 @@ def test_what_is_no_file_is_a_typed_error_at_once(which: str, tmp_path: Path) ->
         with pytest.raises(kind, match=message) as found:
             read()
         assert isinstance(found.value, shardow.Error)
+
+
+def test_a_file_of_torch_save_is_said_to_be_one(tmp_path: Path) -> None:
+    torch.save(state(1), tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a\.pt: a zip file, such as torch.save\(\) makes, is no safetensors file"):
+        shardow.load(state(1), tmp_path / "a.pt")
 
 
 def test_a_nul_in_a_path_writes_nothing(tmp_path: Path) -> None:

@@ -32,13 +32,8 @@ auto uninterrupted(Call call) {
   return result;
 }
 
-void refuse_nul(const Path& path) {
-  if (const size_t at = path.native().find('\0'); at != std::string::npos)
-    fail(Code::kInvalidArgument, "'{}' is no path: a NUL follows, behind which nothing would be read", path.native().substr(0, at));
-}
-
 int open_or_fail(const Path& path, int flags, const char* what) {
-  refuse_nul(path);
+  check_path(path);
   const int fd = uninterrupted([&] { return syscalls().open(path.c_str(), flags | O_CLOEXEC, 0666); });
   if (fd < 0) fail_io(errno, path, what);
   return fd;
@@ -106,12 +101,17 @@ void fail_io(int error, const Path& path, const char* what) {
   throw Error(code, fmt::format("{}: {}: {}", path.string(), what, std::generic_category().message(error)), error);
 }
 
+void check_path(const Path& path) {
+  if (const size_t at = path.native().find('\0'); at != std::string::npos)
+    fail(Code::kInvalidArgument, "'{}' is no path: a NUL follows, behind which nothing would be read", path.native().substr(0, at));
+}
+
 File File::open(const Path& path) {
   return {open_or_fail(path, O_RDONLY | O_NONBLOCK, "cannot open"), path};
 }
 File File::open_in(const File& directory, const std::string& name) {
   const Path path = directory.path() / name;
-  refuse_nul(path);
+  check_path(path);
   const int fd = uninterrupted([&] { return syscalls().openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
   if (fd < 0) fail_io(errno, path, "cannot open");
   return {fd, path};

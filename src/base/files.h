@@ -47,6 +47,9 @@ struct Identity {
   bool operator==(const Identity&) const = default;
 };
 
+/// Throws kInvalidArgument for a path with a NUL, behind which the kernel would read nothing.
+void check_path(const Path& path);
+
 class File {
  public:
   static File open(const Path& path);  ///< for reading, also a directory; never waits (a FIFO has no writer)
@@ -75,6 +78,16 @@ class File {
   int fd_;
   Path path_;
 };
+
+/// Calls `fn`; throws the Error that a std::filesystem_error means.
+template <class Fn>
+auto in_our_words(Fn fn) {
+  try {
+    return fn();
+  } catch (const std::filesystem::filesystem_error& error) {
+    fail_io(error.code().value(), error.path1(), "cannot be looked at");
+  }
+}
 
 void rename(const Path& from, const Path& to);
 bool exchange(const Path& a, const Path& b);  ///< atomically; false where the file system cannot

@@ -386,6 +386,23 @@ TEST_F(Checkpoint, ClearsAwayWhatADeadSaveLeft) {
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", ".another.safetensors.4567.tmp"}));
 }
 
+TEST_F(Checkpoint, AtPathsThatAreNoneIsATypedErrorOnAllBeforeAnythingIsWritten) {
+  fs::create_symlink("loop", folder_ / "loop");
+  std::ofstream(folder_ / "a.safetensors") << "precious";
+  const std::string nul = (folder_ / "a.safetensors").string() + std::string("\0.safetensors", 13);
+  const std::pair<fs::path, Code> cases[] = {{folder_ / "loop" / "a.safetensors", Code::kIo},
+                                             {folder_ / "loop", Code::kInvalidArgument},
+                                             {folder_ / std::string(300, 'n'), Code::kIo},
+                                             {folder_ / std::string(300, 'n') / "a.safetensors", Code::kIo},
+                                             {nul, Code::kInvalidArgument}};
+  for (const auto& [path, code] : cases) {
+    SCOPED_TRACE(path.string());
+    EXPECT_EQ(save_as(path, rows, 2), all(2, static_cast<int>(code)));
+  }
+  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "loop"}));
+  EXPECT_EQ(bytes_of(folder_ / "a.safetensors"), "precious");
+}
+
 TEST_F(Checkpoint, OfARankThatNeverComesTimesOutOnAll) {
   const SaveOptions options{.timeout = std::chrono::seconds(1)};
   EXPECT_EQ(on_ranks(3,

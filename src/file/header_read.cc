@@ -187,6 +187,8 @@ HeaderText read_header(const base::File& file) {
   uint64_t length = 0;
   file.read(std::as_writable_bytes(std::span(&length, 1)), 0);
   static_assert(std::endian::native == std::endian::little);
+  constexpr uint64_t kZip = 0x04034b50;  // "PK" and two bytes, which are the low half of the word
+  if ((length & 0xffffffff) == kZip) corrupt(where, "a zip file, such as torch.save() makes, is no safetensors file");
   if (length > static_cast<uint64_t>(kMostHeaderBytes))
     corrupt(where, "its header claims {} bytes; {} is the most", length, kMostHeaderBytes);
   if (static_cast<int64_t>(length) > size - kLengthBytes) corrupt(where, "its header claims {} bytes, the file has {}", length, size);

@@ -103,7 +103,10 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
     base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory", path.string(),
                plan.layout->files().size());
   }
-  plan.draft = draft_for(path, directory, plan.call.nonce);
+  plan.draft = base::in_our_words([&] {
+    base::check_path(path);
+    return draft_for(path, directory, plan.call.nonce);
+  });
   plan.mine = parts_of(group.rank(), *plan.layout, volumes, files);
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/files.h"
 #include "file/wire.h"
 #include "shardow/error.h"
 
@@ -76,7 +77,7 @@ std::vector<Part> step(Group& group, std::chrono::milliseconds timeout, const st
   std::string mine;
   std::exception_ptr thrown;
   try {
-    mine = success(fn());
+    mine = success(base::in_our_words(fn));
   } catch (...) {
     thrown = std::current_exception();
     mine = failure_of(thrown);

@@ -41,7 +41,11 @@ def bars(results: Results, started: dict[str, float]) -> list[Bar]:
             ours, ways = results[case]["shardow"], [t for name, t in results[case].items() if name.startswith(("torch foreach", "mul_()"))]
             at_least(f"{case}: of the limit", ours.ratio, 0.95)
             at_least(f"{case}: times the best torch way", ours.ratio / max(way.ratio for way in ways), fastest)
+    if (shared := results.get("fp32 <- fp32, 2 threads")) is not None:
+        ways = [timing.ratio for name, timing in shared.items() if name.startswith(("torch foreach", "mul_()", "AveragedModel"))]
+        at_least("fp32 <- fp32, 2 threads: times the best torch way", shared["shardow"].ratio / max(ways), 1.0)
     if (small := results.get("2000 small tensors")) is not None:
+        at_least("2000 small tensors: of the limit", small["shardow"].ratio, 0.55)
         at_least("2000 small tensors: times foreach lerp", small["shardow"].ratio / small["torch foreach lerp"].ratio, 2.5)
         at_least("2000 small tensors: times AveragedModel", small["shardow"].ratio / small["AveragedModel"].ratio, 10.0)
     for what, bar in [("import shardow", 0.2), ("of it beyond the copy", 0.05)]:

@@ -45,12 +45,12 @@ def current_decays(ema: shardow.EMA | None, options: Options) -> list[float]:
 
 def hashes(ema: shardow.EMA | None, options: Options) -> list[str]:
     """One for each average, of the full average on rank 0; of nothing elsewhere. Collective."""
-    return [] if ema is None else [_hash(ema.full_state_dict(schedule)) for schedule in schedules(options)]
+    return [] if ema is None else [_hash(ema.full_state_dict(schedule, complete=False)) for schedule in schedules(options)]
 
 
 def weights_hash(model: torch.nn.Module, options: Options) -> str:
     """Of the full weights, however they are shared: new averages begin equal to the weights and can be gathered. Collective."""
-    return _hash(shardow.EMA(model, 0.5, group=shard.ema_group(options.shard)).full_state_dict())
+    return _hash(shardow.EMA(model, 0.5, group=shard.ema_group(options.shard)).full_state_dict(complete=False))
 
 
 def _hash(tensors: dict[str, torch.Tensor]) -> str:

@@ -50,7 +50,7 @@ def planned_and_measured(
         _on_meta(options), world, options.shard, type(optimizer), diffusion.inputs(batch), switches.chosen(options), averages=len(options.decays),
         shards=shard.shards(options.shard, world) if options.shard == "hsdp" else None, loss=error,
     )  # fmt: skip
-    everywhere = _from_all(shardow.memory.measure(model, optimizer, diffusion.inputs(batch), ema, loss=error))
+    everywhere = _from_all(shardow.memory.measure(model, optimizer, diffusion.inputs(batch), ema=ema, loss=error))
     first = _from_all(plan)[0]  # whose batch is the largest
     return {key: {"planned": first[key], "measured": max(found[key] for found in everywhere)} for key in first if key != "saves"}
 

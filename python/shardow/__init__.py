@@ -11,21 +11,31 @@ from shardow._core import Schedule
 from shardow._errors import Error
 
 if TYPE_CHECKING:
-    from shardow import memory, schedules
-    from shardow.checkpoint import async_save, load, save
+    from shardow import compat, errors, memory, schedules
+    from shardow._attached import Handle
+    from shardow._background import SaveHandle
+    from shardow.checkpoint import async_save, full_state_dict, load, save
     from shardow.ema import EMA
     from shardow.materializing import materialize
     from shardow.meta import meta_init, to_empty
+    from shardow.reading import Checkpoint, Slice
     from shardow.reading import open_checkpoint as open  # noqa: F401
     from shardow.sharding import wrap
 
 __version__ = "0.1.0"
 __all__ = [
     "EMA",
+    "Checkpoint",
     "Error",
+    "Handle",
+    "SaveHandle",
     "Schedule",
+    "Slice",
     "__version__",
     "async_save",
+    "compat",
+    "errors",
+    "full_state_dict",
     "load",
     "materialize",
     "memory",
@@ -35,34 +45,41 @@ __all__ = [
     "to_empty",
     "wrap",
 ]  # not "open", which `import *` would put before Python's own
-_NEEDS_TORCH = {
-    "EMA": "shardow.ema",
-    "materialize": "shardow.materializing",
-    "meta_init": "shardow.meta",
-    "to_empty": "shardow.meta",
-    "async_save": "shardow.checkpoint",
-    "load": "shardow.checkpoint",
-    "save": "shardow.checkpoint",
-    "wrap": "shardow.sharding",
+#: Where what is imported at its first use lives.
+_HOMES = {
+    "Checkpoint": "reading",
+    "Slice": "reading",
+    "EMA": "ema",
+    "Handle": "_attached",
+    "SaveHandle": "_background",
+    "async_save": "checkpoint",
+    "full_state_dict": "checkpoint",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "materialize": "materializing",
+    "meta_init": "meta",
+    "to_empty": "meta",
+    "wrap": "sharding",
 }
 
+if not TYPE_CHECKING:  # type checkers would take any name then
 
-def __getattr__(name: str) -> Any:
-    """What needs torch is imported where it is first used."""
-    import importlib
+    def __getattr__(name: str) -> Any:
+        """What needs torch is imported where it is first used."""
+        import importlib
 
-    if name in ("memory", "schedules"):
-        return importlib.import_module(f"shardow.{name}")
-    if name == "open":
-        return importlib.import_module("shardow.reading").open_checkpoint
-    if name in _NEEDS_TORCH:
-        try:
-            return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
-        except ModuleNotFoundError as error:
-            if error.name == "torch":
-                raise ImportError(f"shardow.{name} needs PyTorch: pip install torch (2.6 or later)") from None
-            raise
-    raise AttributeError(f"module 'shardow' has no attribute {name!r}")
+        if name in ("compat", "errors", "memory", "schedules"):
+            return importlib.import_module(f"shardow.{name}")
+        if name == "open":
+            return importlib.import_module("shardow.reading").open_checkpoint
+        if name in _HOMES:
+            try:
+                return getattr(importlib.import_module(f"shardow.{_HOMES[name]}"), name)
+            except ModuleNotFoundError as error:
+                if error.name == "torch":
+                    raise ImportError(f"shardow.{name} needs PyTorch: pip install torch (2.6 or later)") from None
+                raise
+        raise AttributeError(f"module 'shardow' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

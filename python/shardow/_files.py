@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from shardow import _core, _errors, _paths
 from shardow._background import CHANNEL, SaveHandle, settle, start
 from shardow._gather import Part
-from shardow._keys import STATE, file_name
+from shardow._keys import STATE, file_name, keys_in
 from shardow._options import invalid
 from shardow._paths import StrPath
 from shardow._progress import shown
@@ -44,11 +45,46 @@ class FileParts:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def with_state(by_key: dict[str, list[Part]], state: str) -> list[FileParts]:
+def with_state(by_key: dict[str, list[Part]], state: str, metadata: Mapping[str, str]) -> list[FileParts]:
     """The files of a saved EMA: one, or with several keys one for each."""
+    told = {**metadata, STATE: state}
     if len(by_key) == 1:
-        return [FileParts("", parts, {STATE: state}) for parts in by_key.values()]
-    return [FileParts(file_name(key), parts, {STATE: state}) for key, parts in by_key.items()]
+        return [FileParts("", parts, told) for parts in by_key.values()]
+    return [FileParts(file_name(key), parts, told) for key, parts in by_key.items()]
+
+
+def averages_there(path: StrPath, wanted: int, team: Team) -> list[str]:
+    """The keys of an EMA that was saved with several decays, in its order; where several are ``wanted``, also of one that was saved with one.
+
+    [] where it is neither, or nothing that can be read: then reading it says so. Rank 0 looks, for all. Collective.
+    """
+    settle(team.process_group)
+    found: list[str] = json.loads(team.gather("load()", json.dumps(_averages_here(path, wanted) if team.rank == 0 else []).encode())[0])
+    return found
+
+
+def _averages_here(path: StrPath, wanted: int) -> list[str]:
+    try:
+        where = _paths.to_read(path)
+        if not any(os.path.exists(os.path.join(where, name)) for name in ("model.safetensors", "model.safetensors.index.json")):
+            several = list(averages_in(where))
+            if several:
+                return several
+        return keys_in(_core.read_catalog(_core.solo(), where).metadata) if wanted > 1 else []
+    except _errors.Error:
+        return []
+
+
+def in_dtypes(parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: torch.dtype | None) -> tuple[list[Part], str | None]:
+    """(parts, the dtype to which the engine casts): so that floating tensors end up as ``wanted``, or each as its ``own``, by name.
+
+    ``own`` has every name, on all ranks alike. The engine knows one dtype for all, of 16 bits or more; for others parts are copied.
+    """
+    targets = {name: wanted or dtype for name, dtype in own.items() if dtype.is_floating_point}
+    different = set(targets.values())
+    if len(different) == 1 and next(iter(different)).itemsize > 1:
+        return list(parts), DTYPES[different.pop()]
+    return [Part(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
 
 
 def catalogs(path: StrPath, keys: Sequence[str], team: Team) -> dict[str, _core.Catalog]:
@@ -75,7 +111,7 @@ def catalog(path: StrPath, team: Team) -> _core.Catalog:
         raise
 
 
-def state_in(path: str | Path, found: _core.Catalog) -> str:
+def state_in(path: StrPath, found: _core.Catalog) -> str:
     """The state of a saved EMA; raises where that is something else."""
     if STATE not in found.metadata:
         raise _errors.make("corrupt", f"{path} is not a saved EMA: its metadata has no {STATE!r}; use load_state_dict() for weights alone")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from shardow._gather import Part, take
 from shardow._held import Held
 from shardow._match import Comparison, Form, compared, matched, unexpected
 from shardow._options import invalid
+from shardow._paths import StrPath
 from shardow._progress import Progress, shown
 from shardow._stream import Client, Fill, Server, Want, narrower
 from shardow._team import Team
@@ -39,7 +39,7 @@ class Job:
     without: Collection[str] = ()
 
 
-def from_file(job: Job, path: str | Path, check_only: bool = False) -> dict[str, Any]:
+def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, Any]:
     """``check_only``: raises where something does not fit, and changes nothing."""
     found = _files.catalog(path, job.team)
     keys = job.team.agree(job.what, lambda: matched(job.held, found.tensors.keys(), str(path)))

@@ -16,6 +16,11 @@ from shardow.schedules import as_schedules
 DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 Params = Literal["trainable", "all"] | Callable[[str, torch.Tensor], bool]
+Replicas = Literal["split", "copy"]
+Buffers = Literal["copy", "average", "ignore"]
+Rule = Literal["lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient"]
+Stochastic = bool | Literal["auto"]
+NonFinite = Literal["hold", "propagate", "raise"]
 
 
 def invalid(message: str) -> Exception:
@@ -40,12 +45,12 @@ class Options:
     schedules: list[_core.Schedule]
     dtype: torch.dtype
     device: torch.device | None
-    replicas: str
+    replicas: Replicas
     params: Params
-    buffers: str
-    rule: str
+    buffers: Buffers
+    rule: Rule
     rounding: str
-    nonfinite: str
+    nonfinite: NonFinite
     update_every: int
     start_step: int
     seed: int
@@ -74,12 +79,12 @@ def make_options(
     decay: Any,
     dtype: torch.dtype,
     device: Any,
-    replicas: str,
+    replicas: Replicas,
     params: Params,
-    buffers: str,
-    rule: str,
-    stochastic: bool | str,
-    nonfinite: str,
+    buffers: Buffers,
+    rule: Rule,
+    stochastic: Stochastic,
+    nonfinite: NonFinite,
     update_every: int,
     start_step: int,
     seed: int,

@@ -146,6 +146,18 @@ def current_decays(engine_state: str) -> list[float]:
     return decays
 
 
+def at_the_start(engine_state: str) -> str:
+    """The same options, nothing counted."""
+    return json.dumps({**json.loads(engine_state), "step": 0, "updates": 0, "applied_step": 0, "applied_samples": 0, "held_non_finite": 0})
+
+
+def options_in(engine_state: str) -> str:
+    """What is in force beside the decays: the rule, and all that is not as it usually is."""
+    state = json.loads(engine_state)
+    unusual = {"rounding": "auto", "dtype": "F32", "update_every": 1, "start_step": 0, "seed": "0"}
+    return ", ".join(f"{name}={state[name]}" for name in ("rule", *unusual) if state[name] != unusual.get(name))
+
+
 def samples_by(engine_state: str, batch: float) -> float:
     """Training samples seen at the next step, where each step since the last applied update had ``batch`` of them."""
     state = json.loads(engine_state)

@@ -16,8 +16,10 @@ from shardow._background import SaveHandle
 from shardow._equal import DIFFERENT_WEIGHTS, check_equal, common_of
 from shardow._files import FileParts
 from shardow._fill import Job, from_file
+from shardow._gather import Gatherer
 from shardow._held import Held, Saveable, group_of, held_by
 from shardow._options import invalid, seconds
+from shardow._paths import StrPath
 from shardow._progress import Progress
 from shardow._team import Team
 from shardow.materializing import Request, fill_model
@@ -26,9 +28,10 @@ from shardow.torch.ranks import group_of_model
 
 def save(
     state: Saveable,
-    path: str | Path,
+    path: StrPath,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str | None = None,
+    *,
     metadata: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
@@ -63,9 +66,10 @@ def save(
 @torch.no_grad()
 def async_save(
     state: Saveable,
-    path: str | Path,
+    path: StrPath,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str | None = None,
+    *,
     metadata: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
@@ -92,9 +96,10 @@ def async_save(
 @torch.no_grad()
 def load(
     target: Saveable,
-    path: str | Path,
+    path: StrPath,
     strict: bool = True,
     verify: bool = True,
+    *,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
     timeout: float | timedelta | None = None,
@@ -127,6 +132,29 @@ def load(
     report = from_file(Job("load()", held, team, [part.name for part in held.parts], (), strict, verify, progress), path)
     held.put_back()
     return report
+
+
+@torch.no_grad()
+def full_state_dict(
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None
+) -> dict[str, torch.Tensor]:
+    """A module's parameters and persistent buffers on rank 0, {} elsewhere: fresh, full CPU tensors. Collective; one tensor at a time travels.
+
+    Names are those of the unwrapped module, with every tied name: ready for load_state_dict(strict=True) of one that is not sharded.
+
+    Args:
+        model: of any sharding. Inside an EMA's swapped() it has the averages.
+        group: the ranks, where the module doesn't tell.
+        timeout: seconds or timedelta, how long to wait for the other ranks.
+
+    Raises:
+        ValueError: ranks that disagree; NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
+    """
+    held, team = _prepare("full_state_dict()", model, group, timeout, saving=False)
+    weights = held.view.parameters if held.view is not None else []
+    check_equal("full_state_dict()", lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
+    aliases = {name: [one for one in names if one != name] for name, names in held.names.items()}
+    return Gatherer(held.parts, team.process_group, team.timeout).whole(aliases)
 
 
 def _prepare(

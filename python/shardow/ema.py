@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core, _counters, _errors, _files, _state, _tracked, _warnings
+from shardow import _core, _errors, _state, _tracked, _warnings
+from shardow._agreed import common_weight
 from shardow._attached import Attachments, Handle, Samples
-from shardow._background import SaveHandle
-from shardow._equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
-from shardow._gather import Gatherer, Part
+from shardow._equal import DIFFERENT_WEIGHTS, check_equal
 from shardow._keys import choose, keys_of
-from shardow._options import Options, Params, invalid, make_options, seconds
+from shardow._options import Buffers, NonFinite, Options, Params, Replicas, Rule, Stochastic, invalid, make_options, seconds, unsupported
+from shardow._saved import Saved
+from shardow._states import Decay
 from shardow._streams import Streams, with_memory
 from shardow._swap import Block, Swap
 from shardow._swap_guard import refuse_foreign
 from shardow._team import Team
 from shardow._unfrozen import Unfrozen
 from shardow.torch.find import find
-from shardow.torch.local import LocalTensor, oddity, refuse_all_odd
+from shardow.torch.local import LocalTensor
 
 T = TypeVar("T")
 
 
-class EMA:
+class EMA(Saved):
     """Exponential moving averages of ``model``'s parameters: e <- decay * e + (1 - decay) * p after every optimizer step.
 
     Each rank averages what it holds, in place, in one pass, with no communication: 4 P / N bytes a rank. The averages are bit-identical at any world size, sharding
@@ -59,6 +60,7 @@ class EMA:
         threads: CPU threads; 0: what OMP_NUM_THREADS and the affinity mask allow, at most 4.
         overlap: not built yet.
         timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
+        momentum: refused: it would be 1 - decay in one library, and decay in another.
 
     Raises:
         ValueError: an option out of range, ranks that disagree, weights on meta.
@@ -73,12 +75,12 @@ class EMA:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        replicas: str = "split",
+        replicas: Replicas = "split",
         params: Params = "trainable",
-        buffers: str = "copy",
-        rule: str = "lerp",
-        stochastic: bool | str = "auto",
-        nonfinite: str = "hold",
+        buffers: Buffers = "copy",
+        rule: Rule = "lerp",
+        stochastic: Stochastic = "auto",
+        nonfinite: NonFinite = "hold",
         update_every: int = 1,
         start_step: int = 0,
         seed: int = 0,
@@ -87,13 +89,18 @@ class EMA:
         threads: int = 0,
         overlap: bool = False,
         timeout: float | timedelta | None = None,
-        **unknown: Any,
+        momentum: None = None,
     ) -> None:
+        self._arguments: dict[str, Any] = {
+            "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
+            "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step, "seed": seed,
+            "source": source, "threads": threads, "overlap": overlap, "timeout": timeout,
+        }  # fmt: skip
         self._view = find(model, group=group, odd=True)
         self._team = Team(self._view.process_group, seconds(timeout))
 
         def build() -> tuple[Options, list[str], list[_tracked.Tracked], _core.Average]:
-            _refuse(unknown)
+            _refuse(momentum)
             options = make_options(
                 decay=decay, dtype=dtype, device=device, replicas=replicas, params=params, buffers=buffers, rule=rule, stochastic=stochastic,
                 nonfinite=nonfinite, update_every=update_every, start_step=start_step, seed=seed, threads=threads, overlap=overlap,
@@ -104,7 +111,7 @@ class EMA:
         self._streams = Streams(average for one in self._tracked for average in one.averages)
         self._unfrozen = Unfrozen(self._view.frozen() if self._options.params == "trainable" else ())
         self._team.same("EMA(...)", self._facts(), "EMA")
-        check_equal("EMA(...)", lambda: map(_common_weight, self._tracked_weights()), self._team, DIFFERENT_WEIGHTS)
+        check_equal("EMA(...)", lambda: map(common_weight, self._tracked_weights()), self._team, DIFFERENT_WEIGHTS)
         self._attached = Attachments(self._update_attached, lambda: self._not_swapped("optimizer.step()"))
         self._swap = Swap(self._engine, self._streams, self._tracked, self._view, self._team, self._splits())
         self._warned = False
@@ -116,12 +123,6 @@ class EMA:
         averages = [_tracked.average_views(tracked, k) for k in range(len(options.schedules))]
         sources, chosen = _tracked.source_views(tracked), options.engine(alone=self._team.size == 1)
         return tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
-
-    @property
-    def _average(self) -> _core.Average:
-        """The engine, on torch's current streams."""
-        self._streams.follow(self._engine)
-        return self._engine
 
     def _chosen(self, options: Options) -> list[LocalTensor]:
         """Parameters, and buffers where they are averaged, in the model's order."""
@@ -201,10 +202,6 @@ class EMA:
             ", and the next collective call raises on every rank" if self._options.nonfinite == "raise" else ""
         )
 
-    def _rebind(self) -> None:
-        """A changed parameter is an error; one that is merely unsharded for a while, or whose memory moved, is not."""
-        self._swap.rebind()
-
     def _follow_moves(self) -> bool:
         """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
         return self._swap.follow_moves()
@@ -235,7 +232,7 @@ class EMA:
 
     # ---- evaluation
 
-    def swapped(self, decay: float | str | _core.Schedule | None = None) -> Block:
+    def swapped(self, decay: Decay | None = None) -> Block:
         """Inside the block the model holds the averages; after it, whatever happened, its weights again, bit for bit.
 
         Collective, both ends, where ranks share the model. In place, without a second copy of the weights: state_dict() and the like, and optimizer.step(), wait until the block ends. ``decay`` chooses
@@ -252,7 +249,7 @@ class EMA:
         """
         return self._swap.block(choose(self._keys, decay), self._ready_to_swap)
 
-    def swap_in(self, decay: float | str | _core.Schedule | None = None) -> None:
+    def swap_in(self, decay: Decay | None = None) -> None:
         """The beginning of swapped(), for frameworks with callbacks: the same transaction. Collective."""
         self._swap.enter(choose(self._keys, decay), self._ready_to_swap)
 
@@ -271,11 +268,8 @@ class EMA:
         """
         self._swap.restore(strict)
 
-    def _splits(self) -> bool:
-        return self._options.replicas == "split" and any(one.local.replicas for one in self._tracked)
-
     @torch.no_grad()
-    def copy_to(self, model: nn.Module, decay: float | str | _core.Schedule | None = None) -> None:
+    def copy_to(self, model: nn.Module, decay: Decay | None = None) -> None:
         """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective."""
         k = choose(self._keys, decay)
         target = find(model, group=self._view.process_group, odd=True)
@@ -292,162 +286,53 @@ class EMA:
         if wrong:
             raise invalid(f"copy_to(): the other model does not fit: {'; '.join(wrong)}")
 
-    # ---- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; ready for torch.distributed.checkpoint.
-
-        With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this EMA's own memory: what changes them changes it.
-        """
-        self._not_swapped("state_dict()")
-        return _state.make(self._tracked, self._keys, self._average.state())
-
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> dict[str, list[str]]:
-        """Takes what state_dict() gave: pieces of the same sharding, or full tensors of the global shape. Collective.
+    def reset(self) -> None:
+        """The averages begin again, as if newly made: equal to the weights, at step 0; options stay. Collective."""
+        self._together("reset()", lambda: self._swap.ready("reset()"))
+        _tracked.gather(self._swap.strided)
+        self._average.set_state(_state.at_the_start(self._average.state()))
+        self._average.reset()
+        self._average.forget_non_finite()
+        self._warned = False
 
-        Everything is checked on every rank first, and everything that does not fit is listed; then averages, counters and schedules are replaced.
+    # ---- copies
 
-        ``strict=False`` takes what there is: averages that the state lacks stay as they are (those of a new EMA are its model's weights), those that are not wanted are left out. So weights that were
-        added or unfrozen are taken in by a new EMA: ``new.load_state_dict(old.state_dict(), strict=False)``.
+    def __deepcopy__(self, memo: dict[int, Any]) -> EMA:
+        """Of a plain model that no other ranks share: with a copy of the model, or with its copy that is made in the same deepcopy()."""
+        model, arguments = copy.deepcopy(self._to_copy("copied"), memo)
+        memo[id(self)] = made = _remade(model, arguments, self.state_dict())
+        return made
 
-        Returns:
-            {"missing": [name], "unexpected": [name]}.
-        """
+    def __reduce__(self) -> Any:
+        """As __deepcopy__: the model is pickled too, once where both are."""
+        return _remade, (*self._to_copy("pickled"), self.state_dict())
 
-        before = self._average.state()
-
-        def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
-            self._not_swapped("load_state_dict()")
-            found = _state.check(state, self._tracked, self._keys, strict)
-            self._average.set_state(_state.engine_state(state))
-            return found
-
-        try:
-            copies, report = self._team.agree("load_state_dict()", check)
-        except BaseException:
-            if not self._average.swapped:  # this rank's was good, another's was not
-                self._average.set_state(before)
-            raise
-        for target, value, region in copies:
-            _state.copy(target, value, region)
-        return report
-
-    def _averages(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
-        self._not_swapped("state_dict()")
-        return {one.name: _state.as_tensor(one, 0) for one in self._tracked}
-
-    @torch.no_grad()
-    def _load_averages(self, averages: Mapping[str, torch.Tensor]) -> None:
-        """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
-
-        def check() -> list[_state.Copy]:
-            self._not_swapped("load_state_dict()")
-            return _state.check({"averages": averages}, self._tracked, self._keys[:1])[0]
-
-        for target, value, region in self._team.agree("load_state_dict()", check):
-            _state.copy(target, value, region)
-
-    def full_state_dict(self, decay: float | str | _core.Schedule | None = None, complete: bool = False) -> dict[str, torch.Tensor]:
-        """Full averages by name, fresh CPU tensors, on rank 0; {} elsewhere. Collective; one tensor at a time travels.
-
-        ``complete=True`` adds frozen weights, buffers and every tied name: a dict for load_state_dict(strict=True) of the unwrapped model.
-        """
-        k = choose(self._keys, decay)
-        self._ready_to_hand_out("full_state_dict()", self._others if complete else None)
-        aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
-        odd = self._odd("full_state_dict()") if complete else {}
-        return {**self._gatherer(k, complete).whole(aliases), **odd}
-
-    def _odd(self, what: str) -> dict[str, torch.Tensor]:
-        """On rank 0, copies of what has no elements in memory (sparse, quantised): they can't be put together from parts, and no file holds them. Collective."""
-
-        def copies() -> dict[str, torch.Tensor]:
-            odd = [one for one in self._others() if oddity(one.tensor)]
-            refuse_all_odd(one for one in odd if one.sharded and not one.replicas)
-            return {name: one.tensor.clone() for one in odd for name in (one.name, *one.aliases)}
-
-        found = self._team.agree(what, copies)
-        return found if self._team.rank == 0 else {}
-
-    def _gatherer(self, k: int, complete: bool) -> Gatherer:
-        parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]
-        if complete:
-            parts += [Part(one.name, one.flat(), one.region) for one in self._others() if not oddity(one.tensor)]
-        return Gatherer(parts, self._team.process_group, self._team.timeout)
-
-    def _others(self) -> list[LocalTensor]:
-        """What a complete model has beside the averages."""
-        self._view.reshard()
-        averaged = {one.name for one in self._tracked}
-        buffers = self._view.buffers if self._options.buffers != "ignore" else []
-        others = [one for one in [*self._view.parameters, *buffers] if one.name not in averaged]
-        refuse_foreign("handing out a complete model", lambda: [one.tensor for one in others], self._swap)
-        return others
-
-    # ---- files
-
-    def save(self, path: str | Path) -> None:
-        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them. Collective; resumable by load().
-
-        Every rank writes its own bytes of the final file, which replaces what was there when it is whole.
-        """
-        state = self._ready_to_hand_out("save()")
-        _files.write(self._files_to_save(state), path, self._team)
-
-    def async_save(self, path: str | Path) -> SaveHandle:
-        """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save(). Collective."""
-        state = self._ready_to_hand_out("async_save()")
-        return _files.write_in_background(self._files_to_save(state), path, self._team)
-
-    def _files_to_save(self, state: str) -> list[_files.FileParts]:
-        return _files.with_state(self._parts_by_key(saving=True), state)
-
-    @torch.no_grad()
-    def load(self, path: str | Path) -> None:
-        """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective."""
-        self._team.agree("load()", lambda: self._not_swapped("load()"))
-        found, parts = _files.catalogs(path, self._keys, self._team), self._parts_by_key(saving=False)
-        for key in self._keys:  # whatever does not fit is listed before anything changes
-            _files.read_into(parts[key], found[key], self._team, check_only=True)
-        before = self._average.state()
-        self._team.agree("load()", lambda: self._average.set_state(self._state_in(path, found)))
-        try:
-            for key in self._keys:
-                _files.read_into(parts[key], found[key], self._team)
-        except BaseException:
-            self._average.set_state(before)
-            raise
-
-    def _state_in(self, path: str | Path, found: Mapping[str, _core.Catalog]) -> str:
-        return _counters.own_part(_files.state_in(path, found[self._keys[0]]), self._team.rank)
-
-    def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
-        tracked = [one for one in self._tracked if not saving or one.local.counts_on(self._team.rank)]
-        return {key: [Part(one.name, one.averages[k], one.region) for one in tracked] for k, key in enumerate(self._keys)}
-
-    def export(
-        self,
-        path: str | Path,
-        dtype: torch.dtype | str | None = None,
-        max_shard_size: int | str | None = None,
-        decay: float | str | _core.Schedule | None = None,
-    ) -> None:
-        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one .safetensors file. Collective.
-
-        ``dtype`` casts floating tensors ("bfloat16" or torch.bfloat16); ``max_shard_size`` in bytes or like "5GB".
-        """
-        k = choose(self._keys, decay)
-        self._ready_to_hand_out("export()", self._others)
-        parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
-        others = self._others()
-        self._team.agree("export()", lambda: refuse_all_odd(others))
-        parts += [Part(one.name, one.flat(), one.region) for one in others if one.counts_on(self._team.rank)]
-        options = self._team.agree("export()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
-        _files.write([_files.FileParts("", parts)], path, self._team, **options)
+    def _to_copy(self, how: str) -> tuple[nn.Module, dict[str, Any]]:
+        self._not_swapped("copying")
+        if self._view.process_group is not None:
+            raise unsupported(
+                f"an EMA of a model that {self._team.size} ranks share can't be {how}: each has a part. Save it with save(), or take its "
+                "state_dict() and load that into another EMA of such a model"
+            )
+        return self._view.model, {**self._arguments, "decay": self._average.schedules}
 
     # ---- figures
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what is averaged, in the model's order; each tensor once."""
+        return tuple(one.name for one in self._tracked)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps counted so far."""
+        return int(self._average.stats()["step"])
+
+    @property
+    def decays(self) -> tuple[str, ...]:
+        """What ``decay=`` chooses among, as in state dicts and file names: "0.9999", "power(sigma_rel=0.1)"."""
+        return tuple(self._keys)
 
     def stats(self) -> dict[str, float]:
         """What this rank holds and did, a flat dict of numbers for a logger.
@@ -465,7 +350,7 @@ class EMA:
         return _state.current_decays(self._average.state())
 
     @torch.no_grad()
-    def distance(self, decay: float | str | _core.Schedule | None = None) -> float:
+    def distance(self, decay: Decay | None = None) -> float:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
         k = choose(self._keys, decay)
         self._together("distance()", lambda: self._swap.ready("distance()"))
@@ -473,89 +358,17 @@ class EMA:
         return _state.distance(self._tracked, k, self._team)
 
     def __repr__(self) -> str:
-        stats = self._average.stats()
+        stats, options = self._average.stats(), self._average.state()
         return (
-            f"EMA(decay=[{', '.join(self._keys)}], {stats['parameters']} tensors, {stats['elements']:,} elements on this rank of {self._team.size}, "
-            f"{stats['bytes']:,} bytes, step {stats['step']})"
+            f"EMA(decay=[{', '.join(self._keys)}], {_state.options_in(options)}, {stats['parameters']} tensors, {stats['elements']:,} elements "
+            f"on this rank of {self._team.size}, {stats['bytes']:,} bytes, step {stats['step']})"
         )
 
-    def _together(self, what: str, fn: Callable[[], T]) -> T:
-        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
 
-        def check() -> T:
-            self._raise_non_finite()
-            return fn()
-
-        result = self._team.agree(what, check)
-        self._agreed_state(what)
-        return result
-
-    def _raise_non_finite(self) -> None:
-        """nonfinite="raise" with several ranks: one that raised alone, in update(), would leave the others waiting."""
-        met = self._average.non_finite() if self._options.nonfinite == "raise" and self._team.size > 1 else None
-        if met is not None:
-            self._average.forget_non_finite()
-            step, elements, name = met
-            raise invalid(
-                f"at step {step}, {elements} weights on rank {self._team.rank} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held"
-            )
-
-    def _ready_to_swap(self, what: str, fn: Callable[[], None]) -> None:
-        """_together(), and replicas hold the same weights: they are about to overwrite each other's."""
-
-        def find() -> list[Common | None]:
-            self._raise_non_finite()
-            fn()
-            return [common_of(one.local) for one in self._tracked_weights()] if self._splits() else []
-
-        check_equal(what, find, self._team, f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own')
-        self._agreed_state(what)
-
-    def _agreed_state(self, what: str) -> str:
-        state = _counters.agreed(what, self._average.state(), self._team)
-        self._unfrozen.look(everywhere=True)
-        return state
-
-    def _ready_to_hand_out(
-        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, check: Callable[[], None] = lambda: None
-    ) -> str:
-        """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ. ``others``: what of the model is handed out too, wherever it lies now. Returns the
-        state of all ranks."""
-
-        def find() -> list[Common | None]:
-            self._raise_non_finite()
-            self._not_swapped(what)
-            check()
-            if others is None:
-                return list(self._common())
-            self._swap.refuse_foreign(what)
-            self._rebind()
-            weights = set(self._view.parameters)
-            return [*self._common(), *(common_of(one) for one in others() if one in weights)]
-
-        check_equal(what, find, self._team, DIFFERENT_WEIGHTS)
-        return self._agreed_state(what)
-
-    def _tracked_weights(self) -> list[_tracked.Tracked]:
-        """Without buffers, of which each rank has its own: batch statistics."""
-        weights = set(self._view.parameters)
-        return [one for one in self._tracked if one.local in weights]
-
-    def _common(self) -> Iterator[Common | None]:
-        """What other ranks should have too: averages, or where ranks divide them the weights that they follow."""
-        for one in self._tracked_weights():
-            if self._options.replicas == "split" and one.local.replicas:
-                yield _common_weight(one)
-            else:
-                for average in one.averages:
-                    yield common_of(one.local, average)
-
-    def _not_swapped(self, what: str) -> None:
-        self._swap.refuse(what)
-
-
-def _common_weight(one: _tracked.Tracked) -> Common | None:
-    return common_of(one.local, one.source if one.mastered else one.local.tensor)
+def _remade(model: nn.Module, arguments: Mapping[str, Any], state: Mapping[str, Any]) -> EMA:
+    made = EMA(model, **arguments)
+    made.load_state_dict(state)
+    return made
 
 
 def _wants(params: Params, local: LocalTensor) -> bool:
@@ -564,14 +377,10 @@ def _wants(params: Params, local: LocalTensor) -> bool:
     return params == "all" or local.requires_grad
 
 
-def _refuse(unknown: Mapping[str, Any]) -> None:
-    if not unknown:
-        return
-    if "momentum" in unknown:
-        value = unknown["momentum"]
-        hint = f" (momentum={value} as a weight of the new value is decay={1 - value})" if isinstance(value, float) else ""
+def _refuse(momentum: Any) -> None:
+    if momentum is not None:
+        hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})" if isinstance(momentum, float) else ""
         raise _errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
-    raise _errors.UnknownOptionError(f"EMA() got unknown option(s) {', '.join(sorted(unknown))}; see help(shardow.EMA)")
 
 
 __all__ = ["EMA"]

@@ -30,6 +30,7 @@ def materialize(
     model: nn.Module,
     source: Source = None,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
     device: torch.device | str | None = None,
     strict: bool = True,
     dtype: torch.dtype | None = None,

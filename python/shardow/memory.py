@@ -124,10 +124,10 @@ def plan(
     model_or_shapes: nn.Module | Mapping[str, Any],
     ranks: int = 1,
     sharding: str = "fsdp2",
+    *,
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw",
     batch: Any = None,
     switches: Mapping[str, Any] | None = None,
-    *,
     shards: int | None = None,
     averages: int = 1,
     loss: Callable[[Any], Any] | None = None,
@@ -169,8 +169,8 @@ def measure(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     batch: Any = None,
-    ema: EMA | nn.Module | None = None,
     *,
+    ema: EMA | nn.Module | None = None,
     loss: Callable[[Any], Any] | None = None,
 ) -> Usage:
     """Counts the bytes that this rank holds now, by plan()'s keys: after an optimizer step and before zero_grad() there are all of them. On CUDA also "device_peak".

@@ -33,7 +33,9 @@ def half_life_fraction(fraction: float, max_steps: float = math.inf) -> Schedule
     return Schedule.make("half_life_fraction", numbers if math.isinf(max_steps) else {**numbers, "max_steps": max_steps})
 
 
-def inverse_gamma(inv_gamma: float = 1.0, power: float = 1.0, min_decay: float = 0.0, max_decay: float = 1.0, start: int = 0) -> Schedule:
+def inverse_gamma(
+    inv_gamma: float = 1.0, power: float = 1.0, *, min_decay: float = 0.0, max_decay: float = 1.0, start: int = 0
+) -> Schedule:
     """k-diffusion's EMAWarmup (K. Crowson): m = max(0, n - 1 - start), d = 1 - (1 + m / inv_gamma)^-power, into [min_decay, max_decay].
 
     power 2/3 reaches 0.999 at 31.6 thousand steps, 3/4 at 10 thousand; (1, 1) is the running mean.
@@ -54,7 +56,7 @@ def tf_warmup(decay: float) -> Schedule:
 
 
 def timm(
-    decay: float, min_decay: float = 0.0, update_after_step: int = 0, use_warmup: bool = False, gamma: float = 1.0, power: float = 2 / 3
+    decay: float, min_decay: float = 0.0, update_after_step: int = 0, *, use_warmup: bool = False, gamma: float = 1.0, power: float = 2 / 3
 ) -> Schedule:
     """timm's ModelEmaV3.get_decay(n): m = n - update_after_step - 1; 0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay."""
     numbers = {
@@ -69,7 +71,7 @@ def timm(
 
 
 def dist_ema(
-    decay: float, warmup: bool = False, power: float = 2 / 3, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0
+    decay: float, warmup: bool = False, power: float = 2 / 3, *, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0
 ) -> Schedule:
     """DistEMA: m = max(0, n - 1 - update_after_step - 1), since it counts after it uses; max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)). The first two updates copy."""
     numbers = {
@@ -80,6 +82,7 @@ def dist_ema(
 
 def diffusers(
     decay: float = 0.9999,
+    *,
     min_decay: float = 0.0,
     update_after_step: int = 0,
     use_ema_warmup: bool = False,
@@ -94,7 +97,7 @@ def diffusers(
 
 
 def ema_pytorch(
-    beta: float = 0.9999, update_after_step: int = 100, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0
+    beta: float = 0.9999, update_after_step: int = 100, *, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0
 ) -> Schedule:
     """ema-pytorch's get_current_decay() at its n-th update: m = n - update_after_step - 1; 0 for m <= 0, else 1 - (1 + m / inv_gamma)^-power in [min_value, beta].
 

@@ -31,6 +31,7 @@ def wrap(
     mesh: DeviceMesh,
     optimizer: torch.optim.Optimizer | None = None,
     units: Units = None,
+    *,
     source: Source = None,
     memory_efficient_init: bool = True,
     reshard_after_forward: bool = True,

@@ -32,7 +32,7 @@ def measured(make: Make, kind: str) -> list[dict[str, int]]:
             model(*batch).square().mean().backward()
             optimizer.step()
             ema.update()
-            found.append(dict(shardow.memory.measure(model, optimizer, batch, ema)))
+            found.append(dict(shardow.memory.measure(model, optimizer, batch, ema=ema)))
     return found
 
 
@@ -41,7 +41,7 @@ def check(model: nn.Module, batch: Any, make: Make, kind: str, world: int) -> No
     everywhere = ranks.run(world, measured, make, kind)
     for i, switches in enumerate(SWITCHES):
         shards = world // 2 if kind == "hsdp" else None
-        plan = shardow.memory.plan(model, world, kind, "adamw", batch, switches, averages=2, shards=shards)
+        plan = shardow.memory.plan(model, world, kind, optimizer="adamw", batch=batch, switches=switches, averages=2, shards=shards)
         most = {key: max(found[i][key] for found in everywhere) for key in KEYS}
         assert {key: plan[key] for key in KEYS} == {key: _near(most[key], plan[key]) for key in KEYS}, (kind, world, switches)
         if kind != "fsdp1":  # whose parts begin anywhere

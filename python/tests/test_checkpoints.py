@@ -36,7 +36,7 @@ def step(model: torch.nn.Module, ema: shardow.EMA, steps: int, seed: int) -> Non
 
 
 def full_of(ema: shardow.EMA) -> Full:
-    return {key: ema.full_state_dict(key) for key in ema._keys}
+    return {key: ema.full_state_dict(key, complete=False) for key in ema._keys}
 
 
 def save(kind: str, how: str, path: str) -> tuple[Full, Full]:

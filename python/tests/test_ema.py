@@ -63,7 +63,7 @@ def test_a_rule_is_bit_equal_to_its_origin(rule: str, dtype: torch.dtype) -> Non
             expected[name] = FORMS[rule](expected[name], p.detach())
 
     train(model, 30, step)
-    assert equal(ema.full_state_dict(), expected)
+    assert equal(ema.full_state_dict(complete=False), expected)
 
 
 @pytest.mark.parametrize("rule", FORMS)
@@ -78,7 +78,7 @@ def test_a_rule_widens_bfloat16_weights_first(rule: str) -> None:
             expected[name] = FORMS[rule](expected[name], p.detach().float())
 
     train(model, 10, step)
-    assert equal(ema.full_state_dict(), expected)
+    assert equal(ema.full_state_dict(complete=False), expected)
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.999, 0.99999])
@@ -95,7 +95,7 @@ def test_error_against_float64_is_small(decay: float) -> None:
         ema.update()
         for name, p in model.named_parameters():
             exact[name].lerp_(p.detach().double(), 1 - decay)
-    worst = max(float((ema.full_state_dict()[n].double() - e).square().mean().sqrt()) for n, e in exact.items())
+    worst = max(float((ema.full_state_dict(complete=False)[n].double() - e).square().mean().sqrt()) for n, e in exact.items())
     assert worst < {0.9: 1e-6, 0.999: 6e-6, 0.99999: 8e-5}[decay]
 
 
@@ -122,7 +122,7 @@ def test_attach_updates_after_every_step_until_removed() -> None:
             for p in by_hand.parameters():
                 p.sub_(0.1)
             reference.update()
-    assert equal(ema.full_state_dict(), reference.full_state_dict())
+    assert equal(ema.full_state_dict(complete=False), reference.full_state_dict(complete=False))
 
 
 class TestSwapped:
@@ -134,11 +134,11 @@ class TestSwapped:
             for p in model.parameters():
                 p.add_(torch.randn_like(p))
         ema.update()
-        weights, averages = clone(model), ema.full_state_dict()
+        weights, averages = clone(model), ema.full_state_dict(complete=False)
         with ema.swapped():
             inside = clone(model)
         assert equal(clone(model), weights)
-        assert equal(ema.full_state_dict(), averages)
+        assert equal(ema.full_state_dict(complete=False), averages)
         assert all(
             (inside[n].double() - averages[n].double()).abs().max() <= averages[n].abs().max() * torch.finfo(dtype).eps for n in inside
         )
@@ -160,7 +160,7 @@ class TestSwapped:
         for decay in (0.5, "0.9"):
             with ema.swapped(decay=decay):
                 inside = clone(model)
-            assert equal(inside, ema.full_state_dict(decay=decay))
+            assert equal(inside, ema.full_state_dict(decay=decay, complete=False))
         with pytest.raises(ValueError, match=r"0\.5, 0\.9"), ema.swapped():
             pass
 
@@ -191,7 +191,7 @@ class TestNonFinite:
     def test_holds_counts_and_warns_once(self) -> None:
         model = nn.Linear(4, 4)
         ema = shardow.EMA(model, DECAY)
-        before = ema.full_state_dict()
+        before = ema.full_state_dict(complete=False)
         with torch.no_grad():
             model.weight[1, 2] = math.nan
             model.bias[0] = -math.inf
@@ -200,7 +200,7 @@ class TestNonFinite:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ema.update()
-        after = ema.full_state_dict()
+        after = ema.full_state_dict(complete=False)
         assert after["weight"][1, 2] == before["weight"][1, 2]
         assert all(t.isfinite().all() for t in after.values())
         assert ema.stats()["held_nonfinite"] == 4
@@ -219,7 +219,7 @@ class TestNonFinite:
         with torch.no_grad():
             model.bias[0] = math.nan
         ema.update()
-        assert ema.full_state_dict()["bias"].isnan().tolist() == [True, False, False, False]
+        assert ema.full_state_dict(complete=False)["bias"].isnan().tolist() == [True, False, False, False]
 
 
 class TestState:
@@ -236,7 +236,7 @@ class TestState:
         other.load_state_dict(half.state_dict())
         train(model, 5, lambda: (straight.update(), other.update()))
         for key in straight._keys:
-            assert equal(straight.full_state_dict(key), other.full_state_dict(key))
+            assert equal(straight.full_state_dict(key, complete=False), other.full_state_dict(key, complete=False))
 
     def test_saves_and_loads_files(self, tmp_path: Path) -> None:
         model = make_model()
@@ -246,7 +246,7 @@ class TestState:
         other = shardow.EMA(make_model(9), [0.5, 0.99])
         other.load(tmp_path / "ema")
         for key in (0.5, 0.99):
-            assert equal(other.full_state_dict(key), ema.full_state_dict(key))
+            assert equal(other.full_state_dict(key, complete=False), ema.full_state_dict(key, complete=False))
         assert other.stats() | {"seconds": 0, "bytes_moved": 0} == ema.stats() | {"seconds": 0, "bytes_moved": 0}
 
     def test_exports_a_complete_model(self, tmp_path: Path) -> None:
@@ -267,21 +267,21 @@ class TestState:
     def test_everything_that_does_not_fit_is_listed_and_nothing_loaded(self) -> None:
         model = make_model()
         ema = shardow.EMA(model, DECAY)
-        before = {n: t.clone() for n, t in ema.full_state_dict().items()}
+        before = {n: t.clone() for n, t in ema.full_state_dict(complete=False).items()}
         state = ema.state_dict()
         averages = {n: t.clone() + 1 for n, t in state["averages"].items()}
         averages["extra"] = averages.pop("0.weight")
         averages["0.bias"] = torch.zeros(99)
         with pytest.raises(ValueError, match=r"(?s)missing '0.weight'.*unexpected 'extra'.*'0.bias' has shape \(99,\), expected \(13,\)"):
             ema.load_state_dict({**state, "averages": averages})
-        assert equal(ema.full_state_dict(), before)
+        assert equal(ema.full_state_dict(complete=False), before)
 
     def test_tied_weights_are_averaged_once_and_exported_under_every_name(self) -> None:
         model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
         model["b"].weight = model["a"].weight
         ema = shardow.EMA(model, DECAY)
-        assert list(ema.full_state_dict()) == ["a.weight"]
-        assert sorted(ema.full_state_dict(complete=True)) == ["a.weight", "b.weight"]
+        assert list(ema.full_state_dict(complete=False)) == ["a.weight"]
+        assert sorted(ema.full_state_dict()) == ["a.weight", "b.weight"]
 
     def test_copy_to_fills_another_module(self) -> None:
         model = make_model()
@@ -289,7 +289,7 @@ class TestState:
         train(model, 3, ema.update)
         other = make_model(4)
         ema.copy_to(other)
-        full = ema.full_state_dict(complete=True)
+        full = ema.full_state_dict()
         assert all(torch.equal(t, full[n]) for n, t in other.state_dict().items())
 
 
@@ -304,21 +304,21 @@ class TestBuffers:
             expected.lerp_(model[1].running_mean, 0.5) if 0.5 < 0.5 else expected.copy_(torch.lerp(expected, model[1].running_mean, 0.5))
 
         train(model, 3, step)
-        full = ema.full_state_dict(complete=True)
+        full = ema.full_state_dict()
         assert torch.equal(full["1.running_mean"], expected)
         assert full["1.num_batches_tracked"] == 3
 
     def test_ignore_leaves_them_out(self) -> None:
         ema = shardow.EMA(make_model(), 0.5, buffers="ignore")
-        assert "1.running_mean" not in ema.full_state_dict(complete=True)
+        assert "1.running_mean" not in ema.full_state_dict()
 
 
 def test_frozen_parameters_are_not_averaged_unless_asked() -> None:
     model = make_model()
     model[0].weight.requires_grad_(False)
-    assert "0.weight" not in shardow.EMA(model, DECAY).full_state_dict()
-    assert "0.weight" in shardow.EMA(model, DECAY, params="all").full_state_dict()
-    assert list(shardow.EMA(model, DECAY, params=lambda name, _: name == "3.weight").full_state_dict()) == ["3.weight"]
+    assert "0.weight" not in shardow.EMA(model, DECAY).full_state_dict(complete=False)
+    assert "0.weight" in shardow.EMA(model, DECAY, params="all").full_state_dict(complete=False)
+    assert list(shardow.EMA(model, DECAY, params=lambda name, _: name == "3.weight").full_state_dict(complete=False)) == ["3.weight"]
 
 
 def test_source_is_averaged_in_place_of_the_weight_and_the_weight_is_swapped() -> None:
@@ -331,12 +331,12 @@ def test_source_is_averaged_in_place_of_the_weight_and_the_weight_is_swapped() -
     ema.update()
     for name in expected:
         expected[name] = torch.lerp(expected[name], master[name], 0.5)
-    assert equal(ema.full_state_dict(), expected)
+    assert equal(ema.full_state_dict(complete=False), expected)
     weights = clone(model)
     with ema.swapped():
         assert all((p.float() - expected[n]).abs().max() < 0.01 for n, p in model.named_parameters())
     assert equal(clone(model), weights)
-    assert equal(ema.full_state_dict(), expected)
+    assert equal(ema.full_state_dict(complete=False), expected)
 
 
 def test_stats_is_a_flat_dict_of_numbers() -> None:
@@ -359,7 +359,7 @@ def test_distance_is_the_relative_euclidean_norm() -> None:
     ema = shardow.EMA(model, 0.9)
     assert ema.distance() == 0
     train(model, 3, ema.update)
-    full = ema.full_state_dict()
+    full = ema.full_state_dict(complete=False)
     apart = math.fsum(float((full[n].double() - p.detach().double()).square().sum()) for n, p in model.named_parameters())
     length = math.fsum(float(p.detach().double().square().sum()) for p in model.parameters())
     assert ema.distance() == pytest.approx(math.sqrt(apart / length), rel=1e-12)
@@ -398,7 +398,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says) as caught:
         shardow.EMA(make_model(), **options)
-    if options.get("decay") != "fast":
+    if options.get("decay") != "fast" and "colour" not in options:  # an unknown keyword is Python's own TypeError
         assert isinstance(caught.value, shardow.Error)
 
 
@@ -424,11 +424,11 @@ def _reshape(model: nn.Module) -> None:
 def test_a_changed_model_is_an_error_before_anything_changes(change: Callable[[nn.Module], None], says: str, call: str) -> None:
     model = make_model()
     ema = shardow.EMA(model, DECAY)
-    before = ema.full_state_dict()
+    before = ema.full_state_dict(complete=False)
     change(model)
     with pytest.raises(ValueError, match=says):
         ema.update() if call == "update" else ema.swapped().__enter__()
-    assert equal(ema.full_state_dict(), before)
+    assert equal(ema.full_state_dict(complete=False), before)
     assert ema.stats()["step"] == 0
 
 
@@ -439,7 +439,7 @@ def test_memory_that_moved_under_the_same_parameters_is_followed() -> None:
     for p in model.parameters():
         p.data = p.data * 2
     ema.update()
-    assert equal(ema.full_state_dict(), expected)
+    assert equal(ema.full_state_dict(complete=False), expected)
     weights = clone(model)
     with ema.swapped():
         assert equal(clone(model), expected)
@@ -455,7 +455,7 @@ def test_a_step_is_counted_once_and_gaps_are_made_up_for() -> None:
             p.add_(1)
     ema.update(step=7)
     w = -math.expm1(7 * math.log(0.9))
-    assert equal(ema.full_state_dict(), {n: torch.lerp(start[n], p.detach(), w) for n, p in model.named_parameters()})
+    assert equal(ema.full_state_dict(complete=False), {n: torch.lerp(start[n], p.detach(), w) for n, p in model.named_parameters()})
     with pytest.raises(ValueError, match="7"):
         ema.update(step=7)
 

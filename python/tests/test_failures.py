@@ -184,7 +184,7 @@ def _not_finite_on_one() -> list[str]:
     """What each of three calls says; the averages are held, and go on."""
     model = models.build("fsdp2", dist.get_world_size())
     ema = shardow.EMA(model, 0.5, nonfinite="raise")
-    before = ema.full_state_dict()
+    before = ema.full_state_dict(complete=False)
     rank = dist.get_rank()
     if rank == 1:
         model[0].weight._local_tensor[0, 0] = math.nan
@@ -199,7 +199,7 @@ def _not_finite_on_one() -> list[str]:
             said.append("")
         except (ValueError, ConnectionError) as error:
             said.append(str(error))
-    after = ema.full_state_dict()
+    after = ema.full_state_dict(complete=False)
     assert rank or all(torch.equal(after[name], before[name]) for name in before)
     return said
 

@@ -67,13 +67,13 @@ class Odd(nn.Module):
 
 
 def test_frozen_tied_and_half_weights_and_buffers_by_hand() -> None:
-    found = plan(Odd(), 2, "fsdp2", "adamw")
+    found = plan(Odd(), 2, "fsdp2", optimizer="adamw")
     rows = 4 * 2 * 5 + 2 * 4  # of high, 2 of 3 rows in float32; 4 of 7 of short
     assert found["weights"] == rows + 4 * 2 * 5 + 4 * 6 + 8  # 2 of 4 rows of low; the buffers are whole
     assert found["gradients"] == rows
     assert found["optimizer"] == 2 * rows + 2 * 4  # and a step for each
     assert found["averages"] == 4 * (2 * 5 + 4)
-    alone = plan(Odd(), 1, "plain", "sgd", averages=3)
+    alone = plan(Odd(), 1, "plain", optimizer="sgd", averages=3)
     assert (alone["gradients"], alone["optimizer"], alone["averages"]) == (4 * 15 + 2 * 7, 0, 3 * 4 * (15 + 7))
 
 
@@ -125,7 +125,7 @@ def test_groups_and_hooks_of_an_optimizer() -> None:
     optimizer = torch.optim.Adam(groups, fused=True)
     ema = shardow.EMA(model, 0.9)
     ema.attach(optimizer)
-    found = plan(model, 1, "plain", optimizer)["optimizer"]
+    found = plan(model, 1, "plain", optimizer=optimizer)["optimizer"]
     assert found == 4 * 4 + 3 * first.nbytes + sum(2 * p.nbytes for p in others[:3])
     assert ema.stats()["step"] == 0
     assert found == real_state(optimizer, model)

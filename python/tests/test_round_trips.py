@@ -323,7 +323,7 @@ def _after_inference(folder: str) -> None:
         model(torch.ones(2, models.INPUTS))
     ema = shardow.EMA(model, 0.9)
     ema.update()
-    full = ema.full_state_dict()
+    full = ema.full_state_dict(complete=False)
     assert all(torch.equal(full[name], before[name]) for name in full)
     assert all(torch.equal(tensor, before[name]) for name, tensor in shardow.open(f"{folder}/model.safetensors").items() if name in before)
 

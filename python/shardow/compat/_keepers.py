@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardow._options import invalid
+from shardow._options import Replicas, invalid
 from shardow._replicas import Exchange
 from shardow._tracked import Tracked, gather, scatter
 from shardow.compat._pairs import copy_all, warn_of_rounding
@@ -96,7 +96,7 @@ class Shared(Keeper):
         ema._view.reshard()
 
 
-def stand_in_for(model: nn.Module, replicas: str) -> StandIn:
+def stand_in_for(model: nn.Module, replicas: Replicas) -> StandIn:
     """Collective over the ranks that share the model."""
     floats = [p for p in model.parameters() if _floating(p)]
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in floats) else torch.float32

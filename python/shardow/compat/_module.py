@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import _errors
-from shardow._options import one_of, unsupported
+from shardow._options import Replicas, one_of, unsupported
 from shardow.compat._pairs import Tensors, copy_all, warn_of_rounding
 from shardow.compat._scripted import Scripted
 from shardow.compat._stand_in import StandIn, needed
@@ -51,7 +51,7 @@ def follow(
     *,
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
-    replicas: str = "copy",
+    replicas: Replicas = "copy",
     stochastic: bool = False,
     seed: int = 0,
 ) -> Follower:
@@ -88,7 +88,7 @@ class Sharded:
         *,
         device: Any,
         dtype: torch.dtype | None,
-        replicas: str,
+        replicas: Replicas,
         stochastic: bool,
         seed: int,
     ) -> None:

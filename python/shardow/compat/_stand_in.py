@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from shardow import _errors
+from shardow._options import Replicas
 from shardow.ema import EMA
 from shardow.torch.owners import has_fsdp
 
 
-def needed(model: nn.Module, replicas: str) -> bool:
+def needed(model: nn.Module, replicas: Replicas) -> bool:
     """True where no second model can be had: FSDP's cannot be copied; ``replicas="split"`` asks to keep a part of the averages on each rank."""
     return replicas == "split" or has_fsdp(model)
 

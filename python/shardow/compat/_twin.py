@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardow import _errors
+from shardow._options import Rule as EngineRule
 from shardow.compat._pairs import Pair, Pairs, Tensors, copy_all
 from shardow.torch.find import ModelView, find
 from shardow.torch.local import LocalTensor
@@ -19,7 +20,7 @@ Kind = Literal["parameter", "buffer", "temporary"]  # temporary: a buffer that s
 Fate = Literal["average", "copy", "leave"]
 Choose = Callable[[str, torch.Tensor, Kind], Fate]
 #: A rule's name, or what tells it from (dtype of the weight, dtype of its average) of everything that is averaged.
-Rule = str | Callable[[list[tuple[torch.dtype, torch.dtype]]], str]
+Rule = EngineRule | Callable[[list[tuple[torch.dtype, torch.dtype]]], EngineRule]
 
 
 class _MissingError(RuntimeError, KeyError):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardow import _errors, _files
 from shardow._gather import Part
 from shardow._held import Held, held_by
-from shardow._options import invalid
+from shardow._options import Replicas, invalid
 from shardow.checkpoint import save as save_file
 from shardow.compat._looks import clone, look, weights_of
 from shardow.compat._managed import Managed, Unmatched, checked_decay
@@ -44,7 +44,9 @@ class EMAManager(Managed):
 
     _refusal = KeyError
 
-    def __init__(self, model: nn.Module, decay: float = 0.9999, *, replicas: str = "copy", group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, decay: float = 0.9999, *, replicas: Replicas = "copy", group: dist.ProcessGroup | None = None
+    ) -> None:
         self.decay = checked_decay(decay)
         self._options = {"replicas": replicas, "group": group}
         trained = [p.dtype for p in model.parameters() if p.requires_grad]

@@ -22,7 +22,7 @@ from shardow._gather import Part
 from shardow._held import Held
 from shardow._keys import keys_of
 from shardow._match import matched, unexpected
-from shardow._options import invalid, one_of
+from shardow._options import Replicas, invalid, one_of
 from shardow.compat._called import called, model_and_root
 from shardow.compat._copying import Copier
 from shardow.compat._fsdp_wrap import barrier, fsdp_wrap, launch_distributed_job
@@ -50,7 +50,7 @@ class EMA_FSDP:
         decay: float | Schedule = 0.999,
         *,
         start_step: int = 0,
-        replicas: str = "split",
+        replicas: Replicas = "split",
         group: dist.ProcessGroup | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
@@ -133,7 +133,7 @@ class EMA_FSDP:
         ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": what the unwrapped model calls them.
         """
         names = self.ema._team.agree("full_state_dict()", lambda: self._keys_of(key_style))
-        return {names[name]: tensor for name, tensor in self.ema.full_state_dict().items()}
+        return {names[name]: tensor for name, tensor in self.ema.full_state_dict(complete=False).items()}
 
     def _keys_of(self, key_style: str) -> dict[str, str]:
         return self._names if one_of("key_style", key_style, ("wrapped", "clean")) == "wrapped" else {name: name for name in self._names}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardow import _errors
-from shardow._options import invalid, one_of, unsupported
+from shardow._options import Replicas, invalid, one_of, unsupported
 from shardow.compat._keepers import Keeper, keeper_of, stand_in_for
 from shardow.compat._stand_in import StandIn, needed
 from shardow.compat._twin import Fate, Kind
@@ -66,7 +66,7 @@ class EMA(nn.Module):
         move_ema_to_online_device: bool = False,
         coerce_dtype: bool = False,
         lazy_init_ema: bool = False,
-        replicas: str = "copy",
+        replicas: Replicas = "copy",
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import SWALR
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from shardow import _errors
+from shardow._options import Replicas, Rule
 from shardow.compat._module import Averaged, follow
 from shardow.compat._pairs import Tensors
 from shardow.compat._stand_in import StandIn
@@ -32,7 +33,7 @@ F = TypeVar("F")
 class _Arithmetic:
     """What a function of this module computes, for the engine: a rule, and (decay, weight) after ``n_averaged`` updates."""
 
-    rule: str
+    rule: Rule
     factors: Callable[[Tensor], tuple[float, float]]
 
 
@@ -81,7 +82,7 @@ def _of_count(num_averaged: Tensor) -> tuple[float, float]:
     return 1 - weight, weight
 
 
-def _known(function: F, rule: str, factors: Callable[[Tensor], tuple[float, float]]) -> F:
+def _known(function: F, rule: Rule, factors: Callable[[Tensor], tuple[float, float]]) -> F:
     setattr(function, _KNOWN, _Arithmetic(rule, factors))
     return function
 
@@ -114,7 +115,7 @@ class AveragedModel(Averaged):
         multi_avg_fn: MultiAvgFn | None = None,
         use_buffers: bool = False,
         *,
-        replicas: str = "copy",
+        replicas: Replicas = "copy",
     ) -> None:
         super().__init__()
         if avg_fn is not None and multi_avg_fn is not None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardow import _errors
+from shardow._options import Replicas, Rule
 from shardow.compat._module import NARROW, Averaged, follow, load
 from shardow.compat._teams import team_of
 from shardow.compat._twin import Fate, Kind
@@ -34,7 +35,7 @@ class ModelEma:
     """
 
     def __init__(
-        self, model: nn.Module, decay: float = 0.9999, device: Any = "", resume: str | Path = "", *, replicas: str = "copy"
+        self, model: nn.Module, decay: float = 0.9999, device: Any = "", resume: str | Path = "", *, replicas: Replicas = "copy"
     ) -> None:
         self._follower = follow(model, "two_products", device=device or None, replicas=replicas)
         self.ema = self._follower.module.eval()
@@ -67,7 +68,7 @@ class ModelEma:
 class ModelEmaV2(Averaged):
     """``module``: as ``ema`` of ModelEma; decay * e + (1 - decay) * p. ``replicas``: as in ModelEma."""
 
-    def __init__(self, model: nn.Module, decay: float = 0.9999, device: Any = None, *, replicas: str = "copy") -> None:
+    def __init__(self, model: nn.Module, decay: float = 0.9999, device: Any = None, *, replicas: Replicas = "copy") -> None:
         super().__init__()
         self._begin(follow(model, "two_products", device=device, replicas=replicas))
         self.module.eval()
@@ -112,7 +113,7 @@ class ModelEmaV3(Averaged):
         foreach: bool = True,
         exclude_buffers: bool = False,
         *,
-        replicas: str = "copy",
+        replicas: Replicas = "copy",
     ) -> None:
         super().__init__()
         first = next(model.parameters(), None)
@@ -167,7 +168,7 @@ class ModelEmaV3(Averaged):
         self._follow().copy(model)
 
 
-def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> str:
+def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> Rule:
     """torch._foreach_lerp_() wants one dtype, of all that are not rounded stochastically."""
     return "lerp" if all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW)) else "mul_add"
 

@@ -56,6 +56,10 @@ class ModelView:
         self.process_group = group_of_model(model, group, self._fsdp1)
 
     @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
     def ranks(self) -> list[int]:
         """The global ranks that share the model."""
         if self.process_group is None:

@@ -97,12 +97,7 @@ def test_averages_are_those_of_the_formulas(
             other = nn.Linear(1, 1, bias=False).to(dtype)
             other.weight.data.copy_(model.weight.data)
             resumed = make(other, [("constant", {"decay": 0.5 + 0.1 * k}) for k in range(len(chosen))], dtype=dtype)
-            resumed.load_state_dict(_renamed(state, resumed))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of decays that differ
+                resumed.load_state_dict(state)
             ema, model = resumed, other
-
-
-def _renamed(state: dict[str, Any], resumed: shardow.EMA) -> dict[str, Any]:
-    """The averages under the keys of an EMA with other decays."""
-    if len(resumed._keys) == 1:
-        return state
-    return {**state, "averages": dict(zip(resumed._keys, state["averages"].values(), strict=True))}

@@ -71,7 +71,7 @@ def wrap(
     chosen, bindings, own = team.agree("wrap()", lambda: _checked(model, mesh, units, optimizer, has_weights))
     team.same("wrap()", _facts(model, chosen, memory_efficient_init))
     if from_memory:
-        _to_meta(model)
+        to_meta(model)
         if optimizer is not None and bindings is not None:
             _origins.bind(optimizer, bindings)  # it would keep the whole model
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": _policy(mixed_precision)}
@@ -113,7 +113,7 @@ def _checked(
             if param is not None:
                 _origins.remember(module, key)
     bindings = None if optimizer is None else _origins.bindings(optimizer, model)
-    return chosen, bindings, _own_weights(model) if has_weights else None
+    return chosen, bindings, own_weights(model) if has_weights else None
 
 
 def _facts(model: nn.Module, chosen: list[nn.Module], memory_efficient_init: bool) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
     visit(model, "", 0)
 
 
-def _own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
+def own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """What is sharded already stays where it is."""
     state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, DTensor)}
     on_meta = [name for name, tensor in state.items() if tensor.is_meta]
@@ -188,7 +188,7 @@ def _own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
     return state
 
 
-def _to_meta(model: nn.Module) -> None:
+def to_meta(model: nn.Module) -> None:
     """Parameters and persistent buffers that are not sharded yet; tied ones stay tied."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ def read(path: str | Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise _errors.make("not_found", f"there is no file {path}") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # the unpickler fails in many ways over what is no pickle
         raise _errors.make("corrupt", f"{path} is not a whole file of tensors by torch.save(): {error}") from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -10,9 +12,10 @@ from shardow._held import held_by
 from shardow.compat._stand_in import StandIn
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """CPU tensors of parameters and persistent buffers, under all their clean names, on rank 0; {} elsewhere. Collective; one tensor at a time travels."""
+def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
+    """CPU tensors of parameters and persistent buffers, under all their clean names, on rank 0; {} elsewhere. Collective; one tensor at a time travels. ``wanted``: of first names."""
     held = held_by(model, None, saving=False)
+    held.parts = [part for part in held.parts if wanted(part.name)]
     return Gatherer(held.parts, held.process_group).whole(held.names)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ WRAPPED_CLASSES = {
     "MLPconnector", "PositionEmbedding", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer", "SiglipEncoderLayer", "SiglipVisionTransformer",
     "TimestepEmbedder",
 }  # fmt: skip
+
+#: Classes whose activations are recomputed, by name: BAGEL's.
+CHECKPOINTED_CLASSES = {"MLPconnector", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer", "SiglipEncoderLayer"}
 
 _FIXED = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")  # sinusoids, which the model has for its own resolution
 _HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -79,6 +82,11 @@ def fsdp_ema_setup(ema_model: nn.Module, fsdp_config: FSDPConfig, ignored_module
     for param in ema_model.parameters():
         param.requires_grad = False
     return fsdp_wrapper(ema_model, fsdp_config, ignored_modules)
+
+
+def grad_checkpoint_check_fn(module: nn.Module) -> bool:
+    """``check_fn`` of torch's apply_activation_checkpointing(): True for modules of CHECKPOINTED_CLASSES."""
+    return _is_one_of(module, CHECKPOINTED_CLASSES)
 
 
 @torch.no_grad()
@@ -331,7 +339,13 @@ def _beside(path: Path, team: Team) -> Path:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    return any(cls.__name__ in WRAPPED_CLASSES for cls in type(module).__mro__)
+    return _is_one_of(module, WRAPPED_CLASSES)
 
 
-__all__ = ["WRAPPED_CLASSES", "FSDPCheckpoint", "FSDPConfig", "fsdp_ema_setup", "fsdp_ema_update", "fsdp_wrapper"]
+def _is_one_of(module: nn.Module, names: Collection[str]) -> bool:
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+__all__ = [
+    "CHECKPOINTED_CLASSES", "WRAPPED_CLASSES", "FSDPCheckpoint", "FSDPConfig", "fsdp_ema_setup", "fsdp_ema_update", "fsdp_wrapper", "grad_checkpoint_check_fn",
+]  # fmt: skip

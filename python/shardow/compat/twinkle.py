@@ -7,10 +7,8 @@ comes on every rank. Different: ``get_full_state_dict()`` gives rank 0 the whole
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,52 +20,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardow import _origins
 from shardow._options import invalid, unsupported
-from shardow.compat._whole import whole_state_dict
+from shardow.compat._accelerate import AccelerateStrategy
+from shardow.compat._pretrained import fsdp_pretrained_load_context
+from shardow.compat._strategy import Strategy
 from shardow.materializing import materialize
 from shardow.sharding import wrap
 
-_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-_lock = threading.Lock()
-_inside = 0
-_before: dict[str, str | None] = {}
 _unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[_Left]]] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def fsdp_pretrained_load_context(enabled: bool) -> Iterator[None]:
-    """transformers' from_pretrained() loads weights on rank 0 alone inside. It listens to variables of the environment, which are the process's: they are restored when the last of several
-    blocks, in whatever threads, has ended."""
-    if not enabled:
-        yield
-        return
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
-
-
-def _enter() -> None:
-    global _inside
-    with _lock:
-        if _inside == 0:
-            _before.update({name: os.environ.get(name) for name in _VARIABLES})
-            os.environ.update(dict.fromkeys(_VARIABLES, "true"))
-        _inside += 1
-
-
-def _leave() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        for name, value in _before.items() if _inside == 0 else ():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-class NativeFSDPStrategy:
+class NativeFSDPStrategy(Strategy):
     """``device_mesh``: twinkle's or torch's; None: nothing is wrapped. ``fsdp_config``: ``{"reshard_after_forward": bool}``, which is not changed."""
 
     def __init__(
@@ -112,9 +74,8 @@ class NativeFSDPStrategy:
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         return model
 
-    def get_full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Whole CPU tensors of parameters and persistent buffers, under all their names, on rank 0; {} elsewhere. Collective; one tensor at a time travels."""
-        return whole_state_dict(model)
+    def needs_wrapped_optimizer_state(self) -> bool:
+        return self.device_mesh is not None
 
 
 def _is_one_of(layers: list[nn.Module]) -> Any:
@@ -215,4 +176,4 @@ def _rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tor
     return optimizer
 
 
-__all__ = ["NativeFSDPStrategy", "fsdp_pretrained_load_context"]
+__all__ = ["AccelerateStrategy", "NativeFSDPStrategy", "fsdp_pretrained_load_context"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardow._options import invalid
-from shardow.torch.blocks import repeated_blocks
+from shardow.torch.blocks import is_container, repeated_blocks
 from shardow.torch.names import walk
 
 Forward = Callable[..., Any]
@@ -72,7 +72,8 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
         return []
     if callable(blocks):
         predicate = blocks
-        found = list({id(module): module for name, module in walk(model) if module is not model and predicate(name, module)}.values())
+        below = [(name, module) for name, module in walk(model) if module is not model and not is_container(module)]
+        found = _outermost({id(module): module for name, module in below if predicate(name, module)})
     else:
         found = repeated_blocks(model)
     if not found:
@@ -83,6 +84,12 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
         )
         raise invalid(f"memory.apply(): {what}; give activation_checkpointing a predicate of (name, module), or False")
     return found
+
+
+def _outermost(chosen: dict[int, nn.Module]) -> list[nn.Module]:
+    """Those that lie in no other: what is run again in backward is run again whole, and can't be saved and run again in itself."""
+    inside = {id(one) for module in chosen.values() for one in module.modules() if one is not module}
+    return [module for key, module in chosen.items() if key not in inside]
 
 
 def _checkpointed(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,7 @@ def apply(
     Args:
         bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they are. In evaluation nothing changes.
         activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has several of their class), or those that a predicate of (name, module)
-            chooses, keep their inputs alone in a training forward, and are run again in backward (``torch.utils.checkpoint``, not reentrant): the same gradients, bit for bit, where the forward
+            chooses (of what lies in another that it chooses, the outermost), keep their inputs alone in a training forward, and are run again in backward (``torch.utils.checkpoint``, not reentrant): the same gradients, bit for bit, where the forward
             is deterministic. In evaluation and under no_grad nothing changes.
         attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so that they are never built; also in evaluation. Values differ in the
             last digits, since another kernel computes them.

@@ -191,3 +191,20 @@ def sharded(_: object) -> bool:
 
 def test_sharded_models_take_the_switches() -> None:
     assert ranks.run(2, sharded, None) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "chooses",
+    [
+        lambda name, module: isinstance(module, (Block, nn.Sequential, nn.Linear)) and name != "inside",
+        lambda name, module: name.startswith("blocks"),  # the list, its blocks and all that is in them
+    ],
+)
+def test_of_blocks_in_chosen_blocks_the_outermost_are_run_again(chooses: Callable[[str, nn.Module], bool]) -> None:
+    model = Model()
+    before, kept = gradients(model), kept_bytes(model)
+    with shardow.memory.apply(model, bf16=False, activation_checkpointing=chooses, attention_weights=True):
+        after, less = gradients(model), kept_bytes(model)
+        assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert less < kept
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

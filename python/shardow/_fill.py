@@ -18,6 +18,7 @@ from shardow._paths import StrPath
 from shardow._progress import Progress, shown
 from shardow._stream import Client, Fill, Server, Want, narrower
 from shardow._team import Team
+from shardow.torch.extra import FromFile, split
 from shardow.torch.store_group import store_group
 
 State = Mapping[str, torch.Tensor]
@@ -49,20 +50,27 @@ def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, An
     parts = [
         Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
     ]
-    surplus = unexpected(job.held, keys, found.tensors.keys())
+    extra = FromFile(job.held.extra, found)
+    job.team.agree(job.what, lambda: _refuse_other_extra(job, extra.values, extra.unexpected))
+    parts += extra.parts
+    surplus = unexpected(job.held, keys, found.tensors.keys() - extra.keys)
     strict = job.strict and bool(lacking or surplus)  # the engine, which knows one name of each tensor, lists what does not fit
     report = _files.read_into(parts, found, job.team, strict=strict, verify=job.verify, progress=job.progress, check_only=check_only)
+    missing, kept = _take_extra(job, extra.values)
     return {
         **report,
-        "unexpected": surplus,
-        "kept": [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking],
+        "missing": [*report["missing"], *missing],
+        "unexpected": [*surplus, *extra.unexpected],
+        "kept": [*(part.name for part in job.held.parts if part.name not in keys and part.name not in lacking), *kept],
     }
 
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     """Every rank takes its slices of what it has, when all have what fits."""
+    state, extra = split(state, job.held.extra)  # type: ignore[assignment]
 
     def compare() -> Comparison:
+        _refuse_other_extra(job, extra)
         found = compared(job.what, job.held, job.wanted, _forms(state), job.strict)
         _refuse_lacking(job, found.missing)
         return found
@@ -75,16 +83,19 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
                 take(state[found.keys[part.name]].detach(), part.region, part.flat)
 
     job.team.agree(job.what, fill)
-    return found.report()
+    return _with_extra(job, extra, found.report())
 
 
 def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     """Rank 0 sends every rank its slices, and nothing else."""
     team = job.team
-    mine = team.agree(job.what, lambda: b"" if not state else pickle.dumps(_forms(state)))
-    forms: dict[str, Form] = pickle.loads(team.gather(job.what, mine)[0])
+    tensors, own = split(state, job.held.extra)
+    mine = team.agree(job.what, lambda: b"" if not state else pickle.dumps((_forms(tensors or {}), own)))
+    forms: dict[str, Form]
+    forms, extra = pickle.loads(team.gather(job.what, mine)[0])
 
     def compare() -> tuple[dict[str, Any], list[Fill]]:
+        _refuse_other_extra(job, extra)
         found = compared(job.what, job.held, job.wanted, forms, job.strict)
         _refuse_lacking(job, found.missing)
         fills = []
@@ -99,13 +110,35 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     tag = store_group(team.process_group).next_tag()
 
     def move() -> None:
-        if state is not None and team.rank == 0:
-            Server(team, device, tag).run(state, fills, shown(job.progress, "materialize", team.rank))
+        if tensors is not None and team.rank == 0:
+            Server(team, device, tag).run(tensors, fills, shown(job.progress, "materialize", team.rank))
         else:
             Client(team, device, tag).run(fills)
 
     team.agree(job.what, move)
-    return report
+    return _with_extra(job, extra, report)
+
+
+def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection[str] = ()) -> None:
+    """Strict: as torch is about extra states, where all is asked for."""
+    missing = [] if job.without else [name for name in job.held.extra if name not in found]
+    if job.strict and (missing or unexpected):
+        texts = [f"missing in the source: {', '.join(missing[:20])}"] * bool(missing) + [
+            f"unexpected there: {', '.join(unexpected)}"
+        ] * bool(unexpected)
+        raise invalid(f"{job.what}: {'; '.join(texts)}; strict=False takes the rest")
+
+
+def _take_extra(job: Job, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(missing, kept)"""
+    job.held.filled = dict(values)
+    lacking = [name for name in job.held.extra if name not in values]
+    return ([], lacking) if job.without else (lacking, [])
+
+
+def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    missing, kept = _take_extra(job, values)
+    return {**report, "missing": [*report["missing"], *missing], "kept": [*report["kept"], *kept]}
 
 
 def _forms(state: State) -> dict[str, Form]:

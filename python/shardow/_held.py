@@ -13,6 +13,7 @@ from torch import nn
 from shardow import _core
 from shardow._gather import Part
 from shardow._options import invalid, unsupported
+from shardow.torch.extra import KEY, extra_states, give
 from shardow.torch.find import ModelView, find
 from shardow.torch.piece import Piece
 from shardow.torch.regions import region_of
@@ -29,8 +30,12 @@ class Held:
     process_group: dist.ProcessGroup | None
     view: ModelView | None = None
     copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)  # a module's extra states by name
+    filled: dict[str, Any] = field(default_factory=dict)  # those that put_back() sets
 
     def put_back(self) -> None:
+        if self.view is not None:
+            give(self.view.model, self.filled)
         for target, filled in self.copied:
             target.copy_(filled.view(target.shape))
         if self.view is not None:
@@ -60,6 +65,7 @@ def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) 
     found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
     held = Held([], {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)
     held.parts = [Part(one.name, _flat(one.tensor, held.copied), one.region) for one in found]
+    held.extra = extra_states(model)
     return held
 
 
@@ -67,6 +73,9 @@ def _of_mapping(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | No
     first = group is None or dist.get_rank(group) == 0
     held = Held([], {name: (name,) for name in state}, group)
     for name, tensor in state.items():
+        if saving and name.endswith(KEY) and not isinstance(tensor, torch.Tensor):
+            held.extra[name] = tensor
+            continue
         if not isinstance(tensor, torch.Tensor):
             raise invalid(f"'{name}' is a {type(tensor).__name__}, not a tensor")
         if _is_shared(tensor) or first or not saving:

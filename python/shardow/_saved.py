@@ -14,6 +14,7 @@ from shardow._options import invalid
 from shardow._paths import StrPath
 from shardow._progress import Progress
 from shardow._states import Decay, OptionsFrom, States
+from shardow.torch.extra import extra_states, for_file
 from shardow.torch.local import refuse_all_odd
 
 
@@ -161,7 +162,10 @@ class Saved(States):
             return parts, {**_files.dtype_and_limit(None, max_shard_size), "dtype": cast}
 
         parts, options = self._team.agree("export()", check)
-        return _files.write([_files.FileParts("", parts, metadata or {})], path, self._team, progress=progress, **options)
+        extra, texts = for_file(extra_states(self._view.model)) if self._team.rank == 0 else ([], {})
+        return _files.write(
+            [_files.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})], path, self._team, progress=progress, **options
+        )
 
 
 def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from shardow._agreed import Agreed
 from shardow._gather import Gatherer, Part
 from shardow._options import invalid, one_of
 from shardow._swap_guard import refuse_foreign
+from shardow.torch.extra import extra_states
 from shardow.torch.local import LocalTensor, oddity, refuse_all_odd
 
 OptionsFrom = Literal["file", "own"]
@@ -121,7 +123,8 @@ class States(Agreed):
         self._ready_to_hand_out("full_state_dict()", self._others if complete else None)
         aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
         odd = self._odd("full_state_dict()") if complete else {}
-        return {**self._gatherer(k, complete).whole(aliases), **odd}
+        extra = extra_states(self._view.model) if complete and self._team.rank == 0 else {}
+        return {**self._gatherer(k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
 
     def _odd(self, what: str) -> dict[str, torch.Tensor]:
         """On rank 0, copies of what has no elements in memory (sparse, quantised): they can't be put together from parts, and no file holds them. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from shardow._paths import StrPath
 from shardow._progress import Progress
 from shardow._team import Team
 from shardow.materializing import Request, fill_model
+from shardow.torch.extra import for_file
 from shardow.torch.ranks import group_of_model
 
 
@@ -60,7 +62,7 @@ def save(
     """
     held, team = _prepare("save()", state, group, timeout, saving=True)
     options = team.agree("save()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
-    return _files.write([FileParts("", held.parts, metadata or {})], path, team, progress=progress, **options)
+    return _files.write([_file(held, team, metadata)], path, team, progress=progress, **options)
 
 
 @torch.no_grad()
@@ -90,7 +92,7 @@ def async_save(
     """
     held, team = _prepare("async_save()", state, group, timeout, saving=True)
     options = team.agree("async_save()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
-    return _files.write_in_background([FileParts("", held.parts, metadata or {})], path, team, progress=progress, **options)
+    return _files.write_in_background([_file(held, team, metadata)], path, team, progress=progress, **options)
 
 
 @torch.no_grad()
@@ -154,7 +156,13 @@ def full_state_dict(
     weights = held.view.parameters if held.view is not None else []
     check_equal("full_state_dict()", lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
     aliases = {name: [one for one in names if one != name] for name, names in held.names.items()}
-    return Gatherer(held.parts, team.process_group, team.timeout).whole(aliases)
+    found = Gatherer(held.parts, team.process_group, team.timeout).whole(aliases)
+    return {**found, **copy.deepcopy(held.extra)} if team.rank == 0 else found
+
+
+def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FileParts:
+    parts, texts = for_file(held.extra) if team.rank == 0 else ([], {})
+    return FileParts("", [*held.parts, *parts], {**texts, **(metadata or {})})
 
 
 def _prepare(

@@ -24,6 +24,7 @@ from shardow._swap import Block, Swap
 from shardow._swap_guard import refuse_foreign
 from shardow._team import Team
 from shardow._unfrozen import Unfrozen
+from shardow.torch.extra import extra_states, give
 from shardow.torch.find import find
 from shardow.torch.local import LocalTensor
 
@@ -276,6 +277,7 @@ class EMA(Saved):
         names = {one.name for one in self._tracked}
         self._ready_to_hand_out("copy_to()", self._others, lambda: self._check_copy(target.parameters, names))
         _state.copy_streamed(self._gatherer(k, complete=True), target, self._team)
+        give(model, extra_states(self._view.model))
         target.bump_versions()
 
     def _check_copy(self, parameters: Sequence[LocalTensor], names: set[str]) -> None:

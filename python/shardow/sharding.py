@@ -181,7 +181,11 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
 
 def own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """What is sharded already stays where it is."""
-    state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, DTensor)}
+    state = {
+        name: tensor.detach()
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+    }
     on_meta = [name for name, tensor in state.items() if tensor.is_meta]
     if on_meta:
         raise invalid(f"wrap(): {', '.join(on_meta[:8])} have no values on rank 0; give a source")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,14 +67,19 @@ class ModelView:
         return dist.get_process_group_ranks(self.process_group)
 
     @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
     def buffers(self) -> list[LocalTensor]:
-        """As they are now: modules replace their buffers freely."""
+        """As they are now: modules replace their buffers freely, and register others."""
         self._follow_buffers()
+        self._take_in_buffers()
         return self._buffers
 
-    def _collect(self, slots: Iterable[Slot]) -> list[_Found]:
-        """Each tensor once; further names of it are aliases."""
-        known: dict[int, LocalTensor] = {}
+    def _collect(self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None) -> list[_Found]:
+        """Each tensor once; further names of it are aliases. ``before``: found already, by the tensors' ids."""
+        known: dict[int, LocalTensor] = dict(before or {})
         found = []
         for slot in slots:
             adapter = next(adapter for adapter in self._adapters if adapter.claims(slot))
@@ -204,6 +209,16 @@ class ModelView:
                 buffer = one.slot.owner.get(one.slot.key)
                 if buffer is not None and (difference := _difference(one.local, _memory_of(one, buffer))):
                     yield f"buffer '{one.slot.name}' {difference}"
+
+    def _take_in_buffers(self) -> None:
+        """Those that were registered since this view was made."""
+        known = {(id(one.slot.owner), one.slot.key) for one in self._found_buffers}
+        new = [slot for slot in _buffer_slots(self._model) if (id(slot.owner), slot.key) not in known]
+        if new:
+            found = self._collect(new, {id(one.slot.recorded): one.local for one in self._found_buffers})
+            self._found_buffers += found
+            self._buffers += [one.local for one in found if not one.tied]
+            self._recorded_buffers += [(one.slot.recorded, _address(one.local.tensor)) for one in found]
 
     def _follow_buffers(self) -> None:
         for one in self._found_buffers:

@@ -67,10 +67,6 @@ class ModelView:
         return dist.get_process_group_ranks(self.process_group)
 
     @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    @property
     def buffers(self) -> list[LocalTensor]:
         """As they are now: modules replace their buffers freely, and register others."""
         self._follow_buffers()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
@@ -25,8 +24,8 @@ from shardow import _core, _errors, _swap_guard, _tracked
 from shardow._options import invalid
 from shardow._replicas import Exchange
 from shardow._streams import Streams, with_memory
-from shardow._swap_meeting import LEAVING, Meeting, Status, text_of
-from shardow._swap_moves import Move, find_moves, warn_of_casts
+from shardow._swap_meeting import LEAVING, Meeting, Status, noted_in, text_of
+from shardow._swap_moves import Move, find_moves, warn_of_casts, warn_of_writes
 from shardow._team import Team
 from shardow.torch.find import ModelView
 
@@ -45,6 +44,7 @@ class Swap:
         self.strided = _tracked.strided(tracked)  # those that the engine sees through a stage
         self._why: str | None = None  # why the averages are still there though the block is left
         self._meeting: Meeting | None = None
+        self._versions: dict[str, int] = {}
 
     @property
     def swapped(self) -> bool:
@@ -83,6 +83,7 @@ class Swap:
             for one in exchange:
                 one.run(self._team.timeout, self._average.share)
             self._shown()
+            self._versions = self._view.versions()
         except BaseException as error:
             self.leave(error)
             raise
@@ -92,7 +93,7 @@ class Swap:
         if error is None:
             self._leave(None)
         else:
-            with _noted_in(error):
+            with noted_in(error):
                 self._leave(text_of(error))
 
     def out(self) -> None:
@@ -185,7 +186,7 @@ class Swap:
         if not self._splits:
             self.leave(error)
             return
-        with _noted_in(error):
+        with noted_in(error):
             self._bring_back(self._moves())
             if self._meeting:
                 self._meeting.note(text_of(error))
@@ -271,6 +272,8 @@ class Swap:
             _swap_guard.settle(self)
             return
         self._view.reshard()
+        versions, self._versions = self._versions, {}
+        written = [] if moves else [name for name, now in self._view.versions().items() if versions.get(name, now) != now]
         self._average.take_back(_tracked.weight_views(self._tracked))
         _tracked.scatter(self.strided)
         if exchange is not None:
@@ -282,6 +285,7 @@ class Swap:
         self._why = None
         _swap_guard.settle(self)
         warn_of_casts(moves)
+        warn_of_writes(written)
 
 
 class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
@@ -295,15 +299,3 @@ class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._leave(error)
-
-
-@contextlib.contextmanager
-def _noted_in(error: BaseException) -> Iterator[None]:
-    """What goes wrong besides ``error``, which is raised, is told in a note of it."""
-    try:
-        yield
-    except Exception as second:
-        if hasattr(error, "add_note"):
-            error.add_note(f"shardow: {second}")
-        else:  # before Python 3.11
-            warnings.warn(f"after {text_of(error)}: {second}", RuntimeWarning, stacklevel=5)

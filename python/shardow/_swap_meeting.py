@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardow import _errors
@@ -66,3 +68,15 @@ class Meeting:
 
 def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_LONGEST]
+
+
+@contextlib.contextmanager
+def noted_in(error: BaseException) -> Iterator[None]:
+    """What goes wrong besides ``error``, which is raised, is told in a note of it."""
+    try:
+        yield
+    except Exception as second:
+        if hasattr(error, "add_note"):
+            error.add_note(f"shardow: {second}")
+        else:  # before Python 3.11
+            warnings.warn(f"after {text_of(error)}: {second}", RuntimeWarning, stacklevel=5)

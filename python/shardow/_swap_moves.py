@@ -1,4 +1,4 @@
-"""Weights whose memory in the model became another while they were swapped out: casts, moves to devices, replaced parameters, load_state_dict(assign=True)."""
+"""Weights whose memory in the model became another while they were swapped out: casts, moves to devices, replaced parameters, load_state_dict(assign=True). And writes."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def warn_of_casts(moves: Sequence[Move]) -> None:
         was, now = cast[0].weights.dtype, cast[0].now.dtype
         warnings.warn(
             f"the model was cast inside swapped(): '{cast[0].name}' and {len(cast) - 1} more were {was} and are {now} now, so its weights came back rounded to that",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+
+def warn_of_writes(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"'{names[0]}' and {len(names) - 1} more were written inside swapped(): the weights are those from before it, and what was written may be in the averages now",
             RuntimeWarning,
             stacklevel=6,
         )

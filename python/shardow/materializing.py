@@ -16,6 +16,7 @@ from shardow import _fill, _init, _origins, _places, meta
 from shardow._held import held_by
 from shardow._options import invalid, seconds
 from shardow._progress import Progress
+from shardow._swap_guard import refuse_foreign
 from shardow._team import Team
 from shardow.torch.ranks import group_of_model
 
@@ -117,6 +118,7 @@ def _finished(request: Request, job: _fill.Job, given: list[torch.Tensor], missi
 def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[_origins.Bindings | None, _fill.Job]:
     model = request.model
     kind_of(request.source)
+    refuse_foreign(request.what, model.parameters)
     bindings = None if request.optimizer is None else _origins.bindings(request.optimizer, model)
     given += _places.give_memory(model, request.device, request.dtype)
     held = held_by(model, request.group, saving=False)

@@ -159,6 +159,10 @@ class ModelView:
         now = ModelView(self._model, self.process_group, self._form)
         return [*now.parameters, *now.buffers]
 
+    def versions(self) -> dict[str, int]:
+        """Torch's counters of writes into parameters, of which FSDP1's flat ones have none that tells."""
+        return {one.slot.name: getattr(one.slot.recorded, "_local_tensor", one.slot.recorded)._version for one in self._found}
+
     def parameter_objects(self) -> list[torch.Tensor]:
         """Those that the model shows, and those that were recorded."""
         return [*self._model.parameters(), *self._named.values()]

@@ -43,7 +43,7 @@ class Marks {
       if (exchange_->describe(tensor.ptr(), &found) == 0) return mark(found);
       PyErr_Clear();  // a layout that DLPack does not know
     }
-    const nb::object address = nb::steal(PyObject_CallOneArg(data_ptr_.ptr(), tensor.ptr()));
+    const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(data_ptr_.ptr(), tensor.ptr(), nullptr));
     if (!address.is_valid()) nb::raise_python_error();
     return nb::cast<uint64_t>(address);
   }

@@ -20,9 +20,11 @@ _untold: list[SaveHandle] = []  # failed, and nobody knows
 
 @atexit.register
 def _tell() -> None:
-    """Threads have ended by now."""
+    """Threads have ended by now. A checkpoint that is not there must not look like success: neither to a reader nor to a launcher."""
     for handle in _untold:
         print(f"shardow: {handle._path} was not saved: {handle._error}", file=sys.stderr)
+    if _untold:
+        _core.fail_at_exit()
 
 
 class SaveHandle:

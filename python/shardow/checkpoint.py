@@ -80,7 +80,8 @@ def async_save(
     """save() that returns when this rank has copied what it will write: training goes on while the rest is done. Collective.
 
     The copy, in the file's dtype, lies in host memory that the next such save of the same ranks uses again: on each rank as many bytes as it writes, once. A second save, of either kind,
-    waits for the first one; its error is raised by ``wait()``, or by the next save. When the interpreter ends, it waits for the save first; a process that is killed leaves what was there before.
+    waits for the first one; its error is raised by ``wait()``, or by the next save. When the interpreter ends, it waits for the save first; an error
+    that nobody has seen is told on stderr then, and the exit status is not 0. A process that is killed leaves what was there before.
 
     Args: as save(); ``progress`` is called from another thread.
 

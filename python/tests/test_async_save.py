@@ -128,9 +128,20 @@ shardow.async_save(state, {str(tmp_path / "a.safetensors")!r})
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_an_error_that_nobody_waited_for_is_told_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ending", "status"), [("", 1), ("sys.exit(3)", 3)])
+def test_an_error_that_nobody_waited_for_is_told_at_the_end_and_in_the_exit_status(ending: str, status: int, tmp_path: Path) -> None:
+    """What others have registered for the end runs, before and after."""
     (tmp_path / "a.safetensors").mkdir()
-    code = f"import torch, shardow; shardow.async_save({{'a': torch.ones(1)}}, {str(tmp_path / 'a.safetensors')!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = f"""
+import atexit, sys
+atexit.register(print, "registered before")
+import torch, shardow
+atexit.register(print, "registered after")
+shardow.async_save({{"a": torch.ones(1)}}, {str(tmp_path / "a.safetensors")!r})
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == status
     assert "a.safetensors was not saved" in done.stderr
     assert "is a directory" in done.stderr
+    assert done.stdout.split() == ["registered", "after", "registered", "before"]

@@ -197,8 +197,8 @@ def _gather_raises() -> None:
     ema = averaged(model)
     before = models.whole_weights(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "send", _cut)
-        patch.setattr(dist, "recv", _cut)
+        patch.setattr(dist, "isend", _cut)
+        patch.setattr(dist, "irecv", _cut)
         with pytest.raises(OSError, match="cable"):
             ema.full_state_dict(model)
     after = models.whole_weights(model)

@@ -34,7 +34,7 @@ _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8
 _ALIGN = 16  # of a piece in a packed message
 _A_LOOK = 0.05  # seconds, to see whether a transfer has ended
-_BEHIND = 2.0  # seconds that rank 0 may need to go on when it has lost a peer
+BEHIND = 2.0  # seconds that rank 0 may need to go on when it has lost a peer
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Client(_Side):
     def _until(self, most: int, own: Sequence[Fill]) -> None:
         while len(self._coming) > most:
             work, data, packed = self._coming.popleft()
-            self.finish(work, 0, time.monotonic() + _BEHIND)
+            self.finish(work, 0, time.monotonic() + BEHIND)
             with self.keeping_step():
                 for piece in packed:
                     _target(piece, own).copy_(_inside(data, piece, own[piece.want].want.dtype))

@@ -28,9 +28,10 @@ class Team:
         self.timeout = timeout if timeout is not None else default_timeout(process_group)
         self._whose = ""
 
-    def agree(self, what: str, fn: Callable[[], T], begun: bool = False) -> T:
+    def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
         """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout, which begins when fn() is done. A rank whose fn() waited for others in
-        vain waits no second time. ``begun``: the ranks have begun this call together, so that who is missing did not forget it."""
+        vain waits no second time. ``begun``: the ranks have begun this call together, so that who is missing did not forget it. ``behind``: seconds beyond the timeout for a rank that does wait.
+        """
         result: list[T] = []
         failed: list[Exception] = []
         try:
@@ -40,7 +41,7 @@ class Team:
         waited = bool(failed) and isinstance(failed[0], TimeoutError)
         try:
             self._begin(what)
-            _core.agree(self.group, min(self.timeout, _AT_LEAST) if waited else self.timeout, lambda: _raise(failed))
+            _core.agree(self.group, min(self.timeout, _AT_LEAST) if waited else self.timeout + behind, lambda: _raise(failed))
         except TimeoutError as error:
             if result and self.size > 1:
                 raise _told(what, error, begun) from None

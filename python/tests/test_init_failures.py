@@ -195,6 +195,24 @@ def test_contents_that_do_not_fit(how: str, tmp_path: Path) -> None:
     check(rank_0, ["InvalidArgumentError"] * 3, WRONG[how].format(where="source"))
 
 
+def from_rank_0_with(elsewhere: object) -> None:
+    model, optimizer = on_meta()
+    shardow.materialize(model, on_rank(0, good_state(), elsewhere), optimizer, timeout=60)
+    is_good(model, optimizer)
+
+
+def nothing_elsewhere() -> Told:
+    """Torch's full state dicts are {} on all ranks but the first."""
+    from_rank_0_with({})
+    from_rank_0_with(on_rank(1, None, {}))
+    return materialize(on_rank(1, good_state(), {}))
+
+
+def test_an_empty_mapping_on_the_other_ranks_is_none() -> None:
+    told = ranks.run(3, nothing_elsewhere)
+    check(told, ["InvalidArgumentError"] * 3, "ranks have different sources: an empty mapping, a mapping, an empty mapping")
+
+
 # Initialisation, optimizers
 
 
@@ -325,6 +343,29 @@ def test_a_rank_that_dies_in_the_middle(rank: int) -> None:
 def test_a_rank_that_sleeps_in_the_middle(rank: int) -> None:
     told = ranks.run(2, in_the_middle, rank, sleep, False, may_die=True)
     check(told, ["PeerFailedError" if one == rank else "DeadlineError" for one in range(2)], "weights between rank", 2 * TIMEOUT + SLACK)
+
+
+def several_silent() -> Told:
+    """Ranks 1 and 3 stand still when they have received some of many messages."""
+    if dist.get_rank() in (1, 3):
+        receive, count = _stream.Client.receive, iter(range(10**9))
+
+        def received(side: _stream.Client, data: torch.Tensor, sender: int) -> Any:
+            if next(count) == 1:
+                time.sleep(3 * TIMEOUT + 1)
+            return receive(side, data, sender)
+
+        with mock.patch.object(_stream, "_MESSAGE", 32), mock.patch.object(_stream.Client, "receive", received):
+            return materialize(on_rank(0, good_state()), again=False)
+    with mock.patch.object(_stream, "_MESSAGE", 32):
+        return materialize(on_rank(0, good_state()), again=False)
+
+
+def test_several_silent_ranks_cost_the_others_one_timeout_and_are_named() -> None:
+    told = ranks.run(4, several_silent, may_die=True)
+    check([told[0], told[2]], ["DeadlineError"] * 2, f"within {TIMEOUT:g} s", TIMEOUT + SLACK)
+    assert "weights between rank 0 and rank 1 did not arrive" in told[0][1] or "rank 0 and rank 3" in told[0][1]
+    assert "rank(s) [1, 3] did not take part" in told[2][1]
 
 
 def test_a_rank_that_died() -> None:

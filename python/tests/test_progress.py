@@ -6,8 +6,11 @@ import io
 import sys
 from pathlib import Path
 
+import models
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 
 import shardow
 from shardow._progress import shown
@@ -52,3 +55,33 @@ def test_progress_is_called_with_bytes_done_and_in_all(tmp_path: Path) -> None:
         {"a": torch.zeros(1000)}, tmp_path / "a.safetensors", strict=False, progress=lambda done, total: calls.append((done, total))
     )
     assert calls[-1] == (4000, 4000)  # what is read, not what is there
+
+
+def told_no_more(path: str) -> list[tuple[str, str]]:
+    """Rank 0's callback raises: at once, then at the end; in a save, a load and a save in the background."""
+    model, outcomes = models.build("fsdp2", dist.get_world_size()), []
+    shardow.save(model, path)
+    for at_the_end in (False, True):
+
+        def progress(done: int, total: int, at_the_end: bool = at_the_end) -> None:
+            if done >= total or not at_the_end:
+                raise LookupError("stop it")
+
+        for call in (shardow.save, shardow.load, lambda *a, **k: shardow.async_save(*a, **k).wait()):
+            try:
+                call(model, path, progress=progress, timeout=100)
+            except LookupError as error:
+                outcomes.append(("its own", str(error)))
+            except shardow.Error as error:
+                outcomes.append((type(error).__name__, str(error)))
+    return outcomes
+
+
+def test_a_callback_that_raises_stops_its_own_call_on_all_ranks_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    zero, *others = ranks.run(3, told_no_more, str(path), timeout=60)
+    assert [how for how, _ in zero] == ["its own"] * 6
+    for one in others:
+        assert [how for how, _ in one] == ["PeerFailedError"] * 6
+        assert all(message == "rank 0: progress= raised LookupError: stop it" for _, message in one)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]

@@ -16,7 +16,7 @@ from shardow._match import Comparison, Form, compared, matched, unexpected
 from shardow._options import invalid
 from shardow._paths import StrPath
 from shardow._progress import Progress, shown
-from shardow._stream import BEHIND, Client, Fill, Server, Want, narrower
+from shardow._stream import Client, Fill, Server, Want, behind, narrower
 from shardow._team import Team
 from shardow.torch.extra import FromFile, split
 from shardow.torch.store_group import store_group
@@ -115,7 +115,7 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
         else:
             Client(team, device, tag).run(fills)
 
-    team.agree(job.what, move, begun=True, behind=BEHIND)
+    team.agree(job.what, move, begun=True, behind=behind(team.timeout))
     return _with_extra(job, extra, report)
 
 

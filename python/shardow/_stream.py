@@ -34,7 +34,6 @@ _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8
 _ALIGN = 16  # of a piece in a packed message
 _A_LOOK = 0.05  # seconds, to see whether a transfer has ended
-BEHIND = 2.0  # seconds that rank 0 may need to go on when it has lost a peer
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,11 @@ def messages(wants: Sequence[Want]) -> Iterator[Message]:
             begin += window.size
     if packed:
         yield packed
+
+
+def behind(timeout: float) -> float:
+    """Seconds that rank 0 may need to go on when it has lost a peer: for them others wait beyond the timeout."""
+    return min(0.25 * timeout, 2.0)
 
 
 def narrower(source: torch.dtype, here: torch.dtype) -> torch.dtype:
@@ -248,7 +252,7 @@ class Client(_Side):
     def _until(self, most: int, own: Sequence[Fill]) -> None:
         while len(self._coming) > most:
             work, data, packed = self._coming.popleft()
-            self.finish(work, 0, time.monotonic() + BEHIND)
+            self.finish(work, 0, time.monotonic() + behind(self._team.timeout))
             with self.keeping_step():
                 for piece in packed:
                     _target(piece, own).copy_(_inside(data, piece, own[piece.want].want.dtype))

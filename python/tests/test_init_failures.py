@@ -320,7 +320,7 @@ def before_the_call(then: Callable[[], object], again: bool) -> Told:
 
 def test_a_rank_that_is_late_gets_the_same_error_and_all_go_on() -> None:
     told = ranks.run(3, before_the_call, sleep, True)
-    check(told, ["DeadlineError"] * 3, "rank(s) [1] did not take part within 2.", TIMEOUT + SLACK)
+    check(told, ["DeadlineError"] * 3, f"rank(s) [1] did not take part within {TIMEOUT:g} s. Call it on all", TIMEOUT + SLACK)
 
 
 # Ranks that die or sleep. Last, since each case makes processes anew

@@ -115,7 +115,7 @@ class StoreGroup(_core.Group):
         this, call, seconds = self._round, self._call, max(seconds, 0.001)
         self._round += 1
         self._call = call if call.startswith(_LATER) else _LATER + call
-        timeout = self._timeout if self._timeout >= seconds else seconds
+        timeout = self._timeout or seconds
         left = threading.Event()
         try:
             everybody = wait_for(lambda: self._turn(this, call.encode(errors="replace"), mine, seconds, timeout, left), _beyond(seconds))
@@ -276,7 +276,9 @@ class StoreGroup(_core.Group):
 
 
 def _connection() -> Any:
-    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store.check(["shardow"])  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
+    return store.clone()
 
 
 def _has_cpu(process_group: dist.ProcessGroup) -> bool:

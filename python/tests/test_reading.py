@@ -95,3 +95,14 @@ def test_torch_is_not_imported(state: dict[str, torch.Tensor], tmp_path: Path) -
     shardow.save(state, tmp_path / "a.safetensors")
     code = f"import sys, shardow; print(shardow.open({str(tmp_path / 'a.safetensors')!r}, 'numpy').get_slice('w')[1, 1, 1], 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["25.0", "False"]
+
+
+def test_a_checkpoint_is_saved_again_in_another_dtype_and_other_shards(tmp_path: Path) -> None:
+    state = {f"layers.{i}.weight": torch.randn(40, 10 + i) for i in range(4)} | {"steps": torch.arange(5)}
+    shardow.save(state, tmp_path / "a.safetensors")
+    shardow.save(shardow.open(tmp_path / "a.safetensors"), tmp_path / "b", dtype="bfloat16", max_shard_size=2000)
+    assert len(list((tmp_path / "b").glob("model-*.safetensors"))) > 1
+    found = dict(shardow.open(tmp_path / "b").items())
+    assert set(found) == set(state)
+    assert torch.equal(found["steps"], state["steps"])
+    assert all(torch.equal(found[name], value.bfloat16()) for name, value in state.items() if name != "steps")

@@ -53,7 +53,7 @@ class Timeline:
 
 @contextlib.contextmanager
 def timeline(
-    interval: float = 0.01, group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None
+    interval: float = 0.01, *, group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None
 ) -> Iterator[Timeline]:
     """Samples the memory of every rank during the block. Collective at its end: with torch.distributed, over ``group``, by default all ranks; if the block raises, nothing is exchanged.
 
@@ -100,6 +100,7 @@ def apply(
     model: nn.Module,
     bf16: bool = True,
     activation_checkpointing: bool | str | Callable[[str, nn.Module], bool] = True,
+    *,
     attention_weights: bool = False,
 ) -> Switches:
     """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block. Names, parameters and hooks stay; sharded models too.
@@ -202,4 +203,19 @@ def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) ->
     return Team(group or torch.distributed.group.WORLD, seconds(timeout))
 
 
-__all__ = ["Colours", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
+__all__ = ["Colours", "Switches", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Switches need torch, as nothing else here does before it is called."""
+        if name == "Switches":
+            from shardow._switches import Switches
+
+            return Switches
+        raise AttributeError(f"module 'shardow.memory' has no attribute {name!r}")

@@ -165,3 +165,7 @@ __all__ = [
     "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life", "half_life_fraction", "half_life_in_samples",
     "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +27,61 @@ def test_public_surface_is_frozen() -> None:
 
 
 def test_the_surface_of_memory_is_frozen() -> None:
-    assert shardow.memory.__all__ == ["Colours", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
+    assert shardow.memory.__all__ == ["Colours", "Switches", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
     assert all(getattr(shardow.memory, name).__doc__ for name in shardow.memory.__all__)
+
+
+@pytest.mark.parametrize("module", ["errors", "schedules", "memory", "compat"])
+def test_dir_shows_what_is_public_and_no_more(module: str) -> None:
+    found = getattr(shardow, module)
+    assert dir(found) == sorted(found.__all__)
+
+
+def test_every_surface_is_shown() -> None:
+    here = Path(shardow.compat.__file__).parent
+    assert sorted(shardow.compat.__all__) == sorted(file.stem for file in here.glob("[a-z]*.py"))
+
+
+def test_classes_that_calls_return_have_public_names(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    ema = shardow.EMA(model)
+    with ema.attach(torch.optim.SGD(model.parameters())) as handle, shardow.memory.apply(model, activation_checkpointing=False) as switches:
+        assert (type(handle), type(switches)) == (shardow.Handle, shardow.memory.Switches)
+    saving = ema.async_save(tmp_path / "a.safetensors")
+    saving.wait()
+    opened = shardow.open(tmp_path / "a.safetensors")
+    assert (type(saving), type(opened), type(opened.get_slice("weight"))) == (shardow.SaveHandle, shardow.Checkpoint, shardow.Slice)
+    with pytest.raises(shardow.errors.NotFoundError):
+        shardow.open(tmp_path / "b.safetensors")
+
+
+def _public_functions() -> list[Any]:
+    homes = [shardow, shardow.memory, shardow.schedules]
+    found = [getattr(home, name) for home in homes for name in home.__all__]
+    methods = [member for cls in (shardow.EMA, shardow.Checkpoint) for name, member in vars(cls).items() if not name.startswith("_")]
+    return [one for one in [*found, *methods, shardow.open, shardow.EMA.__init__] if inspect.isfunction(one)]
+
+
+@pytest.mark.parametrize("function", _public_functions(), ids=lambda one: one.__qualname__)
+def test_options_after_the_first_two_are_named(function: Any) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    assert sum(one.kind is one.POSITIONAL_OR_KEYWORD and one.default is not one.empty for one in parameters) <= 2
+    assert not any(one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+@pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="mypy reads torch for most of a minute: SHARDOW_ALL=1")
+def test_type_checkers_know_every_name(tmp_path: Path) -> None:
+    """Of the package itself: no __getattr__ and no **options hide a wrong name or word from them."""
+    api = pytest.importorskip("mypy.api")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import shardow, torch\nm = torch.nn.Linear(1, 1)\nshardow.nothing\nshardow.EMA(m, momentum=0.1)\n"
+        "shardow.EMA(m, replicas='all')\nshardow.EMA(m, 0.9, replicas='copy').load('x', options='file')\n"
+    )
+    told, *_ = api.run([str(program), "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")])
+    assert [f":{line}: error" in told for line in (3, 4, 5, 6)] == [True, True, True, False], told
 
 
 def test_every_public_name_has_a_docstring() -> None:

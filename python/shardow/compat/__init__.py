@@ -1,1 +1,12 @@
-"""Drop-in surfaces: change an import and keep training. One module for each origin, named after it; what improves and what differs is in docs/migration.md."""
+"""Drop-in surfaces: change an import and keep training.
+
+One module for each origin, named after it; what improves and what differs is in docs/migration.md.
+"""
+
+__all__ = [
+    "automodel", "bagel", "causal_forcing", "diffusers", "dist_ema", "ema_pytorch", "swa_utils", "timm", "torch_ema", "twinkle",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,6 +14,7 @@ from shardow.torch.memory import MARKS
 from shardow.torch.owners import resharded
 
 _requires_grad = operator.attrgetter("requires_grad")
+_OTHERS = "the state is another model's, or its parameters were in another order when it was saved"
 _MARKED = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -97,7 +98,7 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises as check()."""
     fitting = [_origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(values[len(likes) :])
-    check(fitting, likes)
+    check(fitting, likes, loading=True)
     return [value.detach().clone() for value in fitting]
 
 
@@ -108,10 +109,15 @@ def moved(
     return [t.to(device=device, dtype=dtype if t.is_floating_point() else None, non_blocking=non_blocking) for t in tensors]
 
 
-def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-    """Raises what is ValueError and RuntimeError where the lists differ in length, or a shape differs."""
+def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], loading: bool = False) -> None:
+    """Raises what is ValueError and RuntimeError where the lists differ in length, or a shape differs. ``loading``: the shadows are a state's."""
     if len(shadows) != len(parameters):
-        raise _errors.make_also(RuntimeError, f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}")
+        differ = (
+            f"the state has {len(shadows)} averages; the averages were made of {len(parameters)} parameters here: it is another model's"
+            if loading
+            else f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
+        )
+        raise _errors.make_also(RuntimeError, differ)
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
         if shadow.shape == parameter.shape and _is_sharded(parameter) != _is_sharded(shadow):
             whole, shards = ("average", "parameter") if _is_sharded(parameter) else ("parameter", "average")
@@ -122,7 +128,7 @@ def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -
         if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
             raise _errors.make_also(
                 RuntimeError,
-                f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; pass the parameters in the order of construction",
+                f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; {_OTHERS if loading else 'pass the parameters in the order of construction'}",
             )
 
 

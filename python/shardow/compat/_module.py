@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -98,13 +99,24 @@ class Sharded:
         averaged.update({one.name: one.tensor.dtype for one in view.buffers if _averages(choose, one, "buffer")})
         chosen = _dtype_of(list(averaged.values()), dtype, stochastic)
         self._ema = EMA(
-            model, dtype=chosen, device=device, replicas=replicas, params=lambda name, _: name in names, buffers="average",
+            model, dtype=chosen, device=device, replicas=replicas, params=functools.partial(_is_in, frozenset(names)), buffers="average",
             rule=rule if isinstance(rule, str) else rule([(one, chosen) for one in averaged.values()]), stochastic=chosen in NARROW, seed=seed,
         )  # fmt: skip
-        self._copied = [one for one in self._ema._tracked if one.name not in averaged]
-        self._averaged = [one for one in self._ema._tracked if one.name in averaged]
+        self._names = frozenset(averaged)
+        self._sort()
         self._model = self._seen = model
         self.module: nn.Module = StandIn(self._ema, model)
+
+    def _sort(self) -> None:
+        self._copied = [one for one in self._ema._tracked if one.name not in self._names]
+        self._averaged = [one for one in self._ema._tracked if one.name in self._names]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_copied", "_averaged")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._sort()
 
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         self._check(model)
@@ -133,6 +145,10 @@ class Sharded:
                     "the averages of a sharded model follow the one that they were made of, and this is another; make them anew after the model has its final form",
                 )
             self._seen = model
+
+
+def _is_in(names: frozenset[str], name: str, _: object) -> bool:
+    return name in names
 
 
 def _averages(choose: Choose, one: LocalTensor, kind: Kind) -> bool:

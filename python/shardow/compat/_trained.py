@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -21,6 +23,16 @@ class TrainedTwin(Twin):
         self._flags: list[bool] = []
         self._warned = False
         self.names: dict[str, None] = {}  # of what is averaged, in the model's order
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "_keeps": self._keeps,
+            "_parameters": [],
+            "_flags": [],
+            "_warned": self._warned,
+            "names": self.names,
+        }
 
     def begin(self, model: nn.Module) -> None:
         """Everything that both models save becomes the model's: frozen weights and buffers too."""

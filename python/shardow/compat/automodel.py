@@ -7,6 +7,7 @@ silence, everything is checked before anything changes, and there are ways out t
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardow import _errors, _files
 from shardow._gather import Part
 from shardow._held import Held, held_by
-from shardow._options import Replicas, invalid
+from shardow._options import Replicas, invalid, unsupported
 from shardow.checkpoint import save as save_file
 from shardow.compat._looks import clone, look, weights_of
 from shardow.compat._managed import Managed, Unmatched, checked_decay
@@ -94,9 +95,19 @@ class EMAManager(Managed):
                 KeyError,
                 f"the model has no '{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged; make a new manager of it",
             )
-        new = self._averages_of(model, lambda name, _: name in self._shadow)
+        new = self._averages_of(model, functools.partial(_is_in, frozenset(self._shadow)))
         new._load_averages(self._ema._averages())
         self._bind(model, new)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        self._ema._to_copy("copied")  # raises
+        names = ("decay", "updates", "_options", "_dtype", "_model", "_ema")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._bind(self._model, self._ema)
 
     def _refuse_new(self, view: ModelView) -> None:
         new = [one.name for one in view.parameters if one.requires_grad and one.name not in self._shadow]
@@ -178,6 +189,16 @@ class ShardedModelEMAManager(Managed):
         self._twin.pair(self._train_model)
         self._begin()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """With copies of both models. Raises NotImplementedError where ranks share them."""
+        if group_of_model(self._train_model, None) is not None:
+            raise unsupported("averages of a model that ranks share can't be copied or pickled: each has a part. Save them with save()")
+        return {name: value for name, value in self.__dict__.items() if name != "_team"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._team = everybody(None)
+
     @property
     def _tracked_names(self) -> list[str]:
         return list(self._twin.names)
@@ -233,6 +254,10 @@ class ShardedModelEMAManager(Managed):
     def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
         held = self._held()
         return held.parts, held.names
+
+
+def _is_in(names: frozenset[str], name: str, _: object) -> bool:
+    return name in names
 
 
 def _places(view: ModelView) -> dict[str, tuple[int, Any]]:

@@ -61,6 +61,7 @@ class EMA_FSDP:
         name_of = called(root)
         self._names = {name: name_of(name) for name in self.ema._averages()}  # {clean: the origin's}
         self._copier: Copier | None = None
+        self._is_copy = False
 
     @property
     def decay(self) -> float:
@@ -97,11 +98,24 @@ class EMA_FSDP:
 
     def _refuse_other(self, given: Any) -> None:
         model = self._model if given is self._model else model_and_root(given)[0]
+        if self._is_copy and model is not self._model:
+            self._follow(model)
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
             raise _errors.make_also(
                 KeyError,
                 "update(): this is not the module that the averages are of; make an EMA_FSDP of it and load this one's state_dict()",
             )
+
+    def _follow(self, model: nn.Module) -> None:
+        """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its place."""
+        made = EMA(model, self.ema._average.schedules, **{name: value for name, value in self.ema._arguments.items() if name != "decay"})
+        made.load_state_dict(self.ema.state_dict())
+        self.ema, self._model, self._is_copy = made, model, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        self.ema._to_copy("copied")
+        return {**self.__dict__, "_copier": None, "_is_copy": True}
 
     # ---- state
 

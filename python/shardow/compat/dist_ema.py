@@ -19,7 +19,7 @@ from torch import nn
 
 from shardow import _errors, _files, _state
 from shardow._gather import Gatherer, Part, take
-from shardow._options import invalid, seconds
+from shardow._options import invalid, seconds, unsupported
 from shardow._team import Team
 from shardow.compat._called import called
 from shardow.compat._dist_ema_checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
@@ -94,6 +94,26 @@ class DistEMA:
             )
         self.torch_dtype = PRECISION_TO_TYPE[self.dtype]
         self.build_ema_model()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        if self._team.process_group is not None:
+            raise unsupported(
+                f"averages of a model that {self._team.size} ranks share can't be copied or pickled: each has a part. Save them with save(), or take state_dict()"
+            )
+        names = ("model", "world_size", "rank", *self.config, "_seed", "torch_dtype")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "_averages": [one.average for one in self._shares],
+            "_timeout": self._team.timeout,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = {name: value for name, value in state.items() if name not in ("_averages", "_timeout")}
+        self.__dict__.update(own, _group=None, _team=Team(None, state["_timeout"]))
+        self.build_ema_model()
+        for share, average in zip(self._shares, state["_averages"], strict=True):
+            share.average.copy_(average)
 
     def _facts(self) -> dict[str, Any]:
         tensors = {one.name: f"{one.shape} in the order {one.order}" for one in self._shares}

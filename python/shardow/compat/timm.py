@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from shardow import _errors
-from shardow._options import Replicas, Rule
-from shardow.compat._module import NARROW, Averaged, follow, load
+from shardow._options import Replicas, Rule, unsupported
+from shardow.compat._module import NARROW, Averaged, Follower, follow, load
 from shardow.compat._teams import team_of
-from shardow.compat._twin import Fate, Kind
+from shardow.compat._twin import Fate, Kind, Twin
 from shardow.compat._whole import whole_averages
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
@@ -160,8 +160,29 @@ class ModelEmaV3(Averaged):
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
         """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
-        weight = 1.0 - self.get_decay(step)
-        self._follow().update(model, 1.0 - weight, weight)
+        self._average(self._follow(), model, self.get_decay(step))
+
+    def apply_update_(self, model: nn.Module, decay: float) -> None:
+        """update() by ``decay``; buffers are averaged. NotImplementedError of stand-ins made with ``exclude_buffers``."""
+        self._average(self._followed_by(False), model, decay)
+
+    def apply_update_no_buffers_(self, model: nn.Module, decay: float) -> None:
+        """update() by ``decay``; buffers are copied. NotImplementedError of stand-ins made without ``exclude_buffers``."""
+        self._average(self._followed_by(True), model, decay)
+
+    def _average(self, follower: Follower, model: nn.Module, decay: float) -> None:
+        weight = 1.0 - decay
+        follower.update(model, 1.0 - weight, weight)
+
+    def _followed_by(self, exclude_buffers: bool) -> Follower:
+        own = self._follow()
+        if exclude_buffers == self.exclude_buffers:
+            return own
+        if not isinstance(own, Twin):
+            raise unsupported(
+                f"these averages were made with exclude_buffers={self.exclude_buffers}, and keep their buffers so; make others with the other"
+            )
+        return Twin(self.module, own._rule, _parameters_alone if exclude_buffers else _saved_floats, **own._options)
 
     def set(self, model: nn.Module) -> None:
         """The averages become the model's state."""

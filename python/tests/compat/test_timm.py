@@ -542,3 +542,19 @@ def _complex_weights() -> None:
 
 def test_complex_weights_are_refused_where_ranks_share_averages() -> None:
     ranks.run(2, _complex_weights)
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+def test_updates_by_name_average_or_copy_buffers(exclude: bool) -> None:
+    model = walks.model("mlp")
+    averages = [module.ModelEmaV3(model, 0.9, exclude_buffers=exclude) for module in (ours, origin)]
+    for step in walks.walk(model, "mlp", 4):
+        for average in averages:
+            with torch.no_grad():  # timm's update() sees to it
+                (average.apply_update_ if step % 2 else average.apply_update_no_buffers_)(model, 0.7)
+        mine, theirs = (dict(average.module.state_dict()) for average in averages)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    split = ours.ModelEmaV3(model, 0.9, exclude_buffers=exclude, replicas="split")
+    (split.apply_update_no_buffers_ if exclude else split.apply_update_)(model, 0.7)
+    with pytest.raises(NotImplementedError, match=f"exclude_buffers={exclude}"):
+        (split.apply_update_ if exclude else split.apply_update_no_buffers_)(model, 0.7)

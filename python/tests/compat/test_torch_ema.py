@@ -292,3 +292,15 @@ def _whole_into_shards() -> None:
 
 def test_sharded_parameters_take_their_part_of_a_whole_state() -> None:
     ranks.run(2, _whole_into_shards)
+
+
+def test_a_state_of_another_model_is_called_so() -> None:
+    ema = ExponentialMovingAverage(nn.Linear(3, 2).parameters(), 0.9)
+    for other, says in (
+        (nn.Linear(2, 3), "another model's, or its parameters were in another order"),
+        (nn.Linear(3, 2, bias=False), "the state has 1 averages; the averages were made of 2"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            ema.load_state_dict(ExponentialMovingAverage(other.parameters(), 0.9).state_dict())
+    with pytest.raises(ValueError, match="in the order of construction"):
+        ema.update(nn.Linear(2, 3).parameters())

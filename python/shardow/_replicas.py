@@ -33,9 +33,10 @@ class _Step:
 
 
 class Exchange:
-    """Afterwards every replica's memory holds every owner's part. Made before ranks agree to begin: it takes all the memory that run() needs.
+    """Afterwards every replica's memory holds every owner's part. Made before ranks agree to begin: takes all the memory that run() needs.
 
-    Nested replica groups are undone from the innermost: each level's whole is the next level's part. What arrives passes through buffers, so that what arrives too late is written nowhere.
+    Nested replica groups are undone from the innermost: each level's whole is the next level's part. What arrives passes through buffers,
+    so that what arrives too late is written nowhere.
     """
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
@@ -53,7 +54,8 @@ class Exchange:
             step.buffers = [memory[first.dtype, first.device, at][:size] for at in range(len(step.pieces) + 1)]
 
     def run(self, seconds: float, writes: Callable[[], None] = lambda: None) -> None:
-        """Collective among replicas. ``writes()`` is called before memory that others own is first written. Raises ConnectionError and TimeoutError where a replica is gone.
+        """Collective among replicas. ``writes()`` is called before memory that others own is first written. Raises ConnectionError and
+        TimeoutError where a replica is gone.
 
         Signals wait for the end, or for a second, since others wait for what this rank sends.
         """

@@ -12,7 +12,7 @@ _PATIENCE = 1.0  # seconds that a signal waits for other ranks
 
 
 class Held:
-    """From begin() to end(), in the main thread, handlers written in Python are put off; end() delivers what came. Elsewhere they never run.
+    """From begin() to end(), in the main thread, Python's signal handlers are put off; end() delivers what came. Elsewhere they never run.
 
     A second signal of a kind is delivered at once. ``begin`` and ``end`` stand before and in the ``finally`` of one ``try``.
     """

@@ -7,16 +7,15 @@
 5. ranks meet and tell how they fared; one that failed waits a moment, and goes on
 6. own parts are taken back, replicas send theirs where anybody has shared, memory that moved is followed, ``Average.settle``
 
-What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be repeated. Without replicas step 6 comes before 5. With them it
-needs all ranks: a rank whose block raised while others are still in theirs leaves the averages where they are, and says so; restore() is step 6 then.
+What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be repeated. Without
+replicas step 6 comes before 5. With them it needs all ranks: a rank whose block raised while others are still in theirs leaves the averages
+where they are, and says so; restore() is step 6 then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 
 import torch
 
@@ -24,6 +23,7 @@ from shardow import _core, _errors, _swap_guard, _tracked
 from shardow._options import invalid
 from shardow._replicas import Exchange
 from shardow._streams import Streams, with_memory
+from shardow._swap_block import Block
 from shardow._swap_meeting import LEAVING, Meeting, Status, noted_in, text_of
 from shardow._swap_moves import Move, find_moves, warn_of_casts, warn_of_writes
 from shardow._team import Team
@@ -35,7 +35,8 @@ Together = Callable[[str, Callable[[], None]], None]
 
 
 class Swap:
-    """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far anything is swapped; ``_why`` explains it."""
+    """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far anything is swapped;
+    ``_why`` explains it."""
 
     def __init__(
         self, engine: _core.Average, streams: Streams, tracked: Sequence[_tracked.Tracked], view: ModelView, team: Team, splits: bool
@@ -117,7 +118,8 @@ class Swap:
             if not self.swapped or not isinstance(missing, _errors.Error):
                 raise
             raise type(missing)(
-                f"{missing}. The model's memory still holds averages. What a dead rank held of the weights is gone: load the last checkpoint then"
+                f"{missing}. The model's memory still holds averages. What a dead rank held of the weights is gone: "
+                "load the last checkpoint then"
             ) from None
 
     def refuse(self, what: str) -> None:
@@ -127,7 +129,8 @@ class Swap:
         if self._why:
             raise invalid(f"{what}: the model's memory still holds averages: {self._why}; {_RESTORE}")
         raise invalid(
-            f"{what} inside swapped(): the model's memory holds the averages now; leave the block, or call swap_out(), first. Where no block is open any more, one was interrupted; {_RESTORE}"
+            f"{what} inside swapped(): the model's memory holds the averages now; leave the block, or call swap_out(), first. "
+            f"Where no block is open any more, one was interrupted; {_RESTORE}"
         )
 
     def refuse_foreign(self, what: str) -> None:
@@ -267,7 +270,7 @@ class Swap:
 
     @torch.no_grad()
     def _bring_back(self, moves: Sequence[Move], exchange: Exchange | None = None) -> None:
-        """Step 6. All is done in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has it now."""
+        """Step 6, in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has it now."""
         if not self.swapped and exchange is None:
             _swap_guard.settle(self)
             return
@@ -286,16 +289,3 @@ class Swap:
         _swap_guard.settle(self)
         warn_of_casts(moves)
         warn_of_writes(written)
-
-
-class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
-    """``with``; no generator, since one that is interrupted ends when it is collected, at any time."""
-
-    def __init__(self, enter: Callable[[], None], leave: Callable[[BaseException | None], None]) -> None:
-        self._enter, self._leave = enter, leave
-
-    def __enter__(self) -> None:
-        self._enter()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._leave(error)

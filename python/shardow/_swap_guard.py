@@ -1,4 +1,5 @@
-"""Who else would take averages for weights: other EMAs of the same model, optimizers, and what fills a model. Nothing here is asked whether anything is swapped: the engine is."""
+"""Who else would take averages for weights: other EMAs of the same model, optimizers, and what fills a model. Nothing here is asked whether
+anything is swapped: the engine is."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ settle = _entered.discard
 
 
 def refuse_foreign(what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None) -> None:
-    """Raises where ``weights()``, as ``own`` needs them, are an EMA's averages now, of another than ``own``. Costs nothing where no EMA is swapped in."""
+    """Raises where ``weights()``, as ``own`` needs them, are an EMA's averages now, of another than ``own``. Costs nothing where no EMA is
+    swapped in."""
     if not _entered:
         return
     needed = _addresses(weights())

@@ -1,4 +1,5 @@
-"""How ranks that leave a swap meet: each tells how it fared. A rank that failed does not wait for those that are still inside; it leaves a note, which they find when they come."""
+"""How ranks that leave a swap meet: each tells how it fared. A rank that failed does not wait for those that are still inside; it leaves a
+note, which they find when they come."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _LONGEST = 2000  # characters of an error that travel to other ranks
 
 
 class Status(NamedTuple):
-    """What a rank tells. ``shared``: it needs other ranks' parts; ``error``: what ended its block; ``refusal``: why its weights can't be put back."""
+    """What a rank tells. ``shared``: it needs other ranks' parts; ``error``: what ended its block; ``refusal``: why its weights can't be
+    put back."""
 
     shared: bool
     error: str | None = None
@@ -42,7 +44,8 @@ class Meeting:
         self._team.note(self._key, f"rank {self._team.rank} left swapped() with {failure}")
 
     def tell(self, status: Status) -> list[Status] | None:
-        """Every rank's; None where this rank failed and others are still inside. Raises ConnectionError with the note that a rank left, else TimeoutError, where one does not come."""
+        """Every rank's; None where this rank failed and others are still inside. Raises ConnectionError with the note that a rank left,
+        else TimeoutError, where one does not come."""
         if self._team.size == 1:
             return [status]
         patience = None

@@ -1,4 +1,5 @@
-"""Weights whose memory in the model became another while they were swapped out: casts, moves to devices, replaced parameters, load_state_dict(assign=True). And writes."""
+"""Weights whose memory in the model became another while they were swapped out: casts, moves to devices, replaced parameters,
+load_state_dict(assign=True). And writes."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def find_moves(view: ModelView, tracked: Sequence[Tracked], strict: bool) -> lis
                 moves.append(Move(name, one.local.tensor, there.tensor))
     if lost and strict:
         raise invalid(
-            f"the model has no place for its weights any more: {lost[0]}, as are {len(lost) - 1} more. Nothing was lost: undo what was done to the model inside swapped() and call restore(), "
-            "or restore(strict=False) to leave such parameters as they are"
+            f"the model has no place for its weights any more: {lost[0]} ({len(lost)} in all). Nothing was lost: undo what was done to the "
+            "model inside swapped() and call restore(), or restore(strict=False) to leave such parameters as they are"
         )
     return moves
 
@@ -51,7 +52,8 @@ def warn_of_casts(moves: Sequence[Move]) -> None:
     if cast:
         was, now = cast[0].weights.dtype, cast[0].now.dtype
         warnings.warn(
-            f"the model was cast inside swapped(): '{cast[0].name}' and {len(cast) - 1} more were {was} and are {now} now, so its weights came back rounded to that",
+            f"the model was cast inside swapped(): '{cast[0].name}' and {len(cast) - 1} more were {was} and are {now} now, "
+            "so its weights came back rounded to that",
             RuntimeWarning,
             stacklevel=6,
         )
@@ -60,7 +62,8 @@ def warn_of_casts(moves: Sequence[Move]) -> None:
 def warn_of_writes(names: Sequence[str]) -> None:
     if names:
         warnings.warn(
-            f"'{names[0]}' and {len(names) - 1} more were written inside swapped(): the weights are those from before it, and what was written may be in the averages now",
+            f"'{names[0]}' and {len(names) - 1} more were written inside swapped(): the weights are those from before it, "
+            "and what was written may be in the averages now",
             RuntimeWarning,
             stacklevel=6,
         )

@@ -20,7 +20,8 @@ from shardow._options import Buffers, NonFinite, Options, Params, Replicas, Rule
 from shardow._saved import Saved
 from shardow._states import Decay
 from shardow._streams import Streams, with_memory
-from shardow._swap import Block, Swap
+from shardow._swap import Swap
+from shardow._swap_block import Block
 from shardow._swap_guard import refuse_foreign
 from shardow._team import Team
 from shardow._unfrozen import Unfrozen
@@ -236,16 +237,19 @@ class EMA(Saved):
     def swapped(self, decay: Decay | None = None) -> Block:
         """Inside the block the model holds the averages; after it, whatever happened, its weights again, bit for bit.
 
-        Collective, both ends, where ranks share the model. In place, without a second copy of the weights: state_dict() and the like, and optimizer.step(), wait until the block ends. ``decay`` chooses
-        among several averages. A backward through activations from before the block raises, where autograd can see it.
+        Collective, both ends, where ranks share the model. In place, without a second copy of the weights: state_dict() and the like, and
+        optimizer.step(), wait until the block ends. ``decay`` chooses among several averages. A backward through activations from before the block raises, where autograd can see it.
 
-        Weights whose memory moved inside (``model.to()``, ``load_state_dict(assign=True)``) are put where the model has them now; with a RuntimeWarning where they were cast.
+        Weights whose memory moved inside (``model.to()``, ``load_state_dict(assign=True)``) are put where the model has them now; with a
+        RuntimeWarning where they were cast.
 
-        An exception of the block is raised at once, on its rank. Other ranks get a ConnectionError that names it when they leave theirs. Where replicas hold parts of each other's weights (DDP, HSDP with
-        ``replicas="split"``) and some ranks were still inside, the model keeps the averages, all other calls say so, and restore() on every rank brings the weights back.
+        An exception of the block is raised at once, on its rank. Other ranks get a ConnectionError that names it when they leave theirs.
+        Where replicas hold parts of each other's weights (DDP, HSDP with ``replicas="split"``) and some ranks were still inside, the model
+        keeps the averages, all other calls say so, and restore() on every rank brings the weights back.
 
         Raises:
-            ValueError: nested, the same weights hold another EMA's averages, or (on leaving, with nothing lost) the model has no place for its weights any more.
+            ValueError: nested; the same weights hold another EMA's averages; replicas differ; or, on leaving, with nothing lost, the
+                model has no place for its weights any more.
             TimeoutError, ConnectionError: another rank is missing, or failed.
         """
         return self._swap.block(choose(self._keys, decay), self._ready_to_swap)
@@ -259,13 +263,16 @@ class EMA(Saved):
         self._swap.out()
 
     def restore(self, strict: bool = True) -> None:
-        """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached; does nothing where they are where they belong.
+        """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached. Does nothing where they are
+        where they belong.
 
-        Collective where replicas hold parts of each other's weights: call it on every rank that shares the model. ``strict=False``: parameters that are gone from the model are left as they are.
+        Collective where replicas hold parts of each other's weights: call it on every rank that shares the model. ``strict=False``:
+        parameters that are gone from the model are left as they are.
 
         Raises:
             ValueError: the model has no place for its weights any more; nothing has changed.
-            TimeoutError, ConnectionError: another rank is missing; if it died, the weights that it held died with it, and the last checkpoint has to be loaded.
+            TimeoutError, ConnectionError: another rank is missing; if it died, the weights that it held died with it, and the last
+                checkpoint has to be loaded.
         """
         self._swap.restore(strict)
 

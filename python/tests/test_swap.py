@@ -1,4 +1,5 @@
-"""A swap is a transaction: it is interrupted before every line of it, in one process, and afterwards the weights are back or can be brought back, and nothing hands out the one for the other."""
+"""A swap is a transaction: it is interrupted before every line of it, in one process, and afterwards the weights are back or can be brought
+back, and nothing hands out the one for the other."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torch import nn
 import shardow
 
 Weights = dict[str, torch.Tensor]
-PARTS = ("_swap.py", "_swap_guard.py", "_swap_meeting.py", "_replicas.py", "_signals.py", "contextlib.py")
+PARTS = ("_swap.py", "_swap_block.py", "_swap_guard.py", "_swap_meeting.py", "_swap_moves.py", "_signals.py")
 
 
 def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

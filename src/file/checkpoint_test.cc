@@ -1,6 +1,8 @@
 // What save() and load() promise, with ranks as threads: any sharding to any other, the same bytes whoever saved them.
 #include "shardow/checkpoint.h"
 
+#include <sys/resource.h>
+
 #include <atomic>
 #include <cstdlib>
 
@@ -201,6 +203,35 @@ TEST_F(Checkpoint, OfSmallTensorsIsWrittenAndReadInFewCalls) {
     EXPECT_LT(calls.reads, 20);
     base::replace_syscalls(nullptr);
   }
+}
+
+TEST_F(Checkpoint, OfMoreFilesThanMayBeOpenIsSavedAndLoaded) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const auto many = [](bool filled) {
+    std::vector<Held> held;
+    for (int i = 0; i < 150; ++i) {
+      Held& one = held.emplace_back("t" + std::to_string(i), DType::kU8, Region::whole({16}));
+      if (filled) std::fill(one.memory.begin(), one.memory.end(), static_cast<std::byte>(i));
+    }
+    return held;
+  };
+  SaveOptions options;
+  options.max_shard_size = 16;
+  const rlimit few{100, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  for (const bool sequential : {false, true}) {
+    options.sequential = sequential;
+    EXPECT_EQ(on_ranks(2,
+                       [&](Group& group) {
+                         auto held = many(true), found = many(false);
+                         save(group, views_of(held), folder_ / "model", options);
+                         load(group, views_of(found), folder_ / "model");
+                         for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, found[i].memory) << held[i].view.name;
+                       }),
+              all(2, kFine));
+  }
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
 /// Memory that only copies reach, which happen when somebody waits for them.

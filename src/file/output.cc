@@ -1,9 +1,16 @@
 #include "file/output.h"
 
+#include <utility>
+
 namespace shardow::file {
 
 Output::Output(const Layout& layout, const Draft& draft, bool checksums)
-    : layout_(layout), draft_(draft), checksums_(checksums), crcs_(layout.tensors().size(), 0), files_(layout.files().size()) {}
+    : layout_(layout),
+      draft_(draft),
+      checksums_(checksums),
+      crcs_(layout.tensors().size(), 0),
+      files_(layout.files().size()),
+      begun_(layout.files().size(), false) {}
 
 void Output::count(size_t tensor, int64_t begin, std::span<const std::byte> data) {
   if (!checksums_) return;
@@ -25,13 +32,12 @@ void Output::write(size_t tensor, int64_t begin, std::span<const std::byte> data
   constexpr size_t kShort = size_t{64} << 10, kTogether = size_t{1} << 20;
   const Place& place = layout_.place(tensor);
   const FilePlan& plan = layout_.files()[place.file];
-  auto& file = files_[place.file];
-  if (!file) file = std::make_unique<base::File>(base::File::open_for_writing(draft_.file(plan.name)));
+  if (!files_[place.file]) keep(place.file, base::File::open_for_writing(draft_.file(plan.name)));
   const int64_t at = plan.header.data_begin + place.entry.begin + begin;
   written_ += static_cast<int64_t>(data.size());
   const bool follows = pending_file_ == place.file && pending_at_ + static_cast<int64_t>(pending_.size()) == at;
   if (!follows || data.size() >= kShort || pending_.size() + data.size() > kTogether) flush();
-  if (data.size() >= kShort) return file->write(data, at);
+  if (data.size() >= kShort) return files_[place.file]->write(data, at);
   if (pending_.empty()) {
     pending_file_ = place.file;
     pending_at_ = at;
@@ -45,12 +51,27 @@ void Output::flush() {
 }
 
 void Output::begin_file(size_t file) {
-  if (files_[file]) return;
-  flush();
+  if (begun_[file]) return;
+  begun_[file] = true;
   const FilePlan& plan = layout_.files()[file];
-  files_[file] = std::make_unique<base::File>(base::File::replace(draft_.file(plan.name)));
   const std::string header = header_bytes(plan.header);
-  files_[file]->write(std::as_bytes(std::span(header)), 0);
+  keep(file, base::File::replace(draft_.file(plan.name))).write(std::as_bytes(std::span(header)), 0);
+}
+
+/// Flushes and closes those that were opened the longest ago where there are many.
+base::File& Output::keep(size_t file, base::File opened) {
+  constexpr size_t kMostOpen = 32;
+  flush();
+  while (open_.size() >= kMostOpen) {
+    auto& oldest = files_[open_.front()];
+    oldest->sync();
+    oldest->close();
+    oldest.reset();
+    open_.pop_front();
+  }
+  files_[file] = std::make_unique<base::File>(std::move(opened));
+  open_.push_back(file);
+  return *files_[file];
 }
 
 void Output::finish() {

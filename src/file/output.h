@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
@@ -35,6 +36,7 @@ class Output {
 
  private:
   void flush();
+  base::File& keep(size_t file, base::File opened);
 
   const Layout& layout_;
   const Draft& draft_;
@@ -43,6 +45,8 @@ class Output {
   CrcSum sum_;  // of counted_, not yet in crcs_
   std::optional<size_t> counted_;
   std::vector<std::unique_ptr<base::File>> files_;
+  std::deque<size_t> open_;  // which of them are open, the oldest first: a few, since files come one after another
+  std::vector<bool> begun_;  // made by begin_file()
   int64_t written_ = 0;
 
   std::vector<std::byte> pending_;  // to be written at byte pending_at_ of file pending_file_

@@ -276,7 +276,7 @@ class StoreGroup(_core.Group):
 
 
 def _connection() -> Any:
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store: Any = dist.distributed_c10d._get_default_store()
     store.check(["shardow"])  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
     return store.clone()
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -76,6 +77,18 @@ int Syscalls::exchange(const char* a, const char* b) {
 }
 int Syscalls::mkdir(const char* path, mode_t mode) {
   return ::mkdir(path, mode);
+}
+int Syscalls::link(const char* from, const char* to) {
+  return ::link(from, to);
+}
+int Syscalls::unlink(const char* path) {
+  return ::unlink(path);
+}
+int Syscalls::rmdir(const char* path) {
+  return ::rmdir(path);
+}
+int Syscalls::flock(int fd, int operation) {
+  return ::flock(fd, operation);
 }
 int Syscalls::memfd_create(const char* name, unsigned flags) {
   return ::memfd_create(name, flags);
@@ -201,10 +214,6 @@ bool exchange(const Path& a, const Path& b) {
   fail_io(errno, b, "cannot be exchanged");
 }
 
-void make_directory(const Path& path) {
-  if (syscalls().mkdir(path.c_str(), 0777) != 0) fail_io(errno, path, "cannot make the directory");
-}
-
 void sync(const Path& path) {
   File file = File::open(path);
   file.sync();
@@ -215,8 +224,11 @@ Space space_at(const Path& directory) {
   struct statfs found {};
   if (syscalls().statfs(directory.c_str(), &found) != 0) fail_io(errno, directory, "cannot ask for its free space");
   const bool counted = found.f_blocks != 0;  // mounts of object stores may say 0
+  constexpr uint32_t kLocal[] = {EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC,       BTRFS_SUPER_MAGIC, TMPFS_MAGIC, RAMFS_MAGIC,
+                                 F2FS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, 0x2fc12fc1,        0xca451a4e};  // the last two: ZFS, bcachefs
+  const bool local = std::find(std::begin(kLocal), std::end(kLocal), static_cast<uint32_t>(found.f_type)) != std::end(kLocal);
   return {counted ? static_cast<int64_t>(found.f_bavail) * static_cast<int64_t>(found.f_bsize) : std::numeric_limits<int64_t>::max(),
-          found.f_type == FUSE_SUPER_MAGIC};
+          found.f_type == FUSE_SUPER_MAGIC, local};
 }
 
 }  // namespace shardow::base

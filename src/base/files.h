@@ -30,6 +30,10 @@ class Syscalls {
   virtual int rename(const char* from, const char* to);
   virtual int exchange(const char* a, const char* b);  ///< renameat2(RENAME_EXCHANGE)
   virtual int mkdir(const char* path, mode_t mode);
+  virtual int link(const char* from, const char* to);
+  virtual int unlink(const char* path);
+  virtual int rmdir(const char* path);
+  virtual int flock(int fd, int operation);
   virtual int memfd_create(const char* name, unsigned flags);
   virtual int statfs(const char* path, struct statfs* out);
 };
@@ -91,13 +95,13 @@ auto in_our_words(Fn fn) {
 
 void rename(const Path& from, const Path& to);
 bool exchange(const Path& a, const Path& b);  ///< atomically; false where the file system cannot
-void make_directory(const Path& path);
-void sync(const Path& path);  ///< a file's bytes, or a directory's names, so that they survive a crash
+void sync(const Path& path);                  ///< a file's bytes, or a directory's names, so that they survive a crash
 
 /// Of the file system behind a directory.
 struct Space {
   int64_t free_bytes;  ///< for us; the largest number where it does not count them
   bool fuse;           ///< a program's: such mounts seldom merge what several machines write into one file
+  bool local;          ///< of a kind that one machine alone mounts, so that its locks are seen by everyone who writes there
 };
 Space space_at(const Path& directory);
 

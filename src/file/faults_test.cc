@@ -378,14 +378,6 @@ TEST_F(Checkpoint, ThatCannotBeReadIsOneErrorForAll) {
   EXPECT_EQ(load_as(folder_ / "nothing.safetensors", rows, 2, false), all(2, static_cast<int>(Code::kNotFound)));
 }
 
-TEST_F(Checkpoint, ClearsAwayWhatADeadSaveLeft) {
-  fs::create_directories(folder_ / ".a.safetensors.0123.tmp");
-  std::ofstream(folder_ / ".a.safetensors.4567.tmp") << "half";
-  std::ofstream(folder_ / ".another.safetensors.4567.tmp") << "somebody else's";
-  ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
-  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", ".another.safetensors.4567.tmp"}));
-}
-
 TEST_F(Checkpoint, AtPathsThatAreNoneIsATypedErrorOnAllBeforeAnythingIsWritten) {
   fs::create_symlink("loop", folder_ / "loop");
   std::ofstream(folder_ / "a.safetensors") << "precious";

@@ -7,74 +7,19 @@
 #include <system_error>
 
 #include "base/errors.h"
+#include "base/paths.h"
 #include "file/index.h"
+#include "file/others.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
+using base::look_at;
+using base::look_at_itself;
+using base::parent_of;
 using base::Path;
 namespace fs = std::filesystem;
-
-Path parent_of(const Path& path) {
-  return path.has_parent_path() ? path.parent_path() : Path(".");
-}
-
-std::string prefix_of(const Path& target) {
-  return "." + target.filename().string() + ".";
-}
-
-bool is_leftover(const std::string& name, const std::string& prefix) {
-  return name.size() > prefix.size() + 4 && name.rfind(prefix, 0) == 0 && name.compare(name.size() - 4, 4, ".tmp") == 0;
-}
-
-bool is_ours(const std::string& name) {
-  return name == kSingleName || name == kIndexName || (name.rfind("model-", 0) == 0 && name.ends_with(".safetensors"));
-}
-
-/// A file, or a directory with all that is in it.
-void flush(const Path& path) {
-  if (fs::is_symlink(path)) return;
-  if (fs::is_directory(path)) {
-    for (const fs::directory_entry& entry : fs::directory_iterator(path)) flush(entry.path());
-  }
-  base::sync(path);
-}
-
-/// What stands beside the old checkpoint in its directory (configuration, tokenizer) stands beside the new one, as links where the file
-/// system has them.
-void keep_others(const Draft& draft) {
-  if (!fs::is_directory(draft.target)) return;
-  std::error_code ignored;
-  fs::permissions(draft.temporary, fs::status(draft.target).permissions(), ignored);
-  for (const fs::directory_entry& entry : fs::directory_iterator(draft.target)) {
-    const Path to = draft.temporary / entry.path().filename();
-    std::error_code error;
-    if (is_ours(entry.path().filename().string()) || fs::exists(fs::symlink_status(to, error))) continue;  // replaced
-    constexpr auto kAll = fs::copy_options::recursive | fs::copy_options::copy_symlinks;
-    fs::copy(entry.path(), to, kAll | fs::copy_options::create_hard_links, error);
-    if (error) {
-      fs::remove_all(to, error);
-      fs::copy(entry.path(), to, kAll, error);
-    }
-    if (error) base::fail_io(error.value(), entry.path(), "cannot be kept beside the new checkpoint");
-    flush(to);
-  }
-}
-
-void remove_leftovers(const Path& target) {
-  std::error_code ignored;
-  std::vector<Path> found;
-  for (const fs::directory_entry& entry : fs::directory_iterator(parent_of(target), ignored)) {
-    if (is_leftover(entry.path().filename().string(), prefix_of(target))) found.push_back(entry.path());
-  }
-  for (const Path& path : found) fs::remove_all(path, ignored);
-}
-
-/// Where the draft is for an instant, to see whether it can be renamed.
-Path renamed(const Draft& draft) {
-  return parent_of(draft.target) / (prefix_of(draft.target) + draft.nonce + "-renamed.tmp");
-}
 
 /// Calls `fn`; false where it fails because the storage does not know such a thing.
 template <class Fn>
@@ -90,10 +35,10 @@ bool is_supported(Fn fn) {
 }
 
 /// The files at their full length, which takes writing at their ends.
-void make_files(const Draft& draft, const std::vector<std::pair<std::string, int64_t>>& files) {
+void make_files(const Draft& draft, const Sizes& files) {
   const std::byte zeros[8] = {};
   for (const auto& [name, bytes] : files) {
-    base::File file = base::File::create(draft.file(name));
+    base::File file = base::File::replace(draft.file(name));
     file.set_size(bytes);
     file.write(std::span(zeros).first(1), bytes - 1);
     file.write(zeros, 0);
@@ -101,37 +46,137 @@ void make_files(const Draft& draft, const std::vector<std::pair<std::string, int
   }
 }
 
-void check_target(const Draft& draft) {
-  if (!draft.directory && fs::is_directory(draft.target))
-    fail(Code::kInvalidArgument, "{} is a directory; a single file is to be written there", draft.target.string());
-  if (draft.directory && fs::exists(draft.target) && !fs::is_directory(draft.target)) {
-    fail(Code::kInvalidArgument, "{} is a file; a directory is to be written there. Name it .safetensors for a single file",
-         draft.target.string());
+void check_target(const Draft& draft, const Sizes& files) {
+  const auto found = look_at(draft.target);
+  if (!found) return;
+  const std::string path = draft.target.string();
+  if (!draft.directory && found->directory()) fail(Code::kInvalidArgument, "{} is a directory; a single file is to be written there", path);
+  if (!draft.directory && !found->regular())
+    fail(Code::kInvalidArgument, "{} is neither a file nor a directory (a pipe, a device?); save to another name", path);
+  if (!draft.directory) return;
+  if (!found->directory())
+    fail(Code::kInvalidArgument, "{} is a file; a directory is to be written there. Name it .safetensors for a single file", path);
+  for (const auto& [name, bytes] : files) {
+    if (base::leads_to_directory(draft.target / name))
+      fail(Code::kInvalidArgument, "{} has a directory {}, where a file is to be written", path, name);
   }
+}
+
+/// Asks for something that file systems of this machine never do, a directory in place of one that is not empty, to learn whether it may be
+/// moved at all.
+void check_movable(const Draft& draft) {
+  try {
+    base::rename(draft.target, draft.temporary);
+  } catch (const Error& error) {
+    const int why = error.os_errno();
+    if (why == EBUSY) {
+      fail(Code::kUnsupported, "{} is a mount point, which no other directory can replace; save into a directory in it, {}",
+           draft.target.string(), (draft.target / "model").string());
+    }
+    if (why == EXDEV) {
+      fail(Code::kUnsupported,
+           "{} belongs to a lower layer of an overlay (an image of a container) and cannot be replaced; save to another name",
+           draft.target.string());
+    }
+  }
+}
+
+/// Whether a shard may be of another save in place that goes on: no index names it, and it is young.
+bool is_anothers(const Draft& draft, const std::string& name) {
+  return is_shard_of_a_save(name) && !names_in_index(draft.target).contains(name) && is_young(draft.target / name, draft.target);
+}
+
+void make_draft(const Draft& draft) {
+  if (draft.directory) {
+    base::make_directory(draft.temporary);
+  } else {
+    base::File::create(draft.temporary).close();
+  }
+}
+
+Storage probe(const Draft& draft, const Sizes& files, bool merges) {
+  Storage storage;
+  storage.random_writes = merges && is_supported([&] { make_files(draft, files); });
+  if (!storage.random_writes && !draft.directory) base::File::replace(draft.temporary).close();  // something to rename
+  const Path renamed = temporary_path(draft.target, draft.nonce, Temporary::kRenamed);
+  storage.rename = is_supported([&] {
+    base::rename(draft.temporary, renamed);
+    base::rename(renamed, draft.temporary);
+  });
+  return storage;
+}
+
+void put_in_place(Draft& draft, Others& others, const Path& old) {
+  const Path parent = parent_of(draft.target);
+  if (base::exchange(draft.temporary, draft.target)) {
+    try {
+      base::rename(draft.temporary, old);  // from here on a dead save's leftover tells which of the two it is
+      base::sync(parent);
+    } catch (...) {
+      const Path at = look_at_itself(old) ? old : draft.temporary;
+      base::exchange(at, draft.target);
+      if (at == old) base::rename(old, draft.temporary);
+      throw;
+    }
+  } else {  // there is an instant without a checkpoint under its name; who looks for it finds the old one beside it
+    base::rename(draft.target, old);
+    try {
+      base::sync(parent);
+      base::rename(draft.temporary, draft.target);
+      base::sync(parent);
+    } catch (...) {
+      if (look_at_itself(draft.target)) base::rename(draft.target, draft.temporary);
+      base::rename(old, draft.target);
+      throw;
+    }
+  }
+  others.move_from(old);
+}
+
+void replace_directory(Draft& draft) {
+  const Path old = temporary_path(draft.target, draft.nonce, Temporary::kOld);
+  draft.locks.emplace_back().take(draft.target);  // so that nobody takes it for a leftover when it is the old one
+  std::set<std::string> replaced = draft.hugging_face ? hugging_face_names(draft.target) : std::set<std::string>();
+  for (const std::string& name : base::names_in(draft.temporary)) replaced.insert(name);
+  Others others(draft.target, draft.temporary, std::move(replaced));
+  constexpr int kMostRounds = 10;  // of something that writes there all the time
+  for (int round = 0; others.keep() && round < kMostRounds; ++round) {
+  }
+  put_in_place(draft, others, old);
 }
 
 }  // namespace
 
-Draft draft_for(const Path& target, bool directory, const std::string& nonce) {
+Draft draft_for(const Path& target, bool directory, bool hugging_face, const std::string& nonce) {
+  base::check_path(target);
   const Path plain = target.has_filename() ? target : target.parent_path();  // "dir/" is "dir"
   if (!plain.has_filename() || plain.filename() == "." || plain.filename() == "..")
     fail(Code::kInvalidArgument, "'{}' is no name for a checkpoint", target.string());
-  if (directory && fs::is_symlink(plain)) {  // a link to a directory stays; one to a file is replaced, since blobs behind links are shared
+  const auto found = look_at_itself(plain);
+  if (directory && found && found->link()) {  // a link to a directory stays; one to a file is replaced, since blobs behind links are shared
     std::error_code error;
     const Path behind = fs::canonical(plain, error);
-    if (error) fail(Code::kInvalidArgument, "{} is a symbolic link to nothing; remove it, or make its target", plain.string());
-    return draft_for(behind, directory, nonce);
+    if (error) {
+      fail(Code::kInvalidArgument, "{} is a symbolic link to nothing, or to itself; remove it, or make its target ({})", plain.string(),
+           error.message());
+    }
+    return draft_for(behind, directory, hugging_face, nonce);
   }
-  return {plain, parent_of(plain) / (prefix_of(plain) + nonce + ".tmp"), nonce, directory};
+  return {plain, temporary_path(plain, nonce, Temporary::kDraft), nonce, directory, hugging_face};
 }
 
-Storage prepare(const Draft& draft, const std::vector<std::pair<std::string, int64_t>>& files, bool several_hosts) {
+Storage prepare(Draft& draft, const Sizes& files, bool several_hosts, Until until) {
   const Path parent = parent_of(draft.target);
-  std::error_code error;
-  fs::create_directories(parent, error);
-  if (error) base::fail_io(error.value(), parent, "cannot make the directory");
-  check_target(draft);
-  remove_leftovers(draft.target);
+  base::make_directories(parent);
+  check_target(draft, files);
+  const base::Space before = base::space_at(parent);
+  draft.locks.push_back(claim(
+      draft.target, draft.temporary, [&] { make_draft(draft); }, until));
+  if (draft.directory && look_at(draft.target) && before.local) {
+    base::File::create(draft.file(files.front().first)).close();
+    check_movable(draft);
+  }
+  clear_leftovers(draft.target, draft.temporary, before.local);
   int64_t needed = 0;
   for (const auto& [name, bytes] : files) needed += bytes;
   const base::Space space = base::space_at(parent);
@@ -139,64 +184,62 @@ Storage prepare(const Draft& draft, const std::vector<std::pair<std::string, int
     fail(Code::kOutOfSpace, "{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(), needed,
          space.free_bytes);
   }
-  if (draft.directory) base::make_directory(draft.temporary);
-  Storage storage;
-  storage.random_writes = !(space.fuse && several_hosts) && is_supported([&] { make_files(draft, files); });
-  if (!storage.random_writes && !draft.directory) base::File::replace(draft.temporary).close();  // something to rename
-  storage.rename = is_supported([&] {
-    base::rename(draft.temporary, renamed(draft));
-    base::rename(renamed(draft), draft.temporary);
-  });
-  if (!storage.random_writes || !storage.rename) {
+  const Storage storage = probe(draft, files, !(space.fuse && several_hosts));
+  if (!storage.rename) {
     discard(draft);
-    if (draft.directory && storage.rename) base::make_directory(draft.temporary);
+  } else if (!storage.random_writes) {
+    if (!draft.directory) base::remove_tree(draft.temporary);
+    for (const auto& [name, bytes] : files) base::remove_tree(draft.temporary / name);
   }
   return storage;
 }
 
-void prepare_in_place(const Draft& draft) {
-  if (draft.directory && !fs::exists(draft.target)) base::make_directory(draft.target);
+void prepare_in_place(Draft& draft, const std::vector<std::string>& files, Until until) {
+  if (!draft.directory) return;
+  if (!look_at(draft.target)) {
+    base::make_directory(draft.target);
+    base::sync(parent_of(draft.target));
+  }
+  draft.locks.push_back(claim_directory(draft.target, until));
+  for (const std::string& name : files) {
+    if (!look_at_itself(draft.target / name)) continue;
+    fail(Code::kUnsupported,
+         "{}: this storage cannot rename, so {} files could not take the place of those that are there ({}) at once; save to another "
+         "directory",
+         draft.target.string(), files.size(), name);
+  }
+  draft.made_here = files;
+  if (draft.hugging_face) draft.replaced = hugging_face_names(draft.target);
+  std::erase_if(draft.replaced, [&](const std::string& name) { return name == kIndexName || is_anothers(draft, name); });
 }
 
-void publish(const Draft& draft) {
-  if (draft.directory) keep_others(draft);
+void publish(Draft& draft) {
+  const Path parent = parent_of(draft.target);
+  if (draft.directory && look_at(draft.target)) return replace_directory(draft);
   if (draft.directory) base::sync(draft.temporary);
-  if (draft.directory && fs::exists(draft.target)) {
-    if (base::exchange(draft.temporary, draft.target)) {
-      base::sync(parent_of(draft.target));
-      discard(draft);  // what was there before
-      return;
-    }
-    // Without an exchange there is an instant without a checkpoint under its name; the old one is beside it until the new one is there.
-    Path old = draft.temporary;
-    old += ".old.tmp";
-    base::rename(draft.target, old);
-    base::rename(draft.temporary, draft.target);
-    base::sync(parent_of(draft.target));
-    std::error_code ignored;
-    fs::remove_all(old, ignored);
-    return;
-  }
   base::rename(draft.temporary, draft.target);
-  base::sync(parent_of(draft.target));
+  base::sync(parent);
 }
 
 void remove_old(const Draft& draft) {
-  std::error_code ignored;
-  for (const fs::directory_entry& entry : fs::directory_iterator(draft.target, ignored)) {
-    const std::string name = entry.path().filename().string();
-    if (is_ours(name) && name != kIndexName && name.find(draft.nonce) == std::string::npos) fs::remove(entry.path(), ignored);
-  }
+  for (const std::string& name : draft.replaced) base::remove_tree(draft.target / name);
 }
 
-void discard(const Draft& draft) noexcept {
-  std::error_code ignored;
-  fs::remove_all(draft.temporary, ignored);
-  fs::remove_all(renamed(draft), ignored);
-  if (!draft.in_place || !draft.directory) return;
-  for (const fs::directory_entry& entry : fs::directory_iterator(draft.target, ignored)) {
-    if (entry.path().filename().string().find(draft.nonce) != std::string::npos) fs::remove(entry.path(), ignored);
+void release(Draft& draft) noexcept {
+  draft.locks.clear();
+}
+
+void discard(Draft& draft) noexcept {
+  base::remove_tree(draft.temporary);
+  try {
+    base::remove_tree(temporary_path(draft.target, draft.nonce, Temporary::kRenamed));
+    if (draft.in_place) {
+      for (const std::string& name : draft.made_here) base::remove_tree(draft.target / name);
+    }
+  } catch (const std::exception&) {
   }
+  draft.made_here.clear();
+  release(draft);
 }
 
 }  // namespace shardow::file

@@ -5,6 +5,7 @@
 
 #include "base/errors.h"
 #include "file/header.h"
+#include "file/names.h"
 #include "file/wire.h"
 
 namespace shardow::file {
@@ -14,13 +15,29 @@ using base::fail;
 using base::File;
 using base::Path;
 
+/// Also where a save died, or is, between the two renames that replace a directory.
+File open_standing(const Path& path) {
+  constexpr int kAttempts = 5;
+  for (int left = kAttempts; left > 1; --left) {
+    for (const bool old : {false, true}) {
+      try {
+        return open_file(old ? standing(path) : path);
+      } catch (const Error& error) {
+        if (error.code() != Code::kNotFound) throw;
+        if (!old && standing(path) == path && left < kAttempts) throw;
+      }
+    }
+  }
+  return open_file(path);
+}
+
 /// A path as it was when it was opened: a file, or a directory in which names are looked up, wherever it has been moved since.
 struct Place {
   std::optional<File> file;
   std::shared_ptr<const File> directory;
 
   explicit Place(const Path& path) {
-    File found = open_file(path);
+    File found = open_standing(path);
     if (found.is_directory()) {
       directory = std::make_shared<const File>(std::move(found));
     } else {
@@ -119,7 +136,7 @@ bool open_same(const Path& path, Raw& raw, bool same_machine) {
   raw.opened.clear();
   Place place(path);
   for (const Raw::Text& text : raw.files) {
-    const bool inside = Path(text.path) != path;
+    const bool inside = Path(text.path) != path && Path(text.path) != standing(path);
     if (inside != (place.directory != nullptr)) return false;
     std::optional<File> file = inside ? place.find(Path(text.path).filename().string()) : std::move(place.file);
     if (!file || !is_same(*file, text, same_machine)) return false;

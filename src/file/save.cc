@@ -80,6 +80,7 @@ struct StagedSave::Plan {
   Clock::time_point begin;
 
   Deadline deadline() const { return Clock::now() + options.timeout; }
+  Deadline patience() const { return Clock::now() + options.timeout * 3 / 4; }  ///< with another save; the ranks wait meanwhile
   Storage storage();
   void write_anywhere();
   void write_in_sequence();
@@ -105,7 +106,7 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
   }
   plan.draft = base::in_our_words([&] {
     base::check_path(path);
-    return draft_for(path, directory, plan.call.nonce);
+    return draft_for(path, directory, plan.hugging_face, plan.call.nonce);
   });
   plan.mine = parts_of(group.rank(), *plan.layout, volumes, files);
 }
@@ -140,7 +141,7 @@ Storage StagedSave::Plan::storage() {
     if (group.rank() != 0) return;
     std::vector<std::pair<std::string, int64_t>> sizes;
     for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
-    const Storage found = prepare(*draft, sizes, call.several_hosts);
+    const Storage found = prepare(*draft, sizes, call.several_hosts, patience());
     missing = (found.random_writes ? 0u : 1u) + (found.rename ? 0u : 2u);
   });
   group.all_reduce({&missing, 1}, Group::Op::kMax, deadline());
@@ -200,8 +201,12 @@ void StagedSave::Plan::write_in_sequence() {
 /// (6)
 void StagedSave::Plan::commit() {
   if (hugging_face && (layout->files().size() > 1 || (draft->in_place && draft->directory))) write_index(*draft, *layout);
-  if (!draft->in_place) return publish(*draft);
-  if (hugging_face && draft->directory) remove_old(*draft);
+  if (!draft->in_place) {
+    publish(*draft);
+  } else if (hugging_face && draft->directory) {
+    remove_old(*draft);
+  }
+  release(*draft);
 }
 
 SaveReport StagedSave::Plan::report() const {
@@ -220,7 +225,9 @@ SaveReport StagedSave::write() {
       plan.draft->in_place = true;
       if (plan.hugging_face && plan.draft->directory) plan.layout->rename_files(plan.call.nonce);
       together(plan.group, plan.options.timeout, [&] {
-        if (plan.group.rank() == 0) prepare_in_place(*plan.draft);
+        std::vector<std::string> names;
+        for (const FilePlan& file : plan.layout->files()) names.push_back(file.name);
+        if (plan.group.rank() == 0) prepare_in_place(*plan.draft, names, plan.patience());
       });
     }
     if (storage.random_writes && storage.rename && !plan.options.sequential) {

@@ -1,0 +1,47 @@
+#include "base/lock.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <cerrno>
+#include <utility>
+
+namespace shardow::base {
+
+Lock::Lock(Lock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+
+Lock& Lock::operator=(Lock&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Lock::Result Lock::take(const Path& path) {
+  const Result result = take(path, O_RDONLY);
+  return result == Result::kUnknown ? take(path, O_RDWR) : result;  // NFS locks files that are open for writing
+}
+
+Lock::Result Lock::take(const Path& path, int flags) {
+  release();
+  int fd = -1;
+  do fd = syscalls().open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0);
+  while (fd < 0 && errno == EINTR);
+  if (fd < 0) return errno == ENOENT ? Result::kGone : Result::kUnknown;
+  int result = -1;
+  do result = syscalls().flock(fd, LOCK_EX | LOCK_NB);
+  while (result != 0 && errno == EINTR);
+  if (result == 0) {
+    fd_ = fd;
+    return Result::kHeld;
+  }
+  const bool others = errno == EWOULDBLOCK || errno == EACCES;
+  syscalls().close(fd);
+  return others ? Result::kOthers : Result::kUnknown;
+}
+
+void Lock::release() noexcept {
+  if (fd_ < 0) return;
+  syscalls().flock(fd_, LOCK_UN);  // closing alone leaves it to a child that was forked meanwhile
+  syscalls().close(std::exchange(fd_, -1));
+}
+
+}  // namespace shardow::base

@@ -1,0 +1,31 @@
+// A lock on what lies at a path (flock): it goes with the file or directory wherever that is renamed to, leaves nothing behind, and ends
+// with the process that holds it. On NFS it works for files alone; other network mounts may keep it to one machine.
+#pragma once
+
+#include "base/files.h"
+
+namespace shardow::base {
+
+class Lock {
+ public:
+  enum class Result {
+    kHeld,
+    kOthers,   ///< somebody else holds it: another process, or another Lock of this one
+    kGone,     ///< there is nothing at the path
+    kUnknown,  ///< the storage has no such locks, or the path may not be opened
+  };
+
+  Lock() = default;
+  Lock(Lock&& other) noexcept;
+  Lock& operator=(Lock&& other) noexcept;
+  ~Lock() { release(); }
+
+  Result take(const Path& path);  ///< at once
+  void release() noexcept;        ///< also of what children of this process inherited
+
+ private:
+  Result take(const Path& path, int flags);
+  int fd_ = -1;
+};
+
+}  // namespace shardow::base

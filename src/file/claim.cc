@@ -1,0 +1,108 @@
+#include "file/claim.h"
+
+#include <algorithm>
+#include <optional>
+#include <thread>
+
+#include "base/errors.h"
+#include "base/paths.h"
+#include "file/others.h"
+
+namespace shardow::file {
+namespace {
+
+using base::Lock;
+using base::Path;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kPause{20};
+constexpr std::chrono::seconds kGate{5};  // of waiting for the parent, which others may lock for reasons of their own
+
+[[noreturn]] void fail_busy(const Path& target, const Path& draft) {
+  base::fail(Code::kTimeout,
+             "{}: another save to this path is under way and does not end: a living process holds {}. Save from one rank, to one path per "
+             "model; ranks that hold parts or copies of one model save together, with the wrapped model or with group=",
+             target.string(), draft.string());
+}
+
+/// The draft of a save that lives.
+std::optional<Path> living(const Path& target) {
+  for (const Leftover& one : leftovers_of(target)) {
+    Lock lock;
+    if (lock.take(one.path) == Lock::Result::kOthers) return one.path;
+  }
+  return std::nullopt;
+}
+
+void put_back_old(const Path& target) {
+  const std::optional<Path> old = old_of(target);
+  if (!old || !base::leads_to_directory(*old)) return;
+  base::rename(*old, target);
+  base::sync(base::parent_of(target));
+}
+
+}  // namespace
+
+Lock claim(const Path& target, const Path& draft, const std::function<void()>& make, Until until) {
+  const Path parent = base::parent_of(target);
+  for (std::optional<Path> other;;) {
+    {
+      Lock gate;  // between looking for others and being one
+      const Until patience = std::min(until, Clock::now() + kGate);
+      while (gate.take(parent) == Lock::Result::kOthers && Clock::now() < patience) std::this_thread::sleep_for(kPause);
+      other = living(target);
+      if (!other) {
+        put_back_old(target);
+        make();
+        Lock lock;
+        lock.take(draft);
+        return lock;
+      }
+    }
+    if (Clock::now() >= until) fail_busy(target, *other);
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+Lock claim_directory(const Path& directory, Until until) {
+  Lock lock;
+  while (lock.take(directory) == Lock::Result::kOthers) {
+    if (Clock::now() >= until) fail_busy(directory, directory);
+    std::this_thread::sleep_for(kPause);
+  }
+  return lock;
+}
+
+bool is_young(const Path& path, const Path& reference) {
+  constexpr int64_t kHour = 3'600'000'000'000;
+  const auto now = base::look_at_itself(reference), found = base::look_at_itself(path);
+  if (!now || !found) return false;
+  int64_t newest = found->changed_ns();
+  if (found->directory()) {
+    for (const std::string& name : base::names_in(path)) {
+      if (const auto in = base::look_at_itself(path / name)) newest = std::max(newest, in->changed_ns());
+    }
+  }
+  return newest > now->changed_ns() - kHour;
+}
+
+void clear_leftovers(const Path& target, const Path& draft, bool local) noexcept {
+  try {
+    for (const Leftover& one : leftovers_of(target)) {
+      if (one.path == draft) continue;
+      Lock lock;
+      const Lock::Result result = lock.take(one.path);
+      const bool dead = result == Lock::Result::kHeld && local;
+      if (result == Lock::Result::kOthers || result == Lock::Result::kGone || (!dead && is_young(one.path, draft))) continue;
+      const auto found = base::look_at_itself(one.path);
+      if (found && found->directory() && base::leads_to_directory(target)) {
+        rescue(one.path, target, one.kind == Temporary::kOld);
+      } else if (one.kind != Temporary::kOld) {
+        base::remove_tree(one.path);
+      }
+    }
+  } catch (const std::exception&) {  // it stays, and the next save tries again
+  }
+}
+
+}  // namespace shardow::file

@@ -1,0 +1,30 @@
+// One save at a time on a path: who saves there holds a lock on its draft. What no living save holds, a dead one has left.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <vector>
+
+#include "base/lock.h"
+#include "file/names.h"
+
+namespace shardow::file {
+
+using Until = std::chrono::steady_clock::time_point;
+
+/// Puts back an old directory that stands beside a target that is missing. Then waits until no living save works on `target`, calls
+/// `make`, which makes the draft, and locks it. Throws kTimeout with the draft of the other save at `until`. Two processes that come at the
+/// same time are told apart where directories can be locked.
+base::Lock claim(const base::Path& target, const base::Path& draft, const std::function<void()>& make, Until until);
+
+/// Locks `directory` itself, in which a save works in place; waits as claim() does.
+base::Lock claim_directory(const base::Path& directory, Until until);
+
+/// Removes what dead saves to `target` left, after what is others' in it was moved to the target. On storage that other machines may write
+/// too, what is younger than an hour stays.
+void clear_leftovers(const base::Path& target, const base::Path& draft, bool local) noexcept;
+
+/// Whether the file, or a directory with what is in it, was changed in the last hour, by the clock of `reference`'s file system.
+bool is_young(const base::Path& path, const base::Path& reference);
+
+}  // namespace shardow::file

@@ -1,0 +1,222 @@
+// Power cuts: whatever a disk forgets of what a save had not flushed, a reader finds the old checkpoint or the new one, whole.
+#include <cstdlib>
+
+#include "file/catalog.h"
+#include "file/checkpoint_fixture.h"
+#include "file/disk_model.h"
+#include "file/load.h"
+
+namespace shardow {
+namespace {
+
+using testing_disk::Call;
+using testing_disk::Fate;
+using testing_disk::Nodes;
+using testing_disk::Recorder;
+using testing_disk::Recording;
+
+const bool kAll = std::getenv("SHARDOW_ALL") != nullptr;
+const std::vector<Spec> kSmall = {{"a", DType::kF32, {40, 900}}, {"b", DType::kBF16, {30, 11}}, {"c", DType::kF64, {5}}};
+
+struct Way {
+  const char* name;
+  bool directory, exchange = true, first = false;
+  SaveOptions options = {};
+  std::vector<std::string> names = {};  ///< of files with names of their own
+};
+
+std::vector<Way> ways() {
+  const SaveOptions shards{.max_shard_size = 1000};
+  SaveOptions front_to_end = shards;
+  front_to_end.sequential = true;
+  const std::vector<std::string> names = {"ema-0.9.safetensors", "ema-0.99.safetensors"};
+  return {{"a file", false},
+          {"a file where there was none", false, true, true},
+          {"a file from front to end", false, true, false, {.sequential = true}},
+          {"a directory", true, true, false, shards},
+          {"a directory where there was none", true, true, true, shards},
+          {"a directory without exchange", true, false, false, shards},
+          {"a directory from front to end", true, true, false, front_to_end},
+          {"several files", true, true, false, {}, names},
+          {"several files without exchange", true, false, false, {}, names}};
+}
+
+class PowerCut : public Checkpoint {
+ protected:
+  PowerCut() {  // in memory where there is such a folder: thousands of small disks
+    fs::remove_all(folder_);
+    if (fs::is_directory("/dev/shm")) folder_ = fs::path("/dev/shm") / folder_.filename();
+    fs::create_directories(folder_);
+  }
+  ~PowerCut() override { version = 0; }
+
+  static std::vector<Held> values(int rank, int ranks) {
+    std::vector<Held> held;
+    for (const Spec& spec : kSmall) {
+      Held& one = held.emplace_back(spec.name, spec.dtype, rows(spec.shape, rank, ranks));
+      const int64_t size = dtype_bits(spec.dtype) / 8;
+      one.view.region.for_each_run([&](const shardow::Run& run) {
+        for (int64_t i = 0; i < run.length * size; ++i)
+          one.memory[static_cast<size_t>(run.local_begin * size + i)] = value(spec, run.global_begin * size + i);
+      });
+    }
+    return held;
+  }
+
+  void save_version(int which, const Way& way) {
+    version = which;
+    const auto codes = on_ranks(2, [&](Group& group) {
+      testing_disk::machine = group.rank();
+      auto held = values(group.rank(), 2);
+      std::vector<SaveFile> files;
+      for (const std::string& name : way.names) files.push_back({name, views_of(held)});
+      if (files.empty()) files.push_back({"", views_of(held)});
+      save(group, files, folder_ / "live" / target(way), way.options);
+    });
+    ASSERT_EQ(codes, all(2, kFine));
+  }
+
+  static fs::path target(const Way& way) { return way.directory ? "model" : "model.safetensors"; }
+
+  /// The calls of a save of version 2 where version 1 is, and a file of somebody else's.
+  Recording record(const Way& way) {
+    fs::remove_all(folder_ / "live");
+    fs::create_directories(folder_ / "live");
+    if (!way.first) save_version(1, way);
+    if (!way.first && way.directory) std::ofstream(folder_ / "live" / "model" / "config.json") << "mine";
+    Recorder recorder(folder_ / "live", way.exchange);
+    base::replace_syscalls(&recorder);
+    save_version(2, way);
+    base::replace_syscalls(nullptr);
+    return std::move(recorder.recording);
+  }
+
+  /// 1 or 2; 0 where nothing is there; -1 for anything else.
+  int version_at(const fs::path& path) {
+    int found = 0;
+    for (const int which : {1, 2}) {
+      version = which;
+      auto read = values(0, 1), expected = values(0, 1);
+      for (Held& one : read) std::fill(one.memory.begin(), one.memory.end(), std::byte{0xee});
+      try {
+        load(*solo(), views_of(read), path);
+      } catch (const Error& error) {
+        return error.code() == Code::kNotFound && !fs::exists(path) ? 0 : -1;
+      }
+      bool same = true;
+      for (size_t i = 0; i < read.size(); ++i) same = same && read[i].memory == expected[i].memory;
+      if (same) found = which;
+    }
+    return found == 0 ? -1 : found;
+  }
+
+  int version_of(const fs::path& root, const Way& way) {
+    if (way.names.empty()) return version_at(root / target(way));
+    const int first = version_at(root / target(way) / way.names[0]), second = version_at(root / target(way) / way.names[1]);
+    return first == second ? first : -1;
+  }
+
+  /// A file that shows a length is whole, also under a temporary name.
+  static bool is_whole_or_none(const fs::path& path) {
+    const std::string bytes = bytes_of(path);
+    if (bytes.size() < 8 || bytes.substr(0, 8) == std::string(8, '\0')) return true;
+    try {
+      auto group = solo();
+      const file::Catalog catalog = file::share_catalog(*group, path, std::chrono::seconds(10));
+      std::vector<Held> held;
+      for (const auto& [name, stored] : catalog.tensors) held.emplace_back(name, stored.entry.dtype, Region::whole(stored.entry.shape));
+      file::load_from(*group, views_of(held), catalog, {});
+      return true;
+    } catch (const Error&) {
+      return false;
+    }
+  }
+
+  /// What is wrong with the disk after a power cut; nothing where all is well.
+  std::string fault(const Nodes& nodes, const Way& way, bool finished) {
+    const fs::path disk = folder_ / "disk";
+    fs::remove_all(disk);
+    testing_disk::restore(nodes, 0, disk, true);
+    const int found = version_of(disk, way);
+    if (found != 2 && (finished || found != (way.first ? 0 : 1))) return "the reader finds version " + std::to_string(found);
+    if (!way.first && way.directory && fs::exists(disk / "model") && bytes_of(disk / "model" / "config.json") != "mine")
+      return "config.json has gone";
+    if (way.options.sequential) return "";  // headers come first there, and readers go by the file's size and checksums
+    for (const auto& entry : fs::recursive_directory_iterator(disk)) {
+      const std::string name = entry.path().filename().string();
+      if (entry.is_regular_file() && name != "config.json" && name.find(".json") == std::string::npos && !is_whole_or_none(entry.path()))
+        return entry.path().string() + " shows a length and is not whole";
+    }
+    return "";
+  }
+
+  /// The first fault of any power cut.
+  std::string first_fault(const Recording& recording, const std::vector<Call>& calls, const Way& way, int samples) {
+    std::mt19937 random(7);
+    for (int sample = 0; sample < samples; ++sample) {
+      const Fate fate = sample == 0 ? Fate::kLost : sample == 1 ? Fate::kKept : Fate::kAny;
+      for (size_t left = 0; left <= calls.size(); ++left) {
+        const size_t count = calls.size() - left;
+        const Nodes nodes = testing_disk::after_power_cut(recording.before, calls, count, fate, random);
+        const std::string found = fault(nodes, way, count == calls.size());
+        if (!found.empty()) return found + " after " + std::to_string(count) + " calls, sample " + std::to_string(sample);
+      }
+    }
+    return "";
+  }
+};
+
+TEST_F(PowerCut, LeavesTheOldCheckpointOrTheNewOneWhole) {
+  for (const Way& way : ways()) {
+    SCOPED_TRACE(way.name);
+    const Recording recording = record(way);
+    EXPECT_GT(recording.calls.size(), 10u);
+    EXPECT_EQ(first_fault(recording, recording.calls, way, kAll ? 100 : 6), "");
+  }
+}
+
+/// Which of the flushes of a save a call is.
+enum class Flush { kData, kHeader, kLength, kDraft, kParent };
+
+std::vector<Flush> flushes_of(const Recording& recording, const std::vector<size_t>& which) {
+  std::map<int, int> left;
+  for (const size_t i : which) left[recording.calls[i].node] += recording.calls[i].machine == 0 ? 1 : 0;
+  std::vector<Flush> flushes;
+  for (const size_t i : which) {
+    const Call& call = recording.calls[i];
+    const std::string& path = recording.paths.at(call.node);
+    const int after = call.machine == 0 ? --left[call.node] : 2;
+    flushes.push_back(call.node == 0                                                                       ? Flush::kParent
+                      : !path.ends_with(".safetensors") && path.find(".safetensors.") == std::string::npos ? Flush::kDraft
+                      : after == 0                                                                         ? Flush::kLength
+                      : after == 1                                                                         ? Flush::kHeader
+                                                                                                           : Flush::kData);
+  }
+  return flushes;
+}
+
+TEST_F(PowerCut, IsNoticedToDoHarmWhereASaveLeavesOutAFlush) {
+  for (const Way& way : ways()) {
+    if (way.options.sequential || way.first || (!kAll && (!way.exchange || !way.names.empty()))) continue;
+    const Recording recording = record(way);
+    std::vector<size_t> which;
+    for (size_t i = 0; i < recording.calls.size(); ++i) {
+      if (recording.calls[i].kind == Call::Kind::kFlush) which.push_back(i);
+    }
+    const std::vector<Flush> flushes = flushes_of(recording, which);
+    for (const Flush left_out : {Flush::kData, Flush::kHeader, Flush::kLength, Flush::kDraft, Flush::kParent}) {
+      if (left_out == Flush::kDraft && !way.directory) continue;
+      SCOPED_TRACE(std::string(way.name) + ", flush " + std::to_string(static_cast<int>(left_out)));
+      std::vector<Call> calls;
+      for (size_t i = 0; i < recording.calls.size(); ++i) {
+        const auto at = std::find(which.begin(), which.end(), i);
+        if (at == which.end() || flushes[static_cast<size_t>(at - which.begin())] != left_out) calls.push_back(recording.calls[i]);
+      }
+      EXPECT_LT(calls.size(), recording.calls.size());
+      EXPECT_NE(first_fault(recording, calls, way, 60), "");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shardow

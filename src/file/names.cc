@@ -81,7 +81,7 @@ std::set<std::string> names_in_index(const Path& directory) {
   std::set<std::string> names;
   try {
     if (base::look_at(directory / kIndexName)) {
-      for (const auto& [tensor, file] : read_index(directory / kIndexName)) {
+      for (const auto& [tensor, file] : read_index(base::File::open(directory / kIndexName))) {
         if (file.ends_with(".safetensors")) names.insert(file);
       }
     }

@@ -427,7 +427,8 @@ TEST_F(Saving, TakesMoreFilesThanAProcessMayOpen) {
   EXPECT_EQ(in(folder_ / "model").size(), kTensors + 1u);
   for (const int i : {0, 1, 500, kTensors - 1}) {
     Held read("t" + std::to_string(i), DType::kF32, Region::whole({4}));
-    load(*solo(), std::span(&read.view, 1), folder_ / "model" / file::read_index(folder_ / "model" / file::kIndexName).at(read.view.name));
+    load(*solo(), std::span(&read.view, 1),
+         folder_ / "model" / file::read_index(base::File::open(folder_ / "model" / file::kIndexName)).at(read.view.name));
     EXPECT_EQ(read.memory, held[static_cast<size_t>(i)].memory);
   }
 }

@@ -17,18 +17,13 @@ using base::Path;
 
 /// Also where a save died, or is, between the two renames that replace a directory.
 File open_standing(const Path& path) {
-  constexpr int kAttempts = 5;
-  for (int left = kAttempts; left > 1; --left) {
-    for (const bool old : {false, true}) {
-      try {
-        return open_file(old ? standing(path) : path);
-      } catch (const Error& error) {
-        if (error.code() != Code::kNotFound) throw;
-        if (!old && standing(path) == path && left < kAttempts) throw;
-      }
+  for (int left = 4;; --left) {
+    try {
+      return open_file(standing(path));
+    } catch (const Error& error) {
+      if (error.code() != Code::kNotFound || left == 0) throw;
     }
   }
-  return open_file(path);
 }
 
 /// A path as it was when it was opened: a file, or a directory in which names are looked up, wherever it has been moved since.

@@ -300,7 +300,7 @@ TEST_F(Checkpoint, OfAFileThatShrinksWhileItIsReadIsOneErrorForAll) {
 /// Kills the process, with all its ranks, at its n-th call.
 class Death : public base::Syscalls {
  public:
-  explicit Death(int after) : left_(after) {}
+  explicit Death(int after, bool can_exchange = true) : left_(after), can_exchange_(can_exchange) {}
   int open(const char* path, int flags, mode_t mode) override { return (step(), Syscalls::open(path, flags, mode)); }
   int close(int fd) override { return (step(), Syscalls::close(fd)); }
   ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
@@ -309,21 +309,27 @@ class Death : public base::Syscalls {
   int ftruncate(int fd, off_t length) override { return (step(), Syscalls::ftruncate(fd, length)); }
   int fsync(int fd) override { return (step(), Syscalls::fsync(fd)); }
   int rename(const char* from, const char* to) override { return (step(), Syscalls::rename(from, to)); }
-  int exchange(const char* a, const char* b) override { return (step(), Syscalls::exchange(a, b)); }
+  int exchange(const char* a, const char* b) override {
+    step();
+    return can_exchange_ ? Syscalls::exchange(a, b) : (errno = EINVAL, -1);
+  }
   int mkdir(const char* path, mode_t mode) override { return (step(), Syscalls::mkdir(path, mode)); }
+  int unlink(const char* path) override { return (step(), Syscalls::unlink(path)); }
+  int rmdir(const char* path) override { return (step(), Syscalls::rmdir(path)); }
 
  private:
   void step() {
     if (left_-- == 0) ::raise(SIGKILL);
   }
   std::atomic<int> left_;
+  bool can_exchange_;
 };
 
 TEST_F(Checkpoint, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "ThreadSanitizer does not follow threads started after fork()";
 #endif
-  for (const int64_t limit : {int64_t{0}, int64_t{1} << 20}) {
+  for (const auto& [limit, can_exchange] : std::vector<std::pair<int64_t, bool>>{{0, true}, {1 << 20, true}, {1 << 20, false}}) {
     const auto path = folder_ / (limit == 0 ? "model.safetensors" : "model");
     version = 1;
     ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = limit}), all(3, kFine));
@@ -332,7 +338,7 @@ TEST_F(Checkpoint, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
       const pid_t child = ::fork();
       ASSERT_GE(child, 0);
       if (child == 0) {
-        Death death(deaths);
+        Death death(deaths, can_exchange);
         base::replace_syscalls(&death);
         version = 2;
         ::_exit(save_as(path, rows, 3, {.max_shard_size = limit}) == all(3, kFine) ? 0 : 1);

@@ -299,6 +299,25 @@ TEST_F(Saving, BringsBackWhatADeadSaveHadNotYetMoved) {
   EXPECT_EQ(names(), (std::set<std::string>{"model"}));
 }
 
+class NoRename : public base::Syscalls {
+ public:
+  int rename(const char*, const char*) override { return (errno = ENOSYS, -1); }
+  int exchange(const char*, const char*) override { return (errno = ENOSYS, -1); }
+};
+
+TEST_F(Saving, OfNamedFilesIsNotWrittenOverOthersWhereNothingCanBeRenamed) {
+  NoRename storage;
+  base::replace_syscalls(&storage);
+  version = 1;
+  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
+  version = 2;
+  EXPECT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, static_cast<int>(Code::kUnsupported)));
+  base::replace_syscalls(nullptr);
+  expect_version(1, folder_ / "model" / "ema-0.9.safetensors");
+  expect_version(1, folder_ / "model" / "ema-0.99.safetensors");
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
 /// Storage of a kind that other machines may mount, without locks.
 class Network : public base::Syscalls {
  public:

@@ -90,3 +90,16 @@ def refused() -> None:
 
 def test_averages_that_ranks_share_say_why_they_are_not_copied() -> None:
     ranks.run(2, refused)
+
+
+@pytest.mark.parametrize("kind", ["EMAManager", "EMA_FSDP"])
+def test_weights_in_channels_last_are_averaged_and_keep_their_strides(kind: str) -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    ema, before = MADE[kind](model), model.weight.detach().clone()
+    wander(model, 1)
+    ema.update(model)
+    expected, strides = 0.5 * before + 0.5 * model.weight.detach(), model.weight.stride()
+    torch.testing.assert_close(averages(ema)["weight"], expected)
+    with ema.swapped():
+        torch.testing.assert_close(model.weight.detach(), expected)
+        assert model.weight.stride() == strides

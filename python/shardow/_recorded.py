@@ -1,7 +1,8 @@
 """What constructors write into weights that are on meta: recorded under meta_init(), done again by materialize() where there is memory.
 
-A module's own ``reset_parameters()`` is called again whole, so only what comes after it is kept, call by call: of torch.nn.init, in-place methods (``weight.data.zero_()``), assignments to parts.
-What a constructor put into a parameter when it made it (``nn.Parameter(torch.zeros(3))``) is kept too: a number where all elements are equal, else the tensor, up to 8 MiB of it.
+A module's own ``reset_parameters()`` is called again whole, so only what comes after it is kept, call by call: of torch.nn.init, in-place
+methods (``weight.data.zero_()``), assignments to parts. What a constructor put into a parameter when it made it
+(``nn.Parameter(torch.zeros(3))``) is kept too: a number where all elements are equal, else the tensor, up to 8 MiB of it.
 
 Numbered, as the code below:
 
@@ -30,8 +31,9 @@ _KEY = "_shardow_recorded"  # of a module's dict
 _HEAD = 64  # bytes that tell memory without values
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _WHOLE = {
-    "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_", "bernoulli_",
-    "trunc_normal_", "eye_", "eye", "dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "sparse_",
+    "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_",
+    "random_", "bernoulli_", "trunc_normal_", "eye_", "eye", "dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
+    "kaiming_normal_", "orthogonal_", "sparse_",
 }  # fmt: skip
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable
 
 import torch
+
+from shardow import _warnings
 
 _AT_ONCE = 8  # looked at in an update, whose time must not grow with what is frozen
 
@@ -28,11 +29,9 @@ class Unfrozen:
     def _say(self, names: list[str]) -> None:
         self._frozen = []
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        warnings.warn(
-            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and swapped() have the weights as they are. To average them, make a new EMA "
-            "and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)",
-            UserWarning,
-            stacklevel=4,
+        _warnings.warn(
+            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and swapped() have the weights as they "
+            "are. To average them, make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
         )
 
 

@@ -27,7 +27,7 @@ from shardow._team import Team
 from shardow._unfrozen import Unfrozen
 from shardow.torch.extra import extra_states, give
 from shardow.torch.find import find
-from shardow.torch.local import LocalTensor
+from shardow.torch.local import LocalTensor, oddity, refuse_expanded
 
 T = TypeVar("T")
 
@@ -278,22 +278,29 @@ class EMA(Saved):
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module, decay: Decay | None = None) -> None:
-        """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective."""
+        """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective.
+
+        What has no elements in memory (sparse, quantised) can't be copied; a warning names it.
+        """
         k = choose(self._keys, decay)
         target = find(model, group=self._view.process_group, odd=True)
-        names = {one.name for one in self._tracked}
-        self._ready_to_hand_out("copy_to()", self._others, lambda: self._check_copy(target.parameters, names))
+        self._ready_to_hand_out("copy_to()", self._others, lambda: self._check_copy([*target.parameters, *target.buffers]))
         _state.copy_streamed(self._gatherer(k, complete=True), target, self._team)
         give(model, extra_states(self._view.model))
+        if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in self._others() if oddity(one.tensor)]:
+            _warnings.warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
         target.bump_versions()
 
-    def _check_copy(self, parameters: Sequence[LocalTensor], names: set[str]) -> None:
+    def _check_copy(self, places: Sequence[LocalTensor]) -> None:
         self._swap.ready("copy_to()")
         shapes = {one.name: tuple(one.local.region.shape) for one in self._tracked}
-        theirs = {one.name: tuple(one.region.shape) for one in parameters}
+        theirs = {one.name: tuple(one.region.shape) for one in places}
         wrong = [f"'{n}': {theirs.get(n, 'missing')} there, {s} here" for n, s in shapes.items() if theirs.get(n) != s]
         if wrong:
             raise invalid(f"copy_to(): the other model does not fit: {'; '.join(wrong)}")
+        for one in places:
+            if not oddity(one.tensor):
+                refuse_expanded(one.name, one.tensor)
 
     @torch.no_grad()
     def reset(self) -> None:

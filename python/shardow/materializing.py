@@ -18,6 +18,7 @@ from shardow._options import invalid, seconds
 from shardow._progress import Progress
 from shardow._swap_guard import refuse_foreign
 from shardow._team import Team
+from shardow.torch.local import refuse_expanded
 from shardow.torch.ranks import group_of_model
 
 _RANK_0 = "a mapping on rank 0"
@@ -122,6 +123,8 @@ def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[
     bindings = None if request.optimizer is None else _origins.bindings(request.optimizer, model)
     given += _places.give_memory(model, request.device, request.dtype)
     held = held_by(model, request.group, saving=False)
+    for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
+        refuse_expanded(one.name, one.tensor)
     essential = meta.valueless(model)
     without = _places.names_of(model, given) | essential
     wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]

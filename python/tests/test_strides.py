@@ -127,7 +127,7 @@ def odd_model() -> nn.Module:
     model = nn.Linear(3, 2)
     model.two = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3) * 2), requires_grad=False)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
-    model.register_buffer("expanded", torch.arange(3.0).expand(4, 3))
+    model.register_buffer("expanded", torch.arange(3.0).expand(4, 3))  # which no memory can be copied into
     model.register_buffer("image", torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     model.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
     return model
@@ -153,9 +153,27 @@ def test_what_is_not_averaged_may_be_what_it_likes(tmp_path: Path) -> None:
     other.load_state_dict(full)
     ema.save(tmp_path / "a.safetensors")
     ema.load(tmp_path / "a.safetensors")
+    other = odd_model()
+    with pytest.raises(NotImplementedError, match=r"'expanded'.*some of its elements share memory"):
+        ema.copy_to(other)
+    other.expanded = other.expanded.clone()
+    with pytest.warns(UserWarning, match=r"copy_to\(\) leaves the other model's own: 'two' is a TwoTensor.*'sparse' of shape"):
+        ema.copy_to(other)
+    assert torch.equal(other.weight, full["weight"])
     with pytest.raises(NotImplementedError, match=r"'two' is a TwoTensor.*no memory of its own"):
         ema.export(tmp_path / "b.safetensors", dtype="float32")
     assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_memory_that_elements_share_is_not_loaded_into(tmp_path: Path) -> None:
+    model = odd_model()
+    del model.two, model.sparse
+    shardow.save(model, tmp_path / "a.safetensors")
+    with pytest.raises(NotImplementedError, match=r"'expanded'.*some of its elements share memory"):
+        shardow.load(model, tmp_path / "a.safetensors")
+    assert set(shardow.full_state_dict(model)) == set(model.state_dict())
+    model.expanded = model.expanded.clone()
+    shardow.load(model, tmp_path / "a.safetensors")
 
 
 def test_strided_buffers_are_exported(tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
-"""``_extra_state``: what modules put into a state_dict() beside their tensors, by get_extra_state(). In files, tensors are tensors, and what JSON can say is in the header; the rest is said not to be there."""
+"""``_extra_state``: what modules put into a state_dict() beside their tensors, by get_extra_state().
+
+In files, tensors are tensors, and what JSON can say is in the header; a warning names the rest.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardow import _core
+from shardow import _core, _warnings
 from shardow._gather import Part
 from shardow.torch.names import clean_file_key, join, walk
 
@@ -41,16 +43,17 @@ def for_file(values: Mapping[str, Any]) -> tuple[list[Part], dict[str, str]]:
         else:
             lost.append(f"'{name}' ({type(value).__name__})")
     if lost:
-        warnings.warn(
-            f"{', '.join(lost[:8])}: not in the file, which holds tensors and what JSON says; keep it beside, or let get_extra_state() return a tensor",
-            UserWarning,
-            stacklevel=4,
+        _warnings.warn(
+            f"{', '.join(lost[:8])}: not in the file, which holds tensors and what JSON says; keep it beside, or let get_extra_state() return a tensor"
         )
     return parts, {METADATA: json.dumps(said)} if said else {}
 
 
 class FromFile:
-    """The values in a file for ``wanted`` names: those of tensors are there when ``parts`` have been read. ``keys``: theirs in the file; ``unexpected``: nobody here has them."""
+    """The values in a file for ``wanted`` names: those of tensors are there when ``parts`` have been read.
+
+    ``keys``: theirs in the file; ``unexpected``: nobody here has them.
+    """
 
     def __init__(self, wanted: Iterable[str], catalog: Any) -> None:
         by_clean = {clean_file_key(name): name for name in wanted}
@@ -96,7 +99,10 @@ class _Without(Mapping[str, torch.Tensor]):
 
 
 def split(state: Mapping[str, Any] | None, wanted: Iterable[str]) -> tuple[Mapping[str, torch.Tensor] | None, dict[str, Any]]:
-    """(tensors, extra states by the names that are wanted) of a mapping like a state_dict(). What is no tensor and not wanted stays among the tensors, to be found out."""
+    """(tensors, extra states by the names that are wanted) of a mapping like a state_dict().
+
+    What is no tensor and not wanted stays among the tensors, to be found out.
+    """
     if state is None:
         return None, {}
     by_clean = {clean_file_key(name): name for name in wanted}

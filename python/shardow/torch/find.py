@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from shardow import _core, _errors
 from shardow.torch.dtensors import DTensorAdapter
 from shardow.torch.fsdp1 import Fsdp1Adapter
 from shardow.torch.local import Adapter, Form, LocalTensor, Slot, oddity, persistent_buffers, slots_of
-from shardow.torch.memory import MARKS, overlaps
+from shardow.torch.memory import MARKS, address_of, difference, objects_behind, overlaps
 from shardow.torch.names import walk
 from shardow.torch.plain import PlainAdapter
 from shardow.torch.ranks import group_of_model
+from shardow.torch.valueless import refuse_valueless
 
 _WAY_OUT = "make the EMA after the model has its final form, or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
 
@@ -41,7 +41,7 @@ class ModelView:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
-        _refuse_valueless(model)
+        refuse_valueless(model)
         self._model, self._form = model, form
         self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, form), Fsdp1Adapter(model), PlainAdapter(model, group, form)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
@@ -197,18 +197,18 @@ class ModelView:
             if tuple(one.slot.recorded.shape) != tuple(one.local.region.shape):
                 yield f"parameter '{one.slot.name}' has shape {tuple(one.slot.recorded.shape)}, it was {tuple(one.local.region.shape)} when this EMA was made"
             memory = one.adapter.memory(one.slot)
-            if difference := _difference(one.local, memory):
-                yield f"parameter '{one.slot.name}' {difference}"
+            if text := difference(one.local, memory):
+                yield f"parameter '{one.slot.name}' {text}"
             if one.tied and memory.data_ptr() != _now(one.local, self._found).data_ptr():
                 yield f"parameter '{one.slot.name}' no longer shares the memory of '{one.local.name}'"
         for flat in self._fsdp1.others():
-            if difference := _difference(flat, flat.memory()):
-                yield f"parameter '{flat.name}' {difference}"
+            if text := difference(flat, flat.memory()):
+                yield f"parameter '{flat.name}' {text}"
         if self.watch_buffers:
             for one in self._found_buffers:
                 buffer = one.slot.owner.get(one.slot.key)
-                if buffer is not None and (difference := _difference(one.local, _memory_of(one, buffer))):
-                    yield f"buffer '{one.slot.name}' {difference}"
+                if buffer is not None and (text := difference(one.local, _memory_of(one, buffer))):
+                    yield f"buffer '{one.slot.name}' {text}"
 
     def _take_in_buffers(self) -> None:
         """Those that were registered since this view was made."""
@@ -218,7 +218,7 @@ class ModelView:
             found = self._collect(new, {id(one.slot.recorded): one.local for one in self._found_buffers})
             self._found_buffers += found
             self._buffers += [one.local for one in found if not one.tied]
-            self._recorded_buffers += [(one.slot.recorded, _address(one.local.tensor)) for one in found]
+            self._recorded_buffers += [(one.slot.recorded, address_of(one.local.tensor)) for one in found]
 
     def _follow_buffers(self) -> None:
         for one in self._found_buffers:
@@ -231,7 +231,7 @@ class ModelView:
                 )
             one.slot.recorded = buffer
             memory = one.adapter.memory(one.slot)
-            if one.tied and _address(memory) != _address(one.local.tensor):
+            if one.tied and address_of(memory) != address_of(one.local.tensor):
                 raise _errors.make(
                     "invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {_WAY_OUT}"
                 )
@@ -247,10 +247,10 @@ class ModelView:
         objects = [one.slot.recorded for one in self._found if not oddity(one.local.tensor)]
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
-        hints = [_objects_behind(tensor) for tensor in [*self._whole, *(tensor._local_tensor for tensor in self._sharded)]]
+        hints = [objects_behind(tensor) for tensor in [*self._whole, *(tensor._local_tensor for tensor in self._sharded)]]
         self._watch = _core.Watch(dicts, self._whole, self._sharded, MARKS, hints)
         self._recorded_flat = self._flat_addresses()
-        self._recorded_buffers = [(one.slot.recorded, _address(one.local.tensor)) for one in self._found_buffers]
+        self._recorded_buffers = [(one.slot.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
 
     def _flat_addresses(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._fsdp1.shards()))
@@ -258,7 +258,7 @@ class ModelView:
     def _buffers_same(self) -> bool:
         now = [one.slot.owner.get(one.slot.key) for one in self._found_buffers]
         return all(
-            buffer is was and _address(_memory_of(one, was)) == address
+            buffer is was and address_of(_memory_of(one, was)) == address
             for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
         )
 
@@ -308,36 +308,3 @@ def _now(local: LocalTensor, found: list[_Found]) -> torch.Tensor:
 
 def _memory_of(one: _Found, tensor: torch.Tensor) -> torch.Tensor:
     return one.adapter.memory(Slot(one.slot.name, one.slot.owner, one.slot.key, tensor))
-
-
-def _difference(local: LocalTensor, memory: torch.Tensor) -> str | None:
-    for what, now, was in (("is", memory.dtype, local.tensor.dtype), ("is on", memory.device, local.tensor.device)):
-        if now != was:
-            return f"{what} {now}, it was {was} when this EMA was made"
-    if memory.numel() != local.region.size:
-        return f"has {memory.numel()} elements on this rank, it had {local.region.size} when this EMA was made"
-    return None
-
-
-def _refuse_valueless(model: nn.Module) -> None:
-    tensors: list[tuple[str, torch.Tensor]] = [
-        (slot.name, slot.recorded)
-        for name, module in walk(model)
-        for slot in [*slots_of(name, module._parameters), *slots_of(name, module._buffers)]
-    ]
-    for what, names in (
-        ("not initialised yet", [name for name, tensor in tensors if is_lazy(tensor)]),
-        ("on meta, without values", [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_meta]),
-    ):
-        if names:
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            raise _errors.make("invalid_argument", f"{what}: {', '.join(names[:8])}{more}; give the model its weights before making an EMA")
-
-
-def _objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where torch keeps what data_ptr() reads, for prefetching: private, and never read by us."""
-    return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return 0 if oddity(tensor) else tensor.data_ptr()

@@ -18,7 +18,8 @@ Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
 
 @dataclass(eq=False)
 class LocalTensor:
-    """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; other names of the same tensor are ``aliases``. Find() says which may be strided or odd.
+    """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; find() says which may be
+    strided or odd. Other names of the same tensor are ``aliases``.
 
     ``sharded`` is False for a tensor that every rank holds whole without any group saying so: a plain parameter beside sharded ones.
     """
@@ -94,7 +95,10 @@ Form = Literal["contiguous", "strided", "any"]
 
 
 def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at all. ``name`` is for messages."""
+    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at all.
+
+    ``name`` is for messages.
+    """
     tensor = tensor.detach()
     if form == "any":
         return tensor
@@ -141,12 +145,17 @@ def refuse_unaverageable(local: LocalTensor) -> None:
             "unsupported",
             f"'{local.name}' {odd}, and can't be averaged; leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer",
         )
+    refuse_expanded(local.name, local.tensor)
+
+
+def refuse_expanded(name: str, tensor: torch.Tensor) -> None:
+    """What is written there would be written over itself."""
     reach = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(local.tensor.stride(), local.tensor.shape, strict=True) if size > 1):
-        if stride < reach and local.tensor.numel():
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride < reach and tensor.numel():
             raise _errors.make(
                 "unsupported",
-                f"'{local.name}' of shape {tuple(local.tensor.shape)} has strides {local.tensor.stride()}: some of its elements share memory; "
+                f"'{name}' of shape {tuple(tensor.shape)} has strides {tensor.stride()}: some of its elements share memory; "
                 "give it memory of its own first: p.data = p.data.contiguous()",
             )
         reach = stride * (size - 1) + reach

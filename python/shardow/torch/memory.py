@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from shardow import _core
-from shardow.torch.local import LocalTensor
+from shardow.torch.local import LocalTensor, oddity
 
 #: How and where tensors lie, cheap enough to be asked before every update.
 MARKS = _core.Marks(torch.Tensor, torch.nn.Parameter)
@@ -54,3 +54,21 @@ def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, Loca
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the end of the last one."""
     return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+
+
+def difference(local: LocalTensor, memory: torch.Tensor) -> str | None:
+    for what, now, was in (("is", memory.dtype, local.tensor.dtype), ("is on", memory.device, local.tensor.device)):
+        if now != was:
+            return f"{what} {now}, it was {was} when this EMA was made"
+    if memory.numel() != local.region.size:
+        return f"has {memory.numel()} elements on this rank, it had {local.region.size} when this EMA was made"
+    return None
+
+
+def objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where torch keeps what data_ptr() reads, for prefetching: private, and never read by us."""
+    return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    return 0 if oddity(tensor) else tensor.data_ptr()

@@ -1,6 +1,7 @@
 """A part of a sharded model: the FSDP modules outside of it that hold its weights, since nothing in the part itself tells of them.
 
-Who averages a part must reshard its parents: an unsharded copy that a forward leaves behind hides FSDP2's shards, and is what the next forward uses.
+Who averages a part must reshard its parents: an unsharded copy that a forward leaves behind hides FSDP2's shards, and is what the next
+forward uses.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ def fsdp2_around(model: nn.Module) -> list[Any]:
 
 
 def fsdp1_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:
-    """FSDP1 wrappers outside of ``model`` whose flat parameters hold weights of its modules. ``owned``: ids of the modules whose weights the wrappers inside hold; ``known``: of those parameters.
+    """FSDP1 wrappers outside of ``model`` whose flat parameters hold weights of its modules.
 
-    FSDP1 registers its wrappers nowhere, so they are looked for among all of Python's objects, where a parameter bears FSDP1's mark or a module has a tensor in a parameter's place.
+    ``owned``: ids of the modules whose weights the wrappers inside hold; ``known``: of those parameters. FSDP1 registers its wrappers nowhere,
+    so they are looked for among all of Python's objects, where a parameter bears FSDP1's mark or a module has a tensor in a parameter's place.
     """
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -52,7 +54,8 @@ def fsdp1_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any
     if lost:
         raise _errors.make(
             "unsupported",
-            f"{', '.join(marked[:8])}: this is a part of an FSDP1 model that is gone, so nothing tells which elements it holds; pass the whole model, or keep it alive",
+            f"{', '.join(marked[:8])}: this is a part of an FSDP1 model that is gone, so nothing tells which elements it holds; "
+            "pass the whole model, or keep it alive",
         )
     return found
 

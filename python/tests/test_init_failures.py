@@ -127,7 +127,7 @@ def written(how: str, folder: Path) -> Path:
         ("truncated", "CorruptError", "cut off"),
         ("header alone", "CorruptError", "the file has 100"),
         ("empty", "CorruptError", "no safetensors file"),
-        ("foreign", "CorruptError", "header claims"),
+        ("foreign", "CorruptError", "a zip file"),
         ("missing", "NotFoundError", "No such file"),
         ("flipped bit", "CorruptError", "checksum"),
     ],

@@ -141,7 +141,10 @@ class StoreGroup(_core.Group):
 
     def _turn(self, this: int, call: bytes, mine: bytes, seconds: float, timeout: float, left: threading.Event) -> list[bytes]:
         """(1) to (4), on a thread that the caller may have ``left`` meanwhile."""
-        store = self._store = self._store or self._connected()
+        store = self._store or self._connected()
+        if left.is_set():
+            return []
+        self._store = store
         keys = [f"{this}/{rank}" for rank in range(self.size)]
         written = self._set(store, keys[self.rank], len(call).to_bytes(4, "little") + call + mine)
         seen = _ALL_THERE

@@ -129,7 +129,7 @@ def _forget_meshes() -> None:
     """Torch caches plans by a mesh's ranks, and the plans hold its groups, which end with this case."""
     for module in [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]:
         for cached in vars(module).values():
-            if isinstance(cached, functools._lru_cache_wrapper):
+            if type(cached) is functools._lru_cache_wrapper:  # isinstance() wakes objects that warn of their age
                 cached.cache_clear()
     _clear_sharding_prop_cache()
     gc.collect()

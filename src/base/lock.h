@@ -21,7 +21,8 @@ class Lock {
   ~Lock() { release(); }
 
   Result take(const Path& path);  ///< at once
-  void release() noexcept;        ///< also of what children of this process inherited
+  bool held() const noexcept { return fd_ >= 0; }
+  void release() noexcept;  ///< also of what children of this process inherited
 
  private:
   Result take(const Path& path, int flags);

@@ -210,7 +210,8 @@ void prepare_in_place(Draft& draft, const std::vector<std::string>& files, Until
   }
   draft.made_here = files;
   if (draft.hugging_face) draft.replaced = hugging_face_names(draft.target);
-  std::erase_if(draft.replaced, [&](const std::string& name) { return name == kIndexName || is_anothers(draft, name); });
+  const bool alone = draft.locks.back().held() && base::space_at(draft.target).local;
+  std::erase_if(draft.replaced, [&](const std::string& name) { return name == kIndexName || (!alone && is_anothers(draft, name)); });
 }
 
 void publish(Draft& draft) {

@@ -23,8 +23,8 @@ STRIDE = 1 if ALL else 9  # of the steps
 RANDOM_KILLS = 150 if ALL else 5  # of each form
 
 WORLD, MIDDLE = 3, 1
-TIMEOUT = 2.0  # of saves in which somebody dies; without that they take 0.05 s
-GRACE = 2.0  # seconds beyond it, of a busy machine
+TIMEOUT = 4.0  # of saves in which somebody dies; without that they take 0.05 s, and 2 s more where torch looks up names in vain
+GRACE = 3.0  # seconds beyond it, of a busy machine
 LANES = 8  # rounds at once: most of a round is waiting for the timeout
 
 FORMS = ["file", "directory"]

@@ -134,7 +134,12 @@ class ModelView:
 
     def unchanged(self) -> bool:
         """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.03 us a parameter."""
-        if not (self._watch.tree_same() and self._watch.memory_same() and self._flat_addresses() == self._recorded_flat):
+        if not (
+            self._watch.tree_same()
+            and self._watch.memory_same()
+            and self._flat_addresses() == self._recorded_flat
+            and self._fsdp1.in_place()
+        ):
             return False
         return not self.watch_buffers or self._buffers_same()
 
@@ -247,8 +252,9 @@ class ModelView:
         objects = [one.slot.recorded for one in self._found if not oddity(one.local.tensor)]
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
-        hints = [objects_behind(tensor) for tensor in [*self._whole, *(tensor._local_tensor for tensor in self._sharded)]]
-        self._watch = _core.Watch(dicts, self._whole, self._sharded, MARKS, hints)
+        watched = [*self._whole, *self._fsdp1.shown()]
+        hints = [objects_behind(tensor) for tensor in [*watched, *(tensor._local_tensor for tensor in self._sharded)]]
+        self._watch = _core.Watch(dicts, watched, self._sharded, MARKS, hints)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.slot.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
 

@@ -7,7 +7,7 @@ After a forward under no_grad the root keeps an unsharded copy that the next for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardow import _core
+from shardow import _core, _errors
 from shardow.torch.local import LocalTensor, Replicas, Slot
 from shardow.torch.names import join, walk
 from shardow.torch.parents import fsdp1_around, owners
 
+_WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
+
 
 @dataclass(eq=False)
 class FlatTensor(LocalTensor):
-    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: the parameter that has the gradient, of its own or of the whole flat one."""
+    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: the parameter that has the gradient, of its own or of the whole flat one. ``index``: among the flat one's."""
 
     handle: Any = None
     offset: int = 0
     shown: Any = None
+    index: int = 0
 
     def memory(self) -> torch.Tensor:
         return shard_of(self.handle)[self.offset : self.offset + self.region.size]
@@ -41,11 +44,48 @@ def shard_of(handle: Any) -> torch.Tensor:
     return shard.detach()
 
 
-def free_unsharded(handle: Any) -> None:
-    """The unsharded copy of a flat parameter, if there is one."""
+def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> None:
+    """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken over yet; ``name`` tells of the parameter with an index."""
+    refuse_strays(handle, name or handle.flat_param._fqns.__getitem__)
     if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
         handle.reshard(True)
         handle.post_reshard()
+
+
+def strays(handle: Any) -> Iterator[int]:
+    """Which original parameters are neither in the shard nor in its unsharded copy: FSDP takes them over in its next forward, or forgets them if it shows its views anew before that."""
+    flat = handle.flat_param
+    memory = {one.untyped_storage().data_ptr() for one in (shard_of(handle), flat)}
+    for i, (param, owner) in enumerate(zip(flat._params or (), flat._param_infos, strict=False)):
+        now = owner.module._parameters.get(owner.param_name)
+        if not isinstance(now, nn.Parameter) or (handle.uses_sharded_strategy and not flat._shard_param_infos[i].in_shard):
+            continue  # inside of a forward, or nothing of it is here, whatever it may be
+        if now is not param or (type(now) is nn.Parameter and now.numel() and now.untyped_storage().data_ptr() not in memory):
+            yield i
+
+
+def left(handle: Any) -> bool:
+    """The flat parameter is sharded, and not in the shard that FSDP goes back to after its next forward."""
+    flat = handle.flat_param
+    return hasattr(flat, "_local_shard") and handle.is_sharded(flat) and flat.data_ptr() != flat._local_shard.data_ptr()
+
+
+def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
+    """Raises for weights that are not where FSDP keeps them, and would be lost."""
+    flat = handle.flat_param
+    if left(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
+        raise _errors.make(
+            "invalid_argument",
+            f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 goes back to its own shard. Put these back into flat_param._local_shard; "
+            f"move models before their first forward, and {_WRITE}",
+        )
+    found = next(strays(handle), None)
+    if found is not None:
+        raise _errors.make(
+            "invalid_argument",
+            f"parameter '{name(found)}' was put elsewhere (p.data = ..., or another Parameter in its place), which FSDP1 takes over in its next forward: "
+            f"until then its shard holds the values from before. Run a forward first; or {_WRITE}",
+        )
 
 
 class Fsdp1Adapter:
@@ -92,9 +132,20 @@ class Fsdp1Adapter:
     def flat_parameters(self) -> list[torch.Tensor]:
         return [module._handle.flat_param for module in self._wrappers]
 
+    def shown(self) -> list[torch.Tensor]:
+        """The original parameters that have this rank's part in the shard: where they lie shows whether they were put elsewhere."""
+        return [one.shown for one in self._locals if one.shown is not one.handle.flat_param and type(one.shown) is nn.Parameter]
+
+    def in_place(self) -> bool:
+        return not any(left(module._handle) for module in self._wrappers)
+
     def reshard(self) -> None:
         for module in self._wrappers:
-            free_unsharded(module._handle)
+            free_unsharded(module._handle, lambda i, handle=module._handle: self._name(handle, i))  # type: ignore[misc]
+
+    def _name(self, handle: Any, index: int) -> str:
+        fqn: str = handle.flat_param._fqns[index]
+        return next((one.name for one in self._locals if one.handle is handle and one.index == index), fqn)
 
 
 def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
@@ -119,7 +170,7 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
         memory = shard_of(handle)[offset : offset + count]
-        yield FlatTensor(called[0], memory, region, shown[i].requires_grad, replicas, True, tuple(called[1:]), handle, offset, shown[i])
+        yield FlatTensor(called[0], memory, region, shown[i].requires_grad, replicas, True, tuple(called[1:]), handle, offset, shown[i], i)
 
 
 def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:

@@ -33,6 +33,10 @@ class Held:
     extra: dict[str, Any] = field(default_factory=dict)  # a module's extra states by name
     filled: dict[str, Any] = field(default_factory=dict)  # those that put_back() sets
 
+    def memory(self) -> list[torch.Tensor]:
+        """Where the tensors lie, not their copies."""
+        return [*(part.flat for part in self.parts), *(tensor for tensor, _ in self.copied)]
+
     def put_back(self) -> None:
         if self.view is not None:
             give(self.view.model, self.filled)

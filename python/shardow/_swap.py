@@ -58,10 +58,11 @@ class Swap:
         return self._engine
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """The memory of the weights, and of what is averaged in their place."""
+        """The memory of the weights, of what is averaged in their place, and of the averages."""
         for one in self._tracked:
             yield one.local.tensor
             yield one.source
+            yield from one.averages
 
     def parameters(self) -> list[torch.Tensor]:
         return self._view.parameter_objects()

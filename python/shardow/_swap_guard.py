@@ -20,7 +20,7 @@ class Swapping(Protocol):
     def swapped(self) -> bool: ...
 
     def weights(self) -> Iterable[torch.Tensor]:
-        """Memory that holds averages while ``swapped``."""
+        """Memory that holds averages in place of weights while ``swapped``, or weights in place of averages."""
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """The parameters that show them."""
@@ -35,15 +35,17 @@ enter = _entered.add
 settle = _entered.discard
 
 
-def refuse_foreign(what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None) -> None:
-    """Raises where ``weights()``, as ``own`` needs them, are an EMA's averages now, of another than ``own``. Costs nothing where no EMA is
-    swapped in."""
+def refuse_foreign(what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None, instead: str = "") -> None:
+    """Raises where ``weights()``, as ``own`` needs them, are exchanged by a swap now, of another EMA than
+    ``own``. Costs nothing where no EMA is swapped in. ``instead``: what else leads to what was wanted."""
     if not _entered:
         return
     needed = _addresses(weights())
     for other in _now():
         if other is not own and not needed.isdisjoint(_addresses(other.weights())):
-            raise invalid(f"{what}: an EMA has its averages in this model's memory now; leave its swapped() first")
+            raise invalid(
+                f"{what}: an EMA has its averages in this model's memory now; leave its swapped() first{instead and f', {instead}'}"
+            )
 
 
 def _now() -> list[Swapping]:

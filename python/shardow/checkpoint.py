@@ -22,10 +22,13 @@ from shardow._held import Held, Saveable, group_of, held_by
 from shardow._options import invalid, seconds
 from shardow._paths import StrPath
 from shardow._progress import Progress
+from shardow._swap_guard import refuse_foreign
 from shardow._team import Team
 from shardow.materializing import Request, fill_model
 from shardow.torch.extra import for_file
 from shardow.torch.ranks import group_of_model
+
+_INSTEAD = "for the weights; the averages are written by export() or save() of the EMA, and whole in its full_state_dict()"
 
 
 def save(
@@ -58,7 +61,7 @@ def save(
         {"files": [path], "bytes_written": by this rank, "seconds": float}.
 
     Raises:
-        ValueError: ranks that disagree, regions that overlap or leave a hole; OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
+        ValueError: ranks that disagree, regions that overlap or leave a hole, weights that are an EMA's averages now, inside of its swapped(); OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
     """
     held, team = _prepare("save()", state, group, timeout, saving=True)
     options = team.agree("save()", lambda: _files.dtype_and_limit(dtype, max_shard_size))
@@ -146,12 +149,12 @@ def full_state_dict(
     Names are those of the unwrapped module, with every tied name: ready for load_state_dict(strict=True) of one that is not sharded.
 
     Args:
-        model: of any sharding. Inside an EMA's swapped() it has the averages.
+        model: of any sharding.
         group: the ranks, where the module doesn't tell.
         timeout: seconds or timedelta, how long to wait for the other ranks.
 
     Raises:
-        ValueError: ranks that disagree; NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
+        ValueError: ranks that disagree, weights that are an EMA's averages now, inside of its swapped(); NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
     """
     held, team = _prepare("full_state_dict()", model, group, timeout, saving=False)
     weights = held.view.parameters if held.view is not None else []
@@ -171,7 +174,13 @@ def _prepare(
 ) -> tuple[Held, Team]:
     ranks = group_of_model(state, group) if isinstance(state, nn.Module) else group_of(state, group)
     team = Team(ranks, seconds(timeout))
-    held = team.agree(what, lambda: held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving))
+
+    def hold() -> Held:
+        held = held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving)
+        refuse_foreign(what, held.memory, instead="" if what == "load()" else _INSTEAD)
+        return held
+
+    held = team.agree(what, hold)
     if saving and held.view is not None:
         weights = held.view.parameters
         check_equal(what, lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)

@@ -273,6 +273,29 @@ def test_a_model_that_holds_averages_is_not_filled(fill: str, tmp_path: Path) ->
     assert same(bits(ema.full_state_dict(complete=False)), averages)
 
 
+@pytest.mark.parametrize("call", ["save", "async_save", "full_state_dict"])
+def test_averages_in_the_model_are_not_handed_out_as_its_weights(call: str, tmp_path: Path) -> None:
+    model, ema = trained()
+    before, path = ema.state_dict()["averages"], tmp_path / "a.safetensors"
+    give = getattr(shardow, call)
+    with ema.swapped():
+        states: list[Any] = [model] if call == "full_state_dict" else [model, model.state_dict(), before]
+        for state in states:
+            with pytest.raises(ValueError, match=r"an EMA has its averages.*leave its swapped\(\).*export\(\)"):
+                give(state) if call == "full_state_dict" else give(state, path)
+        apart = shardow.full_state_dict(build(seed=7))
+        assert apart.keys() == dict(model.named_parameters()).keys()
+        if call == "save":
+            with pytest.raises(ValueError, match="an EMA has its averages in this model"):
+                shardow.load(model.state_dict(), tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    found = give(model) if call == "full_state_dict" else give(model, path)
+    if call == "async_save":
+        found.wait()
+    now = found if call == "full_state_dict" else shardow.open(path)
+    assert all(torch.equal(now[name], p) for name, p in model.named_parameters())
+
+
 def write(model: nn.Sequential) -> None:
     model[2].load_state_dict({"weight": torch.ones(3, 7), "bias": torch.ones(3)})
 

@@ -42,7 +42,7 @@ def of(param: torch.Tensor) -> tuple[nn.Module, str] | None:
 
 
 def forget_swapped(model: nn.Module) -> None:
-    """Before its parameters get other memory: DTensors stay the same objects then, found in the model itself, and torch refuses to swap what is weakly referenced."""
+    """Before its parameters may get other memory, here or in model.to(): DTensors stay the same objects then, found in the model itself, and torch refuses to swap what is weakly referenced."""
     always = torch.__future__.get_swap_module_params_on_conversion()
     for module in model.modules():
         for param in module._parameters.values():

@@ -36,11 +36,11 @@ def there(place: Place) -> torch.Tensor:
 
 def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
+    _origins.forget_swapped(model)
     known = [where for where in places(model).values() if there(where[0][1]).is_meta]
     if not known:
         return []
     _refuse_tables(known)
-    _origins.forget_swapped(model)
 
     beside = device or next((mesh.device_type for mesh in meshes_of(model)), "cpu")  # of what is not sharded, as persistent buffers
 

@@ -84,6 +84,7 @@ def wrap(
             raise
     elif optimizer is not None and bindings is not None:
         _origins.bind(optimizer, bindings)
+    _origins.forget_swapped(model)
     return model, optimizer
 
 

@@ -444,3 +444,23 @@ def test_a_file_that_has_a_tied_tensor_under_all_its_names_fits(tmp_path: Path) 
     save_file(state, tmp_path / "a.safetensors")
     save_file({**state, "other": torch.zeros(1)}, tmp_path / "a.safetensors.more.safetensors")
     assert ranks.run(2, both_names, str(tmp_path / "a.safetensors")) == [True, True]
+
+
+def cast_beside_experts() -> list[torch.dtype]:
+    """Experts that wrap() leaves as they are, then a cast, for which torch swaps what they are; and an optimizer that still knows them."""
+    found = []
+    for efficient in (False, True):
+        model, mesh = moe(on_meta=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = whole(model)
+        shardow.wrap(model, mesh, optimizer, memory_efficient_init=efficient)
+        assert same(whole(model), before)
+        model.to(torch.bfloat16)
+        assert same(whole(model), {name: tensor.to(torch.bfloat16) for name, tensor in before.items()})
+        assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+        found += [p.dtype for p in model.parameters()]
+    return found
+
+
+def test_a_model_with_experts_that_were_sharded_before_is_cast() -> None:
+    assert set(ranks.run(4, cast_beside_experts)[0]) == {torch.bfloat16}

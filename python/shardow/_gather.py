@@ -6,11 +6,12 @@ Numbered, as the code below:
 2. tensor by tensor, the picked ranks send, in blocks of at most 16 MiB; rank 0 places each block
 3. rank 0 hands out the whole tensor before it makes the next: no rank ever holds two
 
-Facts (1) travel as objects over the process group, data (2) as torch tensors, point to point.
+Facts (1) travel through the process group's store, data (2) as torch tensors, point to point.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, _errors
-from shardow.torch.store_group import begun, default_timeout, finish
+from shardow._team import Team
+from shardow.torch.store_group import begun, finish
 
 _BLOCK = 16 << 20  # bytes of one message
+_REFUSED = b"!"  # begins what rank 0 says in place of orders
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,11 @@ class Part:
 
 
 class Gatherer:
-    """Streams full tensors of ``parts`` to rank 0 of ``group``; None: this process alone. ``parts`` are the same names in the same order on every rank. ``timeout``: seconds that a block may
-    take; None: the group's own."""
+    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every rank. ``what``: the call, for messages. Collective."""
 
-    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
+    def __init__(self, what: str, parts: Sequence[Part], team: Team) -> None:
+        self._what, self._team = what, team
         self._parts = list(parts)
-        self._group = group
-        self._rank = 0 if group is None else dist.get_rank(group)
-        self._timeout = timeout if timeout is not None else default_timeout(group)
         self._shapes = {part.name: tuple(part.region.shape) for part in parts}
         self._dtypes = {part.name: part.flat.dtype for part in parts}
         self._senders, self._mine = self._plan()
@@ -50,7 +50,7 @@ class Gatherer:
     def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(name, full CPU tensor) on rank 0, (name, None) elsewhere. Collective: every rank must exhaust it."""
         for i, part in enumerate(self._parts):
-            if self._rank == 0:
+            if self._team.rank == 0:
                 yield part.name, self._receive(i)
             else:
                 if self._mine[i]:
@@ -70,35 +70,31 @@ class Gatherer:
 
     def _plan(self) -> tuple[list[list[tuple[int, _core.Region]]], list[bool]]:
         """(senders of each tensor with their regions: rank 0 only; whether this rank sends)."""
-        own = [(part.name, part.region.encode()) for part in self._parts]
-        if self._group is None:
-            gathered: list[list[tuple[str, bytes]] | None] | None = [own]
-        else:
-            gathered = [None] * dist.get_world_size(self._group) if self._rank == 0 else None
-            dist.gather_object(own, gathered, group_dst=0, group=self._group)
-        orders: list[object] = []
+        own = json.dumps([(part.name, part.region.encode().hex()) for part in self._parts]).encode()
+        everybody = range(self._team.size) if self._team.rank == 0 else ()
+        found = self._team.mail(self._what, {0: own}, everybody)
+        orders: dict[int, bytes] = {}
         senders: list[list[tuple[int, _core.Region]]] = []
-        if gathered is not None:
+        failed: Exception | None = None
+        if self._team.rank == 0:
             try:
+                gathered = [[(name, bytes.fromhex(region)) for name, region in json.loads(one)] for one in found]
                 senders = [_pick(i, part.name, gathered) for i, part in enumerate(self._parts)]
-                orders = [[any(rank == r for rank, _ in who) for who in senders] for r in range(len(gathered))]
+                orders = {r: bytes(any(rank == r for rank, _ in who) for who in senders) for r in everybody}
             except Exception as error:
-                orders = [error] * len(gathered)
-        mine = self._told(orders)
-        if isinstance(mine, Exception):
-            raise mine
-        return senders, list(mine)  # type: ignore[call-overload]
-
-    def _told(self, orders: list[object]) -> object:
-        if self._group is None:
-            return orders[0]
-        answer: list[object] = [None]
-        dist.scatter_object_list(answer, orders or None, group_src=0, group=self._group)
-        return answer[0]
+                failed = error
+                orders = {r: _REFUSED + str(error).encode() for r in everybody}
+        mine = self._team.mail(self._what, orders, [0])[0]
+        if failed is not None:
+            raise failed
+        if mine.startswith(_REFUSED):
+            raise _errors.make("invalid_argument", mine.removeprefix(_REFUSED).decode())
+        return senders, [bool(one) for one in mine]
 
     def _move(self, how: Callable[..., dist.Work | None], block: torch.Tensor, peer: int, **options: int) -> None:
-        otherwise = f"a block between rank {self._rank} and rank {peer} did not arrive"
-        finish(begun(lambda: how(block, group=self._group, **options), otherwise), self._timeout, otherwise)
+        group, timeout = self._team.process_group, self._team.timeout
+        otherwise = f"a block between rank {self._team.rank} and rank {peer} did not arrive"
+        finish(begun(lambda: how(block, group=group, **options), otherwise), timeout, otherwise)
 
     def _receive(self, i: int) -> torch.Tensor:
         part = self._parts[i]
@@ -114,12 +110,11 @@ class Gatherer:
         return full
 
 
-def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]] | None]) -> list[tuple[int, _core.Region]]:
+def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) -> list[tuple[int, _core.Region]]:
     """Ranks that together hold tensor i exactly once; ranks that hold the same as an earlier one are passed over."""
     picked: list[tuple[int, _core.Region]] = []
     seen: set[bytes] = set()
     for rank, parts in enumerate(gathered):
-        assert parts is not None
         if i >= len(parts) or parts[i][0] != name:
             there = parts[i][0] if i < len(parts) else "nothing"
             raise _errors.make(
@@ -129,7 +124,7 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]] | No
         if region.size > 0 and parts[i][1] not in seen:
             picked.append((rank, region))
             seen.add(parts[i][1])
-    regions = [region for _, region in picked] or [_core.Region.decode(gathered[0][i][1])]  # type: ignore[index]
+    regions = [region for _, region in picked] or [_core.Region.decode(gathered[0][i][1])]
     if not _core.covers_once(regions):
         held = sum(region.size for region in regions)
         raise _errors.make(

@@ -124,7 +124,7 @@ class States(Agreed):
         aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
         odd = self._odd("full_state_dict()") if complete else {}
         extra = extra_states(self._view.model) if complete and self._team.rank == 0 else {}
-        return {**self._gatherer(k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
+        return {**self._gatherer("full_state_dict()", k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
 
     def _odd(self, what: str) -> dict[str, torch.Tensor]:
         """On rank 0, copies of what has no elements in memory (sparse, quantised): they can't be put together from parts, and no file holds them. Collective."""
@@ -137,11 +137,11 @@ class States(Agreed):
         found = self._team.agree(what, copies)
         return found if self._team.rank == 0 else {}
 
-    def _gatherer(self, k: int, complete: bool) -> Gatherer:
+    def _gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
         parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]
         if complete:
             parts += [Part(one.name, one.flat(), one.region) for one in self._others() if not oddity(one.tensor)]
-        return Gatherer(parts, self._team.process_group, self._team.timeout)
+        return Gatherer(what, parts, self._team)
 
     def _others(self) -> list[LocalTensor]:
         """What a complete model has beside the averages."""

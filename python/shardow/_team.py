@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -79,13 +79,22 @@ class Team:
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the same error at once."""
-        gathered: list[bytes] = []
+        seconds = self.timeout if patience is None else min(patience, self.timeout)
+        return self._begun(what, lambda: _core.group_all_gather(self.group, mine, seconds))
+
+    def mail(self, what: str, letters: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
+        """gather() for single ranks: ``letters`` by the rank that reads them; returns those of ``sources`` to this rank."""
+        group = self.group
+        if not isinstance(group, StoreGroup):
+            return [letters[source] for source in sources]
+        return self._begun(what, lambda: group.mail(letters, sources, self.timeout))
+
+    def _begun(self, what: str, meet: Callable[[], list[bytes]]) -> list[bytes]:
         try:
             self._begin(what)
-            gathered = _core.group_all_gather(self.group, mine, self.timeout if patience is None else min(patience, self.timeout))
+            return meet()
         except TimeoutError as error:
             raise _told(what, error, True) from None
-        return gathered
 
     def _begin(self, what: str) -> None:
         if isinstance(self.group, StoreGroup):

@@ -285,7 +285,7 @@ class EMA(Saved):
         k = choose(self._keys, decay)
         target = find(model, group=self._view.process_group, odd=True)
         self._ready_to_hand_out("copy_to()", self._others, lambda: self._check_copy([*target.parameters, *target.buffers]))
-        _state.copy_streamed(self._gatherer(k, complete=True), target, self._team)
+        _state.copy_streamed(self._gatherer("copy_to()", k, complete=True), target, self._team)
         give(model, extra_states(self._view.model))
         if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in self._others() if oddity(one.tensor)]:
             _warnings.warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")

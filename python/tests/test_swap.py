@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import shardow
+from shardow.compat._whole import whole_state_dict
 
 Weights = dict[str, torch.Tensor]
 PARTS = ("_swap.py", "_swap_block.py", "_swap_guard.py", "_swap_meeting.py", "_swap_moves.py", "_signals.py")
@@ -283,6 +284,9 @@ def test_averages_in_the_model_are_not_handed_out_as_its_weights(call: str, tmp_
         for state in states:
             with pytest.raises(ValueError, match=r"an EMA has its averages.*leave its swapped\(\).*export\(\)"):
                 give(state) if call == "full_state_dict" else give(state, path)
+        if call == "full_state_dict":
+            with pytest.raises(ValueError, match="an EMA has its averages in this model"):
+                whole_state_dict(model)  # of other libraries' surfaces
         apart = shardow.full_state_dict(build(seed=7))
         assert apart.keys() == dict(model.named_parameters()).keys()
         if call == "save":

@@ -49,7 +49,7 @@ class Copier:
                 Exchange(self._tracked).run(team.timeout)
         else:
             parts = [Part(one.name, one.averages[0], one.region) for _, one in pairs]
-            _state.copy_streamed(Gatherer(parts, team.process_group), self._view, team)
+            _state.copy_streamed(Gatherer("copy_to()", parts, team), self._view, team)
         self._view.bump_versions()
         self._view.reshard()
 

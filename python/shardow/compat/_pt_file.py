@@ -36,7 +36,7 @@ def write(
     file = team.agree(what, lambda: _File(path, parts, names, dtype) if team.rank == 0 else None)
     failed: list[Exception] = []
     try:
-        for _, tensor in Gatherer(parts, team.process_group).stream():  # to the end in any case: the others send
+        for _, tensor in Gatherer(what, parts, team).stream():  # to the end in any case: the others send
             if file is not None and tensor is not None and not failed:
                 try:
                     file.add(tensor)

@@ -9,14 +9,17 @@ from torch import nn
 
 from shardow._gather import Gatherer
 from shardow._held import held_by
+from shardow._swap_guard import refuse_foreign
+from shardow._team import Team
 from shardow.compat._stand_in import StandIn
 
 
 def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
     """CPU tensors of parameters and persistent buffers, under all their clean names, on rank 0; {} elsewhere. Collective; one tensor at a time travels. ``wanted``: of first names."""
     held = held_by(model, None, saving=False)
+    refuse_foreign("a state of the whole model", held.memory, instead="for the weights")
     held.parts = [part for part in held.parts if wanted(part.name)]
-    return Gatherer(held.parts, held.process_group).whole(held.names)
+    return Gatherer("state_dict()", held.parts, Team(held.process_group, None)).whole(held.names)
 
 
 def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -212,7 +212,7 @@ class DistEMA:
         self._team.same_updates("state_dict()", self.decay_steps)
         stored = {one.name: one for one in self._shares}
         team = self._team if cpu_group is None else Team(cpu_group, self._team.timeout)
-        gatherer = Gatherer(parts, team.process_group)
+        gatherer = Gatherer("state_dict()", parts, team)
         found: OrderedDict[str, torch.Tensor] = OrderedDict()
         for part, (name, full) in zip(parts, gatherer.stream(), strict=True):
             if everywhere and team.process_group is not None:

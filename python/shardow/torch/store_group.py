@@ -20,7 +20,7 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -112,13 +112,22 @@ class StoreGroup(_core.Group):
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
         """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ValueError on all if they make different calls, ConnectionError where the store is gone,
         TimeoutError where it does not answer."""
+        return self._meet(mine, seconds, {}, ())[0]
+
+    def mail(self, letters: Mapping[int, bytes], sources: Sequence[int], seconds: float) -> list[bytes]:
+        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank. A round as all_gather()'s, with its errors; who reads what is known to all beforehand."""
+        return self._meet(b"", seconds, letters, sources)[1]
+
+    def _meet(self, mine: bytes, seconds: float, letters: Mapping[int, bytes], sources: Sequence[int]) -> tuple[list[bytes], list[bytes]]:
         this, call, seconds = self._round, self._call, max(seconds, 0.001)
         self._round += 1
         self._call = call if call.startswith(_LATER) else _LATER + call
         timeout = self._timeout or seconds
         left = threading.Event()
         try:
-            everybody = wait_for(lambda: self._turn(this, call.encode(errors="replace"), mine, seconds, timeout, left), _beyond(seconds))
+            return wait_for(
+                lambda: self._turn(this, call.encode(errors="replace"), mine, seconds, timeout, left, letters, sources), _beyond(seconds)
+            )
         except Overdue:
             left.set()
             self._store = None
@@ -137,16 +146,26 @@ class StoreGroup(_core.Group):
             if isinstance(interrupt.cause, KeyboardInterrupt):
                 raise KeyboardInterrupt(waited) from None
             raise interrupt.cause from None
-        return self._bytes_of(everybody)
 
-    def _turn(self, this: int, call: bytes, mine: bytes, seconds: float, timeout: float, left: threading.Event) -> list[bytes]:
-        """(1) to (4), on a thread that the caller may have ``left`` meanwhile."""
+    def _turn(
+        self,
+        this: int,
+        call: bytes,
+        mine: bytes,
+        seconds: float,
+        timeout: float,
+        left: threading.Event,
+        letters: Mapping[int, bytes],
+        sources: Sequence[int],
+    ) -> tuple[list[bytes], list[bytes]]:
+        """(1) to (4), on a thread that the caller may have ``left`` meanwhile. Letters are written before what others wait for."""
         store = self._store or self._connected()
         if left.is_set():
-            return []
+            return [], []
         self._store = store
         keys = [f"{this}/{rank}" for rank in range(self.size)]
-        written = self._set(store, keys[self.rank], len(call).to_bytes(4, "little") + call + mine)
+        written = [key for to, letter in letters.items() for key in self._set(store, f"{this}/{self.rank}/to/{to}", letter)]
+        written += self._set(store, keys[self.rank], len(call).to_bytes(4, "little") + call + mine)
         seen = _ALL_THERE
         try:
             store.wait(keys, timedelta(seconds=seconds))
@@ -155,11 +174,12 @@ class StoreGroup(_core.Group):
             if missing:
                 seen = f"timeout rank(s) {[self.ranks[rank] for rank in missing]} {MISSING} within {timeout:g} s"
         if left.is_set():
-            return []
+            return [], []
         self._decide(store, this, seen)
         gathered = self._get(store, keys)
         self._forget(store, this - 1, written)
-        return gathered
+        everybody = self._bytes_of(gathered)
+        return everybody, self._get(store, [f"{this}/{source}/to/{self.rank}" for source in sources])
 
     def _decide(self, store: Any, this: int, seen: str) -> None:
         """(3): raises a verdict that is not good."""
@@ -263,7 +283,7 @@ class StoreGroup(_core.Group):
     @staticmethod
     def _get(store: Any, keys: list[str]) -> list[bytes]:
         values = []
-        for key, first in zip(keys, store.multi_get(keys), strict=True):
+        for key, first in zip(keys, store.multi_get(keys) if keys else (), strict=True):
             length, parts = int.from_bytes(first[:8], "little"), [bytes(first[8:])]
             parts += [bytes(store.get(f"{key}/{at}")) for at in range(_MOST, length, _MOST)]
             values.append(b"".join(parts))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from test_failures import Outcome, outcome
 
 import shardow
+from shardow._gather import Gatherer
 from shardow.torch import store_group, waiting
 
 DEADLINE = 3.0
@@ -138,3 +139,41 @@ def test_what_is_left_behind_is_in_nobodys_way() -> None:
     with pytest.raises(KeyError, match="'a'"):
         waiting.wait_for(lambda: {}["a"], 60)
     ending.set()
+
+
+def late(seconds: float) -> list[object]:
+    """Rank 1 comes late to what ranks tell each other of their pieces, when all have begun: rank 0 is interrupted, then waits in vain."""
+    rank, plan = dist.get_rank(), Gatherer._plan
+    model, target = models.build("fsdp2", dist.get_world_size()), models.build("fsdp2", dist.get_world_size())
+    ema = shardow.EMA(model, 0.9, timeout=seconds)
+    answers: list[object] = []
+
+    def planned(self: Gatherer) -> object:
+        time.sleep(seconds + 1.5)
+        return plan(self)
+
+    Gatherer._plan = planned if rank == 1 else plan  # type: ignore[method-assign, assignment]
+    try:
+        for call in (ema.full_state_dict, lambda: ema.copy_to(target)):
+            answers.append(interrupted_after(0.5, call) if rank == 0 else outcome(call))
+            dist.barrier()
+        answers.append(outcome(ema.full_state_dict))
+        dist.barrier()
+    finally:
+        Gatherer._plan = plan  # type: ignore[method-assign]
+    return [*answers, outcome(ema.full_state_dict)[0], outcome(lambda: ema.copy_to(target))[0]]
+
+
+def test_the_description_of_pieces_is_waited_for_as_everything_else() -> None:
+    zero, one = ranks.run(2, late, 2.0)
+    for call, (said, late_by), (kind, message, _) in zip(("full_state_dict()", "copy_to()"), zero, one, strict=False):
+        assert said == f"{call} of EMA 1: waited for rank(s) [1]"
+        assert late_by < 1.0
+        assert kind == "PeerFailedError"
+        assert f"rank 0 was interrupted in {call}" in message
+    for kind, message, seconds in (zero[2], one[2]):
+        assert kind == "DeadlineError"
+        assert "full_state_dict()" in message
+        assert "[1] did not take part within 2 s" in message
+        assert seconds < 5.0
+    assert zero[3:] == one[3:] == ["none", "none"]

@@ -110,3 +110,21 @@ def test_programs_end_cleanly(body: str) -> None:
     for _ in range(3):
         done = subprocess.run([sys.executable, "-W", "error", "-c", body], check=False, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_package_says_what_it_is() -> None:
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["version"] == shardow.__version__
+    assert project["description"]
+    assert project["keywords"] == sorted(project["keywords"], key=str.casefold)
+    classifiers = project["classifiers"]
+    assert classifiers == list(dict.fromkeys(classifiers))
+    for kind in ("Development Status", "Intended Audience", "Operating System", "Programming Language", "Topic", "Typing"):
+        assert any(one.startswith(f"{kind} :: ") for one in classifiers), kind
+    oldest = "Programming Language :: Python :: " + project["requires-python"].removeprefix(">=")
+    assert oldest in classifiers
+    assert project["license"] == "Apache-2.0"
+    assert not any(one.startswith("License ::") for one in classifiers)
+    assert (root / "python" / "shardow" / "py.typed").exists()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardow import _core, _errors
 from shardow._team import Team
-from shardow.torch.store_group import begun, finish
+from shardow.torch.transfers import begun, finish
 
 _BLOCK = 16 << 20  # bytes of one message
 _REFUSED = b"!"  # begins what rank 0 says in place of orders

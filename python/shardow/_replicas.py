@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardow._signals import Held
 from shardow._tracked import Tracked
 from shardow.torch.local import LocalTensor
-from shardow.torch.store_group import begun, finish
+from shardow.torch.transfers import begun, finish
 
 _BUCKET = 32 << 20  # bytes of what all members send in one collective
 _OTHERWISE = "replicas' parts of the weights did not arrive"

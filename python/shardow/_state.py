@@ -18,7 +18,7 @@ from shardow._tracked import Tracked
 from shardow.torch.find import ModelView
 from shardow.torch.piece import Piece
 from shardow.torch.regions import region_of
-from shardow.torch.store_group import begun, finish
+from shardow.torch.transfers import begun, finish
 
 _OTHERWISE = "was sharded otherwise"
 

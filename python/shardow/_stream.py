@@ -28,7 +28,7 @@ from shardow import _core
 from shardow._gather import Part, stretch, take, windows
 from shardow._progress import Progress
 from shardow._team import Team
-from shardow.torch.store_group import begun, finish
+from shardow.torch.transfers import begun, finish
 
 _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8

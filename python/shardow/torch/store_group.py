@@ -31,7 +31,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import _core, _errors
-from shardow.torch.waiting import Left, Overdue, wait_for
+from shardow.torch.transfers import begun, finish
+from shardow.torch.waiting import Left, Overdue, beyond, wait_for
 
 _ALL_THERE = "ok"
 _MOST = 4 << 20  # bytes of one value; torch's TCPStore drops a client that sends 8 MiB
@@ -44,41 +45,7 @@ MISSING = "did not take part"
 _LATER = "a later step of "
 
 
-def _beyond(seconds: float) -> float:
-    """A deadline, and some time for the store to say who was missing."""
-    return 1.05 * seconds + 0.8
-
-
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
-
-
-def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | None:
-    """A transfer; that it can't even begin, on a connection that is closed, is a typed error that begins with ``otherwise``."""
-    try:
-        return begin()
-    except RuntimeError as error:
-        raise _lost(error, otherwise) from None
-
-
-def finish(work: dist.Work | None, seconds: float, otherwise: str, timeout: float | None = None) -> None:
-    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo closes the connection of the two ranks, for good.
-    ``timeout``: what was asked for, of which ``seconds`` are left."""
-    seconds = max(seconds, 0.001)
-    try:
-        if work is not None:
-            wait_for(lambda: work.wait(timedelta(seconds=seconds)), _beyond(seconds))
-    except Overdue:
-        raise _errors.make("timeout", f"{otherwise} within {timeout or seconds:g} s") from None
-    except Left as interrupt:
-        raise interrupt.cause from None
-    except RuntimeError as error:
-        raise _lost(error, otherwise, timeout or seconds) from None
-
-
-def _lost(error: RuntimeError, otherwise: str, timeout: float | None = None) -> Exception:
-    if timeout is not None and "imed out" in str(error):
-        return _errors.make("timeout", f"{otherwise} within {timeout:g} s")
-    return _errors.make("peer_failed", f"{otherwise}: {error}")
 
 
 def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
@@ -126,7 +93,7 @@ class StoreGroup(_core.Group):
         left = threading.Event()
         try:
             return wait_for(
-                lambda: self._turn(this, call.encode(errors="replace"), mine, seconds, timeout, left, letters, sources), _beyond(seconds)
+                lambda: self._turn(this, call.encode(errors="replace"), mine, seconds, timeout, left, letters, sources), beyond(seconds)
             )
         except Overdue:
             left.set()

@@ -72,6 +72,11 @@ _idle: deque[_Helper] = deque()
 os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads
 
 
+def beyond(seconds: float) -> float:
+    """A deadline, and some time for what is waited for to say who was missing."""
+    return 1.05 * seconds + 0.8
+
+
 def wait_for(fn: Callable[[], T], seconds: float) -> T:
     """fn() on a thread of its own. Raises Overdue after ``seconds``, or Left at a signal, and leaves fn() to itself then."""
     helper, job = _free(), _Job(fn)

@@ -284,6 +284,32 @@ def test_memory_of_fsdp2_shards_that_moves_is_followed_or_refused() -> None:
         ranks.run(1, _of_ranks, some)
 
 
+def _of_fsdp1() -> None:
+    """FSDP1 takes over what was put in a parameter's place in its next forward."""
+
+    def again() -> nn.Module:
+        return models.PARALLEL["fsdp1"](models.make().eval(), dist.get_world_size())
+
+    for surface, make in SURFACES.items():
+        model = again()
+        update, averages = make(model, again)
+        update()
+        before = _flat(averages())
+        p = [p for p in model.parameters() if p.numel()][-1]
+        p.data = torch.full_like(p, 7.0)
+        with pytest.raises(shardow.Error, match=r"put elsewhere.*Run a forward first"):
+            update()
+        torch.testing.assert_close(_flat(averages()), before, rtol=0, atol=0)
+        with torch.no_grad():
+            model(torch.ones(2, models.INPUTS))
+        update()
+        assert any(not torch.equal(now, before[name]) for name, now in _flat(averages()).items()), surface
+
+
+def test_parameters_of_fsdp1_that_are_put_elsewhere_are_refused_until_its_next_forward() -> None:
+    ranks.run(2, _of_fsdp1)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_lists_of_parameters_keep_no_memory_of_a_model_that_is_dropped(frozen: bool) -> None:
     model = _made().requires_grad_(not frozen)

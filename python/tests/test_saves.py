@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 import shardow
 
-
 MOST = 200  # files written beside a save: each is looked at in every round of it
 
 

@@ -53,6 +53,11 @@ def weights_hash(model: torch.nn.Module, options: Options) -> str:
     return _hash(shardow.EMA(model, 0.5, group=shard.ema_group(options.shard)).full_state_dict(complete=False))
 
 
+def memory_hash(model: torch.nn.Module) -> str:
+    """Of what this rank holds, whatever that is: weights, or averages inside swapped(), where no new averages are made."""
+    return _hash({name: shard.local(p).cpu() for name, p in model.named_parameters()})
+
+
 def _hash(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -127,5 +127,6 @@ def swap_is_exact(trainer: Trainer) -> bool | None:
         return None
     before = averages.weights_hash(trainer.model, trainer.options)
     with trainer.ema.swapped(decay=averages.schedules(trainer.options)[0]):
-        inside = averages.weights_hash(trainer.model, trainer.options)
-    return before == averages.weights_hash(trainer.model, trainer.options) != inside
+        inside = averages.memory_hash(trainer.model)
+    outside = averages.memory_hash(trainer.model)
+    return before == averages.weights_hash(trainer.model, trainer.options) and inside != outside

@@ -40,6 +40,7 @@ class ThreadPool {
   };
 
   void run_task(Task task) noexcept;
+  bool run_in_team(const Task& task) const noexcept;  ///< false where there is no OpenMP runtime
   void start() noexcept;
   void stop() noexcept;
   void work(int i, uint32_t seen) noexcept;

@@ -163,7 +163,7 @@ def full_of_a_large_one() -> tuple[int, int, int]:
     ema = shardow.EMA(model, 0.9)
     largest, whole = 0, 0
     process = psutil.Process()
-    gatherer = ema._gatherer(0, complete=False)
+    gatherer = ema._gatherer("full_state_dict()", 0, complete=False)
     start = process.memory_info().rss
     peak = start
     for _, tensor in gatherer.stream():

@@ -33,7 +33,9 @@ def test_averages_take_four_bytes_a_parameter_and_updates_nothing(decays: str) -
     done = subprocess.run([sys.executable, "-c", PROGRAM, decays], capture_output=True, text=True, check=True, timeout=120)
     made, first, rest = map(int, done.stdout.split())
     averages = 4 * 12 * 1_000_003 * len(decays.split(","))
-    assert averages <= made < averages + (1 << 20)
+    assert (
+        averages - (256 << 10) <= made < averages + (1 << 20)
+    )  # the kernel counts pages for each processor, and adds them up now and then
     assert first < 1 << 20  # threads' stacks
     assert rest < 64 << 10
 

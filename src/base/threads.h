@@ -14,8 +14,9 @@ namespace shardow::base {
 /// mask, at most 4: a few cores saturate memory, the rest belong to training. At least 1. Reads the environment at every call.
 int allowed_threads() noexcept;
 
-/// Owns num_threads - 1 workers, started at the first run(), waiting between runs without using a processor. Never pins them.
-/// One thread uses a pool at a time, and run() is not called from within run(). After fork() the child's pool starts workers of its own.
+/// Where the process has an OpenMP runtime, its threads do the work. Elsewhere, and in a forked child, the pool owns num_threads - 1
+/// workers, started at the first run(), waiting between runs without using a processor. Never pins them. One thread uses a pool at a time,
+/// and run() is not called from within run().
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads);  ///< throws kInvalidArgument below 1
@@ -25,7 +26,7 @@ class ThreadPool {
 
   int size() const noexcept { return num_threads_; }
 
-  /// fn(i) for every i in [0, size()), at the same time: fn(0) on the caller, fn(i) always on the i-th worker. Returns when all are done,
+  /// fn(i) for every i in [0, size()), at the same time: fn(0) on the caller, fn(i) always on the i-th thread. Returns when all are done,
   /// and what they wrote is visible. Allocates nothing after the first call. `fn` must not throw: that terminates. Where the system refuses
   /// a thread, the caller does its share too.
   template <typename Fn>

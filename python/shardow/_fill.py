@@ -53,7 +53,7 @@ def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, An
     extra = FromFile(job.held.extra, found)
     job.team.agree(job.what, lambda: _refuse_other_extra(job, extra.values, extra.unexpected))
     parts += extra.parts
-    surplus = unexpected(job.held, keys, found.tensors.keys() - extra.keys)
+    surplus = unexpected(job.held, keys, [key for key in found.tensors if key not in extra.keys])
     strict = job.strict and bool(lacking or surplus)  # the engine, which knows one name of each tensor, lists what does not fit
     report = _files.read_into(parts, found, job.team, strict=strict, verify=job.verify, progress=job.progress, check_only=check_only)
     missing, kept = _take_extra(job, extra.values)

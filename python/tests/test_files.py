@@ -178,6 +178,13 @@ def test_what_does_not_fit_is_listed_before_anything_changes(tmp_path: Path) -> 
     assert target["a"].all()
 
 
+def test_reports_list_names_in_one_order(tmp_path: Path) -> None:
+    names = [f"layer{index}" for index in range(9)]
+    shardow.save({name: torch.ones(1) for name in names}, tmp_path / "a.safetensors")
+    report = shardow.load({"layer0": torch.zeros(1)}, tmp_path / "a.safetensors", strict=False)
+    assert report["unexpected"] == names[1:]
+
+
 def test_wrong_files_are_the_right_errors(tmp_path: Path) -> None:
     target = {"a": torch.zeros(3)}
     with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 
@@ -20,4 +22,11 @@ def everybody(process_group: dist.ProcessGroup | None = None) -> Team:
     return Team(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
 
 
-__all__ = ["everybody", "team_of"]
+def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> Team:
+    """everybody() for a new ``what`` ("DistEMA"): its calls meet those of the same one alone. Raises ValueError on every rank where ``facts`` differ. Collective."""
+    team = everybody(process_group)
+    team.same(f"{what}(...)", facts, what)
+    return team
+
+
+__all__ = ["everybody", "joined", "team_of"]

@@ -22,10 +22,11 @@ from shardow import _errors, _files
 from shardow._gather import Part
 from shardow._held import Held, held_by
 from shardow._options import Replicas, invalid, unsupported
+from shardow._team import Team
 from shardow.checkpoint import save as save_file
 from shardow.compat._looks import clone, look, weights_of
 from shardow.compat._managed import Managed, Unmatched, checked_decay
-from shardow.compat._teams import everybody
+from shardow.compat._teams import everybody, joined
 from shardow.compat._trained import TrainedTwin
 from shardow.ema import EMA
 from shardow.torch.find import ModelView, find
@@ -53,6 +54,7 @@ class EMAManager(Managed):
         trained = [p.dtype for p in model.parameters() if p.requires_grad]
         self._dtype = torch.float64 if trained and set(trained) == {torch.float64} else torch.float32
         self._bind(model, self._averages_of(model, "trainable"))
+        self._everybody = everybody() if self._is_shared() else joined("EMAManager", {"decay": self.decay})
 
     def _averages_of(self, model: nn.Module, params: Any) -> EMA:
         options: dict[str, Any] = self._options
@@ -63,7 +65,13 @@ class EMAManager(Managed):
         weights = weights_of(ema._view)
         self._shadow: dict[str, torch.Tensor] = {one.name: look(weights.get(one.name), one.averages[0], one.region) for one in ema._tracked}
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        self._team = everybody(ema._team.process_group)
+
+    def _is_shared(self) -> bool:
+        return self._ema._team.process_group is not None
+
+    @property
+    def _team(self) -> Team:  # type: ignore[override]
+        return self._ema._team if self._is_shared() else self._everybody
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -106,7 +114,7 @@ class EMAManager(Managed):
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _everybody=everybody())
         self._bind(self._model, self._ema)
 
     def _refuse_new(self, view: ModelView) -> None:
@@ -178,7 +186,7 @@ class ShardedModelEMAManager(Managed):
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
         self._twin = TrainedTwin(ema_model, keeps=True)
-        self._team = everybody(group_of_model(train_model, None))
+        self._team = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
         self._team.agree("ShardedModelEMAManager(...)", self._prepare)
 
     def _prepare(self) -> None:

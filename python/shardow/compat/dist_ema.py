@@ -83,7 +83,7 @@ class DistEMA:
         among = group or self._view.process_group or (dist.group.WORLD if dist.is_initialized() and world_size != 1 else None)
         self._team = Team(among, seconds(timeout))
         self._team.agree("DistEMA(...)", self._start)
-        self._team.same("DistEMA(...)", self._facts())
+        self._team.same("DistEMA(...)", self._facts(), "DistEMA")
 
     def _start(self) -> None:
         check_options(self.config, self.world_size, self.rank)

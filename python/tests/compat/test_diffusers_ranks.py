@@ -149,3 +149,20 @@ def _flat_shards_cannot_be_saved(path: str) -> None:
 
 def test_fsdp1s_pieces_are_refused_as_files(tmp_path: Path) -> None:
     ranks.run(2, _flat_shards_cannot_be_saved, str(tmp_path))
+
+
+def _crossed(path: str) -> str:
+    rank = torch.distributed.get_rank()
+    emas = [EMAModel(_shard("fsdp2", walks.model("mlp")).parameters(), model_cls=Tiny, model_config={}) for _ in "ab"]
+    with pytest.raises(ValueError, match="save_pretrained") as told:
+        emas[rank].save_pretrained(f"{path}/{'ab'[rank]}")
+    torch.distributed.barrier()
+    assert not os.listdir(path)
+    for name, ema in zip("ab", emas, strict=True):
+        ema.save_pretrained(f"{path}/{name}")
+    return str(told.value)
+
+
+def test_a_save_that_meets_another_ones_is_an_error_that_names_both_before_anything_is_made(tmp_path: Path) -> None:
+    for message in ranks.run(2, _crossed, str(tmp_path)):
+        assert f"path is '{tmp_path}/a' on rank 0 and '{tmp_path}/b' on rank 1" in message

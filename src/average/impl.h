@@ -1,4 +1,4 @@
-// The inside of Average, shared by its two source files: average.cc (life, update, state) and swap.cc.
+// The inside of Average, shared by its source files: average.cc (face, state), binding.cc (memory), update.cc, swap.cc, streams.cc.
 #pragma once
 
 #include <memory>

@@ -1,0 +1,162 @@
+// An update is a pure function of (schedules, counters, parameters, averages): plan_step() turns where training stands into the few numbers
+// that a kernel needs, dispatch() hands them to each device once.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "average/impl.h"
+#include "base/errors.h"
+#include "tensor/dtype.h"
+
+namespace shardow {
+
+using average::NonFiniteCount;
+using base::fail;
+using kernels::Form;
+
+namespace {
+
+/// Below this weight the increment of a quiet float32 weight is lost to rounding (docs/numerics.md), so kAuto rounds it stochastically.
+constexpr double kStochasticBelow = 5e-5;
+
+}  // namespace
+
+int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
+  if (!step) return counters.step + 1;
+  if (*step <= counters.step) {
+    fail(Code::kInvalidArgument, "update(step={}): step {} has been counted already; pass the number of optimizer steps taken, each once",
+         *step, counters.step);
+  }
+  return *step;
+}
+
+UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch) {
+  if (swap) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
+  if (!std::isfinite(samples) || samples < 0) {
+    fail(Code::kInvalidArgument, "update(samples={}): the number of training samples seen so far, 0 or more", samples);
+  }
+  UpdateReport report;
+  if (launch == Launch::kNow && capturing()) return (capture(), report);
+  const int64_t now = next_step(step);
+  if (!copies_at(now) && now - counters.applied_step < options.update_every) {
+    if (launch == Launch::kByReplay) {
+      for (const auto& backend : backends) backend->prepare({}, false);
+    }
+    counters.step = now;
+    return report;
+  }
+  const auto began = std::chrono::steady_clock::now();
+  apply(report, now, samples, given, launch);
+  seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  return report;
+}
+
+/// Up to start_step, and the first update past it where none came before: the averages never begin with weights from long before.
+bool Average::Impl::copies_at(int64_t step) const {
+  return step <= options.start_step || (options.start_step > 0 && counters.applied_step == 0);
+}
+
+void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given, Launch launch) {
+  const kernels::Step planned = plan_step(step, samples, given, &report.factors);
+  report.applied = true;
+  report.bytes_moved = bytes_per_update;
+  NonFiniteCount count;
+  if (launch == Launch::kNow) {
+    count = dispatch(planned);
+  } else {
+    for (const auto& backend : backends) backend->prepare(planned, draws_by_runs(planned));
+  }
+  report.non_finite = count.elements;
+  counters.step = step;
+  counters.applied_step = step;
+  counters.applied_samples = samples;
+  if (step > options.start_step) ++counters.updates;
+  hold(count, step);
+  if (options.non_finite == NonFinite::kRaise && count.elements > 0) {
+    const size_t part = part_of(count.first);
+    fail(Code::kInvalidArgument, "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'; their averages are unchanged",
+         step, count.elements, part < parts.size() ? parts[part].name : "?");
+  }
+}
+
+/// Where training stands, in the numbers that a kernel needs. Throws what schedules throw, before anything has changed.
+kernels::Step Average::Impl::plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const {
+  kernels::Step planned{};
+  planned.num_averages = static_cast<int32_t>(options.schedules.size());
+  planned.hold = options.non_finite != NonFinite::kPropagate;
+  planned.seed = options.seed;
+  planned.step = step;
+  const int64_t since_start = std::max<int64_t>(step - options.start_step, 1);
+  const Progress progress{since_start, counters.updates, std::min(step - counters.applied_step, since_start), samples,
+                          samples - counters.applied_samples};
+  for (size_t k = 0; k < options.schedules.size(); ++k) {
+    if (copies_at(step)) {
+      planned.averages[k] = {Form::kCopy, 0, 1};
+    } else {
+      planned.averages[k] = plan_one(given.empty() ? options.schedules[k].factors(progress) : given[k]);
+    }
+  }
+  *first = {planned.averages[0].decay, planned.averages[0].weight};
+  return planned;
+}
+
+kernels::Step::One Average::Impl::plan_one(const Factors& factors) const {
+  const auto [decay, weight] = factors;
+  switch (options.rule) {
+    case Rule::kMulAdd: return {Form::kMulAdd, decay, weight};
+    case Rule::kTwoProducts: return {Form::kTwoProducts, decay, weight};
+    case Rule::kDifference: return {Form::kDifference, decay, weight};
+    case Rule::kFusedDifference: return {Form::kFusedDifference, decay, weight};
+    case Rule::kQuotient: return {Form::kQuotient, decay, weight};
+    case Rule::kLerp: break;
+  }
+  if (weight == 1) return {Form::kCopy, decay, weight};
+  const bool stochastic = options.rounding == Rounding::kStochastic || (options.rounding == Rounding::kAuto && weight < kStochasticBelow);
+  return {stochastic && weight > 0 ? Form::kStochastic : Form::kLerp, decay, weight};
+}
+
+bool Average::Impl::draws_by_runs(const kernels::Step& step) const {
+  const auto needs_runs = [](const kernels::Step::One& one) { return one.form == Form::kStochastic || one.form == Form::kLerp; };
+  const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
+  const std::span<const kernels::Step::One> used(step.averages.data(), options.schedules.size());
+  return std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
+}
+
+NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
+  const bool by_runs = draws_by_runs(step);
+  if (by_runs) {
+    for (const auto& backend : backends) backend->prepare_noise();
+  }
+  NonFiniteCount total;
+  for (const auto& backend : backends) {
+    NonFiniteCount count = backend->update(step, by_runs);
+    if (options.non_finite == NonFinite::kRaise && count.elements == 0)
+      count = backend->read_count();  // CUDA: the price of raising is a wait
+    total.elements += count.elements;
+    if (total.first == nullptr) total.first = count.first;
+  }
+  return total;
+}
+
+/// Counts what was held, and remembers the first update that held anything.
+void Average::Impl::hold(const NonFiniteCount& count, int64_t step) {
+  if (count.elements == 0 || options.non_finite == NonFinite::kPropagate) return;
+  counters.held_non_finite += count.elements;
+  if (!met) met = Met{step, count.elements, part_of(count.first)};
+}
+
+size_t Average::Impl::part_of(const void* element) const {
+  const auto* at = static_cast<const std::byte*>(element);
+  const auto holds = [&](const TensorView& view) {
+    const auto* begin = static_cast<const std::byte*>(view.data);
+    return at >= begin && at < begin + byte_size(view.dtype, view.region.size());
+  };
+  return static_cast<size_t>(std::find_if(parts.begin(), parts.end(), holds) - parts.begin());
+}
+
+/// What CUDA updates met since the last call.
+void Average::Impl::read_counts() {
+  for (const auto& backend : backends) hold(backend->read_count(), counters.applied_step);
+}
+
+}  // namespace shardow

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "average/average_fixture.h"
 #include "average/swap_seam.h"
 #include "shardow/average.h"
 #include "shardow/error.h"
@@ -225,6 +226,53 @@ TEST(Swap, IsTheSameOnAnyThreads) {
     }
     EXPECT_TRUE(inside[0] == inside[1]);
   }
+}
+
+TEST(Average, SwapExchangesAndUndoesBitForBit) {
+  Owned p("p", {kRows}, 1), q("q", {0, 4}, 2);
+  Average ema(std::vector{p.view, q.view}, with_decay(0.9));
+  p.fill(2);
+  ema.update();
+  const std::vector<float> weights = p.values, average = copy_of(ema.views()[0]);
+  ema.swap_in();
+  EXPECT_TRUE(ema.swapped());
+  EXPECT_EQ(p.values, average);
+  ema.swap_out();
+  EXPECT_FALSE(ema.swapped());
+  EXPECT_EQ(p.values, weights);
+  EXPECT_EQ(copy_of(ema.views()[0]), average);
+}
+
+TEST(Average, SwapOfOtherDtypesIsExactBothWays) {
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF64}) {
+    std::vector<uint64_t> memory(64), before;
+    std::mt19937_64 random(7);
+    for (uint64_t& word : memory)
+      word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
+    const Region region = Region::whole({64});
+    const TensorView view{"p", dtype, region, memory.data()};
+    Average ema(std::vector{view}, with_decay(0.5));
+    for (uint64_t& word : memory)
+      word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
+    ema.update();
+    before = memory;
+    const std::vector<float> average = copy_of(ema.views()[0]);
+    ema.swap_in();
+    EXPECT_NE(memory, before);
+    ema.swap_out();
+    EXPECT_EQ(memory, before);
+    EXPECT_EQ(copy_of(ema.views()[0]), average);
+  }
+}
+
+TEST(Average, IsNotUpdatedOrReadWhileSwapped) {
+  Owned p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  ema.swap_in();
+  message_of([&] { ema.update(); }, Code::kInvalidArgument);
+  message_of([&] { (void)ema.views(); }, Code::kInvalidArgument);
+  message_of([&] { ema.reset(); }, Code::kInvalidArgument);
+  message_of([&] { ema.set_state(ema.state()); }, Code::kInvalidArgument);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // For tests: counts calls of operator new, to show that a path allocates nothing, and refuses one of them. Replaces the program's
-// operators: include it in one file of a test program.
+// operators, wherever it is included in it.
 #pragma once
 
 #include <atomic>
@@ -36,8 +36,9 @@ bool fails_at_allocation(long n, Fn&& fn) {
 
 }  // namespace shardow::base
 
-// Not inlined: a compiler that sees malloc() behind new and free() behind delete takes the pairs for mistakes.
-[[gnu::noinline]] void* operator new(std::size_t bytes) {
+// Weak: several files of a program may include this. Not inlined: a compiler that sees malloc() behind new and free() behind delete takes
+// the pairs for mistakes.
+[[gnu::noinline, gnu::weak]] void* operator new(std::size_t bytes) {
   shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
   if (shardow::base::allocations_until_refusal.load() >= 0 && shardow::base::allocations_until_refusal.fetch_sub(1) == 0) {
     throw std::bad_alloc();
@@ -45,13 +46,13 @@ bool fails_at_allocation(long n, Fn&& fn) {
   if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
   throw std::bad_alloc();
 }
-[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+[[gnu::noinline, gnu::weak]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
   shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
   return std::malloc(bytes == 0 ? 1 : bytes);
 }
-[[gnu::noinline]] void operator delete(void* memory) noexcept {
+[[gnu::noinline, gnu::weak]] void operator delete(void* memory) noexcept {
   std::free(memory);
 }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
+[[gnu::noinline, gnu::weak]] void operator delete(void* memory, std::size_t) noexcept {
   std::free(memory);
 }

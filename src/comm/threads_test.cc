@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "comm/conformance.h"
+#include "comm/conformance_agree.h"
 #include "shardow/group.h"
 
 namespace shardow {
@@ -22,6 +23,12 @@ void on_every_rank(Groups& groups, const std::function<void(std::unique_ptr<Grou
   for (auto& group : groups) ranks.emplace_back([&] { body(group); });
 }
 
+std::vector<comm::Conformance> all_cases() {
+  std::vector<comm::Conformance> cases = comm::conformance_cases();
+  for (const comm::Conformance& one : comm::agree_cases()) cases.push_back(one);
+  return cases;
+}
+
 class ThreadGroups : public testing::TestWithParam<std::tuple<comm::Conformance, int>> {};
 
 TEST_P(ThreadGroups, Conform) {
@@ -29,7 +36,7 @@ TEST_P(ThreadGroups, Conform) {
   on_every_rank(groups, [](auto& group) { std::get<0>(GetParam()).body(*group); });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ThreadGroups, testing::Combine(testing::ValuesIn(comm::conformance_cases()), testing::Values(1, 2, 3, 8)),
+INSTANTIATE_TEST_SUITE_P(All, ThreadGroups, testing::Combine(testing::ValuesIn(all_cases()), testing::Values(1, 2, 3, 8)),
                          [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
 
 class SoloGroup : public testing::TestWithParam<comm::Conformance> {};
@@ -38,7 +45,7 @@ TEST_P(SoloGroup, Conforms) {
   GetParam().body(*solo());
 }
 
-INSTANTIATE_TEST_SUITE_P(All, SoloGroup, testing::ValuesIn(comm::conformance_cases()), [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, SoloGroup, testing::ValuesIn(all_cases()), [](const auto& test) { return test.param.name; });
 
 TEST(Threads, KnowTheirRankAndSize) {
   const Groups groups = threads(5);

@@ -1,48 +1,13 @@
-// A save knows its files: what it replaces, what it leaves alone, whom it waits for, and what it puts right after a dead one.
+// A save knows its files: what it replaces, what it leaves alone, and which names it takes.
 #include "file/publish.h"
 
 #include <sys/stat.h>
 
-#include <atomic>
-#include <cerrno>
-
-#include "file/checkpoint_fixture.h"
 #include "file/index.h"
+#include "file/saving_fixture.h"
 
 namespace shardow {
 namespace {
-
-constexpr const char* kNonce = "0123456789abcdef";
-
-class Saving : public Checkpoint {
- protected:
-  ~Saving() override { version = 0; }
-
-  void save_version(int which, const fs::path& path, const SaveOptions& options = {}) {
-    version = which;
-    ASSERT_EQ(save_as(path, rows, 2, options), all(2, kFine));
-  }
-  void expect_version(int which, const fs::path& path) {
-    version = which;
-    EXPECT_EQ(load_as(path, flat, 2), all(2, kFine));
-  }
-  std::vector<int> save_named(const std::vector<std::string>& names) {
-    return on_ranks(2, [&](Group& group) {
-      auto held = hold(rows, group.rank(), 2, true);
-      std::vector<SaveFile> files;
-      for (const std::string& name : names) files.push_back({name, views_of(held)});
-      save(group, files, folder_ / "model");
-    });
-  }
-  void write(const fs::path& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
-  std::set<std::string> in(const fs::path& directory) const {
-    std::set<std::string> found;
-    for (const auto& entry : fs::directory_iterator(directory)) found.insert(entry.path().filename().string());
-    return found;
-  }
-};
-
-const SaveOptions kShards{.max_shard_size = 1 << 20};
 
 TEST_F(Saving, ReplacesWhatTheOldIndexNamesAndItsOwnPatternAndNothingElse) {
   const auto path = folder_ / "model";
@@ -75,83 +40,6 @@ TEST_F(Saving, OfNamedFilesLeavesAModelBesideThemAlone) {
   save_version(4, path);
   expect_version(3, path / "ema-0.9.safetensors");
   EXPECT_EQ(in(path), (std::set<std::string>{"model.safetensors", "ema-0.9.safetensors", "ema-0.99.safetensors"}));
-}
-
-TEST_F(Saving, ClearsAwayWhatDeadSavesLeftAndNothingElse) {
-  const std::string nonce = kNonce;
-  fs::create_directories(folder_ / (".a.safetensors." + nonce + ".tmp"));
-  write(folder_ / (".a.safetensors." + nonce + "-renamed.tmp"), "half");
-  const std::set<std::string> others = {".another.safetensors." + nonce + ".tmp", ".a." + nonce + ".tmp", ".a.safetensors.4567.tmp",
-                                        ".a.safetensors.notes.tmp", ".a.safetensors." + nonce + ".tmp.bak"};
-  for (const std::string& name : others) write(folder_ / name, "somebody else's");
-  save_version(1, folder_ / "a.safetensors");
-  std::set<std::string> expected = others;
-  expected.insert("a.safetensors");
-  EXPECT_EQ(names(), expected);
-}
-
-TEST_F(Saving, WaitsForALivingSaveToTheSamePathAndSaysSoWhereThatDoesNotEnd) {
-  const auto path = folder_ / "a.safetensors";
-  save_version(1, path);
-  const auto draft = file::temporary_path(path, kNonce, file::Temporary::kDraft);
-  write(draft, "of a save that goes on");
-  {
-    base::Lock living;
-    ASSERT_EQ(living.take(draft), base::Lock::Result::kHeld);
-    version = 2;
-    EXPECT_EQ(save_as(path, rows, 2, {.timeout = std::chrono::milliseconds(400)}), all(2, static_cast<int>(Code::kTimeout)));
-    EXPECT_EQ(bytes_of(draft), "of a save that goes on");
-    expect_version(1, path);
-    save_version(3, folder_ / "b.safetensors");  // another name beside it does not wait
-    std::thread ends([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      living.release();
-    });
-    save_version(4, path);
-    ends.join();
-  }
-  expect_version(4, path);
-  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "b.safetensors"}));
-}
-
-TEST_F(Saving, OfManyAtOnceToOnePathAreOneAfterTheOtherWhileReadersFindAWholeOne) {
-  for (const char* const name : {"a.safetensors", "model"}) {
-    SCOPED_TRACE(name);
-    const auto path = folder_ / name;
-    Held held("w", DType::kF32, Region::whole({3000}));
-    const auto save_all = [&](Held& one, float value) {
-      for (size_t i = 0; i < 3000; ++i) std::memcpy(one.memory.data() + 4 * i, &value, 4);
-      save(*solo(), std::span(&one.view, 1), path);
-    };
-    save_all(held, 0);
-    std::atomic<int> saved{0}, failed{0};
-    std::vector<std::thread> savers;
-    for (int saver = 0; saver < 4; ++saver) {
-      savers.emplace_back([&, saver] {
-        Held mine("w", DType::kF32, Region::whole({3000}));
-        for (int round = 0; round < 5; ++round) {
-          try {
-            save_all(mine, static_cast<float>(saver * 100 + round));
-            ++saved;
-          } catch (const Error& error) {
-            ++failed;
-            ADD_FAILURE() << error.what();
-          }
-        }
-      });
-    }
-    while (saved + failed < 20) {
-      Held read("w", DType::kF32, Region::whole({3000}));
-      try {
-        load(*solo(), std::span(&read.view, 1), path);
-      } catch (const Error& error) {  // replaced between two steps of reading is the reader's own matter
-        EXPECT_NE(error.code(), Code::kNotFound) << error.what();
-      }
-    }
-    for (std::thread& saver : savers) saver.join();
-    EXPECT_EQ(saved, 20);
-  }
-  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "model"}));
 }
 
 /// Somebody who works in the directory at the instant of the exchange, before or after it.
@@ -214,135 +102,6 @@ TEST_F(Saving, KeepsWhatAppearsInItsDirectoryWhileItIsPublished) {
   }
 }
 
-/// A machine without an exchange, whose rename number `fatal` fails.
-class FailingRename : public base::Syscalls {
- public:
-  explicit FailingRename(int fatal) : left_(fatal) {}
-  int exchange(const char*, const char*) override { return (errno = EINVAL, -1); }
-  int rename(const char* from, const char* to) override { return left_-- == 0 ? (errno = EIO, -1) : Syscalls::rename(from, to); }
-  bool failed() const { return left_ < 0; }
-
- private:
-  int left_;
-};
-
-TEST_F(Saving, WithoutAnExchangeGoesBackWhereARenameFails) {
-  const auto path = folder_ / "model";
-  save_version(1, path, kShards);
-  write(path / "config.json", "mine");
-  int failures = 0;
-  for (int fatal = 0;; ++fatal) {
-    FailingRename machine(fatal);
-    base::replace_syscalls(&machine);
-    version = 2;
-    const std::vector<int> codes = save_as(path, rows, 2, kShards);
-    base::replace_syscalls(nullptr);
-    if (!machine.failed()) break;
-    if (codes == all(2, kFine)) {  // it was no rename that matters
-      save_version(1, path, kShards);
-      continue;
-    }
-    ++failures;
-    expect_version(1, path);
-    EXPECT_EQ(bytes_of(path / "config.json"), "mine");
-    EXPECT_EQ(names(), (std::set<std::string>{"model"})) << fatal;
-  }
-  EXPECT_GE(failures, 3);
-  expect_version(2, path);
-}
-
-TEST_F(Saving, ThatDiedBetweenTwoRenamesLeavesTheOldOneForTheNextLoadAndTheNextSave) {
-  const auto path = folder_ / "model", old = file::temporary_path(path, kNonce, file::Temporary::kOld);
-  save_version(1, path, kShards);
-  fs::create_directories(file::temporary_path(path, kNonce, file::Temporary::kDraft));
-  fs::rename(path, old);
-  expect_version(1, path);
-  EXPECT_FALSE(fs::exists(path));  // reading changes nothing
-  class Full : public base::Syscalls {
-    int statfs(const char* at, struct statfs* out) override {
-      const int result = Syscalls::statfs(at, out);
-      out->f_bavail = 1;
-      return result;
-    }
-  } full;
-  base::replace_syscalls(&full);
-  version = 2;
-  EXPECT_EQ(save_as(path, rows, 2), all(2, static_cast<int>(Code::kOutOfSpace)));
-  base::replace_syscalls(nullptr);
-  expect_version(1, path);
-  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
-  save_version(3, path);
-  expect_version(3, path);
-}
-
-TEST_F(Saving, FindsTheFilesOfAnOldDirectoryThatIsMissing) {
-  version = 1;
-  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
-  fs::rename(folder_ / "model", file::temporary_path(folder_ / "model", kNonce, file::Temporary::kOld));
-  expect_version(1, folder_ / "model" / "ema-0.99.safetensors");
-}
-
-TEST_F(Saving, BringsBackWhatADeadSaveHadNotYetMoved) {
-  const auto path = folder_ / "model";
-  save_version(1, path);
-  const auto old = file::temporary_path(path, kNonce, file::Temporary::kOld);
-  fs::create_directories(old / "runs");
-  write(old / "model.safetensors", "replaced");
-  write(old / "model-00001-of-00002.safetensors", "replaced");
-  write(old / "optimizer.pt", "appeared");
-  write(old / "runs" / "events", "appeared too");
-  save_version(2, path, kShards);
-  expect_version(2, path);
-  EXPECT_EQ(bytes_of(path / "optimizer.pt"), "appeared");
-  EXPECT_EQ(bytes_of(path / "runs" / "events"), "appeared too");
-  EXPECT_FALSE(fs::exists(path / "model-00001-of-00002.safetensors"));
-  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
-}
-
-class NoRename : public base::Syscalls {
- public:
-  int rename(const char*, const char*) override { return (errno = ENOSYS, -1); }
-  int exchange(const char*, const char*) override { return (errno = ENOSYS, -1); }
-};
-
-TEST_F(Saving, OfNamedFilesIsNotWrittenOverOthersWhereNothingCanBeRenamed) {
-  NoRename storage;
-  base::replace_syscalls(&storage);
-  version = 1;
-  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
-  version = 2;
-  EXPECT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, static_cast<int>(Code::kUnsupported)));
-  base::replace_syscalls(nullptr);
-  expect_version(1, folder_ / "model" / "ema-0.9.safetensors");
-  expect_version(1, folder_ / "model" / "ema-0.99.safetensors");
-  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
-}
-
-/// Storage of a kind that other machines may mount, without locks.
-class Network : public base::Syscalls {
- public:
-  int flock(int, int) override { return (errno = ENOSYS, -1); }
-  int statfs(const char* path, struct statfs* out) override {
-    const int result = Syscalls::statfs(path, out);
-    out->f_type = 0x6969;  // NFS
-    return result;
-  }
-};
-
-TEST_F(Saving, OnStorageThatOtherMachinesMountLeavesWhatIsYoung) {
-  const auto path = folder_ / "a.safetensors";
-  const auto young = file::temporary_path(path, kNonce, file::Temporary::kDraft);
-  const auto aged = file::temporary_path(path, "00000000aaaaaaaa", file::Temporary::kDraft);
-  write(young, "another machine's");
-  write(aged, "a dead one's");
-  fs::last_write_time(aged, fs::file_time_type::clock::now() - std::chrono::hours(2));
-  Network network;
-  base::replace_syscalls(&network);
-  save_version(1, path);
-  base::replace_syscalls(nullptr);
-  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", young.filename().string()}));
-}
-
 TEST_F(Saving, TakesEveryNameThatTheFileSystemTakes) {
   for (const size_t length : {224u, 225u, 226u, 240u, 255u}) {
     std::string name;
@@ -385,39 +144,6 @@ TEST_F(Saving, RefusesPathsThatNoCheckpointCanHaveBeforeAnythingIsWritten) {
   for (const auto& [path, code] : cases) EXPECT_EQ(save_as(path, rows, 2), all(2, code)) << path;
   EXPECT_EQ(names(), before);
   EXPECT_EQ(bytes_of(folder_ / "precious"), "not to be written over");
-}
-
-/// A directory that cannot be moved: a mount point, or one of a lower layer of an overlay.
-class Fixed : public base::Syscalls {
- public:
-  Fixed(fs::path path, int error) : path_(std::move(path)), error_(error) {}
-  int rename(const char* from, const char* to) override {
-    return from == path_.string() ? (errno = error_, -1) : Syscalls::rename(from, to);
-  }
-  int exchange(const char*, const char*) override { return (errno = error_, -1); }
-  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
-    written += bytes;
-    return Syscalls::pwrite(fd, data, bytes, offset);
-  }
-  std::atomic<size_t> written{0};
-
- private:
-  fs::path path_;
-  int error_;
-};
-
-TEST_F(Saving, OntoADirectoryThatCannotBeMovedIsRefusedBeforeAnythingIsWritten) {
-  save_version(1, folder_ / "model", kShards);
-  for (const int error : {EBUSY, EXDEV}) {
-    Fixed machine(folder_ / "model", error);
-    base::replace_syscalls(&machine);
-    version = 2;
-    EXPECT_EQ(save_as(folder_ / "model", rows, 2), all(2, static_cast<int>(Code::kUnsupported)));
-    base::replace_syscalls(nullptr);
-    EXPECT_EQ(machine.written, 0u);
-  }
-  expect_version(1, folder_ / "model");
-  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
 }
 
 TEST_F(Saving, TakesMoreFilesThanAProcessMayOpen) {

@@ -1,52 +1,19 @@
 // The device against the reference, with the CPU's tables of cases: equal, not close. Needs a device; elsewhere the tests are skipped,
 // loudly.
+#ifdef SHARDOW_HAVE_CUDA
+
 #include "kernels/cuda.h"
 
-#include <gtest/gtest.h>
-
-#include <string>
-
-#include "shardow/error.h"
-
-#ifndef SHARDOW_HAVE_CUDA
-
-namespace shardow::kernels::cuda {
-namespace {
-
-template <class Call>
-void expect_unsupported(Call&& call) {
-  try {
-    call();
-    ADD_FAILURE() << "nothing was thrown";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Code::kUnsupported);
-    EXPECT_NE(std::string(error.what()).find("SHARDOW_CUDA"), std::string::npos)
-        << "must say how to get a build with CUDA: " << error.what();
-  }
-}
-
-TEST(NoCuda, EverythingIsRefusedWithTheWayOut) {
-  EXPECT_FALSE(built());
-  EXPECT_FALSE(available());
-  EXPECT_NE(std::string(why_not()), "");
-  expect_unsupported([] { static_cast<void>(upload({}, Device{})); });
-  expect_unsupported([] { swap(nullptr, DType::kF32, nullptr, DType::kF32, 0, Direction::kIn, Device{}); });
-  expect_unsupported([] { cast(nullptr, DType::kF32, nullptr, DType::kF16, 0, Device{}); });
-  expect_unsupported([] { static_cast<void>(allocate(16, 0)); });
-}
-
-}  // namespace
-}  // namespace shardow::kernels::cuda
-
-#else
-
 #include <cuda_runtime.h>
+#include <gtest/gtest.h>
 
 #include <cstdio>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "kernels/test_data.h"
+#include "shardow/error.h"
 
 namespace shardow::kernels::testing {
 namespace {

@@ -1,0 +1,124 @@
+// Going on from a saved state: bit-identically, with the file's options or with others, or not at all.
+#include <limits>
+
+#include "average/average_fixture.h"
+#include "base/allocations.h"
+#include "shardow/average.h"
+
+namespace shardow {
+namespace {
+
+TEST(Average, ResumesBitIdentically) {
+  Owned p("p", {kRows}, 1);
+  AverageOptions options{.schedules = {Schedule::constant(0.9), Schedule::constant(0.99999)}};
+  options.update_every = 2;
+  options.seed = ~uint64_t{0};
+  Average straight(std::vector{p.view}, options), first(std::vector{p.view}, options);
+  for (uint32_t step = 0; step < 5; ++step) {
+    p.fill(step);
+    straight.update();
+    first.update();
+  }
+  Average resumed(std::vector{p.view}, {.schedules = {Schedule::constant(0.1), Schedule::constant(0.2)}});
+  for (size_t k = 0; k < 2; ++k)
+    std::copy_n(static_cast<float*>(first.views(k)[0].data), kRows, static_cast<float*>(resumed.views(k)[0].data));
+  resumed.set_state(first.state());
+  EXPECT_EQ(resumed.state(), first.state());
+  for (uint32_t step = 5; step < 11; ++step) {
+    p.fill(step);
+    straight.update();
+    resumed.update();
+  }
+  for (size_t k = 0; k < 2; ++k) EXPECT_EQ(copy_of(resumed.views(k)[0]), copy_of(straight.views(k)[0]));
+}
+
+TEST(Average, AStateThatFindsNoMemoryChangesNothing) {
+  Owned p("p", columns(), 1);
+  Average other(std::vector{p.view}, {.schedules = {Schedule::constant(0.99999)}, .rounding = Rounding::kStochastic, .seed = 5});
+  other.update();
+  const std::string state = other.state();
+  for (long n = 0;; ++n) {
+    Average ema(std::vector{p.view}, {.schedules = {Schedule::constant(0.9)}, .rounding = Rounding::kNearest});
+    const std::string before = ema.state();
+    if (!base::fails_at_allocation(n, [&] { ema.set_state(state); })) break;
+    EXPECT_EQ(ema.state(), before) << n;
+    EXPECT_TRUE(ema.update().applied);
+  }
+}
+
+TEST(Average, GoesOnWithTheOptionsOfTheFileOrItsOwn) {
+  const AverageOptions theirs{.schedules = {Schedule::constant(0.99999)},
+                              .rule = Rule::kLerp,
+                              .rounding = Rounding::kStochastic,
+                              .update_every = 2,
+                              .start_step = 1,
+                              .seed = 9};
+  const AverageOptions ours{.schedules = {Schedule::half_life(10)}, .rule = Rule::kMulAdd, .rounding = Rounding::kNearest, .seed = 3};
+  for (const OptionsFrom from : {OptionsFrom::kFile, OptionsFrom::kOwn}) {
+    Owned p("p", columns(), 1);
+    Average saved(std::vector{p.view}, theirs), resumed(std::vector{p.view}, ours);
+    Average straight(std::vector{p.view}, from == OptionsFrom::kFile ? theirs : ours);
+    saved.update(4);
+    straight.update(4);
+    std::copy_n(static_cast<float*>(saved.views()[0].data), columns().size(), static_cast<float*>(resumed.views()[0].data));
+    std::copy_n(static_cast<float*>(saved.views()[0].data), columns().size(), static_cast<float*>(straight.views()[0].data));
+    resumed.set_state(saved.state(), from);
+    EXPECT_EQ(resumed.state(), straight.state());
+    p.fill(2);
+    resumed.update(6);
+    straight.update(6);
+    EXPECT_EQ(copy_of(resumed.views()[0]), copy_of(straight.views()[0]));
+  }
+}
+
+TEST(Average, TellsWhichOptionsDifferFromAState) {
+  Owned p("p", {kRows}, 1);
+  Average two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::mean()}, .rule = Rule::kMulAdd, .seed = 9});
+  Average own(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::power(0.1)}, .dtype = DType::kF64, .update_every = 3});
+  std::vector<std::string> names;
+  for (const OptionDifference& one : own.differences(two.state())) names.push_back(one.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"schedule/1", "rule", "update_every", "seed", "dtype"}));
+  EXPECT_EQ(own.differences(two.state())[2].file, "1");
+  EXPECT_EQ(own.differences(two.state())[2].own, "3");
+  EXPECT_TRUE(two.differences(two.state()).empty());
+  EXPECT_TRUE(own.differences(Average(std::vector{p.view}).state()).size() > 1);
+}
+
+TEST(Average, OptionsOfAFileMustFitTheMemoryHere) {
+  Owned p("p", {kRows}, 1);
+  Average nearest(std::vector{p.view}, {.rounding = Rounding::kNearest});
+  Average narrow(std::vector{p.view}, {.dtype = DType::kBF16});
+  const std::string before = narrow.state();
+  EXPECT_NE(message_of([&] { narrow.set_state(nearest.state()); }, Code::kInvalidArgument).find("own options"), std::string::npos);
+  EXPECT_EQ(narrow.state(), before);
+  narrow.set_state(nearest.state(), OptionsFrom::kOwn);
+}
+
+TEST(Average, RefusesCountersThatNoAverageHas) {
+  Owned p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  ema.update(7, 20);
+  const std::string good = ema.state();
+  const auto with = [&](const std::string& was, const std::string& is) {
+    std::string state = good;
+    return state.replace(state.find(was), was.size(), is);
+  };
+  for (const std::string& bad :
+       {with(R"("applied_step":7)", R"("applied_step":8)"), with(R"("updates":1)", R"("updates":8)"),
+        with(R"("applied_samples":20)", R"("applied_samples":-1)"), with(R"("update_every":1)", R"("update_every":0)"),
+        with(R"("rule":"lerp")", R"("rule":"slerp")"), with(R"("dtype":"F32")", R"("dtype":"F33")")}) {
+    message_of([&] { ema.set_state(bad); }, Code::kCorrupt);
+    EXPECT_EQ(ema.state(), good);
+  }
+}
+
+TEST(Average, RefusesAStateThatDoesNotFit) {
+  Owned p("p", {kRows}, 1);
+  Average one(std::vector{p.view}), two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});
+  message_of([&] { one.set_state(two.state()); }, Code::kInvalidArgument);
+  message_of([&] { one.set_state("{}"); }, Code::kCorrupt);
+  message_of([&] { one.set_state("not json"); }, Code::kCorrupt);
+}
+
+}  // namespace
+}  // namespace shardow

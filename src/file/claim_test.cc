@@ -1,0 +1,115 @@
+// One save at a time on a path: whom it waits for, and what it clears away after a dead one.
+#include "file/claim.h"
+
+#include <atomic>
+#include <cerrno>
+
+#include "file/saving_fixture.h"
+
+namespace shardow {
+namespace {
+
+TEST_F(Saving, ClearsAwayWhatDeadSavesLeftAndNothingElse) {
+  const std::string nonce = kNonce;
+  fs::create_directories(folder_ / (".a.safetensors." + nonce + ".tmp"));
+  write(folder_ / (".a.safetensors." + nonce + "-renamed.tmp"), "half");
+  const std::set<std::string> others = {".another.safetensors." + nonce + ".tmp", ".a." + nonce + ".tmp", ".a.safetensors.4567.tmp",
+                                        ".a.safetensors.notes.tmp", ".a.safetensors." + nonce + ".tmp.bak"};
+  for (const std::string& name : others) write(folder_ / name, "somebody else's");
+  save_version(1, folder_ / "a.safetensors");
+  std::set<std::string> expected = others;
+  expected.insert("a.safetensors");
+  EXPECT_EQ(names(), expected);
+}
+
+TEST_F(Saving, WaitsForALivingSaveToTheSamePathAndSaysSoWhereThatDoesNotEnd) {
+  const auto path = folder_ / "a.safetensors";
+  save_version(1, path);
+  const auto draft = file::temporary_path(path, kNonce, file::Temporary::kDraft);
+  write(draft, "of a save that goes on");
+  {
+    base::Lock living;
+    ASSERT_EQ(living.take(draft), base::Lock::Result::kHeld);
+    version = 2;
+    EXPECT_EQ(save_as(path, rows, 2, {.timeout = std::chrono::milliseconds(400)}), all(2, static_cast<int>(Code::kTimeout)));
+    EXPECT_EQ(bytes_of(draft), "of a save that goes on");
+    expect_version(1, path);
+    save_version(3, folder_ / "b.safetensors");  // another name beside it does not wait
+    std::thread ends([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      living.release();
+    });
+    save_version(4, path);
+    ends.join();
+  }
+  expect_version(4, path);
+  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "b.safetensors"}));
+}
+
+TEST_F(Saving, OfManyAtOnceToOnePathAreOneAfterTheOtherWhileReadersFindAWholeOne) {
+  for (const char* const name : {"a.safetensors", "model"}) {
+    SCOPED_TRACE(name);
+    const auto path = folder_ / name;
+    Held held("w", DType::kF32, Region::whole({3000}));
+    const auto save_all = [&](Held& one, float value) {
+      for (size_t i = 0; i < 3000; ++i) std::memcpy(one.memory.data() + 4 * i, &value, 4);
+      save(*solo(), std::span(&one.view, 1), path);
+    };
+    save_all(held, 0);
+    std::atomic<int> saved{0}, failed{0};
+    std::vector<std::thread> savers;
+    for (int saver = 0; saver < 4; ++saver) {
+      savers.emplace_back([&, saver] {
+        Held mine("w", DType::kF32, Region::whole({3000}));
+        for (int round = 0; round < 5; ++round) {
+          try {
+            save_all(mine, static_cast<float>(saver * 100 + round));
+            ++saved;
+          } catch (const Error& error) {
+            ++failed;
+            ADD_FAILURE() << error.what();
+          }
+        }
+      });
+    }
+    while (saved + failed < 20) {
+      Held read("w", DType::kF32, Region::whole({3000}));
+      try {
+        load(*solo(), std::span(&read.view, 1), path);
+      } catch (const Error& error) {  // replaced between two steps of reading is the reader's own matter
+        EXPECT_NE(error.code(), Code::kNotFound) << error.what();
+      }
+    }
+    for (std::thread& saver : savers) saver.join();
+    EXPECT_EQ(saved, 20);
+  }
+  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "model"}));
+}
+
+/// Storage of a kind that other machines may mount, without locks.
+class Network : public base::Syscalls {
+ public:
+  int flock(int, int) override { return (errno = ENOSYS, -1); }
+  int statfs(const char* path, struct statfs* out) override {
+    const int result = Syscalls::statfs(path, out);
+    out->f_type = 0x6969;  // NFS
+    return result;
+  }
+};
+
+TEST_F(Saving, OnStorageThatOtherMachinesMountLeavesWhatIsYoung) {
+  const auto path = folder_ / "a.safetensors";
+  const auto young = file::temporary_path(path, kNonce, file::Temporary::kDraft);
+  const auto aged = file::temporary_path(path, "00000000aaaaaaaa", file::Temporary::kDraft);
+  write(young, "another machine's");
+  write(aged, "a dead one's");
+  fs::last_write_time(aged, fs::file_time_type::clock::now() - std::chrono::hours(2));
+  Network network;
+  base::replace_syscalls(&network);
+  save_version(1, path);
+  base::replace_syscalls(nullptr);
+  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", young.filename().string()}));
+}
+
+}  // namespace
+}  // namespace shardow

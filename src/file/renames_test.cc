@@ -1,0 +1,148 @@
+// Saves where a rename fails, is not to be had, or where a dead one stopped between two of them.
+#include <cerrno>
+
+#include "file/publish.h"
+#include "file/saving_fixture.h"
+
+namespace shardow {
+namespace {
+
+/// A machine without an exchange, whose rename number `fatal` fails.
+class FailingRename : public base::Syscalls {
+ public:
+  explicit FailingRename(int fatal) : left_(fatal) {}
+  int exchange(const char*, const char*) override { return (errno = EINVAL, -1); }
+  int rename(const char* from, const char* to) override { return left_-- == 0 ? (errno = EIO, -1) : Syscalls::rename(from, to); }
+  bool failed() const { return left_ < 0; }
+
+ private:
+  int left_;
+};
+
+TEST_F(Saving, WithoutAnExchangeGoesBackWhereARenameFails) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  write(path / "config.json", "mine");
+  int failures = 0;
+  for (int fatal = 0;; ++fatal) {
+    FailingRename machine(fatal);
+    base::replace_syscalls(&machine);
+    version = 2;
+    const std::vector<int> codes = save_as(path, rows, 2, kShards);
+    base::replace_syscalls(nullptr);
+    if (!machine.failed()) break;
+    if (codes == all(2, kFine)) {  // it was no rename that matters
+      save_version(1, path, kShards);
+      continue;
+    }
+    ++failures;
+    expect_version(1, path);
+    EXPECT_EQ(bytes_of(path / "config.json"), "mine");
+    EXPECT_EQ(names(), (std::set<std::string>{"model"})) << fatal;
+  }
+  EXPECT_GE(failures, 3);
+  expect_version(2, path);
+}
+
+TEST_F(Saving, ThatDiedBetweenTwoRenamesLeavesTheOldOneForTheNextLoadAndTheNextSave) {
+  const auto path = folder_ / "model", old = file::temporary_path(path, kNonce, file::Temporary::kOld);
+  save_version(1, path, kShards);
+  fs::create_directories(file::temporary_path(path, kNonce, file::Temporary::kDraft));
+  fs::rename(path, old);
+  expect_version(1, path);
+  EXPECT_FALSE(fs::exists(path));  // reading changes nothing
+  class Full : public base::Syscalls {
+    int statfs(const char* at, struct statfs* out) override {
+      const int result = Syscalls::statfs(at, out);
+      out->f_bavail = 1;
+      return result;
+    }
+  } full;
+  base::replace_syscalls(&full);
+  version = 2;
+  EXPECT_EQ(save_as(path, rows, 2), all(2, static_cast<int>(Code::kOutOfSpace)));
+  base::replace_syscalls(nullptr);
+  expect_version(1, path);
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+  save_version(3, path);
+  expect_version(3, path);
+}
+
+TEST_F(Saving, FindsTheFilesOfAnOldDirectoryThatIsMissing) {
+  version = 1;
+  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
+  fs::rename(folder_ / "model", file::temporary_path(folder_ / "model", kNonce, file::Temporary::kOld));
+  expect_version(1, folder_ / "model" / "ema-0.99.safetensors");
+}
+
+TEST_F(Saving, BringsBackWhatADeadSaveHadNotYetMoved) {
+  const auto path = folder_ / "model";
+  save_version(1, path);
+  const auto old = file::temporary_path(path, kNonce, file::Temporary::kOld);
+  fs::create_directories(old / "runs");
+  write(old / "model.safetensors", "replaced");
+  write(old / "model-00001-of-00002.safetensors", "replaced");
+  write(old / "optimizer.pt", "appeared");
+  write(old / "runs" / "events", "appeared too");
+  save_version(2, path, kShards);
+  expect_version(2, path);
+  EXPECT_EQ(bytes_of(path / "optimizer.pt"), "appeared");
+  EXPECT_EQ(bytes_of(path / "runs" / "events"), "appeared too");
+  EXPECT_FALSE(fs::exists(path / "model-00001-of-00002.safetensors"));
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
+class NoRename : public base::Syscalls {
+ public:
+  int rename(const char*, const char*) override { return (errno = ENOSYS, -1); }
+  int exchange(const char*, const char*) override { return (errno = ENOSYS, -1); }
+};
+
+TEST_F(Saving, OfNamedFilesIsNotWrittenOverOthersWhereNothingCanBeRenamed) {
+  NoRename storage;
+  base::replace_syscalls(&storage);
+  version = 1;
+  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
+  version = 2;
+  EXPECT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, static_cast<int>(Code::kUnsupported)));
+  base::replace_syscalls(nullptr);
+  expect_version(1, folder_ / "model" / "ema-0.9.safetensors");
+  expect_version(1, folder_ / "model" / "ema-0.99.safetensors");
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
+/// A directory that cannot be moved: a mount point, or one of a lower layer of an overlay.
+class Fixed : public base::Syscalls {
+ public:
+  Fixed(fs::path path, int error) : path_(std::move(path)), error_(error) {}
+  int rename(const char* from, const char* to) override {
+    return from == path_.string() ? (errno = error_, -1) : Syscalls::rename(from, to);
+  }
+  int exchange(const char*, const char*) override { return (errno = error_, -1); }
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
+    written += bytes;
+    return Syscalls::pwrite(fd, data, bytes, offset);
+  }
+  std::atomic<size_t> written{0};
+
+ private:
+  fs::path path_;
+  int error_;
+};
+
+TEST_F(Saving, OntoADirectoryThatCannotBeMovedIsRefusedBeforeAnythingIsWritten) {
+  save_version(1, folder_ / "model", kShards);
+  for (const int error : {EBUSY, EXDEV}) {
+    Fixed machine(folder_ / "model", error);
+    base::replace_syscalls(&machine);
+    version = 2;
+    EXPECT_EQ(save_as(folder_ / "model", rows, 2), all(2, static_cast<int>(Code::kUnsupported)));
+    base::replace_syscalls(nullptr);
+    EXPECT_EQ(machine.written, 0u);
+  }
+  expect_version(1, folder_ / "model");
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
+}  // namespace
+}  // namespace shardow

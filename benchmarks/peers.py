@@ -14,7 +14,8 @@ from torch import nn
 
 import shardow
 from benchmarks.cases import Case
-from shardow import _core, _tracked
+from shardow import _core
+from shardow.averages import tracked
 
 Tensors = list[torch.Tensor]
 
@@ -46,8 +47,8 @@ def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
 def limit(case: Case, model: nn.Module) -> Callable[[], None]:
     """The machine's own limit: our loads and stores with one maximum in place of the average, on memory of its own."""
     ema = shardow.EMA(model, list(case.decays), threads=1)
-    averages = [_tracked.average_views(ema._tracked, k) for k in range(case.num_decays)]
-    bound = _core.Limit(_tracked.source_views(ema._tracked), averages)
+    averages = [tracked.average_views(ema._tracked, k) for k in range(case.num_decays)]
+    bound = _core.Limit(tracked.source_views(ema._tracked), averages)
     kept = ema  # owns the memory
 
     def step() -> None:

@@ -6,10 +6,9 @@ import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 
-import shardow.materializing
-import shardow.meta
+import shardow.start.materialize
 
 with torch.device("meta"):  # imports torch's compiler
     torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 2))
-with shardow.meta.meta_init():
+with shardow.meta_init():
     torch.nn.Linear(2, 2)

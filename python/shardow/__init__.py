@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardow._core import Schedule
-from shardow._errors import Error
+from shardow.errors import Error
 
 if TYPE_CHECKING:
     from shardow import compat, errors, memory, schedules
-    from shardow._attached import Handle
-    from shardow._background import SaveHandle
-    from shardow.checkpoint import async_save, full_state_dict, load, save
+    from shardow.averages.attach import Handle
     from shardow.ema import EMA
-    from shardow.materializing import materialize
-    from shardow.meta import meta_init, to_empty
-    from shardow.reading import Checkpoint, Slice
-    from shardow.reading import open_checkpoint as open  # noqa: F401
-    from shardow.sharding import wrap
+    from shardow.files.background import SaveHandle
+    from shardow.files.checkpoint import async_save, full_state_dict, load, save
+    from shardow.files.reading import Checkpoint, Slice
+    from shardow.files.reading import open_checkpoint as open  # noqa: F401
+    from shardow.start.materialize import materialize
+    from shardow.start.meta import meta_init, to_empty
+    from shardow.start.wrap import wrap
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,19 +47,19 @@ __all__ = [
 ]  # not "open", which `import *` would put before Python's own
 #: Where what is imported at its first use lives.
 _HOMES = {
-    "Checkpoint": "reading",
-    "Slice": "reading",
+    "Checkpoint": "files.reading",
+    "Slice": "files.reading",
     "EMA": "ema",
-    "Handle": "_attached",
-    "SaveHandle": "_background",
-    "async_save": "checkpoint",
-    "full_state_dict": "checkpoint",
-    "load": "checkpoint",
-    "save": "checkpoint",
-    "materialize": "materializing",
-    "meta_init": "meta",
-    "to_empty": "meta",
-    "wrap": "sharding",
+    "Handle": "averages.attach",
+    "SaveHandle": "files.background",
+    "async_save": "files.checkpoint",
+    "full_state_dict": "files.checkpoint",
+    "load": "files.checkpoint",
+    "save": "files.checkpoint",
+    "materialize": "start.materialize",
+    "meta_init": "start.meta",
+    "to_empty": "start.meta",
+    "wrap": "start.wrap",
 }
 
 if not TYPE_CHECKING:  # type checkers would take any name then
@@ -71,7 +71,7 @@ if not TYPE_CHECKING:  # type checkers would take any name then
         if name in ("compat", "errors", "memory", "schedules"):
             return importlib.import_module(f"shardow.{name}")
         if name == "open":
-            return importlib.import_module("shardow.reading").open_checkpoint
+            return importlib.import_module("shardow.files.reading").open_checkpoint
         if name in _HOMES:
             try:
                 return getattr(importlib.import_module(f"shardow.{_HOMES[name]}"), name)

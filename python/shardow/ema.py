@@ -11,23 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core, _errors, _state, _tracked, _warnings
-from shardow._agreed import common_weight
-from shardow._attached import Attachments, Handle, Samples
-from shardow._equal import DIFFERENT_WEIGHTS, check_equal
-from shardow._keys import choose, keys_of
-from shardow._options import Buffers, NonFinite, Options, Params, Replicas, Rule, Stochastic, invalid, make_options, seconds, unsupported
-from shardow._saved import Saved
-from shardow._states import Decay
-from shardow._streams import Streams, with_memory
-from shardow._swap import Swap
-from shardow._swap_block import Block
-from shardow._swap_guard import refuse_foreign
-from shardow._team import Team
-from shardow._unfrozen import Unfrozen
-from shardow.torch.extra import extra_states, give
-from shardow.torch.find import find
-from shardow.torch.local import LocalTensor, oddity, refuse_expanded
+from shardow import _core, errors
+from shardow.averages import state as _state
+from shardow.averages import tracked as _tracked
+from shardow.averages.agreed import common_weight
+from shardow.averages.attach import Attachments, Handle, Samples
+from shardow.averages.cuda_streams import Streams, with_memory
+from shardow.averages.options import Buffers, NonFinite, Options, Params, Replicas, Rule, Stochastic, make_options
+from shardow.averages.saved import Saved
+from shardow.averages.states import Decay
+from shardow.averages.swap import Swap
+from shardow.averages.swap_block import Block
+from shardow.averages.unfrozen import Unfrozen
+from shardow.base.checks import invalid, seconds, unsupported
+from shardow.base.warnings import warn
+from shardow.files.decay_keys import choose, keys_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal
+from shardow.model.extra_state import extra_states, give
+from shardow.model.local import LocalTensor, oddity, refuse_expanded
+from shardow.model.swap_guard import refuse_foreign
+from shardow.model.view import find
+from shardow.ranks.team import Team
 
 T = TypeVar("T")
 
@@ -191,7 +195,7 @@ class EMA(Saved):
     def _warn_of(self, held: int) -> None:
         if held and not self._warned:
             self._warned = True
-            _warnings.warn(
+            warn(
                 f"{held} weights on this rank are NaN or Inf; their averages {self._fate()} (nonfinite={self._options.nonfinite!r}). "
                 "stats()['held_nonfinite'] counts them; this warning is given once",
                 RuntimeWarning,
@@ -288,7 +292,7 @@ class EMA(Saved):
         _state.copy_streamed(self._gatherer("copy_to()", k, complete=True), target, self._team)
         give(model, extra_states(self._view.model))
         if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in self._others() if oddity(one.tensor)]:
-            _warnings.warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
+            warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
         target.bump_versions()
 
     def _check_copy(self, places: Sequence[LocalTensor]) -> None:
@@ -396,7 +400,7 @@ def _wants(params: Params, local: LocalTensor) -> bool:
 def _refuse(momentum: Any) -> None:
     if momentum is not None:
         hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})" if isinstance(momentum, float) else ""
-        raise _errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
+        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
 
 
 __all__ = ["EMA"]

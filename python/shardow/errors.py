@@ -1,18 +1,6 @@
-"""The errors of shardow, to catch by what they mean. Each is also the built-in that it resembles."""
+"""The errors of shardow, to catch by what they mean: one class per code of the engine's, each also the built-in that it resembles."""
 
-from shardow._errors import (
-    CorruptError,
-    DeadlineError,
-    Error,
-    InternalError,
-    InvalidArgumentError,
-    IoError,
-    NotFoundError,
-    OutOfSpaceError,
-    PeerFailedError,
-    UnknownOptionError,
-    UnsupportedError,
-)
+from __future__ import annotations
 
 __all__ = [
     "CorruptError", "DeadlineError", "Error", "InternalError", "InvalidArgumentError", "IoError", "NotFoundError", "OutOfSpaceError",
@@ -22,3 +10,104 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class Error(Exception):
+    """Base of everything that shardow raises on purpose. ``code`` is one of a closed set; ``errno`` is 0 unless the operating system refused."""
+
+    code = "internal"
+
+    def __init__(self, message: str, errno: int = 0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.os_errno = errno
+
+    def __str__(self) -> str:  # KeyError would quote it, OSError would add to it
+        return self.message
+
+
+class InvalidArgumentError(Error, ValueError):
+    """The call is wrong: another shape, dtype, name, decay, or not now."""
+
+    code = "invalid_argument"
+
+
+class UnknownOptionError(InvalidArgumentError, TypeError):
+    """An option that does not exist."""
+
+
+class NotFoundError(Error, FileNotFoundError, KeyError):
+    """No such file or tensor."""
+
+    code = "not_found"
+
+
+class CorruptError(Error, ValueError):
+    """A file or state contradicts its format or its checksums."""
+
+    code = "corrupt"
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """Valid, but not possible in this build, on this device or storage."""
+
+    code = "unsupported"
+
+
+class IoError(Error, OSError):
+    """The operating system refused; errno says why."""
+
+    code = "io"
+
+
+class OutOfSpaceError(IoError):
+    """Disk or quota is full; nothing was published."""
+
+    code = "out_of_space"
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """A device, or pinned host memory, has none left."""
+
+    code = "out_of_memory"
+
+
+class DeadlineError(Error, TimeoutError):
+    """A deadline passed."""
+
+    code = "timeout"
+
+
+class PeerFailedError(Error, ConnectionError):
+    """Another rank failed or is gone; the message names it and its own message."""
+
+    code = "peer_failed"
+
+
+class InternalError(Error, RuntimeError):
+    """A bug in shardow."""
+
+
+_CLASSES: dict[str, type[Error]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgumentError, NotFoundError, CorruptError, UnsupportedError, IoError, OutOfSpaceError, OutOfMemoryError, DeadlineError, PeerFailedError, InternalError,
+    )
+}  # fmt: skip
+
+
+def make(code: str, message: str, errno: int = 0) -> Error:
+    """The exception of an error code; called by the engine's one bridge to Python."""
+    error = _CLASSES[code](message, errno)
+    if errno and isinstance(error, OSError):
+        error.errno = errno
+    return error
+
+
+def make_also(kind: type[Exception], message: str, code: str = "invalid_argument") -> Error:
+    """make(), of an exception that is ``kind`` too: what another library raises there, whose users may be catching it."""
+    base = _CLASSES[code]
+    cls: type[Error] = (
+        base if issubclass(base, kind) else type(base.__name__, (base, kind), {"__doc__": base.__doc__, "__module__": base.__module__})
+    )
+    return cls(message)

@@ -1,4 +1,4 @@
-// The one bridge between shardow::Error and Python. The classes are made in shardow/_errors.py, where each is also the built-in that it
+// The one bridge between shardow::Error and Python. The classes are made in shardow/errors.py, where each is also the built-in that it
 // resembles.
 #include "base/errors.h"
 
@@ -21,7 +21,7 @@ nb::object to_text(const char* message) {
 }
 
 void raise(Code code, const char* message, int error) {
-  const nb::object made = nb::module_::import_("shardow._errors").attr("make")(base::code_name(code), to_text(message), error);
+  const nb::object made = nb::module_::import_("shardow.errors").attr("make")(base::code_name(code), to_text(message), error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
@@ -40,7 +40,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 void throw_if_ours(const nb::python_error& raised) {
   const nb::handle error = raised.value();
-  if (!nb::isinstance(error, nb::module_::import_("shardow._errors").attr("Error"))) return;
+  if (!nb::isinstance(error, nb::module_::import_("shardow.errors").attr("Error"))) return;
   const auto name = nb::cast<std::string>(error.attr("code"));
   for (int i = 0; i <= static_cast<int>(Code::kInternal); ++i) {
     const Code code = static_cast<Code>(i);

@@ -1,4 +1,4 @@
-// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass (shardow.torch.group.TorchGroup) fills the interface
+// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass (shardow.ranks.store_group.StoreGroup) fills the interface
 // for C++.
 #include "shardow/group.h"
 

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import _errors, _origins
-from shardow._options import invalid
+from shardow import errors
+from shardow.base.checks import invalid
 from shardow.compat._pretrained import fsdp_pretrained_load_context, unchanged_environment
 from shardow.compat._strategy import Strategy
 from shardow.compat._teams import everybody
-from shardow.materializing import materialize
-from shardow.sharding import own_weights, to_meta
+from shardow.model import origins
+from shardow.start.materialize import materialize
+from shardow.start.wrap import own_weights, to_meta
 
-_Prepared = tuple[list[_origins.Bindings], Mapping[str, torch.Tensor] | None]
+_Prepared = tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]
 
 
 class AccelerateStrategy(Strategy):
@@ -44,7 +45,7 @@ class AccelerateStrategy(Strategy):
             from accelerate import Accelerator, DistributedDataParallelKwargs
             from accelerate.utils import InitProcessGroupKwargs
         except ImportError as error:
-            raise _errors.make(
+            raise errors.make(
                 "unsupported", "AccelerateStrategy needs accelerate: pip install accelerate; NativeFSDPStrategy needs nothing"
             ) from error
         self.device_mesh, self.mixed_precision = device_mesh, mixed_precision
@@ -84,18 +85,18 @@ class AccelerateStrategy(Strategy):
             for module in model.modules():
                 for key, param in module._parameters.items():
                     if param is not None:
-                        _origins.remember(module, key)
-            return [_origins.bindings(one, model) for one in optimizers], own_weights(model) if team.rank == 0 else None
+                        origins.remember(module, key)
+            return [origins.bindings(one, model) for one in optimizers], own_weights(model) if team.rank == 0 else None
 
         bindings, own = team.agree("wrap_model()", ready)
         to_meta(model)
         for optimizer, places in zip(optimizers, bindings, strict=True):
-            _origins.bind(optimizer, places)  # it would keep the whole model
+            origins.bind(optimizer, places)  # it would keep the whole model
         with self._not_loading():
             prepared = self.accelerator.prepare(model, *args)
         materialize(model, own)
         for optimizer, places in zip(optimizers, bindings, strict=True):
-            _origins.bind(optimizer, places)  # accelerate tells parameters by their addresses, and on meta there are none
+            origins.bind(optimizer, places)  # accelerate tells parameters by their addresses, and on meta there are none
         return prepared
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

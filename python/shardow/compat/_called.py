@@ -7,12 +7,12 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardow import _errors
-from shardow.torch.names import join, walk, wrapped_child
+from shardow import errors
+from shardow.model.names import join, walk, wrapped_child
 
 
 def called(root: nn.Module) -> Callable[[str], str]:
-    """The function from a clean name (shardow.torch.names) to the name in ``root.named_parameters()``; for FSDP1's flat parameters, to that which each part of it would have."""
+    """The function from a clean name (shardow.model.names) to the name in ``root.named_parameters()``; for FSDP1's flat parameters, to that which each part of it would have."""
     pairs = zip(walk(root), nn.Module.named_modules(root, remove_duplicate=False), strict=True)
     prefixes = {clean: wrapped for (clean, _), (wrapped, _) in pairs}  # of a module and its wrappers the innermost, which comes last
 
@@ -29,7 +29,7 @@ def model_and_root(given: object) -> tuple[nn.Module, nn.Module]:
     if not isinstance(given, nn.Module):
         if isinstance(module, nn.Module):
             return module, module
-        raise _errors.make_also(AttributeError, f"{type(given).__name__} is no nn.Module, and has none as .module")
+        raise errors.make_also(AttributeError, f"{type(given).__name__} is no nn.Module, and has none as .module")
     if not isinstance(module, nn.Module):
         return given, given
     if _is_wrapper_of(given, module):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardow import _errors, _state
-from shardow._gather import Gatherer, Part
-from shardow._replicas import Exchange
-from shardow._tracked import Tracked, divide, scatter
+from shardow import errors
+from shardow.averages import state
+from shardow.averages.replicas import Exchange
+from shardow.averages.tracked import Tracked, divide, scatter
 from shardow.ema import EMA
-from shardow.torch.find import ModelView, find
+from shardow.model.view import ModelView, find
+from shardow.ranks.gather import Gatherer, Part
 
 
 class Copier:
@@ -29,7 +30,7 @@ class Copier:
         self._ema._not_swapped("copy_to()")
         self._view.reshard()
         if not self._view.unchanged() and not self._view.follow_moves(self._follow):
-            raise _errors.make("invalid_argument", self._view.explain_change())
+            raise errors.make("invalid_argument", self._view.explain_change())
 
     def _follow(self) -> None:
         for one in self._tracked:
@@ -49,7 +50,7 @@ class Copier:
                 Exchange(self._tracked).run(team.timeout)
         else:
             parts = [Part(one.name, one.averages[0], one.region) for _, one in pairs]
-            _state.copy_streamed(Gatherer("copy_to()", parts, team), self._view, team)
+            state.copy_streamed(Gatherer("copy_to()", parts, team), self._view, team)
         self._view.bump_versions()
         self._view.reshard()
 
@@ -64,7 +65,7 @@ class Copier:
             if name not in there or tuple(there[name].region.shape) != shape
         ]
         if wrong:
-            raise _errors.make_also(KeyError, f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}")
+            raise errors.make_also(KeyError, f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}")
         chosen = [there[name] for name in shapes]
         return [Tracked(one, *divide(one, self._ema._options.replicas), one.tensor.view(-1)) for one in chosen]
 

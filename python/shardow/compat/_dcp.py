@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from shardow import _errors
-from shardow._held import Held
-from shardow._match import matched, unexpected
-from shardow._team import Team
+from shardow import errors
 from shardow.compat._published import publish
+from shardow.model.parts import Held
+from shardow.ranks.team import Team
+from shardow.start.match import matched, unexpected
 
 _DECAY, _UPDATES = "shardow.decay", "shardow.updates"
 
@@ -81,7 +81,7 @@ def plan(held: Held, directory: Path) -> Plan | None:
         and (tuple(one.size) != tuple(part.region.shape) or one.properties.dtype.is_floating_point != part.flat.is_floating_point())
     ]
     if wrong:
-        raise _errors.make_also(RuntimeError, f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
+        raise errors.make_also(RuntimeError, f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
     missing = [part.name for part in held.parts if part.name not in keys]
     return Plan(directory, keys, missing, unexpected(held, keys, tensors), {_DECAY, _UPDATES} <= stored.keys())
 

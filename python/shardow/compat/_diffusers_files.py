@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import _errors
-from shardow._held import group_of
-from shardow._options import invalid
-from shardow._team import Team
-from shardow.checkpoint import load, save
+from shardow import errors
+from shardow.base.checks import invalid
 from shardow.compat._listed import moved
-from shardow.meta import on_meta
+from shardow.files.checkpoint import load, save
+from shardow.model.parts import group_of
+from shardow.ranks.team import Team
+from shardow.start.meta import on_meta
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"  # as diffusers.utils.SAFETENSORS_WEIGHTS_NAME
 _INDEX = _WEIGHTS + ".index.json"
@@ -92,13 +92,13 @@ def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
         raise invalid(f"a {type(model).__name__} of this config has {len(known)} parameters; there are averages of {len(shadows)}")
     for (name, param), shadow in zip(known.items(), shadows, strict=True):
         if shadow.dim() == 1 and param.dim() > 1:
-            raise _errors.make_also(
+            raise errors.make_also(
                 RuntimeError,
                 f"the average of '{name}' is a flat piece of {shadow.numel()} elements, as FSDP1 has them, of which no {type(model).__name__} can be saved; save state_dict() on every rank, "
                 "or copy_to() the model and save that one whole, then restore()",
             )
         if param.shape != shadow.shape:
-            raise _errors.make_also(
+            raise errors.make_also(
                 RuntimeError,
                 f"'{name}' is {tuple(param.shape)} in a {type(model).__name__} of this config, its average {tuple(shadow.shape)}",
             )
@@ -124,7 +124,7 @@ def _sources(folder: Path, tensors: dict[str, torch.Tensor]) -> list[tuple[Path,
     files = sorted({places[name] for name in tensors})
     outside = next((file for file in files if Path(file).name != file), None)
     if outside is not None:
-        raise _errors.make("corrupt", f"{index}: '{outside}' is no plain file name")
+        raise errors.make("corrupt", f"{index}: '{outside}' is no plain file name")
     return [(folder / file, {name: t for name, t in tensors.items() if places[name] == file}) for file in files]
 
 

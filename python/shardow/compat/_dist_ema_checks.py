@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import _errors, _state
-from shardow._gather import Part
-from shardow._held import Held
-from shardow._match import matched, unexpected
-from shardow._options import invalid, whole
+from shardow import errors
+from shardow.averages import state as _state
+from shardow.base.checks import invalid, whole
 from shardow.compat._shares import Share
-from shardow.torch.local import LocalTensor
+from shardow.model.local import LocalTensor
+from shardow.model.parts import Held
+from shardow.ranks.gather import Part
+from shardow.start.match import matched, unexpected
 
 CONFIG = "shardow.dist_ema"  # key of ``config`` in a file's metadata
 PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -25,9 +26,9 @@ PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch
 def check_options(config: Mapping[str, Any], world_size: int, rank: int) -> None:
     """Raises ValueError; also KeyError and TypeError, where the origin does."""
     if config["dtype"] not in PRECISION_TO_TYPE:
-        raise _errors.make_also(KeyError, f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}")
+        raise errors.make_also(KeyError, f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}")
     if config["warmup"] and config["power"] is None:
-        raise _errors.make_also(
+        raise errors.make_also(
             TypeError, "warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand"
         )
     if whole("rank", rank, 0) >= whole("world_size", world_size, 1):
@@ -54,7 +55,7 @@ def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
 def config_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Of a file that DistEMA saved; raises ValueError for another one."""
     if CONFIG not in metadata:
-        raise _errors.make(
+        raise errors.make(
             "corrupt", f"{path} is not a saved DistEMA: its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
         )
     config: dict[str, Any] = json.loads(metadata[CONFIG])
@@ -75,7 +76,7 @@ def fitting(
         wrong = _state.unfit(found, {one.name: one.shape for one in shares})
         wrong += [f"unexpected '{key}'" for key in unexpected(held, keys, state.keys())]
     if wrong:
-        raise _errors.make_also(KeyError, f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
+        raise errors.make_also(KeyError, f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
     return [(one, found[one.name].detach()) for one in shares]
 
 

@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardow._options import Replicas, invalid
-from shardow._replicas import Exchange
-from shardow._tracked import Tracked, gather, scatter
+from shardow.averages.options import Replicas
+from shardow.averages.replicas import Exchange
+from shardow.averages.tracked import Tracked, gather, scatter
+from shardow.base.checks import invalid
 from shardow.compat._pairs import copy_all, warn_of_rounding
 from shardow.compat._stand_in import StandIn
 from shardow.compat._twin import Choose, Fate, Kind, Twin

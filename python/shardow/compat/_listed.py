@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from shardow import _core, _errors, _origins
+from shardow import _core, errors
 from shardow.compat._pairs import Pair, Pairs, copy_all, warn_of_rounding
-from shardow.torch.memory import MARKS
-from shardow.torch.owners import resharded
+from shardow.model import origins
+from shardow.model.owners import resharded
+from shardow.model.storage import MARKS
 
 _requires_grad = operator.attrgetter("requires_grad")
 _OTHERS = "the state is another model's, or its parameters were in another order when it was saved"
@@ -97,7 +98,7 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 
 def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises as check()."""
-    fitting = [_origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(values[len(likes) :])
+    fitting = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(values[len(likes) :])
     check(fitting, likes, loading=True)
     return [value.detach().clone() for value in fitting]
 
@@ -117,16 +118,16 @@ def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], l
             if loading
             else f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
         )
-        raise _errors.make_also(RuntimeError, differ)
+        raise errors.make_also(RuntimeError, differ)
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
         if shadow.shape == parameter.shape and _is_sharded(parameter) != _is_sharded(shadow):
             whole, shards = ("average", "parameter") if _is_sharded(parameter) else ("parameter", "average")
-            raise _errors.make_also(
+            raise errors.make_also(
                 RuntimeError,
                 f"{whole} {i} is whole, its {shards} is sharded; make the averages of the parameters that are given here, then load into them (diffusers: from_pretrained(..., parameters=))",
             )
         if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
-            raise _errors.make_also(
+            raise errors.make_also(
                 RuntimeError,
                 f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; {_OTHERS if loading else 'pass the parameters in the order of construction'}",
             )

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardow import _core
-from shardow.torch.dtensors import sharded_like
-from shardow.torch.find import ModelView
-from shardow.torch.piece import Piece
+from shardow.model.dtensor import sharded_like
+from shardow.model.piece import Piece
+from shardow.model.view import ModelView
 
 
 def weights_of(view: ModelView) -> dict[str, torch.Tensor]:

@@ -12,14 +12,16 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from shardow import _errors, _files, _state
-from shardow._gather import Part
-from shardow._held import Held
-from shardow._match import matched, unexpected
-from shardow._options import invalid
-from shardow._team import Team
+from shardow import errors
+from shardow.averages import state as _state
+from shardow.base.checks import invalid
 from shardow.compat import _dcp, _pt_file
-from shardow.torch.names import clean_file_key
+from shardow.files import engine
+from shardow.model.names import clean_file_key
+from shardow.model.parts import Held
+from shardow.ranks.gather import Part
+from shardow.ranks.team import Team
+from shardow.start.match import matched, unexpected
 
 T = TypeVar("T")
 
@@ -97,7 +99,7 @@ class Managed(ABC):
                 what = (
                     f"{type(self).__name__}.load_state_dict(): nothing was loaded: {_listed(names)}; strict=False leaves these as they are"
                 )
-                raise _errors.make_also(self._refusal, what)
+                raise errors.make_also(self._refusal, what)
             return held, _copies(held.parts, keys, state), names
 
         held, copies, names = self._team.agree("load_state_dict()", check)
@@ -141,9 +143,9 @@ class Managed(ABC):
             return found
         way_out = "load(..., missing='init') begins them as the weights are now"
         if found is None:
-            raise _errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
+            raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
         if found.missing:
-            raise _errors.make_also(
+            raise errors.make_also(
                 KeyError, f"{directory}: nothing was loaded: {_listed(Unmatched(found.missing, found.unexpected))}; {way_out}"
             )
         return found
@@ -154,7 +156,7 @@ class Managed(ABC):
 
         def prepare() -> tuple[list[Part], dict[str, tuple[str, ...]], torch.dtype | None]:
             parts, names = self._complete()
-            return parts, names, _files.floating(dtype)
+            return parts, names, engine.floating(dtype)
 
         parts, names, kind = self._together("export_shadow()", prepare)
         path = Path(directory) / "ema_shadow.pt"
@@ -195,7 +197,7 @@ def _copies(parts: Sequence[Part], keys: Mapping[str, str], state: Mapping[str, 
         else:
             copies.append(planned)
     if problems:
-        raise _errors.make_also(RuntimeError, f"the state does not fit, nothing was loaded: {_state.listed(problems)}")
+        raise errors.make_also(RuntimeError, f"the state does not fit, nothing was loaded: {_state.listed(problems)}")
     return copies
 
 

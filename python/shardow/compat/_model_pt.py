@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardow import _errors
-from shardow._options import invalid
+from shardow import errors
+from shardow.base.checks import invalid
 from shardow.compat import _torch_files
 from shardow.compat._called import model_and_root
 from shardow.compat._teams import team_of
 from shardow.compat._whole import whole_state_dict
-from shardow.materializing import materialize
-from shardow.torch.local import persistent_buffers, slots_of
-from shardow.torch.names import walk, without_wrappers
+from shardow.model.local import persistent_buffers, slots_of
+from shardow.model.names import walk, without_wrappers
+from shardow.start.materialize import materialize
 
 if TYPE_CHECKING:
     from shardow.compat.causal_forcing import EMA_FSDP
@@ -47,11 +47,11 @@ def read_model_pt(path: str | Path, entry: str = "generator_ema") -> dict[str, t
     content = _torch_files.read(path)
     if not isinstance(content, Mapping) or not isinstance(content.get(entry), Mapping):
         there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
-        raise _errors.make("not_found", f"{path} has no {entry!r}; it has {there[:400]}")
+        raise errors.make("not_found", f"{path} has no {entry!r}; it has {there[:400]}")
     found: dict[str, torch.Tensor] = {}
     for key, tensor in content[entry].items():
         if (name := without_wrappers(key)) in found:
-            raise _errors.make("corrupt", f"{path} has '{name}' twice in {entry!r}, once as '{key}'")
+            raise errors.make("corrupt", f"{path} has '{name}' twice in {entry!r}, once as '{key}'")
         found[name] = tensor
     return found
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from shardow import _errors
-from shardow._options import Replicas, one_of, unsupported
+from shardow import errors
+from shardow.averages.options import Replicas
+from shardow.base.checks import one_of, unsupported
 from shardow.compat._pairs import Tensors, copy_all, warn_of_rounding
 from shardow.compat._scripted import Scripted
 from shardow.compat._stand_in import StandIn, needed
@@ -21,11 +22,11 @@ from shardow.compat._teams import team_of
 from shardow.compat._twin import Choose, Kind, Rule, Twin, everything_saved
 from shardow.compat._whole import whole_averages
 from shardow.ema import EMA
-from shardow.materializing import Request, fill_model
-from shardow.torch.find import find
-from shardow.torch.local import LocalTensor
-from shardow.torch.names import clean_file_key
-from shardow.torch.piece import Piece
+from shardow.model.local import LocalTensor
+from shardow.model.names import clean_file_key
+from shardow.model.piece import Piece
+from shardow.model.view import find
+from shardow.start.materialize import Request, fill_model
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -140,7 +141,7 @@ class Sharded:
     def _check(self, model: nn.Module) -> None:
         if model is not self._seen:
             if [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
-                raise _errors.make_also(
+                raise errors.make_also(
                     RuntimeError,
                     "the averages of a sharded model follow the one that they were made of, and this is another; make them anew after the model has its final form",
                 )
@@ -215,13 +216,13 @@ def _refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: boo
             if names:
                 wrong.append(f"{what} key(s) in state_dict: {', '.join(map(repr, names[:20]))}")
     if wrong:
-        raise _errors.make_also(RuntimeError, f"nothing was loaded: {'; '.join(wrong[:20])}")
+        raise errors.make_also(RuntimeError, f"nothing was loaded: {'; '.join(wrong[:20])}")
 
 
 def _all_there(own: Mapping[str, torch.Tensor], state: Mapping[str, Any], strict: bool) -> None:
     missing = [name for name in own if name not in state]
     if missing and strict:
-        raise _errors.make_also(RuntimeError, f"Missing key(s) in state_dict: {', '.join(map(repr, missing))}; nothing was loaded")
+        raise errors.make_also(RuntimeError, f"Missing key(s) in state_dict: {', '.join(map(repr, missing))}; nothing was loaded")
 
 
 def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
@@ -240,13 +241,13 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
             _load_averages(module, state, strict)
         else:
             fill_model(Request(what, module, state, strict=strict))
-    except _errors.InvalidArgumentError as error:
-        raise _errors.make_also(RuntimeError, str(error)) from None
+    except errors.InvalidArgumentError as error:
+        raise errors.make_also(RuntimeError, str(error)) from None
 
 
 def _some_fit(fitting: list[str], state: Mapping[str, Any], here: set[str]) -> None:
     if here and not fitting:
-        raise _errors.make_also(
+        raise errors.make_also(
             RuntimeError, f"none of the {len(state)} names fits, nothing was loaded: there '{next(iter(state), '')}', here '{min(here)}'"
         )
 
@@ -255,7 +256,7 @@ def _all_whole(names: list[str], state: Mapping[str, Any]) -> None:
     for name in names:
         value = state[name]
         if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
-            raise _errors.make_also(
+            raise errors.make_also(
                 RuntimeError,
                 f"'{name}' is one rank's piece of a sharded average, as state_dict() gives it, nothing was loaded; save full_state_dict() instead (call it on all ranks; rank 0 has the whole)",
             )

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardow import _core
-from shardow._options import DTYPES
-from shardow.torch.memory import engine_view
+from shardow.averages.options import DTYPES
+from shardow.model.storage import engine_view
 
 Tensors = list[torch.Tensor]
 _NOTHING = torch.empty(0)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from shardow._gather import Gatherer, Part
-from shardow._team import Team
 from shardow.compat._published import NewFile
+from shardow.ranks.gather import Gatherer, Part
+from shardow.ranks.team import Team
 
 _ALIGN = 64
 _ZIP64_FIELD = 20  # bytes that zipfile adds to a large record's header

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from shardow._team import Team
+from shardow.ranks.team import Team
 
 
 class NewFile:

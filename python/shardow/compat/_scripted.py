@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardow import _errors
+from shardow import errors
 from shardow.compat._pairs import Pair, Pairs, Tensors
 from shardow.compat._twin import Choose, Rule
 
@@ -51,7 +51,7 @@ class Scripted:
         for name in [*ours, *theirs]:
             here, there = (tuple(state[name].shape) if name in state else "missing" for state in (ours, theirs))
             if here != there:
-                raise _errors.make_also(RuntimeError, f"'{name}' is {here} in the average and {there} in the model")
+                raise errors.make_also(RuntimeError, f"'{name}' is {here} in the average and {there} in the model")
         parameters = {name for name, _ in self.module.named_parameters()}
         fates = {name: self._choose(name, tensor, "parameter" if name in parameters else "buffer") for name, tensor in ours.items()}
         averaged, copied = ([Pair(name, theirs[name], ours[name]) for name in ours if fates[name] == fate] for fate in ("average", "copy"))

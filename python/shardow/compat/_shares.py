@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardow import _core
-from shardow._gather import Part
-from shardow._options import unsupported
-from shardow._tracked import divide
-from shardow.torch.find import ModelView
-from shardow.torch.local import LocalTensor
-from shardow.torch.owners import has_fsdp
+from shardow.averages.tracked import divide
+from shardow.base.checks import unsupported
+from shardow.model.local import LocalTensor
+from shardow.model.owners import has_fsdp
+from shardow.model.view import ModelView
+from shardow.ranks.gather import Part
 
 Copied = list[tuple[torch.Tensor, torch.Tensor]]  # (a stretch of an average as its tensor goes, a copy of it, row-major)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import _errors
-from shardow._options import Replicas
+from shardow import errors as _errors
+from shardow.averages.options import Replicas
 from shardow.ema import EMA
-from shardow.torch.owners import has_fsdp
+from shardow.model.owners import has_fsdp
 
 
 def needed(model: nn.Module, replicas: Replicas) -> bool:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from shardow import _errors
-from shardow._held import held_by
+from shardow import errors
 from shardow.compat import _torch_files
 from shardow.compat._teams import everybody, team_of
 from shardow.compat._whole import whole_state_dict
-from shardow.materializing import Request, fill_model
+from shardow.model.parts import held_by
+from shardow.start.materialize import Request, fill_model
 
 _LORA = ("lora_A", "lora_B", "lora_embedding")
 
@@ -116,7 +116,7 @@ def _named(model: nn.Module, weights: Mapping[str, torch.Tensor] | None, adapter
             found[name] = tensor
     missing = sorted({name for name in names.values() if _is_of_adapter(name, adapter)} - found.keys())
     if unknown or missing:
-        raise _errors.make_also(
+        raise errors.make_also(
             KeyError,
             f"load_peft_weights(): adapter '{adapter}' does not fit, nothing was loaded: missing {', '.join(missing[:8]) or 'nothing'}; fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
         )

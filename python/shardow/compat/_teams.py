@@ -7,9 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shardow._team import Team
 from shardow.compat._stand_in import StandIn
-from shardow.torch.ranks import group_of_model
+from shardow.model.groups import group_of_model
+from shardow.ranks.team import Team
 
 
 def team_of(module: nn.Module) -> Team:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardow import _errors
+from shardow import errors
 from shardow.compat._published import NewFile
 
 
@@ -26,11 +26,11 @@ def read(path: str | Path) -> Any:
             mapped = file.read(2) == b"PK"  # older files are no archives, and can't be
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
-        raise _errors.make("not_found", f"there is no file {path}") from None
+        raise errors.make("not_found", f"there is no file {path}") from None
     except OSError:
         raise
     except Exception as error:  # the unpickler fails in many ways over what is no pickle
-        raise _errors.make("corrupt", f"{path} is not a whole file of tensors by torch.save(): {error}") from error
+        raise errors.make("corrupt", f"{path} is not a whole file of tensors by torch.save(): {error}") from error
 
 
 __all__ = ["read", "write"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardow.compat._pairs import warn_of_rounding
 from shardow.compat._twin import Fate, Kind, Twin
-from shardow.torch.find import find
+from shardow.model.view import find
 
 
 class TrainedTwin(Twin):

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardow import _errors
-from shardow._options import Rule as EngineRule
+from shardow import errors
+from shardow.averages.options import Rule as EngineRule
 from shardow.compat._pairs import Pair, Pairs, Tensors, copy_all
-from shardow.torch.find import ModelView, find
-from shardow.torch.local import LocalTensor
-from shardow.torch.names import walk
+from shardow.model.local import LocalTensor
+from shardow.model.names import walk
+from shardow.model.view import ModelView, find
 
 Kind = Literal["parameter", "buffer", "temporary"]  # temporary: a buffer that state_dict() has not
 Fate = Literal["average", "copy", "leave"]
@@ -173,7 +173,7 @@ def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, 
     known = {one.name: one for one in theirs.parameters}
     extra = [name for name in known if name not in {one.name for one in ours.parameters}]
     if extra:
-        raise _errors.make_also(
+        raise errors.make_also(
             RuntimeError, f"the model has '{extra[0]}', which its average has not; make the average anew after the model has its final form"
         )
     for one in ours.parameters:
@@ -187,7 +187,7 @@ def _differ(
     name: str, ours: torch.Tensor, theirs: torch.Tensor | None, here: LocalTensor | None = None, there: LocalTensor | None = None
 ) -> Exception:
     if theirs is None:
-        return _errors.make_also(
+        return errors.make_also(
             _MissingError, f"{name} is averaged, but the model has it no more; make the average anew after the model has its final form"
         )
     shapes = (
@@ -198,4 +198,4 @@ def _differ(
         if here is None or there is None or shapes[0] != shapes[1]
         else f": this rank has {here.region} of the average and {there.region} of the weight"
     )
-    return _errors.make_also(RuntimeError, f"{name} is {shapes[0]} in the average and {shapes[1]} in the model{parts}")
+    return errors.make_also(RuntimeError, f"{name} is {shapes[0]} in the average and {shapes[1]} in the model{parts}")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardow._gather import Gatherer
-from shardow._held import held_by
-from shardow._swap_guard import refuse_foreign
-from shardow._team import Team
 from shardow.compat._stand_in import StandIn
+from shardow.model.parts import held_by
+from shardow.model.swap_guard import refuse_foreign
+from shardow.ranks.gather import Gatherer
+from shardow.ranks.team import Team
 
 
 def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:

@@ -18,19 +18,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardow import _errors, _files
-from shardow._gather import Part
-from shardow._held import Held, held_by
-from shardow._options import Replicas, invalid, unsupported
-from shardow._team import Team
-from shardow.checkpoint import save as save_file
+from shardow import errors
+from shardow.averages.options import Replicas
+from shardow.base.checks import invalid, unsupported
 from shardow.compat._looks import clone, look, weights_of
 from shardow.compat._managed import Managed, Unmatched, checked_decay
 from shardow.compat._teams import everybody, joined
 from shardow.compat._trained import TrainedTwin
 from shardow.ema import EMA
-from shardow.torch.find import ModelView, find
-from shardow.torch.ranks import group_of_model
+from shardow.files import engine
+from shardow.files.checkpoint import save as save_file
+from shardow.model.groups import group_of_model
+from shardow.model.parts import Held, held_by
+from shardow.model.view import ModelView, find
+from shardow.ranks.gather import Part
+from shardow.ranks.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ class EMAManager(Managed):
             return
         missing = self._shadow.keys() - {one.name for one in theirs.parameters}
         if missing:
-            raise _errors.make_also(
+            raise errors.make_also(
                 KeyError,
                 f"the model has no '{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged; make a new manager of it",
             )
@@ -143,10 +145,10 @@ class EMAManager(Managed):
             path.parent.mkdir(parents=True, exist_ok=True)
             view = self._ema._view
             mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
-            return [part for part in self._complete()[0] if part.name in mine], _files.dtype_and_limit(dtype, None)
+            return [part for part in self._complete()[0] if part.name in mine], engine.dtype_and_limit(dtype, None)
 
         parts, options = self._together("export_safetensors()", prepare)
-        _files.write([_files.FileParts("", parts)], path, self._team, **options)
+        engine.write([engine.FileParts("", parts)], path, self._team, **options)
         return path
 
     def _names(self) -> Mapping[str, object]:
@@ -282,7 +284,7 @@ def _check(ours: ModelView, theirs: ModelView) -> None:
     trained = [one for one in theirs.parameters if one.requires_grad]
     missing = [one.name for one in trained if one.name not in here]
     if missing:
-        raise _errors.make_also(KeyError, f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {missing[:5]}")
+        raise errors.make_also(KeyError, f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {missing[:5]}")
     for one in trained:
         shapes = [tuple(local.region.shape) for local in (one, here[one.name])]
         if shapes[0] != shapes[1]:
@@ -303,7 +305,7 @@ def build_ema(
     section = _section(cfg)
     unknown = section.keys() - {"decay", "implementation"}
     if unknown:
-        raise _errors.UnknownOptionError(f"ema: unknown option(s) {', '.join(sorted(unknown))}; it has decay and implementation")
+        raise errors.UnknownOptionError(f"ema: unknown option(s) {', '.join(sorted(unknown))}; it has decay and implementation")
     decay, implementation = section.get("decay", 0.9999), section.get("implementation", "auto")
     if cfg is None or decay is None:
         return None

@@ -21,15 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from shardow import _errors, _fill, meta
-from shardow._held import Held, held_by
-from shardow._options import invalid
-from shardow._team import Team
-from shardow.checkpoint import save
+from shardow import errors
+from shardow.base.checks import invalid
 from shardow.compat import _torch_files
 from shardow.compat._published import publish
 from shardow.compat._teams import everybody
 from shardow.compat._trained import TrainedTwin
+from shardow.files.checkpoint import save
+from shardow.model.parts import Held, held_by
+from shardow.ranks.team import Team
+from shardow.start import fill as _fill
+from shardow.start import meta
 
 #: Classes that become FSDP units, by name: BAGEL's. Add those of another model to it.
 WRAPPED_CLASSES = {
@@ -101,7 +103,7 @@ def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.999
     try:
         twin.pair(model)
     except ValueError as error:
-        raise _errors.make_also(AssertionError, f"fsdp_ema_update(): {error}") from None
+        raise errors.make_also(AssertionError, f"fsdp_ema_update(): {error}") from None
     twin.update(model, decay, 1 - decay)
 
 
@@ -239,7 +241,7 @@ def _ema_file(folder: Path, source: Path, missing_ema: str, logger: Any) -> Path
     if path.exists():
         return path
     if missing_ema == "error":
-        raise _errors.make("not_found", f"{path} is missing; missing_ema='model' begins the averages as {source.name}")
+        raise errors.make("not_found", f"{path} is missing; missing_ema='model' begins the averages as {source.name}")
     logger.info(f"{path.name} is missing: the averages begin as {source}.")
     return source
 
@@ -293,7 +295,7 @@ def _shard_of(config: FSDPConfig) -> _Shard:
 def _strategy(config: FSDPConfig) -> ShardingStrategy:
     if config.sharding_strategy not in ShardingStrategy.__members__:
         known = ", ".join(ShardingStrategy.__members__)
-        raise _errors.make_also(KeyError, f"sharding_strategy={config.sharding_strategy!r}; FSDP has {known}", "unsupported")
+        raise errors.make_also(KeyError, f"sharding_strategy={config.sharding_strategy!r}; FSDP has {known}", "unsupported")
     return ShardingStrategy[config.sharding_strategy]
 
 
@@ -302,7 +304,7 @@ def _read_shard(folder: Path, shard: _Shard) -> Any:
         return _read(folder / shard.name)
     counts = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("optimizer.*-of-*.pt")})
     there = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
-    raise _errors.make(
+    raise errors.make(
         "not_found",
         f"{folder} has no {shard.name}: this run has {shard.count} shards of the optimizer's state, the checkpoint {there}. Resume with as many, or from the weights alone, which fit any number",
     )

@@ -17,19 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import Schedule, _errors
-from shardow._gather import Part
-from shardow._held import Held
-from shardow._keys import keys_of
-from shardow._match import matched, unexpected
-from shardow._options import Replicas, invalid, one_of
+from shardow import Schedule, errors
+from shardow.averages.options import Replicas
+from shardow.base.checks import invalid, one_of
 from shardow.compat._called import called, model_and_root
 from shardow.compat._copying import Copier
 from shardow.compat._fsdp_wrap import barrier, fsdp_wrap, launch_distributed_job
 from shardow.compat._model_pt import load_model_pt, read_model_pt, write_model_pt
 from shardow.compat._whole import whole_state_dict
 from shardow.ema import EMA
+from shardow.files.decay_keys import keys_of
+from shardow.model.parts import Held
+from shardow.ranks.gather import Part
 from shardow.schedules import as_schedules
+from shardow.start.match import matched, unexpected
 
 
 class EMA_FSDP:
@@ -93,15 +94,15 @@ class EMA_FSDP:
             self._refuse_other(fsdp_module)
         try:
             self.ema.update()
-        except _errors.InvalidArgumentError as error:
-            raise _errors.make_also(KeyError, str(error)) from None
+        except errors.InvalidArgumentError as error:
+            raise errors.make_also(KeyError, str(error)) from None
 
     def _refuse_other(self, given: Any) -> None:
         model = self._model if given is self._model else model_and_root(given)[0]
         if self._is_copy and model is not self._model:
             self._follow(model)
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
-            raise _errors.make_also(
+            raise errors.make_also(
                 KeyError,
                 "update(): this is not the module that the averages are of; make an EMA_FSDP of it and load this one's state_dict()",
             )
@@ -185,7 +186,7 @@ class Shadow(dict[str, torch.Tensor]):
     """What ``shadow`` gives: entries are the averages' memory, and can't be exchanged. It is pickled as a dict."""
 
     def __setitem__(self, name: str, value: torch.Tensor) -> NoReturn:
-        raise _errors.make_also(
+        raise errors.make_also(
             TypeError,
             f"shadow[{name!r}] = ... would change a dict and no average; write shadow[{name!r}].copy_(...), or assign the whole: shadow = {{...}}",
         )

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import _errors
-from shardow._options import invalid, unsupported
+from shardow import errors
+from shardow.base.checks import invalid, unsupported
 from shardow.compat._diffusers_files import read, write
 from shardow.compat._listed import Listed, assign, copies, loaded, moved
-from shardow.torch.dtensors import sharded_like
-from shardow.torch.owners import resharded
+from shardow.model.dtensor import sharded_like
+from shardow.model.owners import resharded
 
 Parameters = Iterable[torch.Tensor]
 
@@ -130,7 +130,7 @@ class EMAModel:
     def restore(self, parameters: Parameters) -> None:
         """The stored values into the parameters; they are not stored any more."""
         if self.temp_stored_params is None:
-            raise _errors.make_also(RuntimeError, "restore(): nothing was stored; call store() first")
+            raise errors.make_also(RuntimeError, "restore(): nothing was stored; call store() first")
         assign(list(parameters), self.temp_stored_params)
         self.temp_stored_params = None
 

@@ -17,15 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _errors, _files, _state
-from shardow._gather import Gatherer, Part, take
-from shardow._options import invalid, seconds, unsupported
-from shardow._team import Team
+from shardow import errors
+from shardow.averages import state as _state
+from shardow.base.checks import invalid, seconds, unsupported
 from shardow.compat._called import called
 from shardow.compat._dist_ema_checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
 from shardow.compat._pairs import Pair, Pairs
 from shardow.compat._shares import Copied, Share, is_sharded, shares, unlike
-from shardow.torch.find import ModelView, find
+from shardow.files import engine
+from shardow.model.view import ModelView, find
+from shardow.ranks.gather import Gatherer, Part, take
+from shardow.ranks.team import Team
 
 T = TypeVar("T")
 
@@ -181,7 +183,7 @@ class DistEMA:
                 return
         view = self._found(model)
         if wrong := unlike(self._shares, view):
-            raise _errors.make_also(
+            raise errors.make_also(
                 KeyError, f"update(): the model is not what the averages were made of: {'; '.join(wrong[:20])}; make a DistEMA of it"
             )
         self._bound, self._view = model, view
@@ -260,17 +262,17 @@ class DistEMA:
         """Averages and ``config`` into a .safetensors file, every rank writing its own bytes; resumable by load(). Collective; nothing is gathered."""
         parts = self._together("save()", lambda: self._parts([]))
         self._team.same_updates("save()", self.decay_steps)
-        _files.write([_files.FileParts("", parts, {CONFIG: json.dumps(self.config)})], path, self._team)
+        engine.write([engine.FileParts("", parts, {CONFIG: json.dumps(self.config)})], path, self._team)
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
         """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective. Raises, before anything changes, where names, shapes or options differ."""
         copied: Copied = []
         parts = self._together("load()", lambda: self._parts(copied, saving=False))
-        found = _files.catalog(path, self._team)
+        found = engine.catalog(path, self._team)
         steps = self._team.agree("load()", lambda: steps_in(config_in(path, found.metadata), self.config))
-        _files.read_into(parts, found, self._team, check_only=True)
-        _files.read_into(parts, found, self._team)
+        engine.read_into(parts, found, self._team, check_only=True)
+        engine.read_into(parts, found, self._team)
         for stretch, filled in copied:
             stretch.copy_(filled)
         self.decay_steps = steps

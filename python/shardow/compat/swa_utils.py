@@ -17,8 +17,8 @@ from torch.optim import swa_utils as origin
 from torch.optim.swa_utils import SWALR
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from shardow import _errors
-from shardow._options import Replicas, Rule
+from shardow import errors
+from shardow.averages.options import Replicas, Rule
 from shardow.compat._module import Averaged, follow
 from shardow.compat._pairs import Tensors
 from shardow.compat._stand_in import StandIn
@@ -66,7 +66,7 @@ def get_swa_avg_fn() -> AvgFn:
 
 def _checked(decay: float) -> float:
     if not 0.0 <= decay <= 1.0:
-        raise _errors.make("invalid_argument", f"decay={decay}; it is the weight kept on the old average, in [0, 1]")
+        raise errors.make("invalid_argument", f"decay={decay}; it is the weight kept on the old average, in [0, 1]")
     return decay
 
 
@@ -119,7 +119,7 @@ class AveragedModel(Averaged):
     ) -> None:
         super().__init__()
         if avg_fn is not None and multi_avg_fn is not None:
-            raise _errors.make_also(
+            raise errors.make_also(
                 AssertionError, "both avg_fn and multi_avg_fn are given; one of them does the averaging, leave out the other"
             )
         self.avg_fn = avg_fn

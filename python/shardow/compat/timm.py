@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import _errors
-from shardow._options import Replicas, Rule, unsupported
+from shardow import errors
+from shardow.averages.options import Replicas, Rule
+from shardow.base.checks import unsupported
 from shardow.compat._module import NARROW, Averaged, Follower, follow, load
 from shardow.compat._teams import team_of
 from shardow.compat._twin import Fate, Kind, Twin
@@ -221,12 +222,12 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm saves its arguments too
             checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
     if not isinstance(checkpoint, Mapping):
-        raise _errors.make_also(
+        raise errors.make_also(
             AssertionError, f"{where} is a {type(checkpoint).__name__}, not a dict with averages under {' or '.join(KEYS)}"
         )
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)
     if not isinstance(found, Mapping):
-        raise _errors.make_also(
+        raise errors.make_also(
             KeyError,
             f"{where} has no averages: none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}; to begin with the model's weights, load nothing",
         )

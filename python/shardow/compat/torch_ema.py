@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardow import _errors
-from shardow._options import invalid
+from shardow import errors
+from shardow.base.checks import invalid
 from shardow.compat._listed import Listed, assign, copies, loaded, moved
-from shardow.torch.owners import resharded
+from shardow.model.owners import resharded
 
 Parameters = Iterable[torch.Tensor] | None
 
@@ -59,7 +59,7 @@ class ExponentialMovingAverage:
     def restore(self, parameters: Parameters = None) -> None:
         """The stored values into the parameters; they stay stored."""
         if self.collected_params is None:
-            raise _errors.make_also(RuntimeError, "restore(): nothing was stored; call store() first")
+            raise errors.make_also(RuntimeError, "restore(): nothing was stored; call store() first")
         assign(self._given(parameters), self.collected_params)
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ def _checked(decay: float) -> float:
 
 def _require(fine: bool, message: str) -> None:
     if not fine:
-        raise _errors.make_also(AssertionError, message)
+        raise errors.make_also(AssertionError, message)
 
 
 __all__ = ["ExponentialMovingAverage"]

@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardow import _origins
-from shardow._options import invalid, unsupported
+from shardow.base.checks import invalid, unsupported
 from shardow.compat._accelerate import AccelerateStrategy
 from shardow.compat._pretrained import fsdp_pretrained_load_context
 from shardow.compat._strategy import Strategy
-from shardow.materializing import materialize
-from shardow.sharding import wrap
+from shardow.model import origins
+from shardow.start.materialize import materialize
+from shardow.start.wrap import wrap
 
 _unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[_Left]]] = weakref.WeakKeyDictionary()
 
@@ -139,7 +139,7 @@ class _Left:
 def _unbind_optimizer_params(optimizer: torch.optim.Optimizer) -> None:
     """Lets the parameters' memory go; where they were is remembered, as far as it is known, and what the optimizer knows of them."""
     _unbound[optimizer] = [
-        [_Left(_origins.of(param), optimizer.state.pop(param, None)) for param in group["params"]] for group in optimizer.param_groups
+        [_Left(origins.of(param), optimizer.state.pop(param, None)) for param in group["params"]] for group in optimizer.param_groups
     ]
     for group in optimizer.param_groups:
         group["params"] = [torch.empty(1, dtype=param.dtype, device="meta") for param in group["params"]]
@@ -170,7 +170,7 @@ def _rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tor
     for group, params, left in zip(optimizer.param_groups, groups, known, strict=True):
         group["params"] = params
         optimizer.state.update(
-            {param: _origins.state_for(param, one.state) for param, one in zip(params, left, strict=True) if one.state is not None}
+            {param: origins.state_for(param, one.state) for param, one in zip(params, left, strict=True) if one.state is not None}
         )
     _unbound.pop(optimizer, None)
     return optimizer

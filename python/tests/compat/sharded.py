@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardow._gather import take
-from shardow.torch.find import find
+from shardow.model.view import find
+from shardow.ranks.gather import take
 
 KINDS = ("fsdp2", "hsdp", "fsdp1", "ddp")
 

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardow
 from shardow.compat import _pt_file
 from shardow.compat.automodel import EMAManager, ShardedModelEMAManager, build_ema
-from shardow.torch.piece import Piece
+from shardow.model.piece import Piece
 
 DECAYS = (0.9, 0.9999)
 Manager = EMAManager | ShardedModelEMAManager

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow.compat.diffusers import EMAModel
-from shardow.torch.owners import resharded
+from shardow.model.owners import resharded
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import shardow
 from shardow.compat import automodel, bagel, causal_forcing, diffusers, dist_ema, ema_pytorch, swa_utils, timm, torch_ema
-from shardow.torch.names import clean_file_key
+from shardow.model.names import clean_file_key
 
 Averages = Callable[[], dict[str, torch.Tensor]]
 Surface = tuple[Callable[[], object], Averages]  # (update, averages by name)

@@ -15,7 +15,7 @@ from oracle import Numbers, Oracle
 from torch import nn
 
 import shardow
-from shardow._keys import key_of
+from shardow.files.decay_keys import key_of
 
 EXAMPLES = 5000 if os.environ.get("SHARDOW_ALL") else 150
 

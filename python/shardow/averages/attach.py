@@ -1,0 +1,106 @@
+"""What updates an EMA after optimizer steps: one optimizer, or several that share a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardow import errors
+from shardow.base.checks import invalid
+
+#: Training samples of one step, all ranks together; or a function that tells how many have been seen so far.
+Samples = float | Callable[[], float]
+
+
+class Handle:
+    """Detaches an EMA from an optimizer; as a context manager, at the end of the block."""
+
+    def __init__(self, attachments: Attachments, optimizer: torch.optim.Optimizer, samples: Samples | None) -> None:
+        self._attachments, self._samples = attachments, samples
+        self._optimizer = optimizer
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: attachments.before(self)),
+            optimizer.register_step_post_hook(lambda stepped, *_: attachments.after(self, stepped)),
+        ]
+
+    def remove(self) -> None:
+        """Ends this attachment alone, once; a second call does nothing."""
+        self._attachments.remove(self)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class Attachments:
+    """The optimizers that an EMA is attached to. A training step is one round: each of them steps once, or is skipped.
+
+    The update of a round follows the step of the optimizer that was attached last; where a GradScaler skips that one, it comes before the next round.
+    """
+
+    def __init__(self, update: Callable[[Samples | None], None], ready: Callable[[], None]) -> None:
+        self._update, self._ready = update, ready
+        self._all: list[Handle] = []
+        self._stepped: list[Handle] = []  # in this round
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, optimizer: Any, samples: Samples | None) -> Handle:
+        found = _innermost(optimizer)
+        if any(one._optimizer is found for one in self._all):
+            raise invalid("attached to this optimizer already; each step would count twice")
+        if samples is not None and not callable(samples) and not samples > 0:
+            raise invalid(
+                f"samples={samples}; give the training samples of one step, more than 0, or a function that tells how many were seen"
+            )
+        self._all.append(Handle(self, found, samples))
+        return self._all[-1]
+
+    def remove(self, handle: Handle) -> None:
+        for one in (self._all, self._stepped):
+            if handle in one:
+                one.remove(handle)
+
+    def before(self, handle: Handle) -> None:
+        """Before a step: refuses one that would be lost."""
+        self._ready()
+        if handle in self._stepped:
+            self.settle()
+
+    def after(self, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
+        if _skipped(optimizer):
+            return
+        self._stepped.append(handle)
+        if handle is self._all[-1]:
+            self.settle()
+
+    def settle(self) -> None:
+        """The update of a round that has begun."""
+        if self._stepped:
+            self._stepped.clear()
+            self._update(next((one._samples for one in self._all if one._samples is not None), None))
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer of torch inside a wrapper that keeps it as ``.optimizer``: accelerate's, for one, takes no hooks."""
+    found = optimizer
+    while not hasattr(found, "_optimizer_step_post_hooks") and hasattr(found, "optimizer"):
+        found = found.optimizer
+    if not hasattr(found, "_optimizer_step_post_hooks"):
+        raise errors.UnknownOptionError(
+            f"attach() takes a torch.optim.Optimizer, or a wrapper with one as .optimizer, not a {type(optimizer).__name__}; call update() after its steps instead"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """A GradScaler leaves it to fused optimizers to skip the step, and tells them by an attribute. On CUDA the answer waits for the device."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())

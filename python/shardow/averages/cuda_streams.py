@@ -1,0 +1,38 @@
+"""Averages on CUDA devices follow torch's current streams, as every torch operation does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from shardow import _core, errors
+
+T = TypeVar("T")
+
+
+class Streams:
+    """Which stream of each device the engine works on: the one that was current when somebody last asked for the engine. The device waits where they differ, never the host."""
+
+    def __init__(self, averages: Iterable[torch.Tensor]) -> None:
+        self._memory = {tensor.device: tensor for tensor in averages if tensor.is_cuda}  # any tensor stands for its allocation
+        self._last = {device: torch.cuda.current_stream(device).cuda_stream for device in self._memory}
+
+    def follow(self, average: _core.Average) -> None:
+        for device, last in self._last.items():
+            stream = torch.cuda.current_stream(device)
+            if stream.cuda_stream == last:
+                continue
+            average.set_stream(device.index or 0, stream.cuda_stream)
+            self._memory[device].record_stream(stream)  # its memory is not given to others before this stream is done
+            self._last[device] = stream.cuda_stream
+
+
+def with_memory(make: Callable[[], T]) -> T:
+    """``make()``, once more without torch's cached blocks where a device has no memory left: the engine's tables are not of torch's allocator, which keeps what it once had."""
+    try:
+        return make()
+    except errors.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return make()

@@ -1,0 +1,102 @@
+"""What an EMA was asked for, checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shardow import _core
+from shardow.base.checks import invalid, one_of, unsupported, whole
+from shardow.base.warnings import warn
+from shardow.schedules import as_schedules
+
+#: Dtypes of averages, by torch's names for them.
+DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+Params = Literal["trainable", "all"] | Callable[[str, torch.Tensor], bool]
+Replicas = Literal["split", "copy"]
+Buffers = Literal["copy", "average", "ignore"]
+Rule = Literal["lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient"]
+Stochastic = bool | Literal["auto"]
+NonFinite = Literal["hold", "propagate", "raise"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of an EMA, with the engine's words for them. Meaning and defaults: see EMA."""
+
+    schedules: list[_core.Schedule]
+    dtype: torch.dtype
+    device: torch.device | None
+    replicas: Replicas
+    params: Params
+    buffers: Buffers
+    rule: Rule
+    rounding: str
+    nonfinite: NonFinite
+    update_every: int
+    start_step: int
+    seed: int
+    threads: int
+
+    def engine(self, alone: bool) -> _core.AverageOptions:
+        """``alone``: no other rank would wait for one that raises in an update."""
+        waits = self.nonfinite == "raise" and not alone
+        return _core.AverageOptions(
+            schedules=self.schedules,
+            dtype=DTYPES[self.dtype],
+            rule=getattr(_core.Rule, self.rule),
+            rounding=getattr(_core.Rounding, self.rounding),
+            non_finite=getattr(
+                _core.NonFinite, "hold" if waits else "raise_" if self.nonfinite == "raise" else self.nonfinite
+            ),  # a keyword
+            update_every=self.update_every,
+            start_step=self.start_step,
+            seed=self.seed,
+            num_threads=self.threads,
+        )
+
+
+def make_options(
+    *,
+    decay: Any,
+    dtype: torch.dtype,
+    device: Any,
+    replicas: Replicas,
+    params: Params,
+    buffers: Buffers,
+    rule: Rule,
+    stochastic: Stochastic,
+    nonfinite: NonFinite,
+    update_every: int,
+    start_step: int,
+    seed: int,
+    threads: int,
+    overlap: bool,
+) -> Options:
+    if overlap:
+        raise unsupported("overlap=True (averaging in the background) is not built yet; leave it out")
+    if dtype not in DTYPES:
+        raise invalid(f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any dtype")
+    if dtype in (torch.bfloat16, torch.float16):
+        warn(f"averages in {dtype} carry 0.5 to 1.6 % of noise, stochastically rounded; torch.float32 is the default for a reason")
+    if not callable(params):
+        one_of("params", params, ("trainable", "all"))
+    return Options(
+        schedules=as_schedules(decay),
+        dtype=dtype,
+        device=None if device is None else torch.device(device),
+        replicas=one_of("replicas", replicas, ("split", "copy")),
+        params=params,
+        buffers=one_of("buffers", buffers, ("copy", "average", "ignore")),
+        rule=one_of("rule", rule, ("lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient")),
+        rounding={"auto": "auto", True: "stochastic", False: "nearest"}[one_of("stochastic", stochastic, ("auto", True, False))],
+        nonfinite=one_of("nonfinite", nonfinite, ("hold", "propagate", "raise")),
+        update_every=whole("update_every", update_every, 1),
+        start_step=whole("start_step", start_step, 0),
+        seed=whole("seed", seed, 0),
+        threads=whole("threads", threads, 0),
+    )

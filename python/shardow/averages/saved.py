@@ -1,0 +1,174 @@
+"""What an EMA writes to files and reads from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardow.averages import counters
+from shardow.averages.states import Decay, OptionsFrom, States
+from shardow.base.checks import invalid
+from shardow.base.progress import Progress
+from shardow.files import decay_keys, engine
+from shardow.files.background import SaveHandle
+from shardow.files.paths import StrPath
+from shardow.model.extra_state import extra_states, for_file
+from shardow.model.local import refuse_all_odd
+from shardow.ranks.gather import Part
+
+
+class Saved(States):
+    """Files of averages; EMA has the rest."""
+
+    def save(
+        self,
+        path: StrPath,
+        *,
+        max_shard_size: int | str | None = None,
+        progress: Progress | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them. Collective.
+
+        load() resumes from it. Every rank writes its own bytes of the final file, which replaces what was there when it is whole.
+
+        Args:
+            max_shard_size: of a file in a directory, in bytes or like "5GB"; of an EMA with one decay.
+            progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
+            metadata: texts for the header, beside the state.
+
+        Returns:
+            {"files": [path], "bytes_written": by this rank, "seconds": float}.
+        """
+        files, options = self._to_save("save()", max_shard_size, metadata)
+        return engine.write(files, path, self._team, progress=progress, **options)
+
+    def async_save(
+        self,
+        path: StrPath,
+        *,
+        max_shard_size: int | str | None = None,
+        progress: Progress | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SaveHandle:
+        """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save(). Collective."""
+        files, options = self._to_save("async_save()", max_shard_size, metadata)
+        return engine.write_in_background(files, path, self._team, progress=progress, **options)
+
+    def _to_save(
+        self, what: str, max_shard_size: int | str | None, metadata: Mapping[str, str] | None
+    ) -> tuple[list[engine.FileParts], dict[str, Any]]:
+        def check() -> dict[str, Any]:
+            self._not_swapped(what)
+            if max_shard_size is not None and len(self._keys) > 1:
+                raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
+            if decay_keys.STATE in (metadata or {}):
+                raise invalid(f"{what}: metadata {decay_keys.STATE!r} is the EMA's own state; choose another key")
+            return engine.dtype_and_limit(None, max_shard_size)
+
+        options = self._team.agree(what, check)
+        state = self._ready_to_hand_out(what)
+        return engine.with_state(self._parts_by_key(saving=True), state, metadata or {}), options
+
+    @torch.no_grad()
+    def load(
+        self,
+        path: StrPath,
+        strict: bool = True,
+        *,
+        verify: bool = True,
+        options: OptionsFrom = "file",
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective.
+
+        Args:
+            strict: every average here is in the file, and every one there is wanted; else the rest is in the report, and averages that the
+                file lacks stay as they are.
+            verify: compare checksums where the file carries them; no extra reads.
+            options: as in load_state_dict(): "file" or "own".
+            progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
+
+        Returns:
+            {"missing": [name], "unexpected": [name], "bytes_read": by this rank, "seconds": float}.
+
+        Raises:
+            ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
+        """
+        self._team.agree("load()", lambda: self._not_swapped("load()"))
+        theirs = engine.averages_there(path, len(self._keys), self._team)
+        there = self._team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
+        found = list(engine.catalogs(path, there, self._team).values())
+        parts = list(self._parts_by_key(saving=False).values())
+        how: dict[str, Any] = {"strict": strict, "verify": verify}
+        for one, catalog in zip(parts, found, strict=True):  # whatever does not fit is listed before anything changes
+            engine.read_into(one, catalog, self._team, check_only=True, **how)
+        before, keys = self._average.state(), self._keys
+
+        def take() -> None:
+            text = counters.own_part(engine.state_in(path, found[0]), self._team.rank)
+            self._taken_as(decay_keys.keys_in({decay_keys.STATE: text}), options, f"{path}")
+            self._take_options("load()", text, options)
+
+        try:
+            self._team.agree("load()", take)
+            reports = [
+                engine.read_into(one, catalog, self._team, progress=progress, **how) for one, catalog in zip(parts, found, strict=True)
+            ]
+        except BaseException:
+            self._average.set_state(before)
+            self._keys = keys
+            raise
+        return _joined(reports)
+
+    def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
+        tracked = [one for one in self._tracked if not saving or one.local.counts_on(self._team.rank)]
+        return {key: [Part(one.name, one.averages[k], one.region) for one in tracked] for k, key in enumerate(self._keys)}
+
+    def export(
+        self,
+        path: StrPath,
+        dtype: torch.dtype | str | None = None,
+        *,
+        max_shard_size: int | str | None = None,
+        decay: Decay | None = None,
+        progress: Progress | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one .safetensors file. Collective.
+
+        Args:
+            dtype: of all floating tensors, "bfloat16", torch.float8_e4m3fn, ...; None: each weight's own. float8, and weights of several
+                dtypes, take a copy of this rank's part in memory.
+            max_shard_size: of a file in the directory, in bytes or like "5GB".
+            decay: which of several averages.
+            progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
+            metadata: texts for the header.
+
+        Returns:
+            {"files": [path], "bytes_written": by this rank, "seconds": float}.
+        """
+        k = decay_keys.choose(self._keys, decay)
+        self._ready_to_hand_out("export()", self._others)
+        others = self._others()
+
+        def check() -> tuple[list[Part], dict[str, Any]]:
+            refuse_all_odd(others)
+            own = {one.name: one.local.tensor.dtype for one in self._tracked} | {one.name: one.tensor.dtype for one in others}
+            parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
+            parts += [Part(one.name, one.flat(), one.region) for one in others if one.counts_on(self._team.rank)]
+            parts, cast = engine.in_dtypes(parts, own, engine.floating(dtype))
+            return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
+
+        parts, options = self._team.agree("export()", check)
+        extra, texts = for_file(extra_states(self._view.model)) if self._team.rank == 0 else ([], {})
+        return engine.write(
+            [engine.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})], path, self._team, progress=progress, **options
+        )
+
+
+def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    names = {key: list(dict.fromkeys(name for one in reports for name in one.get(key, ()))) for key in ("missing", "unexpected")}
+    return {**names, "bytes_read": sum(one["bytes_read"] for one in reports), "seconds": sum(one["seconds"] for one in reports)}

@@ -1,0 +1,218 @@
+"""The averages as a nested dict, and back: what state_dict, load_state_dict, copy_to and distance are made of."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardow import _core
+from shardow.averages.tracked import Tracked
+from shardow.base.checks import invalid
+from shardow.model.piece import Piece
+from shardow.model.regions import region_of
+from shardow.model.view import ModelView
+from shardow.ranks import gather
+from shardow.ranks.team import Team
+from shardow.ranks.transfers import begun, finish
+
+_OTHERWISE = "was sharded otherwise"
+
+_LACKS = ("missing '", "unexpected '")
+
+_CHUNK = 1 << 20  # elements of a temporary
+
+#: (memory to fill, value, region of the value's tensor that the memory holds; None: the value is that very piece)
+Copy = tuple[torch.Tensor, torch.Tensor, "_core.Region | None"]
+
+
+def make(tracked: Sequence[Tracked], keys: Sequence[str], engine_state: str) -> dict[str, Any]:
+    """{"averages": {name: tensor}, "state": str}, with several keys {"averages": {key: {name: tensor}}, ...}."""
+    by_key = {key: {one.name: as_tensor(one, k) for one in tracked} for k, key in enumerate(keys)}
+    return {"averages": by_key[keys[0]] if len(keys) == 1 else by_key, "state": engine_state}
+
+
+def as_tensor(one: Tracked, k: int) -> torch.Tensor:
+    shape = tuple(one.region.shape)
+    if one.region == _core.Region.whole(list(shape)):
+        return one.averages[k].view(shape)
+    return Piece(one.averages[k], one.region)
+
+
+def engine_state(state: Mapping[str, Any]) -> str:
+    text = state.get("state")
+    if not isinstance(text, str):
+        raise invalid("this is not a state of shardow.EMA: 'state' is missing; it has " + ", ".join(map(repr, list(state)[:8])))
+    return text
+
+
+def check(
+    state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str], strict: bool = True
+) -> tuple[list[Copy], dict[str, list[str]]]:
+    """What load_state_dict will copy, and the names that are missing and unexpected. Raises with everything that does not fit, before anything is copied; unless ``strict``, names may lack."""
+    averages = state.get("averages")
+    if not isinstance(averages, Mapping):
+        raise invalid("this is not a state of shardow.EMA: 'averages' is missing")
+    by_key = {keys[0]: averages} if len(keys) == 1 else averages
+    problems = [
+        f"no averages for decay {key} (there are {', '.join(map(str, averages))})"
+        for key in keys
+        if not isinstance(by_key.get(key), Mapping)
+    ]
+    if problems:
+        raise invalid(f"the state does not fit: {'; '.join(problems)}")
+    copies: list[Copy] = []
+    expected = {one.name: tuple(one.region.shape) for one in tracked}
+    missing = {name: None for key in keys for name in expected if name not in by_key[key]}
+    unexpected = {name: None for key in keys for name in by_key[key] if name not in expected}
+    for k, key in enumerate(keys):
+        problems += [one for one in unfit(by_key[key], expected) if strict or not one.startswith(_LACKS)]
+        for one in tracked:
+            if one.name in by_key[key]:
+                _plan(one, k, by_key[key][one.name], copies, problems)
+    if problems:
+        raise invalid(f"the state does not fit this EMA, nothing was loaded: {listed(problems)}")
+    return copies, {"missing": list(missing), "unexpected": list(unexpected)}
+
+
+def unfit(found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Missing, unexpected and wrongly shaped names of one average."""
+    problems = [f"missing '{name}'" for name in expected if name not in found]
+    problems += [f"unexpected '{name}'" for name in found if name not in expected]
+    for name, shape in expected.items():
+        if name in found and tuple(found[name].size()) != shape:
+            problems.append(f"'{name}' has shape {tuple(found[name].size())}, expected {shape}")
+    return problems
+
+
+def _plan(one: Tracked, k: int, value: torch.Tensor, copies: list[Copy], problems: list[str]) -> None:
+    if tuple(value.size()) != tuple(one.region.shape):
+        return  # listed by unfit()
+    planned = copy_of(one.name, one.averages[k], one.region, value)
+    if isinstance(planned, str):
+        problems.append(planned)
+    else:
+        copies.append(planned)
+
+
+def copy_of(name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor) -> Copy | str:
+    """How ``value``, of the global shape, gets into ``target``, the 1-D memory of ``region``; a text: why it does not."""
+    if isinstance(value, Piece):
+        there, local = value.region, value.local
+    elif hasattr(value, "_local_tensor"):
+        there, local = region_of(name, value), value._local_tensor
+    else:
+        return target, value, region
+    if there == region:
+        return target, local.reshape(-1), None
+    return f"'{name}' {_OTHERWISE}"
+
+
+def listed(problems: Sequence[str]) -> str:
+    """The first of what does not fit, and once the way out for what was sharded otherwise."""
+    text = "; ".join(problems[:20]) + " ..." * (len(problems) > 20)
+    if not any(one.endswith(_OTHERWISE) for one in problems):
+        return text
+    return f"{text}. A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, which reshard, or pass full tensors, those of full_state_dict() for example"
+
+
+def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
+    """One entry of what check() returned. ``value`` may be anything that slices like a tensor."""
+    if region is not None:
+        for offsets, sizes, begin in region.boxes():
+            count = math.prod(sizes)
+            target[begin : begin + count].view(sizes).copy_(gather.box(value, offsets, sizes))
+    elif value.data_ptr() != target.data_ptr():
+        target.copy_(value)
+
+
+def current_decays(engine_state: str) -> list[float]:
+    """The decay that each schedule has for the next step."""
+    state = json.loads(engine_state)
+    decays = []
+    for numbers in state["schedules"]:
+        schedule = _core.Schedule.from_json(json.dumps(numbers))
+        try:
+            decay, _ = schedule.factors(
+                max(state["step"] + 1 - state["start_step"], 1), state["updates"], 1, state["applied_samples"] + 1, 1.0
+            )
+        except ValueError:
+            decay = math.nan
+        decays.append(decay)
+    return decays
+
+
+def at_the_start(engine_state: str) -> str:
+    """The same options, nothing counted."""
+    return json.dumps({**json.loads(engine_state), "step": 0, "updates": 0, "applied_step": 0, "applied_samples": 0, "held_non_finite": 0})
+
+
+def options_in(engine_state: str) -> str:
+    """What is in force beside the decays: the rule, and all that is not as it usually is."""
+    state = json.loads(engine_state)
+    unusual = {"rounding": "auto", "dtype": "F32", "update_every": 1, "start_step": 0, "seed": "0"}
+    return ", ".join(f"{name}={state[name]}" for name in ("rule", *unusual) if state[name] != unusual.get(name))
+
+
+def samples_by(engine_state: str, batch: float) -> float:
+    """Training samples seen at the next step, where each step since the last applied update had ``batch`` of them."""
+    state = json.loads(engine_state)
+    return float(state["applied_samples"] + batch * (state["step"] + 1 - state["applied_step"]))
+
+
+def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
+    """|average - weights| / |weights|; every element counted on one rank, by its owner."""
+    apart, length = 0.0, 0.0
+    for one in tracked:
+        if not _owned(one, team):
+            continue
+        for average, weight in _chunks(one.averages[k], one.sources()):
+            weight = weight.double()
+            apart += float((average.double() - weight).square().sum())
+            length += float(weight.square().sum())
+    sums = [struct.unpack("dd", facts) for facts in team.gather("distance()", struct.pack("dd", apart, length))]
+    total = math.fsum(square for _, square in sums)
+    return math.sqrt(math.fsum(square for square, _ in sums) / total) if total > 0 else 0.0
+
+
+def _owned(one: Tracked, team: Team) -> bool:
+    """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank holds."""
+    divided = one.region.size < one.local.region.size or not one.local.replicas
+    if divided:
+        return one.local.replicas != () or one.local.sharded or team.rank == 0
+    return all(index == 0 for _, index, _ in one.local.replicas) or one.begin > 0
+
+
+def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield from zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
+
+
+def copy_streamed(gatherer: gather.Gatherer, target: ModelView, team: Team) -> None:
+    """Each full tensor visits every rank once, and each keeps its slice of it."""
+    places = {one.name: one for one in [*target.parameters, *target.buffers]}
+    target.reshard()
+    for name, full in gatherer.stream():
+        there = places.get(name)
+        if team.process_group is not None:
+            shape_from = there.tensor if there is not None else None
+            full = broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), team, shape_from)
+        if there is not None and full is not None:
+            flat = there.flat()
+            gather.take(full, there.region, flat)
+            there.put(flat)
+    target.reshard()
+
+
+def broadcast(full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, team: Team, near: torch.Tensor | None) -> torch.Tensor:
+    device = near.device if near is not None else torch.device("cpu")
+    moved = full.to(device) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=device)
+    if moved.numel():
+        otherwise = f"a tensor from rank 0 did not reach rank {team.rank}"
+        work = begun(lambda: dist.broadcast(moved, group_src=0, group=team.process_group, async_op=True), otherwise)
+        finish(work, team.timeout, otherwise)
+    return moved

@@ -1,0 +1,166 @@
+"""What an EMA hands to other code, and takes back: sharded states, whole tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from shardow import _core
+from shardow.averages import state as _state
+from shardow.averages.agreed import Agreed
+from shardow.base.checks import invalid, one_of
+from shardow.base.warnings import warn
+from shardow.files import decay_keys
+from shardow.model.extra_state import extra_states
+from shardow.model.local import LocalTensor, oddity, refuse_all_odd
+from shardow.model.swap_guard import refuse_foreign
+from shardow.ranks.gather import Gatherer, Part
+
+OptionsFrom = Literal["file", "own"]
+#: Which of several averages: the decay as it was given, its key in ``decays``, or its schedule.
+Decay = float | str | _core.Schedule
+
+
+class States(Agreed):
+    """State dicts of averages."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for torch.distributed.checkpoint. Local.
+
+        With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this EMA's own memory: what
+        changes them changes it. What other ranks hold a part of is a Piece, whose pickling warns: torch.save() on rank 0 would keep rank 0's.
+        """
+        self._not_swapped("state_dict()")
+        return _state.make(self._tracked, self._keys, self._average.state())
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, *, options: OptionsFrom = "file") -> dict[str, list[str]]:
+        """Takes what state_dict() gave: pieces of the same sharding, or full tensors of the global shape. Collective.
+
+        Everything is checked on every rank first, and everything that does not fit is listed; then averages and counters are replaced.
+
+        Args:
+            strict: False takes what there is: averages that the state lacks stay as they are (those of a new EMA are its model's weights),
+                those that are not wanted are left out. So weights that were added or unfrozen are taken in by a new EMA:
+                ``new.load_state_dict(old.state_dict(), strict=False)``.
+            options: decays, rule, rounding, update_every, start_step and seed from now on: "file": the state's, with a warning where this EMA
+                was made with others; "own": those that it was made with. Several averages are taken in the order of their decays there.
+
+        Returns:
+            {"missing": [name], "unexpected": [name]}.
+
+        Raises:
+            ValueError: what does not fit, or another number of averages.
+        """
+        before, keys = self._average.state(), self._keys
+
+        def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
+            self._not_swapped("load_state_dict()")
+            text = _state.engine_state(state)
+            found = _state.check(
+                state, self._tracked, self._taken_as(decay_keys.keys_in({decay_keys.STATE: text}), options, "the state"), strict
+            )
+            self._take_options("load_state_dict()", text, options)
+            return found
+
+        try:
+            copies, report = self._team.agree("load_state_dict()", check)
+        except BaseException:
+            if self._average.state() != before:  # this rank's was good, another's was not
+                self._average.set_state(before)
+                self._keys = keys
+            raise
+        for target, value, region in copies:
+            _state.copy(target, value, region)
+        return report
+
+    def _taken_as(self, theirs: list[str], options: OptionsFrom, where: str) -> list[str]:
+        """Their key of each average here."""
+        one_of("options", options, ("file", "own"))
+        if not theirs or (set(theirs) == set(self._keys) and options == "own"):
+            return self._keys
+        if len(theirs) != len(self._keys):
+            raise invalid(
+                f"{where} has {_counted(theirs)}, this EMA keeps {_counted(self._keys)}: nothing was loaded. "
+                f"Make the EMA with decay={'[' + ', '.join(theirs) + ']' if len(theirs) > 1 else theirs[0]}"
+            )
+        return theirs
+
+    def _take_options(self, what: str, text: str, options: OptionsFrom) -> None:
+        """Counters of a saved state, and its options if ``options`` says so."""
+        different = self._average.differences(text) if options == "file" and self._team.rank == 0 else []
+        self._average.set_state(text, getattr(_core.OptionsFrom, options))
+        self._keys = decay_keys.keys_of(self._average.schedules)
+        if different:
+            told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in different)
+            warn(
+                f"{what}: {told}. What is there is in force now (but the dtype, which stays); options='own' keeps what the EMA was made with"
+            )
+
+    def _averages(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
+        self._not_swapped("state_dict()")
+        return {one.name: _state.as_tensor(one, 0) for one in self._tracked}
+
+    @torch.no_grad()
+    def _load_averages(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
+
+        def check() -> list[_state.Copy]:
+            self._not_swapped("load_state_dict()")
+            return _state.check({"averages": averages}, self._tracked, self._keys[:1])[0]
+
+        for target, value, region in self._team.agree("load_state_dict()", check):
+            _state.copy(target, value, region)
+
+    def full_state_dict(self, decay: Decay | None = None, complete: bool = True) -> dict[str, torch.Tensor]:
+        """The model with averaged weights on rank 0, {} elsewhere: fresh, full CPU tensors by name. Collective; one tensor at a time travels.
+
+        Args:
+            decay: which of several averages.
+            complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the unwrapped model; False:
+                the averages alone, each once.
+        """
+        k = decay_keys.choose(self._keys, decay)
+        self._ready_to_hand_out("full_state_dict()", self._others if complete else None)
+        aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
+        odd = self._odd("full_state_dict()") if complete else {}
+        extra = extra_states(self._view.model) if complete and self._team.rank == 0 else {}
+        return {**self._gatherer("full_state_dict()", k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
+
+    def _odd(self, what: str) -> dict[str, torch.Tensor]:
+        """On rank 0, copies of what has no elements in memory (sparse, quantised): they can't be put together from parts, and no file holds them. Collective."""
+
+        def copies() -> dict[str, torch.Tensor]:
+            odd = [one for one in self._others() if oddity(one.tensor)]
+            refuse_all_odd(one for one in odd if one.sharded and not one.replicas)
+            return {name: one.tensor.clone() for one in odd for name in (one.name, *one.aliases)}
+
+        found = self._team.agree(what, copies)
+        return found if self._team.rank == 0 else {}
+
+    def _gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
+        parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]
+        if complete:
+            parts += [Part(one.name, one.flat(), one.region) for one in self._others() if not oddity(one.tensor)]
+        return Gatherer(what, parts, self._team)
+
+    def _others(self) -> list[LocalTensor]:
+        """What a complete model has beside the averages."""
+        self._view.reshard()
+        averaged = {one.name for one in self._tracked}
+        buffers = self._view.buffers if self._options.buffers != "ignore" else []
+        others = [one for one in [*self._view.parameters, *buffers] if one.name not in averaged]
+        refuse_foreign("handing out a complete model", lambda: [one.tensor for one in others], self._swap)
+        return others
+
+
+def _said(name: str, text: str) -> str:
+    return decay_keys.key_of(_core.Schedule.from_json(text)) if name.partition("/")[0] == "schedule" else text
+
+
+def _counted(keys: list[str]) -> str:
+    return f"the averages of {len(keys)} decays ({', '.join(keys)})" if len(keys) > 1 else f"one average ({keys[0]})"

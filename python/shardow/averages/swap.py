@@ -1,0 +1,294 @@
+"""The averages in the model's memory, and the weights back: one transaction, numbered.
+
+1. every rank is ready: nothing is swapped in, memory for the exchange is there
+2. own parts are exchanged: ``Average.swap_in``, which happens whole or not at all
+3. ``Average.share``; replicas send each other the parts that they own
+4. the block, or what lies between swap_in() and swap_out()
+5. ranks meet and tell how they fared; one that failed waits a moment, and goes on
+6. own parts are taken back, replicas send theirs where anybody has shared, memory that moved is followed, ``Average.settle``
+
+What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be repeated. Without
+replicas step 6 comes before 5. With them it needs all ranks: a rank whose block raised while others are still in theirs leaves the averages
+where they are, and says so; restore() is step 6 then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from shardow import _core, errors
+from shardow.averages import tracked as _tracked
+from shardow.averages.cuda_streams import Streams, with_memory
+from shardow.averages.replicas import Exchange
+from shardow.averages.swap_block import Block
+from shardow.averages.swap_meeting import LEAVING, Meeting, Status, noted_in, text_of
+from shardow.averages.swap_moves import Move, find_moves, warn_of_casts, warn_of_writes
+from shardow.base.checks import invalid
+from shardow.model import swap_guard
+from shardow.model.view import ModelView
+from shardow.ranks.team import Team
+
+_RESTORE = "to have the weights back, call restore() of the EMA on every rank that shares the model"
+
+Together = Callable[[str, Callable[[], None]], None]
+
+
+class Swap:
+    """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far anything is swapped;
+    ``_why`` explains it."""
+
+    def __init__(
+        self, engine: _core.Average, streams: Streams, tracked: Sequence[_tracked.Tracked], view: ModelView, team: Team, splits: bool
+    ) -> None:
+        self._engine, self._streams, self._tracked, self._view, self._team, self._splits = engine, streams, tracked, view, team, splits
+        self.strided = _tracked.strided(tracked)  # those that the engine sees through a stage
+        self._why: str | None = None  # why the averages are still there though the block is left
+        self._meeting: Meeting | None = None
+        self._versions: dict[str, int] = {}
+
+    @property
+    def swapped(self) -> bool:
+        return self._engine.swapped
+
+    @property
+    def _average(self) -> _core.Average:
+        """The engine, on torch's current streams."""
+        self._streams.follow(self._engine)
+        return self._engine
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """The memory of the weights, of what is averaged in their place, and of the averages."""
+        for one in self._tracked:
+            yield one.local.tensor
+            yield one.source
+            yield from one.averages
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._view.parameter_objects()
+
+    def block(self, k: int, together: Together) -> Block:
+        """``together(what, check)`` runs check() on all ranks or raises on all."""
+        return Block(functools.partial(self.enter, k, together), self.leave)
+
+    def enter(self, k: int, together: Together) -> None:
+        """Steps 1 to 3. Where it raises the weights are back, or the engine knows how far they are not."""
+        exchange: list[Exchange] = []
+        together("swapped()", lambda: exchange.extend(self._ready()))
+        self._why, self._meeting = None, Meeting(self._team)
+        try:
+            self._exchange_own(k)
+        except BaseException as error:
+            self._back_out(error)
+            raise
+        try:
+            for one in exchange:
+                one.run(self._team.timeout, self._average.share)
+            self._shown()
+            self._versions = self._view.versions()
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    def leave(self, error: BaseException | None) -> None:
+        """Steps 5 and 6. ``error``: what ends the block, and what the caller raises; what else happens becomes a note of it."""
+        if error is None:
+            self._leave(None)
+        else:
+            with noted_in(error):
+                self._leave(text_of(error))
+
+    def out(self) -> None:
+        """swap_out()."""
+        if not self.swapped:
+            raise invalid("swap_out(): nothing is swapped in; the model holds its weights")
+        if self._why:
+            self.refuse("swap_out()")
+        self._leave(None)
+
+    def restore(self, strict: bool = True) -> None:
+        """Step 6 from wherever it is needed. Collective where replicas own parts of the weights."""
+        if not self._splits:
+            self._bring_back(self._moves(strict))
+            return
+        try:
+            moves, exchange = self._team.agree("restore()", lambda: self._prepare_return(strict))
+            shared = self._team.gather("restore()", b"%d" % self._average.swap_state.shared)
+            self._bring_back(moves, exchange if b"1" in shared else None)
+        except (TimeoutError, ConnectionError) as missing:
+            if not self.swapped or not isinstance(missing, errors.Error):
+                raise
+            raise type(missing)(
+                f"{missing}. The model's memory still holds averages. What a dead rank held of the weights is gone: "
+                "load the last checkpoint then"
+            ) from None
+
+    def refuse(self, what: str) -> None:
+        """Raises while the averages are in the model, or may be."""
+        if not self.swapped:
+            return
+        if self._why:
+            raise invalid(f"{what}: the model's memory still holds averages: {self._why}; {_RESTORE}")
+        raise invalid(
+            f"{what} inside swapped(): the model's memory holds the averages now; leave the block, or call swap_out(), first. "
+            f"Where no block is open any more, one was interrupted; {_RESTORE}"
+        )
+
+    def refuse_foreign(self, what: str) -> None:
+        """Raises while another EMA's averages are in the same memory."""
+        swap_guard.refuse_foreign(what, self.weights, self)
+
+    def ready(self, what: str) -> None:
+        """The model's memory holds its weights, and the engine knows where. Raises otherwise. Local."""
+        self.refuse(what)
+        self.refuse_foreign(what)
+        if not self._view.unchanged():
+            self.rebind()
+
+    def rebind(self) -> None:
+        """Memory of the model that moved is followed. Raises where more than memory has changed."""
+        if not self.follow_moves():
+            raise invalid(self._view.explain_change())
+
+    def follow_moves(self) -> bool:
+        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
+        self.refuse("following the model's memory")
+        self._view.reshard()
+        return self._view.unchanged() or self._view.follow_moves(self._bind)
+
+    def _bind(self) -> None:
+        for one in self._tracked:
+            one.follow()
+        self.strided = _tracked.strided(self._tracked)
+        sources = _tracked.source_views(self._tracked)
+        with_memory(lambda: self._average.bind(sources))
+
+    # ---- in
+
+    def _ready(self) -> list[Exchange]:
+        self.ready("swapped()")
+        return [Exchange(self._tracked)] if self._splits else []
+
+    def _exchange_own(self, k: int) -> None:
+        """Step 2; with replicas on all ranks or on none, since they wait for each other next."""
+
+        def exchange() -> None:
+            self._view.reshard()
+            _tracked.gather(self.strided)
+            weights = _tracked.weight_views(self._tracked)
+            with_memory(lambda: self._average.swap_in(weights, k))
+            _tracked.scatter(self.strided)
+
+        swap_guard.enter(self)
+        if self._splits:
+            self._team.agree("swapped()", exchange)
+        else:
+            exchange()
+
+    def _back_out(self, error: BaseException) -> None:
+        """Step 2 failed, and only own parts were touched. Without replicas the others are inside by now, and are told when they leave."""
+        if not self._splits:
+            self.leave(error)
+            return
+        with noted_in(error):
+            self._bring_back(self._moves())
+            if self._meeting:
+                self._meeting.note(text_of(error))
+
+    def _shown(self) -> None:
+        """Memory was written: autograd is told, and nothing of the old values may survive in an unsharded copy."""
+        self._view.bump_versions()
+        self._view.reshard()
+
+    # ---- out
+
+    def _leave(self, error: str | None) -> None:
+        if self._meeting is None:  # interrupted before anything was exchanged
+            return
+        if self._splits:
+            self._leave_together(self._meeting, error)
+        else:
+            self._leave_alone(self._meeting, error)
+
+    def _leave_alone(self, meeting: Meeting, error: str | None) -> None:
+        try:
+            self._bring_back(self._moves())
+        except Exception as refusal:
+            self._why = str(refusal)
+            meeting.tell(Status(False, error, self._why))
+            raise
+        meeting.raise_for(meeting.tell(Status(False, error)))
+
+    def _leave_together(self, meeting: Meeting, error: str | None) -> None:
+        moves, exchange, refusal = self._try_to_prepare()
+        shared = self._average.swap_state.shared
+        try:
+            everybody = meeting.tell(Status(shared, error, None if refusal is None else str(refusal)))
+        except errors.Error as missing:
+            if shared:
+                raise self._still_there(missing) from None
+            self._bring_back(moves)
+            raise
+        if everybody is None and not shared:  # nobody's parts were touched here
+            self._bring_back(moves)
+            return
+        if everybody is None or any(one.refusal for one in everybody):
+            others = [f"rank {rank}: {one.refusal}" for rank, one in enumerate(everybody or ()) if one.refusal]
+            raise self._still_there(
+                refusal or errors.make("peer_failed", others[0] if others else "other ranks were still inside swapped()")
+            )
+        try:
+            self._bring_back(moves, exchange if any(one.shared for one in everybody) else None)
+        except (TimeoutError, ConnectionError) as lost:
+            raise self._still_there(lost) from None
+        meeting.raise_for(everybody)
+
+    def _still_there(self, error: Exception) -> Exception:
+        self._why = f"{LEAVING}: {error}"
+        text = f"{self._why}. The model's memory still holds averages; {_RESTORE}"
+        return type(error)(text) if isinstance(error, errors.Error) else errors.make("internal", text)
+
+    def _try_to_prepare(self) -> tuple[list[Move], Exchange | None, Exception | None]:
+        try:
+            return *self._prepare_return(strict=True), None
+        except Exception as refusal:
+            return [], None, refusal
+
+    def _prepare_return(self, strict: bool) -> tuple[list[Move], Exchange]:
+        """All that could fail, and all memory; also on a rank that has its weights, whose parts others need."""
+        if not self.swapped:
+            self.rebind()
+        return self._moves(strict), Exchange(self._tracked)
+
+    def _moves(self, strict: bool = True) -> list[Move]:
+        """Where the model keeps the weights now, if not where they were; see find_moves()."""
+        if not self.swapped:
+            return []
+        self._view.reshard()
+        if self._view.unchanged():
+            return []
+        return find_moves(self._view, self._tracked, strict)
+
+    @torch.no_grad()
+    def _bring_back(self, moves: Sequence[Move], exchange: Exchange | None = None) -> None:
+        """Step 6, in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has it now."""
+        if not self.swapped and exchange is None:
+            swap_guard.settle(self)
+            return
+        self._view.reshard()
+        versions, self._versions = self._versions, {}
+        written = [] if moves else [name for name, now in self._view.versions().items() if versions.get(name, now) != now]
+        self._average.take_back(_tracked.weight_views(self._tracked))
+        _tracked.scatter(self.strided)
+        if exchange is not None:
+            exchange.run(self._team.timeout)
+        for move in moves:
+            move.make()
+        self._shown()
+        self._average.settle()
+        self._why = None
+        swap_guard.settle(self)
+        warn_of_casts(moves)
+        warn_of_writes(written)

@@ -1,0 +1,85 @@
+"""How ranks that leave a swap meet: each tells how it fared. A rank that failed does not wait for those that are still inside; it leaves a
+note, which they find when they come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardow import errors
+from shardow.ranks.team import Team
+
+LEAVING = "leaving swapped()"
+
+_GRACE = 1.0  # seconds that a rank with an error waits for the others, so that all get their weights back
+_LONGEST = 2000  # characters of an error that travel to other ranks
+
+
+class Status(NamedTuple):
+    """What a rank tells. ``shared``: it needs other ranks' parts; ``error``: what ended its block; ``refusal``: why its weights can't be
+    put back."""
+
+    shared: bool
+    error: str | None = None
+    refusal: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return self.error or self.refusal
+
+
+class Meeting:
+    """Of one swap. Made by all ranks together."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._key = team.gather("swapped()", secrets.token_hex(8).encode())[0].decode() if team.size > 1 else ""
+
+    def note(self, failure: str) -> None:
+        """For ranks that come later; waits for nobody."""
+        self._team.note(self._key, f"rank {self._team.rank} left swapped() with {failure}")
+
+    def tell(self, status: Status) -> list[Status] | None:
+        """Every rank's; None where this rank failed and others are still inside. Raises ConnectionError with the note that a rank left,
+        else TimeoutError, where one does not come."""
+        if self._team.size == 1:
+            return [status]
+        patience = None
+        if status.failure:
+            self.note(status.failure)
+            patience = _GRACE if status.shared else 0.0
+        elif self._team.noted(self._key):
+            patience = _GRACE
+        try:
+            return [Status(*json.loads(one)) for one in self._team.gather(LEAVING, json.dumps(status).encode(), patience)]
+        except errors.Error as missing:  # or another rank is in another call
+            if status.failure:
+                return None
+            note = self._team.noted(self._key)
+            raise errors.make("peer_failed", note) if note else missing from None
+
+    def raise_for(self, everybody: Sequence[Status] | None) -> None:
+        """On ranks that fared well, where another did not."""
+        failed = [f"rank {rank} left swapped() with {one.failure}" for rank, one in enumerate(everybody or ()) if one.failure]
+        if everybody and failed and not everybody[self._team.rank].failure:
+            raise errors.make("peer_failed", f"{'; '.join(failed)}. The weights are back on this rank")
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST]
+
+
+@contextlib.contextmanager
+def noted_in(error: BaseException) -> Iterator[None]:
+    """What goes wrong besides ``error``, which is raised, is told in a note of it."""
+    try:
+        yield
+    except Exception as second:
+        if hasattr(error, "add_note"):
+            error.add_note(f"shardow: {second}")
+        else:  # before Python 3.11
+            warnings.warn(f"after {text_of(error)}: {second}", RuntimeWarning, stacklevel=5)

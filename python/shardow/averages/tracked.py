@@ -1,0 +1,190 @@
+"""What is averaged: each tensor's local memory, the part of it that this rank averages, and the averages' own memory."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardow import _core
+from shardow.averages.options import DTYPES, Options
+from shardow.base.checks import invalid, unsupported
+from shardow.model.local import refuse_unaverageable
+from shardow.model.storage import engine_view
+from shardow.ranks.gather import place, take
+
+if TYPE_CHECKING:
+    from shardow.model.local import LocalTensor
+
+_ALIGN = 64  # bytes; the engine's kernels like averages to start there
+
+
+@dataclass
+class Tracked:
+    """One averaged tensor on this rank.
+
+    ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it unless replicas split the work), which begins at
+    element ``begin`` of the local memory; ``averages[k]`` are 1-D tensors of region.size elements, views into the arena.
+    """
+
+    local: LocalTensor
+    region: _core.Region
+    begin: int
+    source: torch.Tensor  # what is averaged, all of the local region: local.tensor, or what `source=` names; 1-D unless strided
+    mastered: bool = False  # `source=` names it
+    averages: list[torch.Tensor] = field(default_factory=list)
+    stage: torch.Tensor | None = None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
+
+    def __post_init__(self) -> None:
+        self.follow()
+
+    @property
+    def name(self) -> str:
+        return self.local.name
+
+    def follow(self) -> None:
+        """After the model's memory has moved."""
+        refuse_unaverageable(self.local)
+        weights = self.local.tensor
+        self.stage = None if weights.is_contiguous() else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
+        if not self.mastered:
+            self.source = weights.view(-1) if self.stage is None else weights
+        self.gather()
+
+    def gather(self) -> None:
+        if self.stage is not None:
+            take(self.local.tensor, self._window(), self.stage)
+
+    def scatter(self) -> None:
+        if self.stage is not None:
+            place(self.stage, self._window(), self.local.tensor)
+
+    def weights(self) -> torch.Tensor:
+        """The part of the live weights that this rank averages, 1-D: a view, or the stage."""
+        return self._part(self.local.tensor.view(-1)) if self.stage is None else self.stage
+
+    def sources(self) -> torch.Tensor:
+        """The same part of what is averaged."""
+        return self._part(self.source) if self.mastered or self.stage is None else self.stage
+
+    def _window(self) -> _core.Region:
+        return _core.Region.whole(list(self.local.tensor.shape)).window(self.begin, self.begin + self.region.size)
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self.region.size == whole.numel() else whole[self.begin : self.begin + self.region.size]
+
+
+def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
+    """(region, begin): the part of ``local`` that this rank averages. Nested replica groups divide what the one before left."""
+    region, begin = local.region, 0
+    if replicas == "split":
+        for _, index, count in local.replicas:
+            begin += sum(region.part(i, count).size for i in range(index))
+            region = region.part(index, count)
+    return region, begin
+
+
+def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, torch.Tensor] | None) -> list[Tracked]:
+    """Everything that is averaged, with memory for the averages; nothing is copied yet."""
+    locals_ = list(locals_)
+    for local in locals_:
+        refuse_unaverageable(local)
+    sources = _sources(locals_, source or {})
+    tracked = [Tracked(local, *divide(local, options.replicas), sources[local.name], local.name in (source or {})) for local in locals_]
+    for one in tracked:
+        device = one.source.device
+        if options.device is not None and options.device.type != device.type:
+            raise unsupported(
+                f"device={str(options.device)!r}: averages live where their weights are ({device}, '{one.name}'); offload is not built yet"
+            )
+    for device in dict.fromkeys(one.source.device for one in tracked):
+        _allocate([one for one in tracked if one.source.device == device], device, options)
+    return tracked
+
+
+def _sources(locals_: Sequence[LocalTensor], source: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    unknown = set(source) - {local.name for local in locals_}
+    if unknown:
+        raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
+    found = {}
+    for local in locals_:
+        tensor = source.get(local.name, local.tensor)
+        tensor = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor's memory on this rank
+        strided = local.name in source and not tensor.is_contiguous()
+        if tensor.numel() != local.region.size or strided or tensor.device != local.tensor.device:
+            raise invalid(
+                f"source= of '{local.name}' has {tensor.numel()} elements on {tensor.device}; "
+                f"it must be contiguous, with the {local.region.size} of this rank's part, on {local.tensor.device}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise invalid(f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
+        found[local.name] = tensor.view(-1) if tensor.is_contiguous() else tensor
+    return found
+
+
+def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
+    """Memory for all averages on a device, every one 64-byte aligned."""
+    sizes = [-(-one.region.size * options.dtype.itemsize // _ALIGN) * _ALIGN for one in tracked]
+    count, total = len(options.schedules), sum(sizes)
+    stride = _core.arena_stride(total, count) if device.type == "cpu" else total
+    memory = _memory((count - 1) * stride + total, device)
+    for k in range(count):
+        at = k * stride
+        for one, size in zip(tracked, sizes, strict=True):
+            one.averages.append(_slice(memory, at, one.region.size, options.dtype))
+            at += size
+
+
+def _memory(size: int, device: torch.device) -> torch.Tensor | mmap.mmap:
+    """Bytes, uninitialised. On a CPU a mapping of its own, whose pages take memory when they are written first."""
+    if device.type == "cpu":
+        return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """``count`` elements. From a mapping, a tensor with a storage of just its size, so that torch.save() writes no more than that."""
+    if isinstance(memory, torch.Tensor):
+        return memory[begin : begin + count * dtype.itemsize].view(dtype)
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+
+
+def strided(tracked: Iterable[Tracked]) -> list[Tracked]:
+    """Those that gather() and scatter() are needed for."""
+    return [one for one in tracked if one.stage is not None]
+
+
+def gather(tracked: Iterable[Tracked]) -> None:
+    """Strided weights into the memory that the engine reads. Others lie there already."""
+    for one in tracked:
+        one.gather()
+
+
+def scatter(tracked: Iterable[Tracked]) -> None:
+    """And back, after the engine has written there."""
+    for one in tracked:
+        one.scatter()
+
+
+def view_of(name: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
+    """The engine's description of contiguous torch memory."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise unsupported(f"'{name}' is on {tensor.device}; averages are kept on cpu and cuda devices")
+    return engine_view(name, DTYPES[tensor.dtype], tensor, region)
+
+
+def source_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:
+    return [view_of(one.name, one.sources(), one.region) for one in tracked]
+
+
+def weight_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:
+    return [view_of(one.name, one.weights(), one.region) for one in tracked]
+
+
+def average_views(tracked: Iterable[Tracked], k: int) -> list[_core.TensorView]:
+    return [view_of(one.name, one.averages[k], one.region) for one in tracked]

@@ -1,0 +1,39 @@
+"""Values that a caller gave, refused in one sentence where they cannot be: an option among some, a whole number, a deadline."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from shardow import errors
+
+
+def invalid(message: str) -> Exception:
+    return errors.make("invalid_argument", message)
+
+
+def unsupported(message: str) -> Exception:
+    return errors.make("unsupported", message)
+
+
+def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    for candidate in allowed:
+        if value is candidate or (isinstance(value, str) and value == candidate):
+            return value
+    raise invalid(f"{name}={value!r}; it must be one of {', '.join(map(repr, allowed))}")
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise invalid(f"{name}={value!r}; it must be a whole number of at least {least}")
+    return value
+
+
+def seconds(timeout: float | timedelta | None) -> float | None:
+    """A deadline as seconds; None: the process group's own."""
+    if timeout is None:
+        return None
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not value > 0:
+        raise invalid(f"timeout={timeout}; it must be more than 0 seconds")
+    return value

@@ -1,0 +1,102 @@
+"""Saves that go on while training does: one at a time for each process group, from one staging buffer that is used again."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardow import _core, errors
+
+CHANNEL = 1  # of the process group's store: the training thread has its own
+_untold: list[SaveHandle] = []  # failed, and nobody knows
+
+
+@atexit.register
+def _tell() -> None:
+    """Threads have ended by now. A checkpoint that is not there must not look like success: neither to a reader nor to a launcher."""
+    for handle in _untold:
+        print(f"shardow: {handle._path} was not saved: {handle._error}", file=sys.stderr)
+    if _untold:
+        _core.fail_at_exit()
+
+
+class SaveHandle:
+    """A save that is being written. The tensors may change meanwhile."""
+
+    def __init__(self, save: _core.Save, path: str) -> None:
+        self._path = path
+        self._report: dict[str, Any] = {}
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, args=(save,), name=f"shardow save {path}")  # no daemon: the interpreter waits
+        self._thread.start()
+
+    def _write(self, save: _core.Save) -> None:
+        try:
+            self._report = save.write()
+        except BaseException as error:
+            self._error = error
+            _untold.append(self)
+
+    def done(self) -> bool:
+        """True when nothing is left to wait for."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
+        """Until the checkpoint is on disk under its name; returns what save() returns. Raises save()'s errors, the same on every rank; TimeoutError after
+        ``timeout`` seconds, while the save goes on."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise errors.make("timeout", f"{self._path}: not written after {timeout} s; it goes on")
+        if self in _untold:
+            _untold.remove(self)
+        if self._error is not None:
+            raise self._error
+        return self._report
+
+    def __repr__(self) -> str:
+        how = "being written" if not self.done() else "failed" if self._error else "written"
+        return f"SaveHandle('{self._path}', {how})"
+
+
+@dataclass
+class _Slot:
+    handle: SaveHandle | None = None
+    staging: torch.Tensor | None = None
+
+
+_alone = _Slot()
+_slots: weakref.WeakKeyDictionary[dist.ProcessGroup, _Slot] = weakref.WeakKeyDictionary()
+
+
+def settle(process_group: dist.ProcessGroup | None) -> None:
+    """Waits for the save before; raises its error, unless wait() has."""
+    handle = _slot(process_group).handle
+    if handle is None:
+        return
+    _slot(process_group).handle = None
+    handle._thread.join()
+    if handle in _untold:
+        handle.wait()
+
+
+def start(process_group: dist.ProcessGroup | None, save: _core.Save, path: str, pinned: bool) -> SaveHandle:
+    """Copies what this rank will write, and writes it in the background."""
+    slot = _slot(process_group)
+    size = save.staging_bytes
+    if slot.staging is None or slot.staging.numel() < size:
+        slot.staging = None
+        slot.staging = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    save.stage(slot.staging.data_ptr(), size)
+    slot.handle = SaveHandle(save, path)
+    return slot.handle
+
+
+def _slot(process_group: dist.ProcessGroup | None) -> _Slot:
+    return _alone if process_group is None else _slots.setdefault(process_group, _Slot())

@@ -1,0 +1,187 @@
+"""save(), load(): sharded modules and mappings of tensors as ordinary safetensors checkpoints, every rank moving only its own bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow.base.checks import invalid, seconds
+from shardow.base.progress import Progress
+from shardow.files import engine
+from shardow.files.background import SaveHandle
+from shardow.files.engine import FileParts
+from shardow.files.paths import StrPath
+from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
+from shardow.model.extra_state import for_file
+from shardow.model.groups import group_of_model
+from shardow.model.parts import Held, Saveable, group_of, held_by
+from shardow.model.swap_guard import refuse_foreign
+from shardow.ranks.gather import Gatherer
+from shardow.ranks.team import Team
+from shardow.start.fill import Job, from_file
+from shardow.start.materialize import Request, fill_model
+
+_INSTEAD = "for the weights; the averages are written by export() or save() of the EMA, and whole in its full_state_dict()"
+
+
+def save(
+    state: Saveable,
+    path: StrPath,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    timeout: float | timedelta | None = None,
+) -> dict[str, Any]:
+    """A module's parameters and persistent buffers, or a mapping's tensors, into ``path``. Collective over the ranks that share them.
+
+    Every rank writes its own bytes of the final file, once: no gather, no second copy. ``path`` names the old checkpoint or the new one, whole, at every instant.
+
+    Args:
+        state: a module of any sharding, under its unwrapped names, each tied tensor once; or {name: tensor, DTensor or piece of an EMA's state_dict()}. Of plain
+            tensors in a mapping, rank 0's are written.
+        path: a .safetensors file, or a directory in the Hugging Face layout, whose other files stay.
+        dtype: casts floating tensors on the way out.
+        max_shard_size: of a file in a directory, in bytes or like "5GB".
+        metadata: texts for the header, rank 0's.
+        group: the ranks, where the tensors don't tell.
+        progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
+        timeout: seconds or timedelta without a sign of progress of some rank.
+
+    Returns:
+        {"files": [path], "bytes_written": by this rank, "seconds": float}.
+
+    Raises:
+        ValueError: ranks that disagree, regions that overlap or leave a hole, weights that are an EMA's averages now, inside of its swapped(); OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
+    """
+    held, team = _prepare("save()", state, group, timeout, saving=True)
+    options = team.agree("save()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
+    return engine.write([_file(held, team, metadata)], path, team, progress=progress, **options)
+
+
+@torch.no_grad()
+def async_save(
+    state: Saveable,
+    path: StrPath,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    timeout: float | timedelta | None = None,
+) -> SaveHandle:
+    """save() that returns when this rank has copied what it will write: training goes on while the rest is done. Collective.
+
+    The copy, in the file's dtype, lies in host memory that the next such save of the same ranks uses again: on each rank as many bytes as it writes, once. A second save, of either kind,
+    waits for the first one; its error is raised by ``wait()``, or by the next save. When the interpreter ends, it waits for the save first; an error
+    that nobody has seen is told on stderr then, and the exit status is not 0. A process that is killed leaves what was there before.
+
+    Args: as save(); ``progress`` is called from another thread.
+
+    Returns:
+        a handle: ``wait()`` for the report, ``done()``.
+
+    Raises:
+        what save() finds out before it writes; everything else comes from ``wait()``.
+    """
+    held, team = _prepare("async_save()", state, group, timeout, saving=True)
+    options = team.agree("async_save()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
+    return engine.write_in_background([_file(held, team, metadata)], path, team, progress=progress, **options)
+
+
+@torch.no_grad()
+def load(
+    target: Saveable,
+    path: StrPath,
+    strict: bool = True,
+    verify: bool = True,
+    *,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    timeout: float | timedelta | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it; a module that is on meta gets memory, as by materialize(). Collective over
+    the ranks that share them.
+
+    Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as they are, under a tied tensor's other names, and without
+    what wrappers, DDP and PEFT put into them. Everything that does not fit is listed before anything changes.
+
+    Args:
+        strict: every tensor here is in the file, and every one there is wanted; else the rest is in the report.
+        verify: compare checksums where the file carries them; no extra reads.
+        optimizer: of a module, as in materialize().
+
+    Returns:
+        {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str}, "bytes_read": by this rank, "seconds": float}.
+
+    Raises:
+        ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
+    """
+    if isinstance(target, nn.Module):
+        return fill_model(
+            Request("load()", target, Path(path), optimizer, strict=strict, verify=verify, progress=progress, group=group, timeout=timeout)
+        )
+    if optimizer is not None:
+        raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
+    held, team = _prepare("load()", target, group, timeout, saving=False)
+    report = from_file(Job("load()", held, team, [part.name for part in held.parts], (), strict, verify, progress), path)
+    held.put_back()
+    return report
+
+
+@torch.no_grad()
+def full_state_dict(
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None
+) -> dict[str, torch.Tensor]:
+    """A module's parameters and persistent buffers on rank 0, {} elsewhere: fresh, full CPU tensors. Collective; one tensor at a time travels.
+
+    Names are those of the unwrapped module, with every tied name: ready for load_state_dict(strict=True) of one that is not sharded.
+
+    Args:
+        model: of any sharding.
+        group: the ranks, where the module doesn't tell.
+        timeout: seconds or timedelta, how long to wait for the other ranks.
+
+    Raises:
+        ValueError: ranks that disagree, weights that are an EMA's averages now, inside of its swapped(); NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
+    """
+    held, team = _prepare("full_state_dict()", model, group, timeout, saving=False)
+    weights = held.view.parameters if held.view is not None else []
+    check_equal("full_state_dict()", lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
+    aliases = {name: [one for one in names if one != name] for name, names in held.names.items()}
+    found = Gatherer("full_state_dict()", held.parts, team).whole(aliases)
+    return {**found, **copy.deepcopy(held.extra)} if team.rank == 0 else found
+
+
+def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FileParts:
+    parts, texts = for_file(held.extra) if team.rank == 0 else ([], {})
+    return FileParts("", [*held.parts, *parts], {**texts, **(metadata or {})})
+
+
+def _prepare(
+    what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool
+) -> tuple[Held, Team]:
+    ranks = group_of_model(state, group) if isinstance(state, nn.Module) else group_of(state, group)
+    team = Team(ranks, seconds(timeout))
+
+    def hold() -> Held:
+        held = held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving)
+        refuse_foreign(what, held.memory, instead="" if what == "load()" else _INSTEAD)
+        return held
+
+    held = team.agree(what, hold)
+    if saving and held.view is not None:
+        weights = held.view.parameters
+        check_equal(what, lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
+    return held, team

@@ -1,0 +1,244 @@
+"""Tensors in safetensors files, by the file engine: each rank writes and reads its own bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardow import _core, errors
+from shardow.base.checks import invalid
+from shardow.base.progress import shown
+from shardow.files import paths
+from shardow.files.background import CHANNEL, SaveHandle, settle, start
+from shardow.files.decay_keys import STATE, file_name, keys_in
+from shardow.files.paths import StrPath
+from shardow.files.reading import averages_in
+from shardow.model.storage import engine_view
+from shardow.ranks.gather import Part
+from shardow.ranks.store_group import StoreGroup, store_group
+from shardow.ranks.team import Team
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+DTYPES = {
+    torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+#: torch's packed dtypes, and how many of the format's elements one of theirs is.
+PACKED = {"F4": 2}
+if hasattr(torch, "float4_e2m1fn_x2"):
+    DTYPES[torch.float4_e2m1fn_x2] = "F4"
+
+
+@dataclass
+class FileParts:
+    """What this rank holds of one file. ``name`` is empty where the engine names files as Hugging Face does."""
+
+    name: str
+    parts: Sequence[Part]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def with_state(by_key: dict[str, list[Part]], state: str, metadata: Mapping[str, str]) -> list[FileParts]:
+    """The files of a saved EMA: one, or with several keys one for each."""
+    told = {**metadata, STATE: state}
+    if len(by_key) == 1:
+        return [FileParts("", parts, told) for parts in by_key.values()]
+    return [FileParts(file_name(key), parts, told) for key, parts in by_key.items()]
+
+
+def averages_there(path: StrPath, wanted: int, team: Team) -> list[str]:
+    """The keys of an EMA that was saved with several decays, in its order; where several are ``wanted``, also of one that was saved with one.
+
+    [] where it is neither, or nothing that can be read: then reading it says so. Rank 0 looks, for all. Collective.
+    """
+    settle(team.process_group)
+    found: list[str] = json.loads(team.gather("load()", json.dumps(_averages_here(path, wanted) if team.rank == 0 else []).encode())[0])
+    return found
+
+
+def _averages_here(path: StrPath, wanted: int) -> list[str]:
+    try:
+        where = paths.to_read(path)
+        if not any(os.path.exists(os.path.join(where, name)) for name in ("model.safetensors", "model.safetensors.index.json")):
+            several = list(averages_in(where))
+            if several:
+                return several
+        return keys_in(_core.read_catalog(_core.solo(), where).metadata) if wanted > 1 else []
+    except errors.Error:
+        return []
+
+
+def in_dtypes(parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: torch.dtype | None) -> tuple[list[Part], str | None]:
+    """(parts, the dtype to which the engine casts): so that floating tensors end up as ``wanted``, or each as its ``own``, by name.
+
+    ``own`` has every name, on all ranks alike. The engine knows one dtype for all, of 16 bits or more; for others parts are copied.
+    """
+    targets = {name: wanted or dtype for name, dtype in own.items() if dtype.is_floating_point}
+    different = set(targets.values())
+    if len(different) == 1 and next(iter(different)).itemsize > 1:
+        return list(parts), DTYPES[different.pop()]
+    return [Part(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
+
+
+def catalogs(path: StrPath, keys: Sequence[str], team: Team) -> dict[str, _core.Catalog]:
+    """What with_state() wrote, by key, all of one save. Collective."""
+    if len(keys) == 1:
+        return {keys[0]: catalog(path, team)}
+    settle(team.process_group)
+    found = _core.read_catalogs(team.group, paths.to_read(path), [file_name(key) for key in keys], team.timeout)
+    return dict(zip(keys, found, strict=True))
+
+
+def catalog(path: StrPath, team: Team) -> _core.Catalog:
+    """Of what the path is now: it stays that version for all who read from it. Collective."""
+    settle(team.process_group)
+    where = paths.to_read(path)
+    try:
+        return _core.read_catalog(team.group, where, team.timeout)
+    except FileNotFoundError:
+        if several := averages_in(where):
+            raise errors.make(
+                "not_found",
+                f"{where} is a saved EMA of decays {', '.join(several)}; give the file of one of them: {', '.join(several.values())}",
+            ) from None
+        raise
+
+
+def state_in(path: StrPath, found: _core.Catalog) -> str:
+    """The state of a saved EMA; raises where that is something else."""
+    if STATE not in found.metadata:
+        raise errors.make("corrupt", f"{path} is not a saved EMA: its metadata has no {STATE!r}; use load_state_dict() for weights alone")
+    return found.metadata[STATE]
+
+
+def write(files: Sequence[FileParts], path: StrPath, team: Team, **options: Any) -> dict[str, Any]:
+    """The engine's save. Collective."""
+    settle(team.process_group)
+    reached = [_for_engine(file.parts) for file in files]  # alive during the call
+    return _prepared(team.group, files, reached, path, team, options).write()
+
+
+def write_in_background(files: Sequence[FileParts], path: StrPath, team: Team, **options: Any) -> SaveHandle:
+    """Returns when everything is copied. Collective, and so is what goes on in the background."""
+    settle(team.process_group)
+    reached = [_for_engine(file.parts) for file in files]
+    group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
+    if isinstance(group, StoreGroup):
+        group.begin("async_save()", team.timeout)
+    on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
+    return start(team.process_group, _prepared(group, files, reached, path, team, options), os.fspath(path), pinned=on_cuda)
+
+
+def _prepared(
+    group: _core.Group, files: Sequence[FileParts], reached: list[list[Part]], path: StrPath, team: Team, options: dict[str, Any]
+) -> _core.Save:
+    def given() -> tuple[str, list[_core.SaveFile]]:
+        return paths.to_write(path), [
+            _core.SaveFile(file.name, _views(parts), _texts(file.metadata)) for file, parts in zip(files, reached, strict=True)
+        ]
+
+    target, engine_files = team.agree("save()", given)
+    told = {**options, "progress": shown(options.get("progress"), f"save {Path(target).name}", team.rank)}
+    return _core.Save(group, engine_files, target, timeout=team.timeout, **told)
+
+
+def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            wrong = key if not isinstance(key, str) else text
+            raise invalid(
+                f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); a header holds texts alone: str(), or json.dumps()"
+            )
+        _check_text(f"metadata {key!r}", key + text)
+    return dict(metadata)
+
+
+def _check_text(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(f"{what} has {text[error.start]!r} in it, which is no character: headers are UTF-8") from None
+
+
+def read_into(parts: Sequence[Part], found: _core.Catalog, team: Team, **options: Any) -> dict[str, Any]:
+    """The engine's load. Collective."""
+    reached = _for_engine(parts)
+    told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
+    report = _core.load(team.group, _views(reached), found, timeout=team.timeout, **told)
+    for part, filled in zip(parts, reached, strict=True):
+        if filled is not part:
+            part.flat.copy_(filled.flat)
+    return report
+
+
+def _for_engine(parts: Iterable[Part]) -> list[Part]:
+    """The engine reaches the memory of the CPU, and of CUDA devices where it was built for them; of other devices it gets a copy."""
+    return [part if part.flat.is_cpu or (part.flat.is_cuda and _core.cuda_available()) else _on_host(part) for part in parts]
+
+
+def _on_host(part: Part) -> Part:
+    return Part(part.name, part.flat.cpu(), part.region)
+
+
+def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
+    views = []
+    for part in parts:
+        _check_text(f"the name {part.name!r}", part.name)
+        dtype = _dtype_name(part.name, part.flat.dtype)
+        views.append(engine_view(part.name, dtype, part.flat, _unpacked(part, PACKED[dtype]) if dtype in PACKED else part.region))
+    return views
+
+
+def _unpacked(part: Part, factor: int) -> _core.Region:
+    """The region in the format's elements, of which the last dimension has ``factor`` times as many as torch's packed tensor."""
+    shape, boxes = list(part.region.shape), part.region.boxes()
+    if not shape or len(boxes) > 1:
+        how = "is cut into flat parts" if shape else "has no dimension along which its elements are packed"
+        raise errors.make("unsupported", f"'{part.name}' is {part.flat.dtype} and {how}; files hold it whole, or sharded by dimensions")
+    offsets, sizes, _ = boxes[0] if boxes else ([0] * len(shape), [0] * len(shape), 0)
+    scales = [1] * (len(shape) - 1) + [factor]
+    dims = [[(begin * k, (begin + size) * k)] for begin, size, k in zip(offsets, sizes, scales, strict=True)]
+    return _core.Region.grid([size * k for size, k in zip(shape, scales, strict=True)], dims)
+
+
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in DTYPES:
+        raise errors.make("unsupported", f"'{name}' is {dtype}, which safetensors files do not have")
+    return DTYPES[dtype]
+
+
+def dtype_and_limit(dtype: torch.dtype | str | None, max_shard_size: int | str | None) -> dict[str, Any]:
+    """Users' words as the engine's options."""
+    return {"dtype": _dtype(dtype), "max_shard_size": _bytes(max_shard_size)}
+
+
+def _dtype(dtype: torch.dtype | str | None) -> str | None:
+    found = floating(dtype)
+    return None if found is None else DTYPES[found]
+
+
+def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in DTYPES or not found.is_floating_point:
+        raise invalid(f"dtype={dtype!r}; give a floating dtype, e.g. torch.bfloat16 or 'bfloat16'")
+    return found
+
+
+def _bytes(size: int | str | None) -> int:
+    """0: no limit."""
+    if size is None or isinstance(size, int):
+        return size or 0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if not match or match[2].upper() not in _UNITS:
+        raise invalid(f"max_shard_size={size!r}; give bytes, or a size like '5GB' or '500MiB'")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,0 +1,38 @@
+"""Users' paths, checked and with ``~`` understood, before anything is read or written."""
+
+from __future__ import annotations
+
+import os
+
+from shardow import errors
+
+StrPath = str | os.PathLike[str]
+
+#: Endings of other formats' files: a directory of such a name would be a surprise.
+_OTHERS = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npz", ".npy", ".h5", ".onnx", ".gguf", ".tar", ".json"}
+
+
+def to_read(path: StrPath) -> str:
+    """Raises ValueError for what is no path."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise errors.make("invalid_argument", f"{path!r} is a {type(path).__name__}, not a path")
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise errors.make("invalid_argument", f"{text!r} is no path: it {'is empty' if not text else 'has a NUL in it'}")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise errors.make("invalid_argument", f"{text!r} is no path: it has a character that no file name can have") from None
+    return os.path.expanduser(text)
+
+
+def to_write(path: StrPath) -> str:
+    """Also raises for the name of another format's file, unless it is a directory already."""
+    text = to_read(path)
+    stem, ending = os.path.splitext(text)
+    if ending.lower() in _OTHERS and not os.path.isdir(text):
+        raise errors.make(
+            "invalid_argument",
+            f"{text}: what is written is safetensors. Give {stem}.safetensors for one file, {stem} for a directory, or torch.save() a state_dict() for {ending}",
+        )
+    return text

@@ -1,0 +1,90 @@
+"""Pictures of memory timelines, with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardow.memory.samples import Samples, Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+@dataclass(frozen=True)
+class Colours:
+    """``first``: rank 0, which often holds more; ``others``: all the rest."""
+
+    ground: str = "#ffffff"
+    ink: str = "#1d2433"
+    faint: str = "#5b6475"
+    grid: str = "#e6e9ef"
+    first: str = "#d9692b"
+    others: str = "#2c6fbb"
+
+
+def figure_of(timelines: Mapping[str, Sequence[Samples]], colours: Colours, width: float = 3.6, height: float = 2.9) -> Figure:
+    """One column for each title; rows are memory of the host above what was there at the start and, where there is any, of the device. ``width`` and ``height``: inches of a panel."""
+    from matplotlib.figure import Figure
+
+    rows = [("host memory above the start", _above)]
+    if any(one.device for ranks in timelines.values() for one in ranks):
+        rows.append(("device memory", lambda one: one.device))
+    figure = Figure(figsize=(width * len(timelines), height * len(rows)), layout="constrained", facecolor=colours.ground)
+    axes = figure.subplots(len(rows), len(timelines), sharex="row", sharey="row", squeeze=False)
+    for row, (what, series_of) in enumerate(rows):
+        most = max((amount for ranks in timelines.values() for one in ranks for _, amount in series_of(one)), default=1)
+        scale, unit = next(((scale, unit) for scale, unit in _UNITS if most >= scale), (1, "bytes"))
+        for column, (title, ranks) in enumerate(timelines.items()):
+            panel = axes[row][column]
+            _dress(panel, colours, f"{what}, {unit}" if column == 0 else "")
+            _lines(panel, ranks, series_of, scale, colours)
+            panel.set_ylim(0, most / scale * 1.06)
+            if row == 0:
+                highest = max(one.peak - one.before for one in ranks)
+                panel.set_title(
+                    f"{title}\nat most {highest / scale:.{2 if scale == 2**30 else 0}f} {unit}", color=colours.ink, fontsize=10, loc="left"
+                )
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink)
+    return figure
+
+
+def _above(one: Samples) -> Series:
+    return [(at, amount - one.before) for at, amount in one.resident]
+
+
+def _lines(panel: Axes, ranks: Sequence[Samples], series_of: Any, scale: int, colours: Colours) -> None:
+    start = min(one.resident[0][0] for one in ranks)
+    for one in sorted(ranks, key=lambda one: -one.rank):  # rank 0 on top
+        label = {0: "rank 0", len(ranks) - 1: "other ranks" if len(ranks) > 2 else "rank 1"}.get(one.rank) if len(ranks) > 1 else None
+        points = series_of(one)
+        panel.plot(
+            [at - start for at, _ in points],
+            [amount / scale for _, amount in points],
+            color=colours.others if one.rank else colours.first,
+            linewidth=1.8 if one.rank == 0 else 1.4,
+            label=label,
+        )
+    for at, what in ranks[0].marks:
+        panel.axvline(at - start, color=colours.faint, linewidth=0.8, linestyle=(0, (2, 2)))
+        panel.annotate(
+            what, (at - start, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -4), textcoords="offset points", rotation=90,
+            ha="right", va="top", fontsize=8, color=colours.faint,
+        )  # fmt: skip
+
+
+def _dress(panel: Axes, colours: Colours, y: str) -> None:
+    panel.set_facecolor(colours.ground)
+    panel.set_xlabel("seconds", color=colours.faint)
+    panel.set_ylabel(y, color=colours.faint)
+    panel.tick_params(which="both", colors=colours.faint, length=0)
+    panel.grid(axis="y", color=colours.grid, linewidth=0.8)
+    panel.set_axisbelow(True)
+    for side, spine in panel.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(colours.faint)

@@ -1,0 +1,134 @@
+"""measure(): what a model that is there holds on this rank, by the keys that plan() has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardow.base.checks import invalid
+from shardow.ema import EMA
+from shardow.memory.activations import as_in_training, kept_bytes, storage_bytes, tensors_in
+from shardow.memory.batch import as_arguments
+from shardow.memory.usage import Usage, usage
+from shardow.model.dtensor import DTensorAdapter
+from shardow.model.fsdp1 import Fsdp1Adapter
+
+
+def take_measure(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, ema: EMA | nn.Module | None, loss: Callable[[Any], Any] | None
+) -> Usage:
+    if not isinstance(model, nn.Module):
+        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    if any(tensor.is_meta for tensor in _tensors(model)):
+        raise invalid("measure() runs the model, and some of it is on meta, without values; plan() takes it as it is")
+    parts = _Parts(model)
+    activations = None if batch is None else _activations(model, parts, batch, loss)
+    parts.reshard()
+    found = usage(
+        weights=storage_bytes(parts.held()),
+        gradients=storage_bytes(p.grad for p in parts.parameters() if p.grad is not None),
+        optimizer=0 if optimizer is None else storage_bytes(tensors_in(list(optimizer.state.values()))),
+        averages=0 if ema is None else storage_bytes(_averages(ema)),
+        activations=activations,
+    )
+    devices = [p.device for p in model.parameters() if p.device.type == "cuda"]
+    if devices:
+        found["device_peak"] = torch.cuda.max_memory_allocated(devices[0])
+    return found
+
+
+class _Parts:
+    """A model's tensors on this rank, and a way back to that after a forward pass has brought whole ones together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._dtensors, self._fsdp1 = DTensorAdapter(model, "any"), Fsdp1Adapter(model)
+
+    def reshard(self, failed: bool = False) -> None:
+        if failed:
+            self._dtensors.reset()
+        self._dtensors.reshard()
+        self._fsdp1.reshard()
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [*self._model.parameters(), *self._fsdp1.flat_parameters()]
+
+    def held(self) -> list[torch.Tensor]:
+        """FSDP1's parameters are views of its shards while it is resharded."""
+        return [*_tensors(self._model), *self._fsdp1.shards()]
+
+    def whole(self) -> list[torch.Tensor]:
+        """Weights as forward has left them, sharded or together; what was freed since has storages without bytes."""
+        together = (getattr(flat, "_full_param_padded", None) for flat in self._fsdp1.flat_parameters())
+        return [*self.held(), *self._fsdp1.flat_parameters(), *(tensor for tensor in together if tensor is not None)]
+
+
+def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[Any], Any] | None) -> int:
+    args, kwargs = as_arguments(batch, _compact, _no_shapes)
+
+    def forward() -> Any:
+        output = model(*args, **kwargs)
+        return output if loss is None else (output, loss(output))
+
+    parts.reshard()
+    failed = True
+    try:
+        with _as_it_was(model), as_in_training(model), torch.enable_grad():
+            found = kept_bytes(forward, parts.whole)
+        failed = False
+    finally:
+        parts.reshard(failed)
+    return found
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers, torch's random state and what DDP expects of the next step are those of before."""
+    buffers = [
+        (module, key, buffer, buffer.clone()) for module in model.modules() for key, buffer in module._buffers.items() if buffer is not None
+    ]
+    ddp = [(module, module.require_forward_param_sync) for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    kinds = {tensor.device.type for tensor in model.parameters()} - {"cpu"}
+    kind = next(iter(kinds), "cuda")
+    devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.device.type == kind})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
+        for module, _ in ddp:
+            stack.enter_context(module.no_sync())  # its reducer would wait for a backward
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for owner, key, buffer, before in buffers:
+                    owner._buffers[key] = buffer.copy_(before)
+            for module, expected in ddp:
+                module.require_forward_param_sync = expected
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _averages(ema: EMA | nn.Module) -> list[torch.Tensor]:
+    if isinstance(ema, EMA):
+        return [average for one in ema._tracked for average in one.averages]
+    if isinstance(ema, nn.Module):
+        return _tensors(ema)
+    raise invalid(f"ema is a {type(ema).__name__}; give a shardow.EMA, or the module that holds the averages")
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A slice of a large tensor would count with all of it."""
+    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _no_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    raise invalid(f"measure() runs the model: give a tensor where batch has the shape {tuple(shape)}")

@@ -1,0 +1,160 @@
+"""plan(): bytes on the fullest rank before anything is built, from shapes, a step of the optimizer on meta, and a forward pass that allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from shardow.base.checks import invalid, unsupported, whole
+from shardow.errors import UnknownOptionError
+from shardow.memory.batch import dtype_of, is_shape
+from shardow.memory.fake_forward import Fake
+from shardow.memory.fullest_rank import Layout, layout_of
+from shardow.memory.optimizer_state import state_bytes
+from shardow.memory.switches import is_switched, put_on
+from shardow.memory.usage import Usage, usage
+from shardow.model.blocks import repeated_blocks
+from shardow.model.names import walk, wrapped_child
+
+_OFF: dict[str, Any] = {"bf16": False, "activation_checkpointing": False, "attention_weights": True}
+_ON: dict[str, Any] = {"bf16": True, "activation_checkpointing": True, "attention_weights": False}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Of a model, whole. ``key``: the parameter's id, or its name where shapes were given."""
+
+    key: int | str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    buffer: bool = False
+
+
+def make_plan(
+    model_or_shapes: Any, ranks: int, sharding: str, optimizer: Any, batch: Any, switches: Mapping[str, Any] | None,
+    shards: int | None, averages: int, loss: Callable[[Any], Any] | None, device: Any,
+) -> Usage:  # fmt: skip
+    layout = layout_of(sharding, ranks, shards)
+    whole("averages", averages, 0)
+    wanted = _wanted(switches)
+    model = _unwrapped(model_or_shapes) if isinstance(model_or_shapes, nn.Module) else None
+    tensors = list(_of_model(model) if model is not None else _of_shapes(model_or_shapes))
+    activations, saves = None, dict.fromkeys(_OFF)
+    if model is not None and batch is not None:
+        activations, saves = _activations(Fake(model, batch, loss, _device(model, device)), wanted)
+    elif batch is not None:
+        raise invalid("plan(): shapes alone can't be run with a batch; give the module, on meta for example")
+    return Usage(usage(**_held(tensors, layout, optimizer, averages), activations=activations), saves=saves)
+
+
+def _held(tensors: list[_Tensor], layout: Layout, optimizer: Any, averages: int) -> dict[str, int]:
+    """Buffers are whole on every rank."""
+    parts = {
+        one.key: nn.Parameter(torch.empty(layout.local(one.shape), dtype=one.dtype, device="meta")) for one in tensors if one.trainable
+    }
+    gradients = sum(part.nbytes for part in parts.values())
+    fixed = (
+        torch.Size(one.shape if one.buffer else layout.local(one.shape)).numel() * one.dtype.itemsize
+        for one in tensors
+        if not one.trainable
+    )
+    return {
+        "weights": gradients + sum(fixed),
+        "gradients": gradients,
+        "optimizer": state_bytes(optimizer, parts),
+        "averages": averages * torch.float32.itemsize * sum(layout.averaged(one.shape) for one in tensors if one.trainable),
+    }
+
+
+def _activations(fake: Fake, wanted: dict[str, Any]) -> tuple[int, dict[str, int | None]]:
+    """(bytes, what each switch saves): every switch is turned over by itself."""
+
+    def kept(switches: dict[str, Any]) -> int:
+        with put_on(fake.model, switches["bf16"], switches["activation_checkpointing"], switches["attention_weights"]):
+            return fake.kept()
+
+    now = kept(wanted)
+    saves: dict[str, int | None] = {}
+    for name, off in _OFF.items():
+        is_off = wanted[name] is off
+        if is_off and name == "activation_checkpointing" and not repeated_blocks(fake.model):
+            saves[name] = None
+            continue
+        other = kept({**wanted, name: _ON[name] if is_off else off})
+        saves[name] = now - other if is_off else other - now
+    return now, saves
+
+
+def _wanted(switches: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is on; memory.apply()'s own defaults for what is not said."""
+    if switches is None:
+        return _OFF
+    if unknown := set(switches) - set(_OFF):
+        raise UnknownOptionError(f"switches: memory.apply() takes {', '.join(_OFF)}, not {', '.join(sorted(map(str, unknown)))}")
+    wanted = {**_ON, **switches}
+    return {**wanted, "bf16": bool(wanted["bf16"]), "attention_weights": bool(wanted["attention_weights"])}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Without DDP and torch.compile around it; a sharded one is refused, since its shapes are those of shards."""
+    while (child := wrapped_child(model)) is not None and not isinstance(model, FullyShardedDataParallel):
+        model = model._modules[child]  # type: ignore[assignment]
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
+        isinstance(p, DTensor) for p in model.parameters()
+    ):
+        raise invalid("plan() wants the model as it is before it is sharded, on meta for example; measure() takes the sharded one")
+    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise invalid(f"plan(): not initialised yet, and so without shapes: {', '.join(lazy[:8])}")
+    if any(is_switched(module) for module in model.modules()):
+        raise invalid("plan(): memory.apply() is on this model; remove() it, and say with switches= what is to be on")
+    return model
+
+
+def _of_model(model: nn.Module) -> Iterator[_Tensor]:
+    """Tied tensors once."""
+    seen: set[int] = set()
+    for _, module in walk(model):
+        for tensors, buffer in ((module._parameters, False), (module._buffers, True)):
+            for tensor in tensors.values():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield _Tensor(id(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad and not buffer, buffer)
+
+
+def _of_shapes(shapes: Any) -> Iterator[_Tensor]:
+    """Of {name: shape}, {name: (shape, dtype)} or {name: tensor}; integers are taken for buffers."""
+    if not isinstance(shapes, Mapping):
+        raise invalid(f"plan() takes a module or a mapping of names to shapes, not a {type(shapes).__name__}")
+    for name, value in shapes.items():
+        if isinstance(value, torch.Tensor):
+            shape, dtype = tuple(value.shape), value.dtype
+        elif is_shape(value):
+            shape, dtype = tuple(value), torch.float32
+        elif isinstance(value, (tuple, list)) and len(value) == 2 and is_shape(value[0]):
+            shape, dtype = tuple(value[0]), dtype_of(value[1])
+        else:
+            raise invalid(f"plan(): '{name}': {value!r} is no shape; give whole numbers, as (8, 16), or ((8, 16), 'bfloat16')")
+        trainable = dtype.is_floating_point or dtype.is_complex
+        yield _Tensor(str(name), shape, dtype, trainable, not trainable)
+
+
+def _device(model: nn.Module, device: Any) -> torch.device:
+    """Whose kernels are planned for: what was said, or where the model is, or what is there."""
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is not None:
+        chosen = torch.device(device)
+        if chosen.type not in ("cpu", there.type if there else "cpu"):
+            raise unsupported(
+                f"device={str(device)!r}: torch can't follow its kernels on a machine without one; leave it out to plan for {there or 'the CPU'}"
+            )
+        return chosen
+    found = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), None)
+    return found or there or torch.device("cpu")

@@ -1,0 +1,113 @@
+"""Switches that trade memory for time or precision, put on a model and taken off again: its modules' forward is wrapped in place, so names, hooks and sharding do not see them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardow.base.checks import invalid
+from shardow.model.blocks import is_container, repeated_blocks
+from shardow.model.names import walk
+
+Forward = Callable[..., Any]
+Blocks = bool | str | Callable[[str, nn.Module], bool]
+
+
+class Switches:
+    """What apply() put on a model. ``remove()`` takes it off, once; a block of ``with`` does so at its end."""
+
+    def __init__(self) -> None:
+        self._put: list[tuple[nn.Module, Callable[..., Any], bool]] = []
+
+    def put(self, module: nn.Module, wrap: Forward) -> None:
+        had_own = "forward" in module.__dict__
+        before = module.forward
+        module.forward = functools.partial(wrap, module, before)  # a deep copy's is of its own module
+        self._put.append((module, before, had_own))
+
+    def remove(self) -> None:
+        while self._put:
+            module, before, had_own = self._put.pop()
+            if had_own:
+                module.forward = before
+            else:
+                module.__dict__.pop("forward", None)
+
+    def __enter__(self) -> Switches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def is_switched(module: nn.Module) -> bool:
+    """True where a switch is on it."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func in (_checkpointed, _without_weights, _autocast)
+
+
+def put_on(model: nn.Module, bf16: bool, blocks: Blocks, attention_weights: bool) -> Switches:
+    if isinstance(blocks, str) and blocks != "blocks":
+        raise invalid(f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)")
+    chosen = _chosen(model, blocks)
+    switches = Switches()
+    for module in chosen:
+        switches.put(module, _checkpointed)
+    if not attention_weights:
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                switches.put(module, _without_weights)
+    if bf16:
+        switches.put(model, _autocast)
+    return switches
+
+
+def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    if blocks is False:
+        return []
+    if callable(blocks):
+        predicate = blocks
+        below = [(name, module) for name, module in walk(model) if module is not model and not is_container(module)]
+        found = _outermost({id(module): module for name, module in below if predicate(name, module)})
+    else:
+        found = repeated_blocks(model)
+    if not found:
+        what = (
+            "the predicate chose no module"
+            if callable(blocks)
+            else "the model has no ModuleList or Sequential of several blocks of one class"
+        )
+        raise invalid(f"memory.apply(): {what}; give activation_checkpointing a predicate of (name, module), or False")
+    return found
+
+
+def _outermost(chosen: dict[int, nn.Module]) -> list[nn.Module]:
+    """Those that lie in no other: what is run again in backward is run again whole, and can't be saved and run again in itself."""
+    inside = {id(one) for module in chosen.values() for one in module.modules() if one is not module}
+    return [module for key, module in chosen.items() if key not in inside]
+
+
+def _checkpointed(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if module.training and torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _without_weights(
+    module: nn.Module, forward: Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if len(args) < 2:  # (key_padding_mask, need_weights, ...)
+        kwargs.setdefault("need_weights", False)
+    return forward(query, key, value, *args, **kwargs)
+
+
+def _autocast(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not module.training:
+        return forward(*args, **kwargs)
+    with torch.autocast(next((p.device.type for p in module.parameters()), "cpu"), torch.bfloat16):
+        return forward(*args, **kwargs)

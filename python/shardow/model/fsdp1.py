@@ -1,0 +1,196 @@
+"""FSDP1: flat parameters, of which each rank holds a padded stretch; infos beside them say which elements of which parameter lie where.
+
+All of it is private to torch (``_handle``, ``_shard_param_infos``, ``_local_shard``): FSDP1 is in maintenance, and nothing public tells a shard's range.
+After a forward under no_grad the root keeps an unsharded copy that the next forward uses, and nothing in its parameters shows it: handles are resharded before and after shards are written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from shardow import _core, errors
+from shardow.model.local import LocalTensor, Replicas, Slot
+from shardow.model.names import join, walk
+from shardow.model.parents import fsdp1_around, owners
+
+_WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
+
+
+@dataclass(eq=False)
+class FlatTensor(LocalTensor):
+    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: the parameter that has the gradient, of its own or of the whole flat one. ``index``: among the flat one's."""
+
+    handle: Any = None
+    offset: int = 0
+    shown: Any = None
+    index: int = 0
+
+    def memory(self) -> torch.Tensor:
+        return shard_of(self.handle)[self.offset : self.offset + self.region.size]
+
+
+def shard_of(handle: Any) -> torch.Tensor:
+    """This rank's stretch of a flat parameter: before the first forward flat_param itself, after it _local_shard, the same memory."""
+    flat = handle.flat_param
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat.data) if handle.uses_sharded_strategy else flat.data
+    return shard.detach()
+
+
+def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> None:
+    """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken over yet; ``name`` tells of the parameter with an index."""
+    refuse_strays(handle, name or handle.flat_param._fqns.__getitem__)
+    if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
+        handle.reshard(True)
+        handle.post_reshard()
+
+
+def strays(handle: Any) -> Iterator[int]:
+    """Which original parameters are neither in the shard nor in its unsharded copy: FSDP takes them over in its next forward, or forgets them if it shows its views anew before that."""
+    flat = handle.flat_param
+    memory = {one.untyped_storage().data_ptr() for one in (shard_of(handle), flat)}
+    for i, (param, owner) in enumerate(zip(flat._params or (), flat._param_infos, strict=False)):
+        now = owner.module._parameters.get(owner.param_name)
+        if not isinstance(now, nn.Parameter) or (handle.uses_sharded_strategy and not flat._shard_param_infos[i].in_shard):
+            continue  # inside of a forward, or nothing of it is here, whatever it may be
+        if now is not param or (type(now) is nn.Parameter and now.numel() and now.untyped_storage().data_ptr() not in memory):
+            yield i
+
+
+def left(handle: Any) -> bool:
+    """The flat parameter is sharded, and not in the shard that FSDP goes back to after its next forward."""
+    flat = handle.flat_param
+    return hasattr(flat, "_local_shard") and handle.is_sharded(flat) and flat.data_ptr() != flat._local_shard.data_ptr()
+
+
+def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
+    """Raises for weights that are not where FSDP keeps them, and would be lost."""
+    flat = handle.flat_param
+    if left(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
+        raise errors.make(
+            "invalid_argument",
+            f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 goes back to its own shard. Put these back into flat_param._local_shard; "
+            f"move models before their first forward, and {_WRITE}",
+        )
+    found = next(strays(handle), None)
+    if found is not None:
+        raise errors.make(
+            "invalid_argument",
+            f"parameter '{name(found)}' was put elsewhere (p.data = ..., or another Parameter in its place), which FSDP1 takes over in its next forward: "
+            f"until then its shard holds the values from before. Run a forward first; or {_WRITE}",
+        )
+
+
+class Fsdp1Adapter:
+    def __init__(self, model: nn.Module) -> None:
+        names: dict[int, list[str]] = {}
+        wrappers: dict[int, Any] = {}
+        for name, module in walk(model):
+            names.setdefault(id(module), []).append(name)
+            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+                wrappers[id(module)] = module
+        inside = list(wrappers.values())
+        owned = {key for module in inside for key in owners(module._handle.flat_param)}
+        self._wrappers = inside + fsdp1_around(model, owned, _parameters_of(inside))
+        self._locals = [local for module in self._wrappers for local in _flat_tensors(module, names)]
+        self._owned = _parameters_of(self._wrappers)
+
+    def claims(self, slot: Slot) -> bool:
+        return id(slot.recorded) in self._owned
+
+    def local(self, slot: Slot) -> None:
+        return None
+
+    def memory(self, slot: Slot) -> torch.Tensor:
+        raise AssertionError("FSDP1's memory is found through its handles")
+
+    def others(self) -> Sequence[FlatTensor]:
+        return self._locals
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [module.process_group for module in self._wrappers]
+
+    def spans_world(self) -> bool:
+        """Hybrid sharding is a product of two groups, of which each rank knows its own row and column only."""
+        world = dist.get_world_size() if self._wrappers else 0
+        rows = (
+            dist.get_world_size(module.process_group) * math.prod(size for _, _, size in _replicas(module)) for module in self._wrappers
+        )
+        return any(size == world for size in rows)
+
+    def shards(self) -> list[torch.Tensor]:
+        """One per flat parameter: their addresses show whether anything moved."""
+        return [shard_of(module._handle) for module in self._wrappers]
+
+    def flat_parameters(self) -> list[torch.Tensor]:
+        return [module._handle.flat_param for module in self._wrappers]
+
+    def shown(self) -> list[torch.Tensor]:
+        """The original parameters that have this rank's part in the shard: where they lie shows whether they were put elsewhere."""
+        return [one.shown for one in self._locals if one.shown is not one.handle.flat_param and type(one.shown) is nn.Parameter]
+
+    def in_place(self) -> bool:
+        return not any(left(module._handle) for module in self._wrappers)
+
+    def reshard(self) -> None:
+        for module in self._wrappers:
+            free_unsharded(module._handle, lambda i, handle=module._handle: self._name(handle, i))  # type: ignore[misc]
+
+    def _name(self, handle: Any, index: int) -> str:
+        fqn: str = handle.flat_param._fqns[index]
+        return next((one.name for one in self._locals if one.handle is handle and one.index == index), fqn)
+
+
+def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
+    """Ids of what modules show of the wrappers' weights."""
+    return {id(p) for module in wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))}
+
+
+def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTensor]:
+    """``names``: the clean names of each module, by id; what lies in other modules is left out."""
+    handle = module._handle
+    flat, whole = handle.flat_param, not handle.uses_sharded_strategy
+    shown = list(flat._params) if flat._params is not None else [flat] * len(flat._fqns)
+    replicas, offsets = _replicas(module), _offsets(flat)
+    for i, (owner, shape, info) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)):
+        called = _names(owner, flat, names)
+        if not called:
+            continue
+        begin, count, offset = 0, 0, 0
+        if whole:
+            begin, count, offset = 0, shape.numel(), offsets[i]
+        elif info.in_shard:
+            begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
+        region = _core.Region.whole(list(shape)).window(begin, begin + count)
+        memory = shard_of(handle)[offset : offset + count]
+        yield FlatTensor(called[0], memory, region, shown[i].requires_grad, replicas, True, tuple(called[1:]), handle, offset, shown[i], i)
+
+
+def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:
+    """Every clean name of a parameter: of each place where its module stands, and of the parameters that are tied to it."""
+    tied = [info for info in flat._shared_param_infos if info.prim_module is owner.module and info.prim_param_name == owner.param_name]
+    return list(dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names.get(id(one.module), ())))
+
+
+def _offsets(flat: Any) -> list[int]:
+    """Where each parameter begins in an unsharded flat parameter: alignment padding may lie between."""
+    offsets, at = [], 0
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            offsets.append(at)
+        at += numel
+    return offsets
+
+
+def _replicas(module: Any) -> Replicas:
+    group = getattr(module, "_inter_node_pg", None) if module._handle.uses_sharded_strategy else module.process_group
+    if group is None or dist.get_world_size(group) == 1:
+        return ()
+    return ((group, dist.get_rank(group), dist.get_world_size(group)),)

@@ -1,0 +1,52 @@
+"""The process group of exactly the ranks that share a model. Local, and known before its weights have memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardow import errors
+from shardow.model.dtensor import DTensorAdapter
+from shardow.model.fsdp1 import Fsdp1Adapter
+
+
+def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter | None = None) -> dist.ProcessGroup | None:
+    """``given``, or the group that the model's shards and replicas tell of; None: this process alone. ``fsdp1``: the model's, where one was made already."""
+    DTensorAdapter(model, form="any").reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
+    fsdp1 = fsdp1 or Fsdp1Adapter(model)
+    groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return choose_group(groups, meshes_of(model), given, fsdp1.spans_world())
+
+
+def meshes_of(model: nn.Module) -> list[DeviceMesh]:
+    tensors = (tensor for module in model.modules() for tensor in [*module._parameters.values(), *module._buffers.values()])
+    return list({id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}.values())
+
+
+def choose_group(
+    groups: Iterable[dist.ProcessGroup], meshes: Iterable[DeviceMesh], given: dist.ProcessGroup | None, world: bool = False
+) -> dist.ProcessGroup | None:
+    """``given``, or a group of all ranks of ``groups`` and ``meshes``; ``world``: it is known to be everybody. Raises where there is none."""
+    groups, meshes = list(groups), list({id(mesh): mesh for mesh in meshes}.values())
+    ranks = {rank for group in {id(g): g for g in groups}.values() for rank in dist.get_process_group_ranks(group)}
+    ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
+    if given is not None:
+        outside = ranks - set(dist.get_process_group_ranks(given))
+        if outside:
+            raise errors.make("invalid_argument", f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them")
+        return given
+    if len(ranks) < 2:
+        return None
+    if world or ranks == set(range(dist.get_world_size())):
+        return dist.group.WORLD
+    for group in groups + [mesh.get_group(0) for mesh in meshes if mesh.ndim == 1]:
+        if set(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    raise errors.make(
+        "invalid_argument", f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group="
+    )

@@ -1,0 +1,161 @@
+"""LocalTensor: one parameter or buffer of a model as this rank holds it; Adapter: who finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow import _core, errors
+
+#: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in order.
+Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
+
+
+@dataclass(eq=False)
+class LocalTensor:
+    """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; find() says which may be
+    strided or odd. Other names of the same tensor are ``aliases``.
+
+    ``sharded`` is False for a tensor that every rank holds whole without any group saying so: a plain parameter beside sharded ones.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    region: _core.Region
+    requires_grad: bool
+    replicas: Replicas = ()
+    sharded: bool = False
+    aliases: tuple[str, ...] = ()
+
+    def flat(self) -> torch.Tensor:
+        """The elements in order, 1-D: the tensor's own memory, or a copy where they don't lie so."""
+        plain = self.tensor.resolve_conj().resolve_neg()
+        return plain.view(-1) if plain.is_contiguous() else plain.reshape(-1)
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Writes what flat() gave, and was changed since, into the model where it was a copy."""
+        if (flat.numel() and flat.data_ptr() != self.tensor.data_ptr()) or not self.tensor.is_contiguous():
+            self.tensor.copy_(flat.view(self.tensor.shape))
+
+    def counts_on(self, rank: int) -> bool:
+        """True where files take it from this rank: of whole tensors that no group shares, each rank's its own (batch statistics), they take rank 0's."""
+        return self.sharded or bool(self.replicas) or rank == 0
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where a module keeps a tensor: ``owner[key]`` was ``recorded`` when it was found.
+
+    ``owner`` is the module's own dict: attribute access is fifteen times slower, and this is read at every update.
+    """
+
+    name: str
+    owner: dict[str, torch.Tensor | None]
+    key: str
+    recorded: torch.Tensor
+
+
+class Adapter(Protocol):
+    """One way to hold parameters. A protocol, so that a new sharding is one class beside the others, and nothing else asks what kind a model is.
+
+    A model may mix kinds: every slot belongs to the first adapter that claims it.
+    """
+
+    def claims(self, slot: Slot) -> bool:
+        """True if this adapter knows what the slot's tensor is."""
+
+    def local(self, slot: Slot) -> LocalTensor | None:
+        """The local tensor in a claimed slot; None if it is found elsewhere (FSDP1's flat handles)."""
+
+    def memory(self, slot: Slot) -> torch.Tensor:
+        """The plain local tensor in a claimed slot as it is now."""
+
+    def others(self) -> Sequence[LocalTensor]:
+        """Local tensors that no slot shows."""
+
+    def reshard(self) -> None:
+        """Frees every unsharded copy of the weights, whose next use would show old values. Local."""
+
+
+def slots_of(name: str, tensors: dict[str, Any]) -> list[Slot]:
+    """The slots of one module's parameters or buffers."""
+    return [Slot(f"{name}.{key}" if name else key, tensors, key, tensor) for key, tensor in tensors.items() if tensor is not None]
+
+
+def persistent_buffers(module: nn.Module) -> set[str]:
+    return set(module._buffers) - module._non_persistent_buffers_set
+
+
+Form = Literal["contiguous", "strided", "any"]
+
+
+def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at all.
+
+    ``name`` is for messages.
+    """
+    tensor = tensor.detach()
+    if form == "any":
+        return tensor
+    refuse_odd(name, tensor)
+    if form == "contiguous" and not tensor.is_contiguous():
+        raise errors.make(
+            "unsupported",
+            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); make it so first: p.data = p.data.contiguous() for such a parameter p",
+        )
+    return tensor
+
+
+def oddity(tensor: torch.Tensor) -> str | None:
+    """Why a tensor's elements can't be read in memory of its own; None: they can."""
+    if tensor.is_nested:
+        return "is nested"
+    if tensor.layout is not torch.strided:
+        return f"of shape {tuple(tensor.shape)} is {tensor.layout}"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype})"
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and tensor.numel() and not tensor.data_ptr():
+        return f"is a {type(tensor).__name__}, which has no memory of its own"
+    return None
+
+
+def refuse_odd(name: str, tensor: torch.Tensor) -> None:
+    if odd := oddity(tensor):
+        raise errors.make(
+            "unsupported", f"'{name}' {odd}; leave it out of the model or of the mapping, or put its parts there, as dense tensors"
+        )
+
+
+def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:
+    for one in locals_:
+        refuse_odd(one.name, one.tensor)
+
+
+def refuse_unaverageable(local: LocalTensor) -> None:
+    """Averages follow memory of which every element is one weight's: strided, but not expanded."""
+    if local.tensor.layout is torch.strided and not local.tensor.is_nested and local.tensor.is_contiguous() and not oddity(local.tensor):
+        return
+    if odd := oddity(local.tensor):
+        raise errors.make(
+            "unsupported",
+            f"'{local.name}' {odd}, and can't be averaged; leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer",
+        )
+    refuse_expanded(local.name, local.tensor)
+
+
+def refuse_expanded(name: str, tensor: torch.Tensor) -> None:
+    """What is written there would be written over itself."""
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride < reach and tensor.numel():
+            raise errors.make(
+                "unsupported",
+                f"'{name}' of shape {tuple(tensor.shape)} has strides {tensor.stride()}: some of its elements share memory; "
+                "give it memory of its own first: p.data = p.data.contiguous()",
+            )
+        reach = stride * (size - 1) + reach

@@ -1,0 +1,118 @@
+"""Where a parameter came from: its module and name, which outlive it when sharding puts another object in its place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardow.base.checks import invalid
+from shardow.model.dtensor import sharded_like
+from shardow.model.names import walk
+from shardow.model.regions import region_of
+from shardow.ranks.gather import take
+
+
+@dataclass(frozen=True)
+class _Origin:
+    module: weakref.ref[nn.Module]
+    key: str
+
+
+_origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter; tensors compare by value
+
+
+def remember(module: nn.Module, key: str) -> None:
+    """That the parameter which is there now is there."""
+    _origins[module._parameters[key]] = _Origin(weakref.ref(module), key)
+
+
+def of(param: torch.Tensor) -> tuple[nn.Module, str] | None:
+    """The module and the key that are remembered of a parameter."""
+    origin = _origins.get(param)
+    module = None if origin is None else origin.module()
+    return None if origin is None or module is None else (module, origin.key)
+
+
+def forget_swapped(model: nn.Module) -> None:
+    """Before its parameters may get other memory, here or in model.to(): DTensors stay the same objects then, found in the model itself, and torch refuses to swap what is weakly referenced."""
+    always = torch.__future__.get_swap_module_params_on_conversion()
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and (always or is_traceable_wrapper_subclass(param)):
+                _origins.pop(param, None)
+
+
+Bindings = list[list[tuple[nn.Module, str]]]  # by parameter group, where each of its parameters is
+
+
+def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
+    """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything has changed, for one that is nowhere."""
+    there = {id(p): (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None}
+    modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
+    found: Bindings = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [None] * len(group["params"])
+        places = []
+        for i, (param, name) in enumerate(zip(group["params"], names, strict=True)):
+            place = there.get(id(param)) or _remembered(param) or _named(modules, name)
+            if place is None:
+                raise invalid(
+                    f"optimizer group {number}: parameter {i} of shape {tuple(param.shape)} is not in the model, and it is not known where it was; build the model under "
+                    "shardow.meta_init(), or give the optimizer model.named_parameters()"
+                )
+            places.append(place)
+        found.append(places)
+    return found
+
+
+def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
+    """Puts the model's parameters into the groups; state goes with its parameter, and is sharded as it is."""
+    groups = [[module._parameters[key] for module, key in where] for where in places]
+    pairs = [
+        (old, new) for group, now in zip(optimizer.param_groups, groups, strict=True) for old, new in zip(group["params"], now, strict=True)
+    ]
+    moved = [(old, new) for old, new in pairs if new is not None and old is not new and old in optimizer.state]
+    states = [state_for(new, optimizer.state[old]) for old, new in moved]  # what there may be no memory for, before anything changes
+    for (old, new), state in zip(moved, states, strict=True):
+        del optimizer.state[old]
+        optimizer.state[new] = state
+    for group, now in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = now
+
+
+def state_for(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _sharded_as(param, value) for key, value in state.items()}
+
+
+def _sharded_as(param: torch.Tensor, value: Any) -> Any:
+    """This rank's part of a state tensor (a momentum) of the whole parameter; everything else as it is."""
+    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != param.shape:
+        return value
+    if not value.ndim:  # a step, of a parameter that is a number as well
+        return value
+    local = torch.empty_like(param._local_tensor, dtype=value.dtype)
+    flat = torch.empty(local.numel(), dtype=value.dtype, device=value.device)
+    take(value, region_of("a state of the optimizer", param), flat)
+    local.copy_(flat.view(local.shape))
+    return sharded_like(param, local)
+
+
+def _remembered(param: torch.Tensor) -> tuple[nn.Module, str] | None:
+    place = of(param)
+    return None if place is None or place[0]._parameters.get(place[1]) is None else place
+
+
+def _named(modules: dict[str, nn.Module], name: str | None) -> tuple[nn.Module, str] | None:
+    if name is None:
+        return None
+    path, _, key = name.rpartition(".")
+    module = modules.get(path)
+    return None if module is None or module._parameters.get(key) is None else (module, key)

@@ -1,0 +1,116 @@
+"""What a rank holds of a module or of a mapping, as the file engine takes it: one Part per tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow import _core
+from shardow.base.checks import invalid, unsupported
+from shardow.model.extra_state import KEY, extra_states, give
+from shardow.model.piece import Piece
+from shardow.model.regions import region_of
+from shardow.model.view import ModelView, find
+from shardow.ranks.gather import Part
+
+Saveable = nn.Module | Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Held:
+    """``parts`` are contiguous memory: the tensors' own, or a copy where theirs is not, which ``copied`` tells how to put back. ``names`` are all names of each part."""
+
+    parts: list[Part]
+    names: dict[str, tuple[str, ...]]
+    process_group: dist.ProcessGroup | None
+    view: ModelView | None = None
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)  # a module's extra states by name
+    filled: dict[str, Any] = field(default_factory=dict)  # those that put_back() sets
+
+    def memory(self) -> list[torch.Tensor]:
+        """Where the tensors lie, not their copies."""
+        return [*(part.flat for part in self.parts), *(tensor for tensor, _ in self.copied)]
+
+    def put_back(self) -> None:
+        if self.view is not None:
+            give(self.view.model, self.filled)
+        for target, filled in self.copied:
+            target.copy_(filled.view(target.shape))
+        if self.view is not None:
+            self.view.bump_versions()
+            self.view.reshard()
+
+
+def group_of(state: Saveable, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that share a mapping's tensors: all, where one of them is a part of something."""
+    shared = isinstance(state, Mapping) and any(map(_is_shared, state.values()))
+    return dist.group.WORLD if group is None and shared and dist.is_initialized() else group
+
+
+def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> Held:
+    """``group``: of a mapping, what group_of() says. ``saving``: of whole tensors that no group shares, only rank 0's count."""
+    if isinstance(state, nn.Module):
+        return _of_module(state, group, saving)
+    if isinstance(state, Mapping):
+        return _of_mapping(state, group, saving)
+    raise invalid(f"{type(state).__name__} is neither a module nor a mapping of names to tensors")
+
+
+def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) -> Held:
+    view = find(model, group=group, strided=True)
+    view.reshard()
+    rank = 0 if view.process_group is None else dist.get_rank(view.process_group)
+    found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
+    held = Held([], {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)
+    held.parts = [Part(one.name, _flat(one.tensor, held.copied), one.region) for one in found]
+    held.extra = extra_states(model)
+    return held
+
+
+def _of_mapping(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, saving: bool) -> Held:
+    first = group is None or dist.get_rank(group) == 0
+    held = Held([], {name: (name,) for name in state}, group)
+    for name, tensor in state.items():
+        if saving and name.endswith(KEY) and not isinstance(tensor, torch.Tensor):
+            held.extra[name] = tensor
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise invalid(f"'{name}' is a {type(tensor).__name__}, not a tensor")
+        if _is_shared(tensor) or first or not saving:
+            held.parts.append(_part(name, tensor, held.copied))
+    return held
+
+
+def _is_shared(tensor: object) -> bool:
+    return isinstance(tensor, Piece) or hasattr(tensor, "_local_tensor")
+
+
+def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> Part:
+    if isinstance(tensor, Piece):
+        return Part(name, tensor.local, tensor.region)
+    if tensor.is_nested:
+        raise unsupported(f"'{name}' is nested; files hold tensors of one shape: give its parts, or a padded one")
+    if tensor.layout != torch.strided:
+        raise unsupported(
+            f"'{name}' is {tensor.layout}; files hold dense tensors: give its to_dense(), or its indices and values by names of their own"
+        )
+    region = region_of(name, tensor) if hasattr(tensor, "_local_tensor") else _core.Region.whole(list(tensor.shape))
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    if local.is_meta:
+        raise invalid(f"'{name}' is on meta: it has no memory; give it some first: model.to_empty(device=...)")
+    return Part(name, _flat(local, copied), region)
+
+
+def _flat(local: torch.Tensor, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The elements one after another: the tensor's own memory, or a copy that is noted."""
+    if local.is_contiguous() and not local.is_conj() and not local.is_neg():
+        return local.view(-1)
+    copy = local.resolve_conj().resolve_neg().contiguous()
+    copied.append((local, copy))
+    return copy.view(-1)

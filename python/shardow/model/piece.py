@@ -1,0 +1,96 @@
+"""Piece: a region of a global tensor that torch.distributed.checkpoint saves and loads as it is, at any world size.
+
+A DTensor cannot be this: torch takes its offsets from a helper that is wrong for uneven TP + FSDP2, and flat ranges (FSDP1, a replica's
+part) have no placement. A region's boxes are chunks.
+
+It is a tensor without storage of its own, as DTensor is: torch's stagers then copy its attributes, and not memory of the global shape, which is nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardow import _core, errors
+from shardow.base.warnings import warn
+from shardow.model import elementwise
+
+
+class Piece(torch.Tensor):
+    """This rank's part of a tensor; shape and size() are the whole tensor's.
+
+    ``local``: the region.size elements held here, 1-D, in the region's order; ``region``: which they are.
+
+    It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers and with pieces
+    of the same region. What needs the elements of other ranks raises UnsupportedError. Pickling it warns: the file will hold a part.
+    """
+
+    local: torch.Tensor
+    region: _core.Region
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, local: torch.Tensor, region: _core.Region) -> Piece:
+        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, torch.Size(region.shape), dtype=local.dtype, device=local.device)
+        piece.local, piece.region = local, region
+        return piece
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        return elementwise.run(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _warn_of_a_part()
+        return _rebuild, (self.local, self.region.encode())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+        memo[id(self)] = copied = Piece(self.local.detach().clone(), self.region)
+        return copied
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Piece({self.local.numel():,} of the {math.prod(self.region.shape):,} elements of {self.region}: {self.local!r})"
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(offsets, sizes) for offsets, sizes, _ in self.region.boxes()]
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(_chunk(offsets, sizes), properties, torch.Size(self.region.shape)),
+            )
+            for offsets, sizes, _ in self.region.boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for offsets, sizes, begin in self.region.boxes():
+            if index.offset is None or tuple(offsets) == tuple(index.offset):
+                return self.local[begin : begin + math.prod(sizes)].view(sizes)
+        raise errors.make("internal", f"{index.fqn}: no box at {index.offset} in {self.region}")
+
+
+def _rebuild(local: torch.Tensor, encoded: bytes) -> Piece:
+    return Piece(local, _core.Region.decode(encoded))
+
+
+torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True); decode() takes nothing that encode() does not write
+
+
+def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _warn_of_a_part() -> None:
+    """One text, so that a whole state warns once."""
+    warn(
+        "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the other parts are lost. "
+        "Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts pickled on every rank load at the same "
+        "world size and sharding only"
+    )

@@ -1,0 +1,52 @@
+"""Whole parameters: a plain model, or DDP, whose process group holds replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardow import _core
+from shardow.model.local import Form, LocalTensor, Replicas, Slot, memory_of
+
+
+class PlainAdapter:
+    """Claims everything that is left. ``group``: ranks that hold replicas of whatever no DDP module in the tree has.
+
+    Only parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing them, or handing out another's, would mix ranks.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
+        self._form: Form = form
+        self._replicas: dict[int, Replicas] = {}
+        if group is not None:
+            self._replicas = dict.fromkeys(map(id, model.parameters()), _members(group))
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                kept_equal = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
+                self._replicas.update(dict.fromkeys(map(id, kept_equal), _members(module.process_group)))
+
+    def claims(self, slot: Slot) -> bool:
+        return True
+
+    def local(self, slot: Slot) -> LocalTensor:
+        tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
+        shape = [] if tensor.is_nested else list(tensor.shape)
+        return LocalTensor(slot.name, self.memory(slot), _core.Region.whole(shape), tensor.requires_grad, replicas, bool(replicas))
+
+    def memory(self, slot: Slot) -> torch.Tensor:
+        return memory_of(slot.name, slot.recorded, self._form)
+
+    def others(self) -> Sequence[LocalTensor]:
+        return ()
+
+    def reshard(self) -> None:
+        pass
+
+
+def _members(group: dist.ProcessGroup) -> Replicas:
+    size = dist.get_world_size(group)
+    return ((group, dist.get_rank(group), size),) if size > 1 else ()

@@ -1,0 +1,74 @@
+"""Torch memory as the engine sees it, and which tensors lie on the same though they are different objects."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from shardow import _core
+from shardow.model.local import LocalTensor, oddity
+
+#: How and where tensors lie, cheap enough to be asked before every update.
+MARKS = _core.Marks(torch.Tensor, torch.nn.Parameter)
+
+
+def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
+    """Of a contiguous tensor on the CPU or a CUDA device, where the engine's work is enqueued on torch's current stream."""
+    if tensor.device.type == "cpu":
+        return _core.TensorView(name, dtype, region, tensor.data_ptr())
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    return _core.TensorView(name, dtype, region, tensor.data_ptr(), "cuda", tensor.device.index or 0, stream)
+
+
+def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor without values in a mapping of its own, which the system has back as soon as the tensor is gone.
+
+    malloc() raises its threshold to what was freed last, takes the next large tensors from its heap, and keeps the holes: whole layers that come and go left 64 MiB there.
+    """
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
+
+
+def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:
+    """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``. One pass in the order of addresses; empty tensors lie nowhere."""
+    ranges = sorted(
+        ((str(one.tensor.device), one.tensor.data_ptr(), i, one) for i, one in enumerate(locals_) if one.tensor.numel()),
+        key=lambda entry: entry[:3],
+    )
+    reaches: tuple[str, int, int, LocalTensor] | None = None  # (device, end, place, tensor) that reaches furthest so far
+    for device, begin, i, one in ranges:
+        end = begin + _extent(one.tensor)
+        if reaches is not None and reaches[0] == device and begin < reaches[1]:
+            yield (reaches[3], one) if reaches[2] < i else (one, reaches[3])
+            if end <= reaches[1]:
+                continue
+        reaches = (device, end, i, one)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+
+
+def difference(local: LocalTensor, memory: torch.Tensor) -> str | None:
+    for what, now, was in (("is", memory.dtype, local.tensor.dtype), ("is on", memory.device, local.tensor.device)):
+        if now != was:
+            return f"{what} {now}, it was {was} when this EMA was made"
+    if memory.numel() != local.region.size:
+        return f"has {memory.numel()} elements on this rank, it had {local.region.size} when this EMA was made"
+    return None
+
+
+def objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where torch keeps what data_ptr() reads, for prefetching: private, and never read by us."""
+    return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    return 0 if oddity(tensor) else tensor.data_ptr()

@@ -1,0 +1,68 @@
+"""Who else would take averages for weights: other EMAs of the same model, optimizers, and what fills a model. Nothing here is asked whether
+anything is swapped: the engine is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardow.base.checks import invalid
+
+
+class Swapping(Protocol):
+    """A swap, as others need to see it."""
+
+    @property
+    def swapped(self) -> bool: ...
+
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Memory that holds averages in place of weights while ``swapped``, or weights in place of averages."""
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters that show them."""
+
+    def refuse(self, what: str) -> None:
+        """Raises while ``swapped``."""
+
+
+_entered: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from before the first exchange until the weights are back
+
+enter = _entered.add
+settle = _entered.discard
+
+
+def refuse_foreign(what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None, instead: str = "") -> None:
+    """Raises where ``weights()``, as ``own`` needs them, are exchanged by a swap now, of another EMA than
+    ``own``. Costs nothing where no EMA is swapped in. ``instead``: what else leads to what was wanted."""
+    if not _entered:
+        return
+    needed = _addresses(weights())
+    for other in _now():
+        if other is not own and not needed.isdisjoint(_addresses(other.weights())):
+            raise invalid(
+                f"{what}: an EMA has its averages in this model's memory now; leave its swapped() first{instead and f', {instead}'}"
+            )
+
+
+def _now() -> list[Swapping]:
+    return [one for one in list(_entered) if one.swapped]
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors} - {0}
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before any optimizer's step: one on averages would be lost, and spoil them."""
+    for swap in _now() if _entered else ():
+        steps = [p for group in optimizer.param_groups for p in group["params"]]
+        shown = set(map(id, swap.parameters()))
+        if any(id(p) in shown for p in steps) or not _addresses(steps).isdisjoint(_addresses(swap.weights())):
+            swap.refuse("optimizer.step()")
+
+
+register_optimizer_step_pre_hook(_refuse_step)

@@ -1,0 +1,316 @@
+"""ModelView: everything about a model that averaging needs, found once, and cheap checks that it still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardow import _core, errors
+from shardow.model.dtensor import DTensorAdapter
+from shardow.model.fsdp1 import Fsdp1Adapter
+from shardow.model.groups import group_of_model
+from shardow.model.local import Adapter, Form, LocalTensor, Slot, oddity, persistent_buffers, slots_of
+from shardow.model.names import walk
+from shardow.model.plain import PlainAdapter
+from shardow.model.storage import MARKS, address_of, difference, objects_behind, overlaps
+from shardow.model.valueless import refuse_valueless
+
+_WAY_OUT = "make the EMA after the model has its final form, or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
+
+
+@dataclass(eq=False)
+class _Found:
+    """A slot's tensor; ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's name."""
+
+    slot: Slot
+    local: LocalTensor
+    adapter: Adapter
+    tied: bool = False
+
+
+class ModelView:
+    """Parameters and persistent buffers of a model on this rank, each tensor once, under its clean first name, in named_parameters() order.
+
+    ``process_group``: the ranks that share the model; None: this process alone. ``watch_buffers``: unchanged() looks at buffers too, for those who hold on to their memory.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
+        refuse_valueless(model)
+        self._model, self._form = model, form
+        self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, form), Fsdp1Adapter(model), PlainAdapter(model, group, form)
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
+        self.watch_buffers = False
+        self._show_shards()
+        self._found, self._found_buffers = self._collect(_parameter_slots(model)), self._collect(_buffer_slots(model))
+        self._tie_by_memory()
+        found = [one.local for one in self._found if not one.tied]
+        self.parameters = _in_model_order([*found, *self._fsdp1.others()], model)
+        self._buffers = [one.local for one in self._found_buffers if not one.tied]
+        self._record()
+        self.process_group = group_of_model(model, group, self._fsdp1)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks that share the model."""
+        if self.process_group is None:
+            return [dist.get_rank() if dist.is_initialized() else 0]
+        return dist.get_process_group_ranks(self.process_group)
+
+    @property
+    def buffers(self) -> list[LocalTensor]:
+        """As they are now: modules replace their buffers freely, and register others."""
+        self._follow_buffers()
+        self._take_in_buffers()
+        return self._buffers
+
+    def _collect(self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None) -> list[_Found]:
+        """Each tensor once; further names of it are aliases. ``before``: found already, by the tensors' ids."""
+        known: dict[int, LocalTensor] = dict(before or {})
+        found = []
+        for slot in slots:
+            adapter = next(adapter for adapter in self._adapters if adapter.claims(slot))
+            tied = known.get(id(slot.recorded))
+            if tied is not None:
+                _add_alias(tied, slot.name)
+                found.append(_Found(slot, tied, adapter, True))
+                continue
+            local = adapter.local(slot)
+            if local is not None:
+                known[id(slot.recorded)] = local
+                found.append(_Found(slot, local, adapter))
+        return found
+
+    def _tie_by_memory(self) -> None:
+        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost."""
+        found = [*self._found, *self._found_buffers]
+        for first, second in overlaps(one.local for one in found if not one.tied and not oddity(one.local.tensor)):
+            if (
+                first.tensor.data_ptr() != second.tensor.data_ptr()
+                or first.tensor.stride() != second.tensor.stride()
+                or first.tensor.dtype != second.tensor.dtype
+                or first.region != second.region
+            ):
+                raise errors.make(
+                    "unsupported", f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of its own"
+                )
+            for one in found:
+                if one.local is second:
+                    _add_alias(first, one.slot.name)
+                    one.local, one.tied = first, True
+
+    # ---- the model's state
+
+    def _show_shards(self) -> None:
+        """After a forward without backward, or one that raised, FSDP2 shows unsharded copies, which would pass for a plain model."""
+        self._dtensors.reshard()
+        if self._dtensors.unsharded():
+            self._dtensors.reset()
+        if unsharded := self._dtensors.unsharded():
+            raise errors.make(
+                "invalid_argument",
+                f"{', '.join(unsharded[:8])}: unsharded, also after reshard(); call this outside of forward and backward",
+            )
+
+    def reshard(self) -> None:
+        """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
+        for adapter in self._adapters:
+            adapter.reshard()
+        if (
+            self._sharded
+            and not self._watch.tree_same()
+            and any(one.slot.owner.get(one.slot.key) is not one.slot.recorded for one in self._found)
+        ):
+            self._dtensors.reset()
+
+    def unchanged(self) -> bool:
+        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.03 us a parameter."""
+        if not (
+            self._watch.tree_same()
+            and self._watch.memory_same()
+            and self._flat_addresses() == self._recorded_flat
+            and self._fsdp1.in_place()
+        ):
+            return False
+        return not self.watch_buffers or self._buffers_same()
+
+    def follow_moves(self, bind: Callable[[], object]) -> bool:
+        """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing is taken over then.
+
+        ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so that one that raises is called again.
+        """
+        if self._change() is not None:
+            return False
+        for one in self._found:
+            one.local.tensor = one.adapter.memory(one.slot)
+        for flat in self._fsdp1.others():
+            flat.tensor = flat.memory()
+        self._follow_buffers()
+        bind()
+        self._record()
+        return True
+
+    def as_it_is_now(self) -> list[LocalTensor]:
+        """Parameters and buffers found anew, whatever has become of the model; this view stays as it is."""
+        now = ModelView(self._model, self.process_group, self._form)
+        return [*now.parameters, *now.buffers]
+
+    def versions(self) -> dict[str, int]:
+        """Torch's counters of writes into parameters, of which FSDP1's flat ones have none that tells."""
+        return {one.slot.name: getattr(one.slot.recorded, "_local_tensor", one.slot.recorded)._version for one in self._found}
+
+    def parameter_objects(self) -> list[torch.Tensor]:
+        """Those that the model shows, and those that were recorded."""
+        return [*self._model.parameters(), *self._named.values()]
+
+    def explain_change(self) -> str:
+        """Which tensor is not what it was when this view was made, and the way out."""
+        change = self._change()
+        return change if change is not None else f"the model's parameters are not those that this EMA was made with; {_WAY_OUT}"
+
+    def _change(self) -> str | None:
+        """None where nothing but addresses has changed."""
+        now: dict[str, torch.Tensor] = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
+        for name, was in self._named.items():
+            if name not in now:
+                return f"parameter '{name}' is gone from the model; {_WAY_OUT}"
+            if now[name] is not was and isinstance(was, DTensor) and not isinstance(now[name], DTensor):
+                return f"parameter '{name}' stays unsharded after reshard(); call this outside of forward and backward"
+            if now[name] is not was:
+                return f"parameter '{name}' has been replaced by another object since this EMA was made; {_WAY_OUT}"
+        known = set(map(id, self._named.values()))
+        for name, tensor in now.items():
+            if id(tensor) not in known:
+                return f"parameter '{name}' has been added since this EMA was made, and has no average; {_WAY_OUT}"
+        return next((f"{text}; {_WAY_OUT}" for text in self._differences()), None)
+
+    def _differences(self) -> Iterator[str]:
+        for one in self._found:
+            if odd := oddity(one.local.tensor):
+                if oddity(one.adapter.memory(one.slot)) != odd:
+                    yield f"parameter '{one.slot.name}' {odd}; it is not any more"
+                continue
+            if tuple(one.slot.recorded.shape) != tuple(one.local.region.shape):
+                yield f"parameter '{one.slot.name}' has shape {tuple(one.slot.recorded.shape)}, it was {tuple(one.local.region.shape)} when this EMA was made"
+            memory = one.adapter.memory(one.slot)
+            if text := difference(one.local, memory):
+                yield f"parameter '{one.slot.name}' {text}"
+            if one.tied and memory.data_ptr() != _now(one.local, self._found).data_ptr():
+                yield f"parameter '{one.slot.name}' no longer shares the memory of '{one.local.name}'"
+        for flat in self._fsdp1.others():
+            if text := difference(flat, flat.memory()):
+                yield f"parameter '{flat.name}' {text}"
+        if self.watch_buffers:
+            for one in self._found_buffers:
+                buffer = one.slot.owner.get(one.slot.key)
+                if buffer is not None and (text := difference(one.local, _memory_of(one, buffer))):
+                    yield f"buffer '{one.slot.name}' {text}"
+
+    def _take_in_buffers(self) -> None:
+        """Those that were registered since this view was made."""
+        known = {(id(one.slot.owner), one.slot.key) for one in self._found_buffers}
+        new = [slot for slot in _buffer_slots(self._model) if (id(slot.owner), slot.key) not in known]
+        if new:
+            found = self._collect(new, {id(one.slot.recorded): one.local for one in self._found_buffers})
+            self._found_buffers += found
+            self._buffers += [one.local for one in found if not one.tied]
+            self._recorded_buffers += [(one.slot.recorded, address_of(one.local.tensor)) for one in found]
+
+    def _follow_buffers(self) -> None:
+        for one in self._found_buffers:
+            buffer = one.slot.owner.get(one.slot.key)
+            if buffer is None or tuple(buffer.shape) != tuple(one.local.region.shape):
+                now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
+                raise errors.make(
+                    "invalid_argument",
+                    f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {_WAY_OUT}",
+                )
+            one.slot.recorded = buffer
+            memory = one.adapter.memory(one.slot)
+            if one.tied and address_of(memory) != address_of(one.local.tensor):
+                raise errors.make(
+                    "invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {_WAY_OUT}"
+                )
+            one.local.tensor = memory
+
+    # ---- identity
+
+    def _record(self) -> None:
+        """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the model."""
+        self._named = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
+        modules = list(self._model.modules())
+        dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
+        objects = [one.slot.recorded for one in self._found if not oddity(one.local.tensor)]
+        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
+        self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
+        watched = [*self._whole, *self._fsdp1.shown()]
+        hints = [objects_behind(tensor) for tensor in [*watched, *(tensor._local_tensor for tensor in self._sharded)]]
+        self._watch = _core.Watch(dicts, watched, self._sharded, MARKS, hints)
+        self._recorded_flat = self._flat_addresses()
+        self._recorded_buffers = [(one.slot.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
+
+    def _flat_addresses(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._fsdp1.shards()))
+
+    def _buffers_same(self) -> bool:
+        now = [one.slot.owner.get(one.slot.key) for one in self._found_buffers]
+        return all(
+            buffer is was and address_of(_memory_of(one, was)) == address
+            for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
+        )
+
+    def frozen(self) -> list[tuple[str, torch.Tensor]]:
+        """What had no gradient when this view was made, as the model shows it."""
+        slots = [(one.local.name, one.slot.recorded) for one in self._found if not one.tied and not one.local.requires_grad]
+        return slots + [(flat.name, flat.shown) for flat in self._fsdp1.others() if not flat.requires_grad]
+
+    def bump_versions(self) -> None:
+        """Tells autograd that weights were written behind its back: a backward through the old values raises, where autograd can see it."""
+        torch.autograd.graph.increment_version([*self._whole, *self._sharded, *self._fsdp1.flat_parameters()])
+
+
+def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False, odd: bool = False) -> ModelView:
+    """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell their group. ``strided``: tensors whose elements
+    don't lie one after another are found too, else refused; ``odd``: also what has no elements in memory (sparse, nested, quantised, made of other tensors)."""
+    if not isinstance(model, nn.Module):
+        raise errors.make("invalid_argument", f"model is a {type(model).__name__}; an nn.Module is needed")
+    return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
+
+
+def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
+    return (slot for name, module in walk(model) for slot in slots_of(name, module._parameters))
+
+
+def _buffer_slots(model: nn.Module) -> Iterator[Slot]:
+    return (slot for name, module in walk(model) for slot in slots_of(name, module._buffers) if slot.key in persistent_buffers(module))
+
+
+def _in_model_order(locals_: list[LocalTensor], model: nn.Module) -> list[LocalTensor]:
+    """By module, as named_parameters() goes: the kind of sharding must not show in the order."""
+    order: dict[str, int] = {}
+    for i, (name, _) in enumerate(walk(model)):
+        order.setdefault(name, i)
+    return sorted(locals_, key=lambda local: order[local.name.rpartition(".")[0]])
+
+
+def _add_alias(local: LocalTensor, name: str) -> None:
+    if name not in (local.name, *local.aliases):
+        local.aliases = (*local.aliases, name)
+
+
+def _now(local: LocalTensor, found: list[_Found]) -> torch.Tensor:
+    first = next(one for one in found if one.local is local and not one.tied)
+    return first.adapter.memory(first.slot)
+
+
+def _memory_of(one: _Found, tensor: torch.Tensor) -> torch.Tensor:
+    return one.adapter.memory(Slot(one.slot.name, one.slot.owner, one.slot.key, tensor))

@@ -1,0 +1,180 @@
+"""Full tensors from everybody's pieces, one at a time, on rank 0 alone.
+
+Numbered, as the code below:
+
+1. rank 0 learns every rank's regions, once; it picks for each tensor the ranks whose regions cover it exactly once, and tells them
+2. tensor by tensor, the picked ranks send, in blocks of at most 16 MiB; rank 0 places each block
+3. rank 0 hands out the whole tensor before it makes the next: no rank ever holds two
+
+Facts (1) travel through the process group's store, data (2) as torch tensors, point to point.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardow import _core, errors
+from shardow.ranks.team import Team
+from shardow.ranks.transfers import begun, finish
+
+_BLOCK = 16 << 20  # bytes of one message
+_REFUSED = b"!"  # begins what rank 0 says in place of orders
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of one global tensor: ``flat`` are region.size elements, 1-D."""
+
+    name: str
+    flat: torch.Tensor
+    region: _core.Region
+
+
+class Gatherer:
+    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every rank. ``what``: the call, for messages. Collective."""
+
+    def __init__(self, what: str, parts: Sequence[Part], team: Team) -> None:
+        self._what, self._team = what, team
+        self._parts = list(parts)
+        self._shapes = {part.name: tuple(part.region.shape) for part in parts}
+        self._dtypes = {part.name: part.flat.dtype for part in parts}
+        self._senders, self._mine = self._plan()
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(name, full CPU tensor) on rank 0, (name, None) elsewhere. Collective: every rank must exhaust it."""
+        for i, part in enumerate(self._parts):
+            if self._team.rank == 0:
+                yield part.name, self._receive(i)
+            else:
+                if self._mine[i]:
+                    for block in blocks(part.region, part.flat):
+                        self._move(dist.isend, block.contiguous(), 0, group_dst=0)
+                yield part.name, None
+
+    def whole(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
+        """All of stream() on rank 0, each tensor under its name and its ``aliases``; {} elsewhere. Collective."""
+        return {key: full for name, full in self.stream() if full is not None for key in (name, *aliases.get(name, ()))}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
+
+    def _plan(self) -> tuple[list[list[tuple[int, _core.Region]]], list[bool]]:
+        """(senders of each tensor with their regions: rank 0 only; whether this rank sends)."""
+        own = json.dumps([(part.name, part.region.encode().hex()) for part in self._parts]).encode()
+        everybody = range(self._team.size) if self._team.rank == 0 else ()
+        found = self._team.mail(self._what, {0: own}, everybody)
+        orders: dict[int, bytes] = {}
+        senders: list[list[tuple[int, _core.Region]]] = []
+        failed: Exception | None = None
+        if self._team.rank == 0:
+            try:
+                gathered = [[(name, bytes.fromhex(region)) for name, region in json.loads(one)] for one in found]
+                senders = [_pick(i, part.name, gathered) for i, part in enumerate(self._parts)]
+                orders = {r: bytes(any(rank == r for rank, _ in who) for who in senders) for r in everybody}
+            except Exception as error:
+                failed = error
+                orders = {r: _REFUSED + str(error).encode() for r in everybody}
+        mine = self._team.mail(self._what, orders, [0])[0]
+        if failed is not None:
+            raise failed
+        if mine.startswith(_REFUSED):
+            raise errors.make("invalid_argument", mine.removeprefix(_REFUSED).decode())
+        return senders, [bool(one) for one in mine]
+
+    def _move(self, how: Callable[..., dist.Work | None], block: torch.Tensor, peer: int, **options: int) -> None:
+        group, timeout = self._team.process_group, self._team.timeout
+        otherwise = f"a block between rank {self._team.rank} and rank {peer} did not arrive"
+        finish(begun(lambda: how(block, group=group, **options), otherwise), timeout, otherwise)
+
+    def _receive(self, i: int) -> torch.Tensor:
+        part = self._parts[i]
+        full = torch.empty(part.region.shape, dtype=part.flat.dtype)
+        for rank, region in self._senders[i]:
+            if rank == 0:
+                place(part.flat.cpu(), region, full)
+                continue
+            for window in windows(region, full.element_size()):
+                block = torch.empty(window.size, dtype=part.flat.dtype, device=part.flat.device)
+                self._move(dist.irecv, block, rank, group_src=rank)
+                place(block.cpu(), window, full)
+        return full
+
+
+def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) -> list[tuple[int, _core.Region]]:
+    """Ranks that together hold tensor i exactly once; ranks that hold the same as an earlier one are passed over."""
+    picked: list[tuple[int, _core.Region]] = []
+    seen: set[bytes] = set()
+    for rank, parts in enumerate(gathered):
+        if i >= len(parts) or parts[i][0] != name:
+            there = parts[i][0] if i < len(parts) else "nothing"
+            raise errors.make(
+                "invalid_argument", f"rank {rank} has {there!r} where rank 0 has {name!r}; all ranks must hold the same tensors"
+            )
+        region = _core.Region.decode(parts[i][1])
+        if region.size > 0 and parts[i][1] not in seen:
+            picked.append((rank, region))
+            seen.add(parts[i][1])
+    regions = [region for _, region in picked] or [_core.Region.decode(gathered[0][i][1])]
+    if not _core.covers_once(regions):
+        held = sum(region.size for region in regions)
+        raise errors.make(
+            "invalid_argument", f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)"
+        )
+    return picked
+
+
+def windows(region: _core.Region, itemsize: int, most: int = _BLOCK) -> Iterator[_core.Region]:
+    """The region in messages of at most ``most`` bytes."""
+    step = max(most // itemsize, 1)
+    for begin in range(0, region.size, step):
+        yield region.window(begin, min(begin + step, region.size))
+
+
+def blocks(region: _core.Region, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same messages, as parts of what is held."""
+    at = 0
+    for window in windows(region, flat.element_size()):
+        yield flat[at : at + window.size]
+        at += window.size
+
+
+def place(flat: torch.Tensor, region: _core.Region, full: torch.Tensor) -> None:
+    """full[region] = flat."""
+    for offsets, sizes, begin in region.boxes():
+        box(full, offsets, sizes).copy_(flat[begin : begin + math.prod(sizes)].view(sizes))
+
+
+def take(full: torch.Tensor, region: _core.Region, flat: torch.Tensor) -> None:
+    """flat = full[region], cast to flat's dtype."""
+    whole = stretch(full, region)
+    if whole is not None:
+        flat.copy_(whole)
+        return
+    for offsets, sizes, begin in region.boxes():
+        flat[begin : begin + math.prod(sizes)].view(sizes).copy_(box(full, offsets, sizes))
+
+
+def stretch(full: torch.Tensor, region: _core.Region) -> torch.Tensor | None:
+    """full[region] as a view, 1-D, where its elements lie one after another."""
+    boxes = region.boxes()
+    if not boxes or not full.is_contiguous():
+        return None
+    strides, (offsets, sizes, _) = full.stride(), boxes[-1]
+    first = sum(map(operator.mul, boxes[0][0], strides))
+    last = sum((offset + size - 1) * stride for offset, size, stride in zip(offsets, sizes, strides, strict=True))
+    return full.view(-1)[first : last + 1] if last + 1 - first == region.size else None
+
+
+def box(full: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The sub-tensor of ``full`` at offsets, of sizes; a view."""
+    return full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]

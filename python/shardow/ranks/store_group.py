@@ -1,0 +1,296 @@
+"""The Group of a torch process group: facts go through its store, whose waits time out without harming the process group.
+
+Each collective is a round with one atomic verdict, which late ranks read too, so that every rank, the late one included, sees the same outcome:
+
+1. a rank writes its call and its bytes under ``round/rank``
+2. it waits for everybody's, at most until its deadline
+3. it proposes what it saw, all there or who is missing; the first proposal is the verdict (``compare_set``). Who proposes that somebody is missing writes for them, so that nobody else waits
+4. all ranks return everybody's bytes, or raise the same error: also where ranks made different calls
+
+A rank begins round r only when it has finished round r - 1, so a round that succeeds lets the keys of the one before it be deleted. Rounds are counted for the life of a process group, not of
+whoever uses it: a rank that missed a call meets the verdict of that call next, and is then in step again. A rank that is interrupted while it waits ends the next round too, for those who would
+wait for it there, and is then in step again.
+
+A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. A connection on which something was left is not used again.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_timeout
+
+from shardow import _core, errors
+from shardow.ranks.transfers import begun, finish
+from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
+
+_ALL_THERE = "ok"
+_MOST = 4 << 20  # bytes of one value; torch's TCPStore drops a client that sends 8 MiB
+_ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
+_LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
+
+_FIRST_TAG = 64  # smaller ones are channels
+
+MISSING = "did not take part"
+_LATER = "a later step of "
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
+
+
+def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
+    """The one StoreGroup of a process group and channel: all that act together count the same rounds. A channel is for one thread; channels don't know each other."""
+    channels = _groups.setdefault(process_group, {})
+    if channel not in channels:
+        channels[channel] = StoreGroup(process_group, channel)
+    return channels[channel]
+
+
+class StoreGroup(_core.Group):
+    """Ranks of ``process_group``. Collective calls happen in the same order on every rank; one thread uses a group at a time."""
+
+    def __init__(self, process_group: dist.ProcessGroup, channel: int) -> None:
+        super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
+        self._process_group = weakref.ref(process_group)
+        self.ranks: list[int] = dist.get_process_group_ranks(process_group)
+        self.moves_blocks = _has_cpu(process_group)
+        self.joined = 0  # the highest number of those who act on these ranks; see Team.same()
+        self._tag = channel
+        self._prefix = f"shardow/{process_group.group_name}/{channel}"
+        self._store: Any = None  # made by the thread that uses it first
+        self._call, self._timeout = "", 0.0
+        self._round = 0
+        self._mine: list[str] = []  # keys of the last round
+
+    def begin(self, call: str, timeout: float) -> None:
+        """The next round is ``call``'s first; rounds after it are its later steps. ``timeout``: what was asked for, for messages."""
+        self._call, self._timeout = call, timeout
+
+    def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
+        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ValueError on all if they make different calls, ConnectionError where the store is gone,
+        TimeoutError where it does not answer."""
+        return self._meet(mine, seconds, {}, ())[0]
+
+    def mail(self, letters: Mapping[int, bytes], sources: Sequence[int], seconds: float) -> list[bytes]:
+        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank. A round as all_gather()'s, with its errors; who reads what is known to all beforehand."""
+        return self._meet(b"", seconds, letters, sources)[1]
+
+    def _meet(self, mine: bytes, seconds: float, letters: Mapping[int, bytes], sources: Sequence[int]) -> tuple[list[bytes], list[bytes]]:
+        this, call, seconds = self._round, self._call, max(seconds, 0.001)
+        self._round += 1
+        self._call = call if call.startswith(_LATER) else _LATER + call
+        timeout = self._timeout or seconds
+        left = threading.Event()
+        try:
+            return wait_for(
+                lambda: self._turn(this, call.encode(errors="replace"), mine, seconds, timeout, left, letters, sources), beyond(seconds)
+            )
+        except Overdue:
+            left.set()
+            self._store = None
+            raise errors.make(
+                "timeout",
+                f"the store of the process group did not answer within {timeout:g} s: its host stands still, or cannot be reached",
+            ) from None
+        except dist.DistError as error:
+            self._store = None
+            raise errors.make(
+                "peer_failed", f"the store of the process group is gone, and with it the rank that kept it: {error}"
+            ) from None
+        except Left as interrupt:
+            left.set()
+            waited = self._end_next(this, call)
+            if isinstance(interrupt.cause, KeyboardInterrupt):
+                raise KeyboardInterrupt(waited) from None
+            raise interrupt.cause from None
+
+    def _turn(
+        self,
+        this: int,
+        call: bytes,
+        mine: bytes,
+        seconds: float,
+        timeout: float,
+        left: threading.Event,
+        letters: Mapping[int, bytes],
+        sources: Sequence[int],
+    ) -> tuple[list[bytes], list[bytes]]:
+        """(1) to (4), on a thread that the caller may have ``left`` meanwhile. Letters are written before what others wait for."""
+        store = self._store or self._connected()
+        if left.is_set():
+            return [], []
+        self._store = store
+        keys = [f"{this}/{rank}" for rank in range(self.size)]
+        written = [key for to, letter in letters.items() for key in self._set(store, f"{this}/{self.rank}/to/{to}", letter)]
+        written += self._set(store, keys[self.rank], len(call).to_bytes(4, "little") + call + mine)
+        seen = _ALL_THERE
+        try:
+            store.wait(keys, timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            missing = [rank for rank in range(self.size) if not store.check([keys[rank]])]
+            if missing:
+                seen = f"timeout rank(s) {[self.ranks[rank] for rank in missing]} {MISSING} within {timeout:g} s"
+        if left.is_set():
+            return [], []
+        self._decide(store, this, seen)
+        gathered = self._get(store, keys)
+        self._forget(store, this - 1, written)
+        everybody = self._bytes_of(gathered)
+        return everybody, self._get(store, [f"{this}/{source}/to/{self.rank}" for source in sources])
+
+    def _decide(self, store: Any, this: int, seen: str) -> None:
+        """(3): raises a verdict that is not good."""
+        verdict = bytes(store.compare_set(f"{this}/verdict", "", seen)).decode()
+        if verdict == _ALL_THERE:
+            return
+        if verdict == seen:
+            for rank in range(self.size):
+                store.compare_set(f"{this}/{rank}", "", "missing")
+        code, _, message = verdict.partition(" ")
+        raise errors.make(code, message)
+
+    def _bytes_of(self, everybody: list[bytes]) -> list[bytes]:
+        calls = [one[4 : 4 + int.from_bytes(one[:4], "little")].decode() for one in everybody]
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise errors.make(
+                    "invalid_argument",
+                    f"rank {self.ranks[rank]} calls {call} where rank {self.ranks[0]} calls {calls[0]}; every rank must make the same collective calls in the same order",
+                )
+        return [one[4 + len(call.encode()) :] for one, call in zip(everybody, calls, strict=True)]
+
+    def _end_next(self, this: int, call: str) -> str:
+        """Interrupted: the others learn of it in the round after ``this``, if the store answers. Returns for whom this rank waited."""
+
+        def tell() -> list[int]:
+            store = self._store = self._connected()
+            missing = [self.ranks[rank] for rank in range(self.size) if not store.check([f"{this}/{rank}"])]
+            store.compare_set(f"{this + 1}/verdict", "", f"peer_failed rank {self.ranks[self.rank]} was interrupted in {call}")
+            store.set(f"{this + 1}/{self.rank}", "interrupted")
+            return missing
+
+        self._store, self._round = None, this + 2
+        try:
+            missing = wait_for(tell, _LAST_WORDS)
+        except (Overdue, Left, dist.DistError):
+            self._store = None
+            return f"{call}: the store of the process group does not answer"
+        return f"{call}: waited for rank(s) {missing}" if missing else call
+
+    def _connected(self) -> Any:
+        """Channels wait at the same time, and so does torch: a connection serves one wait."""
+        return PrefixStore(self._prefix, _connection())
+
+    def note(self, key: str, text: str) -> None:
+        """For ranks that come later; no round, and waits for nobody. The first one under a key stays."""
+        self._ask(lambda store: store.compare_set(f"note/{key}", "", text))
+
+    def noted(self, key: str) -> str | None:
+        """What note() left, if anything; None where the store does not answer either."""
+        found = self._ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None)
+        return None if found is None else bytes(found).decode()
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        store = self._store = self._store or self._connected()
+        try:
+            return wait_for(lambda: question(store), _ANSWER)
+        except (Overdue, dist.DistError):
+            self._store = None
+            return None
+        except Left as interrupt:
+            self._store = None
+            raise interrupt.cause from None
+
+    def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
+        """Combines 64-bit words in place: op is "sum", "max" or "xor"."""
+        combine: Any = {"sum": operator.add, "max": np.maximum, "xor": operator.xor}[op]
+        everybody = [np.frombuffer(one, dtype=np.uint64) for one in self.all_gather(bytes(values), seconds)]
+        np.frombuffer(values, dtype=np.uint64)[:] = functools.reduce(combine, everybody)
+
+    def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
+        """Copies root's bytes into everybody's: through the process group, or its store where that has no way for CPU tensors."""
+        if self.moves_blocks:
+            self._move(lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), seconds)
+        else:
+            data[:] = self.all_gather(bytes(data) if self.rank == root else b"", seconds)[root]
+
+    def send(self, data: memoryview, to: int, seconds: float) -> None:
+        self._move(lambda: dist.isend(_tensor(data), group_dst=to, group=self._process_group(), tag=self._tag), seconds)
+
+    def recv(self, data: memoryview, source: int, seconds: float) -> None:
+        self._move(lambda: dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds)
+
+    def next_tag(self) -> int:
+        """For messages of one call among all that this group makes; the same on every rank."""
+        return _FIRST_TAG + self._round
+
+    def _move(self, begin: Callable[[], dist.Work | None], seconds: float) -> None:
+        otherwise = f"a block between ranks {self.ranks} did not arrive"
+        finish(begun(begin, otherwise), seconds, otherwise)
+
+    @staticmethod
+    def _set(store: Any, key: str, value: bytes) -> list[str]:
+        """Long values take several keys; the first, which others wait for, is written last and says how long it all is. Returns the keys."""
+        keys = [key, *(f"{key}/{at}" for at in range(_MOST, len(value), _MOST))]
+        for i, one in reversed(list(enumerate(keys))):
+            part = value[i * _MOST : (i + 1) * _MOST]
+            store.set(one, part if i else len(value).to_bytes(8, "little") + part)
+        return keys
+
+    @staticmethod
+    def _get(store: Any, keys: list[str]) -> list[bytes]:
+        values = []
+        for key, first in zip(keys, store.multi_get(keys) if keys else (), strict=True):
+            length, parts = int.from_bytes(first[:8], "little"), [bytes(first[8:])]
+            parts += [bytes(store.get(f"{key}/{at}")) for at in range(_MOST, length, _MOST)]
+            values.append(b"".join(parts))
+        return values
+
+    def _forget(self, store: Any, past: int, written: list[str]) -> None:
+        """Everybody has ended the round before the last one."""
+        for key in self._mine:
+            store.delete_key(key)
+        if past >= 0 and self.rank == 0:
+            store.delete_key(f"{past}/verdict")
+        self._mine = written
+
+
+def _connection() -> Any:
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.check(["shardow"])  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
+    return store.clone()
+
+
+def _has_cpu(process_group: dist.ProcessGroup) -> bool:
+    try:
+        process_group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def default_timeout(process_group: dist.ProcessGroup | None) -> float:
+    """Seconds: the process group's own."""
+    if process_group is None:
+        return 1800.0
+    try:
+        options = process_group._get_backend(
+            next(iter(process_group._device_types))
+        ).options  # no public reader of a group's timeout exists
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError, StopIteration):
+        return float(_get_default_timeout(dist.get_backend(process_group)).total_seconds())

@@ -1,0 +1,296 @@
+"""Tensors that rank 0 alone holds, into everybody's shards: each rank is sent its own elements and nothing else.
+
+Numbered, as the code below:
+
+1. every rank tells rank 0 what it wants: keys, regions, dtypes
+2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together; few are on the way at any time
+3. rank 0 sends them in turns; where the source's elements lie one after another they are sent from where they are
+4. who fails reads nothing more, and keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Then it raises its first failure; whoever calls this agrees
+   afterwards
+5. a peer is lost when it has been silent for the timeout. It counts for all peers and messages at once, from their last sign or from when a message was sent to them: several that stand still cost
+   one timeout
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardow import _core
+from shardow.base.progress import Progress
+from shardow.ranks.gather import Part, stretch, take, windows
+from shardow.ranks.team import Team
+from shardow.ranks.transfers import begun, finish
+
+_MESSAGE = 4 << 20  # bytes
+_ON_THE_WAY = 8
+_ALIGN = 16  # of a piece in a packed message
+_A_LOOK = 0.05  # seconds, to see whether a transfer has ended
+
+
+@dataclass(frozen=True)
+class Want:
+    """Of one tensor of the source; ``dtype`` is what travels: the narrower of the source's and the rank's."""
+
+    key: str
+    region: bytes
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What a rank holds of a tensor, and what it wants for it."""
+
+    part: Part
+    want: Want
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of want number ``want``, from its element ``begin`` on, which lies ``at`` bytes from its message's start."""
+
+    want: int
+    region: _core.Region
+    begin: int
+    at: int
+    nbytes: int
+
+
+Message = list[Piece]
+
+
+def messages(wants: Sequence[Want]) -> Iterator[Message]:
+    packed: Message = []
+    size = 0
+    for number, want in enumerate(wants):
+        begin = 0
+        for window in windows(_core.Region.decode(want.region), want.dtype.itemsize, _MESSAGE):
+            nbytes = window.size * want.dtype.itemsize
+            if nbytes > _MESSAGE // 2:
+                yield [Piece(number, window, begin, 0, nbytes)]
+            else:
+                if size + nbytes > _MESSAGE:
+                    yield packed
+                    packed, size = [], 0
+                packed.append(Piece(number, window, begin, size, nbytes))
+                size += -(-nbytes // _ALIGN) * _ALIGN
+            begin += window.size
+    if packed:
+        yield packed
+
+
+def behind(timeout: float) -> float:
+    """Seconds that rank 0 may need to go on when it has lost a peer: for them others wait beyond the timeout."""
+    return min(0.25 * timeout, 2.0)
+
+
+def narrower(source: torch.dtype, here: torch.dtype) -> torch.dtype:
+    return source if source.itemsize < here.itemsize else here
+
+
+class _Side:
+    """One rank's end. ``tag`` keeps what a failed stream has left on the way apart from the next one."""
+
+    def __init__(self, team: Team, device: torch.device, tag: int) -> None:
+        self._team, self._device, self._tag = team, device, tag
+        self.failed: Exception | None = None
+
+    def end(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+
+    @contextlib.contextmanager
+    def keeping_step(self) -> Iterator[None]:
+        """The first failure is noted; others are waiting for what comes after it."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = self.failed or error
+
+    def send(self, data: torch.Tensor, rank: int) -> dist.Work | None:
+        return begun(lambda: dist.isend(data, group_dst=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
+
+    def receive(self, data: torch.Tensor, rank: int) -> dist.Work | None:
+        return begun(lambda: dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
+
+    def finish(self, work: dist.Work | None, rank: int, since: float | None = None) -> None:
+        """``since``: when the wait began; None: now."""
+        gone = 0.0 if since is None else time.monotonic() - since
+        finish(work, max(self._team.timeout - gone, _A_LOOK), self._otherwise(rank), self._team.timeout)
+
+    def _otherwise(self, rank: int) -> str:
+        return f"weights between rank {self._team.rank} and rank {rank} did not arrive"
+
+
+class _Recent:
+    """The source's tensors, detached. A lazy mapping reads one each time it is asked: the last ones stay, up to 64 MiB of them or one."""
+
+    _MOST = 64 << 20
+
+    def __init__(self, source: Mapping[str, torch.Tensor]) -> None:
+        self._source = source
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        found = self._source[key].detach()
+        self._kept[key] = found
+        while len(self._kept) > 1 and sum(tensor.nbytes for tensor in self._kept.values()) > self._MOST:
+            self._kept.popitem(last=False)
+        return found
+
+
+class Server(_Side):
+    """Rank 0."""
+
+    def run(self, source: Mapping[str, torch.Tensor], own: Sequence[Fill], progress: Progress | None) -> None:
+        """Fills ``own``, and sends the others what they want."""
+        self._lost: set[int] = set()
+        self._heard = [time.monotonic()] * self._team.size  # the last sign of each rank
+        self._sent: deque[tuple[dist.Work | None, int, torch.Tensor, float]] = deque()
+        wants = [[fill.want for fill in own], *self._wants()]
+        total = sum(_core.Region.decode(want.region).size * want.dtype.itemsize for one in wants for want in one)
+        done, recent = 0, _Recent(source)
+        for turn in itertools.zip_longest(*(messages(one) for one in wants)):
+            for rank, message in enumerate(turn):
+                if message is None or rank in self._lost:
+                    continue
+                with self.keeping_step():
+                    if rank:
+                        self._send_message(recent, message, wants[rank], rank)
+                    elif self.failed is None:
+                        _copy(recent, message, own)
+                    done += sum(piece.nbytes for piece in message)
+                    if progress is not None and self.failed is None:
+                        progress(done, total)
+        self._until(0)
+        self.end()
+
+    def _wants(self) -> list[list[Want]]:
+        """(1), of ranks 1 and up; all are asked before one is waited for."""
+        peers = range(1, self._team.size)
+        texts = self._received(dict.fromkeys(peers, 8))
+        texts = self._received({rank: int.from_bytes(texts[rank], "little") for rank in peers if rank not in self._lost})
+        return [[] if rank in self._lost else pickle.loads(texts[rank]) for rank in peers]
+
+    def _received(self, lengths: Mapping[int, int]) -> dict[int, bytes]:
+        """Bytes of each rank; of one that is lost, none."""
+        coming: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
+        texts: dict[int, bytes] = {}
+        for rank, length in lengths.items():
+            try:
+                data = torch.zeros(length, dtype=torch.uint8, device=self._device)
+                coming[rank] = (self.receive(data, rank), data)
+            except Exception as error:
+                self._lose(rank, error)
+        for rank, (work, data) in coming.items():
+            try:
+                self.finish(work, rank, self._heard[rank])
+                self._heard[rank] = time.monotonic()
+                texts[rank] = data.cpu().numpy().tobytes()
+            except Exception as error:
+                self._lose(rank, error)
+        return texts
+
+    def _send_message(self, source: _Recent, message: Message, wants: Sequence[Want], rank: int) -> None:
+        data = torch.empty(0)
+        if self.failed is None:
+            with self.keeping_step():
+                data = _filled(source, message, wants).to(self._device)
+        if not data.numel():  # the rank waits for it all the same
+            data = torch.zeros(_length(message), dtype=torch.uint8, device=self._device)
+        try:
+            self._sent.append((self.send(data, rank), rank, data, time.monotonic()))
+        except Exception as error:
+            self._lose(rank, error)
+        self._until(_ON_THE_WAY)
+
+    def _until(self, most: int) -> None:
+        while len(self._sent) > most:
+            work, rank, _, sent = self._sent.popleft()
+            if rank in self._lost:
+                continue
+            try:
+                self.finish(work, rank, max(sent, self._heard[rank]))
+                self._heard[rank] = time.monotonic()
+            except Exception as error:
+                self._lose(rank, error)
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        self._lost.add(rank)
+        self.failed = self.failed or error
+
+
+class Client(_Side):
+    """Every other rank."""
+
+    def run(self, own: Sequence[Fill]) -> None:
+        """Tells rank 0 what this rank wants, and fills it as it comes."""
+        text = torch.frombuffer(bytearray(pickle.dumps([fill.want for fill in own])), dtype=torch.uint8).to(self._device)
+        length = torch.tensor([text.numel()], device=self._device).view(torch.uint8)
+        for data in (length, text):
+            self.finish(self.send(data, 0), 0)
+        self._coming: deque[tuple[dist.Work | None, torch.Tensor, Message]] = deque()
+        for message in messages([fill.want for fill in own]):
+            direct = _in_place(message, own, self._device)
+            data = torch.empty(_length(message), dtype=torch.uint8, device=self._device) if direct is None else direct
+            self._coming.append((self.receive(data, 0), data, message if direct is None else []))
+            self._until(_ON_THE_WAY, own)
+        self._until(0, own)
+        self.end()
+
+    def _until(self, most: int, own: Sequence[Fill]) -> None:
+        while len(self._coming) > most:
+            work, data, packed = self._coming.popleft()
+            self.finish(work, 0, time.monotonic() + behind(self._team.timeout))
+            with self.keeping_step():
+                for piece in packed:
+                    _target(piece, own).copy_(_inside(data, piece, own[piece.want].want.dtype))
+
+
+def _filled(source: _Recent, message: Message, wants: Sequence[Want]) -> torch.Tensor:
+    """A message's bytes: a view of the source's where they lie there as they travel."""
+    first = wants[message[0].want]
+    there = stretch(source[first.key], message[0].region) if len(message) == 1 else None
+    if there is not None and there.dtype == first.dtype:
+        return there.view(torch.uint8)
+    packed = torch.empty(_length(message), dtype=torch.uint8)
+    for piece in message:
+        want = wants[piece.want]
+        take(source[want.key], piece.region, _inside(packed, piece, want.dtype))
+    return packed
+
+
+def _copy(source: _Recent, message: Message, own: Sequence[Fill]) -> None:
+    for piece in message:
+        take(source[own[piece.want].want.key], piece.region, _target(piece, own))
+
+
+def _in_place(message: Message, own: Sequence[Fill], device: torch.device) -> torch.Tensor | None:
+    """Where a message of one piece can be received as it is."""
+    fill = own[message[0].want]
+    flat = fill.part.flat
+    one = len(message) == 1 and flat.dtype == fill.want.dtype and flat.device == device
+    return _target(message[0], own).view(torch.uint8) if one else None
+
+
+def _target(piece: Piece, own: Sequence[Fill]) -> torch.Tensor:
+    return own[piece.want].part.flat[piece.begin : piece.begin + piece.region.size]
+
+
+def _length(message: Message) -> int:
+    return message[-1].at + message[-1].nbytes
+
+
+def _inside(packed: torch.Tensor, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    return packed[piece.at : piece.at + piece.nbytes].view(dtype)

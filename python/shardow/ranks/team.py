@@ -1,0 +1,148 @@
+"""The ranks that keep one EMA together: agreement, deadlines, and what to say when somebody is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shardow import _core, errors
+from shardow.ranks.store_group import MISSING, StoreGroup, default_timeout, store_group
+
+T = TypeVar("T")
+
+_AT_LEAST = 1.0  # seconds, to report what one has waited for in vain
+
+
+class Team:
+    """``process_group`` None: this process alone, where nothing waits and nothing is exchanged."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> None:
+        self.process_group = process_group
+        self.group: _core.Group = _core.solo() if process_group is None else store_group(process_group)
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.timeout = timeout if timeout is not None else default_timeout(process_group)
+        self._whose = ""
+
+    def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
+        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout, which begins when fn() is done. A rank whose fn() waited for others in
+        vain waits no second time. ``begun``: the ranks have begun this call together, so that who is missing did not forget it. ``behind``: seconds beyond the timeout for a rank that does wait.
+        """
+        result: list[T] = []
+        failed: list[Exception] = []
+        try:
+            result.append(fn())
+        except Exception as error:
+            failed.append(error)
+        waited = bool(failed) and isinstance(failed[0], TimeoutError)
+        try:
+            self._begin(what)
+            _core.agree(self.group, min(self.timeout, _AT_LEAST) if waited else self.timeout + behind, lambda: _raise(failed))
+        except TimeoutError as error:
+            if result and self.size > 1:
+                raise _told(what, error, begun) from None
+            raise
+        return result[0]
+
+    def same(self, what: str, facts: dict[str, Any], joins: str = "") -> None:
+        """Raises on every rank where ranks differ in ``facts`` (JSON values), naming the first fact that differs and what each has. ``joins``: from now on calls are those of one such thing
+        ("EMA"), with a number that no other of these ranks has; calls of different ones don't meet."""
+        if self.size == 1:
+            return
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+        everybody = [
+            (one[:32], int.from_bytes(one[32:], "little")) for one in self.gather(what, digest + self._next().to_bytes(8, "little"))
+        ]
+        if len({digest for digest, _ in everybody}) > 1:
+            texts = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
+            raise errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(texts)}")
+        if joins and isinstance(self.group, StoreGroup):
+            self.group.joined = max(number for _, number in everybody)
+            self._whose = f" of {joins} {self.group.joined}"
+
+    def check_updates(self, what: str, counts: Sequence[int]) -> None:
+        """Raises where averages of different ages would come together; ``counts`` are every rank's."""
+        if len(set(counts)) > 1:
+            raise errors.make(
+                "invalid_argument",
+                f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others {max(counts)}; "
+                "call update() on every rank after each step (not under `if rank == 0`), or load the last state on all of them",
+            )
+
+    def same_updates(self, what: str, updates: int) -> None:
+        """check_updates() of what all ranks have. Collective."""
+        self.check_updates(what, [int(one) for one in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates])
+
+    def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
+        """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the same error at once."""
+        seconds = self.timeout if patience is None else min(patience, self.timeout)
+        return self._begun(what, lambda: _core.group_all_gather(self.group, mine, seconds))
+
+    def mail(self, what: str, letters: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
+        """gather() for single ranks: ``letters`` by the rank that reads them; returns those of ``sources`` to this rank."""
+        group = self.group
+        if not isinstance(group, StoreGroup):
+            return [letters[source] for source in sources]
+        return self._begun(what, lambda: group.mail(letters, sources, self.timeout))
+
+    def _begun(self, what: str, meet: Callable[[], list[bytes]]) -> list[bytes]:
+        try:
+            self._begin(what)
+            return meet()
+        except TimeoutError as error:
+            raise _told(what, error, True) from None
+
+    def _begin(self, what: str) -> None:
+        if isinstance(self.group, StoreGroup):
+            self.group.begin(what + self._whose, self.timeout)
+
+    def _next(self) -> int:
+        return self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
+
+    def note(self, key: str, text: str) -> None:
+        """For ranks that come later; waits for nobody. The first one under a key stays."""
+        if isinstance(self.group, StoreGroup):
+            self.group.note(key, text)
+
+    def noted(self, key: str) -> str | None:
+        return self.group.noted(key) if isinstance(self.group, StoreGroup) else None
+
+
+def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
+    """That somebody did not come, with what to do about it; a store that does not answer is another matter."""
+    if MISSING not in str(error):
+        return errors.make("timeout", f"{what}: {error}")
+    way_out = (
+        "Look for the rank that died or stands still"
+        if begun
+        else "Call it on all ranks (not under `if rank == 0`), or look for the rank that died"
+    )
+    return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
+
+
+def _raise(failed: list[Exception]) -> None:
+    for error in failed:
+        raise error
+
+
+def _difference(everybody: list[dict[str, Any]]) -> str:
+    first = everybody[0]
+    for rank, other in enumerate(everybody):
+        for fact in first:
+            if other.get(fact) == first[fact]:
+                continue
+            if isinstance(first[fact], dict) and isinstance(other.get(fact), dict):
+                return _difference_of_names(fact, first[fact], other[fact], rank)
+            return f"{fact} is {first[fact]!r} on rank 0 and {other.get(fact)!r} on rank {rank}"
+    return "no fact differs in plain text"
+
+
+def _difference_of_names(fact: str, zero: dict[str, Any], other: dict[str, Any], rank: int) -> str:
+    for name in [*zero, *other]:
+        if zero.get(name) != other.get(name):
+            return f"{fact}: '{name}' is {zero.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}; build the same model on every rank"
+    return f"{fact} come in another order on rank {rank}; build the same model on every rank"

@@ -1,0 +1,40 @@
+"""Transfers of the process group, waited for as everything else is: to a deadline, or a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardow import errors
+from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
+
+
+def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | None:
+    """A transfer; that it can't even begin, on a connection that is closed, is a typed error that begins with ``otherwise``."""
+    try:
+        return begin()
+    except RuntimeError as error:
+        raise _lost(error, otherwise) from None
+
+
+def finish(work: dist.Work | None, seconds: float, otherwise: str, timeout: float | None = None) -> None:
+    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo closes the connection of the two ranks, for good.
+    ``timeout``: what was asked for, of which ``seconds`` are left."""
+    seconds = max(seconds, 0.001)
+    try:
+        if work is not None:
+            wait_for(lambda: work.wait(timedelta(seconds=seconds)), beyond(seconds))
+    except Overdue:
+        raise errors.make("timeout", f"{otherwise} within {timeout or seconds:g} s") from None
+    except Left as interrupt:
+        raise interrupt.cause from None
+    except RuntimeError as error:
+        raise _lost(error, otherwise, timeout or seconds) from None
+
+
+def _lost(error: RuntimeError, otherwise: str, timeout: float | None = None) -> Exception:
+    if timeout is not None and "imed out" in str(error):
+        return errors.make("timeout", f"{otherwise} within {timeout:g} s")
+    return errors.make("peer_failed", f"{otherwise}: {error}")

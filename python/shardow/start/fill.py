@@ -1,0 +1,160 @@
+"""Values for a model whose shards have memory: from a file, from tensors on every rank, or from rank 0's. Each fills what it can, and reports as load() does."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardow.base.checks import invalid
+from shardow.base.progress import Progress, shown
+from shardow.files import engine
+from shardow.files.paths import StrPath
+from shardow.model.extra_state import FromFile, split
+from shardow.model.parts import Held
+from shardow.ranks.gather import Part, take
+from shardow.ranks.store_group import store_group
+from shardow.ranks.stream import Client, Fill, Server, Want, behind, narrower
+from shardow.ranks.team import Team
+from shardow.start.match import Comparison, Form, compared, matched, unexpected
+
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """``what`` is asked, for messages. ``wanted``: names that have no values, or all where all have some; ``without``: those of them that have none, and ``essential``: that can't be left so.
+    What else there is keeps its values where the source has none."""
+
+    what: str
+    held: Held
+    team: Team
+    wanted: Collection[str]
+    essential: Collection[str]
+    strict: bool
+    verify: bool
+    progress: Progress | None
+    without: Collection[str] = ()
+
+
+def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, Any]:
+    """``check_only``: raises where something does not fit, and changes nothing."""
+    found = engine.catalog(path, job.team)
+    keys = job.team.agree(job.what, lambda: matched(job.held, found.tensors.keys(), str(path)))
+    lacking = [name for name in job.wanted if name not in keys]
+    if not job.strict:
+        job.team.agree(job.what, lambda: _refuse_lacking(job, lacking))
+    parts = [
+        Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
+    ]
+    extra = FromFile(job.held.extra, found)
+    job.team.agree(job.what, lambda: _refuse_other_extra(job, extra.values, extra.unexpected))
+    parts += extra.parts
+    surplus = unexpected(job.held, keys, [key for key in found.tensors if key not in extra.keys])
+    strict = job.strict and bool(lacking or surplus)  # the engine, which knows one name of each tensor, lists what does not fit
+    report = engine.read_into(parts, found, job.team, strict=strict, verify=job.verify, progress=job.progress, check_only=check_only)
+    missing, kept = _take_extra(job, extra.values)
+    return {
+        **report,
+        "missing": [*report["missing"], *missing],
+        "unexpected": [*surplus, *extra.unexpected],
+        "kept": [*(part.name for part in job.held.parts if part.name not in keys and part.name not in lacking), *kept],
+    }
+
+
+def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
+    """Every rank takes its slices of what it has, when all have what fits."""
+    state, extra = split(state, job.held.extra)  # type: ignore[assignment]
+
+    def compare() -> Comparison:
+        _refuse_other_extra(job, extra)
+        found = compared(job.what, job.held, job.wanted, _forms(state), job.strict)
+        _refuse_lacking(job, found.missing)
+        return found
+
+    found = job.team.agree(job.what, compare)
+
+    def fill() -> None:
+        for part in job.held.parts:
+            if part.name in found.keys:
+                take(state[found.keys[part.name]].detach(), part.region, part.flat)
+
+    job.team.agree(job.what, fill)
+    return _with_extra(job, extra, found.report())
+
+
+def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
+    """Rank 0 sends every rank its slices, and nothing else."""
+    team = job.team
+    tensors, own = split(state, job.held.extra)
+    mine = team.agree(job.what, lambda: b"" if not state else pickle.dumps((_forms(tensors or {}), own)))
+    forms: dict[str, Form]
+    forms, extra = pickle.loads(team.gather(job.what, mine)[0])
+
+    def compare() -> tuple[dict[str, Any], list[Fill]]:
+        _refuse_other_extra(job, extra)
+        found = compared(job.what, job.held, job.wanted, forms, job.strict)
+        _refuse_lacking(job, found.missing)
+        fills = []
+        for part in job.held.parts:
+            if (key := found.keys.get(part.name)) is not None:
+                fills.append(Fill(part, Want(key, part.region.encode(), narrower(forms[key][1], part.flat.dtype))))
+        return found.report(), fills
+
+    report, fills = team.agree(job.what, compare)
+    device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
+    assert team.process_group is not None
+    tag = store_group(team.process_group).next_tag()
+
+    def move() -> None:
+        if tensors is not None and team.rank == 0:
+            Server(team, device, tag).run(tensors, fills, shown(job.progress, "materialize", team.rank))
+        else:
+            Client(team, device, tag).run(fills)
+
+    team.agree(job.what, move, begun=True, behind=behind(team.timeout))
+    return _with_extra(job, extra, report)
+
+
+def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection[str] = ()) -> None:
+    """Strict: as torch is about extra states, where all is asked for."""
+    missing = [] if job.without else [name for name in job.held.extra if name not in found]
+    if job.strict and (missing or unexpected):
+        texts = [f"missing in the source: {', '.join(missing[:20])}"] * bool(missing) + [
+            f"unexpected there: {', '.join(unexpected)}"
+        ] * bool(unexpected)
+        raise invalid(f"{job.what}: {'; '.join(texts)}; strict=False takes the rest")
+
+
+def _take_extra(job: Job, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(missing, kept)"""
+    job.held.filled = dict(values)
+    lacking = [name for name in job.held.extra if name not in values]
+    return ([], lacking) if job.without else (lacking, [])
+
+
+def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    missing, kept = _take_extra(job, values)
+    return {**report, "missing": [*report["missing"], *missing], "kept": [*report["kept"], *kept]}
+
+
+def _forms(state: State) -> dict[str, Form]:
+    forms = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
+            raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed")
+        if tensor.is_meta:
+            raise invalid(f"the source's '{name}' is on meta, without values")
+        forms[name] = (tuple(tensor.shape), tensor.dtype)
+    return forms
+
+
+def _refuse_lacking(job: Job, lacking: Collection[str]) -> None:
+    without = [name for name in lacking if name in job.essential]
+    if without:
+        raise invalid(
+            f"{job.what}: missing in the source: {', '.join(without[:20])}; they have memory without values since FSDP1 wrapped them, and can't be left so"
+        )

@@ -1,0 +1,178 @@
+"""Values by initialisation: module by module, whole, on the CPU, from one random stream; each rank keeps its slices, so that values are the same at any world size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow.base.checks import invalid
+from shardow.model.names import join, walk, wrapped_child
+from shardow.model.storage import mapped
+from shardow.ranks.gather import Part, take
+from shardow.start.fill import Job
+from shardow.start.recorded import PATTERN, Record, records_of
+
+Init = Callable[[nn.Module], object]
+Own = dict[str, Part]  # a module's parameters and persistent buffers by their keys, tied ones too
+
+
+def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[str, Any]:
+    """Fills what is wanted. Modules come in the order of named_modules(), once each, as in a loop over them; of a tied tensor the last module's values stay."""
+
+    def fill() -> None:
+        if init is None and not job.without:
+            raise invalid(
+                f"{job.what}: the model has all its values, and there is no source; give one, or a function that initialises a module"
+            )
+        modules = _modules(job, model)
+        ways = {} if init is not None else _own_ways(job, model, modules)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            lacking = dict.fromkeys(job.without)
+            for name, module, own in modules:
+                for done in _init_one(name, module, own, job, init or ways[id(module)]):
+                    lacking.pop(done, None)
+        if lacking:
+            raise invalid(
+                f"{job.what}: the initialisation left {', '.join([*lacking][:20])} without values; give a function that sets them as source"
+            )
+
+    job.team.agree(job.what, fill)
+    return {"missing": [], "unexpected": [], "kept": [part.name for part in job.held.parts if part.name not in job.wanted]}
+
+
+def _modules(job: Job, model: nn.Module) -> list[tuple[str, nn.Module, Own]]:
+    """Those with tensors of their own of which one is wanted."""
+    known = {alias: part for part in job.held.parts for alias in job.held.names[part.name]}
+    by_module: dict[str, Own] = {}
+    for alias, part in known.items():
+        module_name, _, key = alias.rpartition(".")
+        by_module.setdefault(module_name, {})[key] = part
+    found: dict[int, tuple[str, nn.Module, Own]] = {}
+    for name, module in walk(model):
+        own = by_module.get(name, {})
+        if wrapped_child(module) is None and any(part.name in job.wanted for part in own.values()):
+            found.setdefault(id(module), (name, module, own))
+    return list(found.values())
+
+
+def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Own]]) -> dict[int, Init]:
+    """By module, how it initialises itself: what meta_init() recorded of its constructor; else ``reset_parameters()``, ``_reset_parameters()``, the model's ``_init_weights(module)``, or
+    ``init_weights()``. Raises where there is none of these."""
+    by_model = getattr(_unwrapped(model), "_init_weights", None)
+    ways: dict[int, Init] = {}
+    lacking, lost = [], []
+    for name, module, own in modules:
+        records = {key: record for key, record in records_of(module).items() if key in own}
+        wanted = [key for key, part in own.items() if part.name in job.wanted]
+        lost += [f"'{join(name, key)}' ({record.problem})" for key, record in records.items() if key in wanted and record.problem]
+        known = all(key in records and records[key].has_values for key in wanted)
+        reset = getattr(module, "reset_parameters", None) or (None if known else _resetting(module, by_model))
+        if reset is None:  # what is written in part has no values, and is found out as such
+            records = {key: record for key, record in records.items() if record.has_values}
+        if reset is None and not records:
+            lacking.append(f"{name or 'the model'} ({type(module).__name__})")
+        ways[id(module)] = functools.partial(_reset_and_replay, reset=reset, records=records)
+    if lost:
+        raise invalid(f"{job.what}: not kept: {', '.join(lost[:8])}; give a function that initialises a module as source")
+    if lacking:
+        raise invalid(f"{job.what}: no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a module as source")
+    return ways
+
+
+def _resetting(module: nn.Module, by_model: Init | None) -> Callable[[], object] | None:
+    if by_model is not None and not hasattr(module, "_reset_parameters"):
+        return functools.partial(by_model, module)
+    found = getattr(module, "_reset_parameters", None) or getattr(module, "init_weights", None)
+    return found if callable(found) else None
+
+
+def _reset_and_replay(module: nn.Module, reset: Callable[[], object] | None, records: Mapping[str, Record]) -> None:
+    tensors = {**module._parameters, **module._buffers}
+    found = [(record, tensor.detach()) for key, record in records.items() if (tensor := tensors.get(key)) is not None]
+    for record, tensor in found:
+        record.replay(tensor, record.made)
+    if reset is not None:
+        reset()
+    for record, tensor in found:
+        record.replay(tensor, record.calls)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while (child := wrapped_child(model)) is not None:
+        model = model._modules[child]  # type: ignore[assignment]
+    return model
+
+
+def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> list[str]:
+    """Returns the names of what has values now."""
+    done = []
+    with _StandIns(module, own) as values:
+        init(module)
+        for key, part in own.items():
+            value = values.now(key)
+            if part.name not in job.wanted or _unwritten(value):
+                continue
+            if value is None or tuple(value.shape) != tuple(part.region.shape):
+                shape = None if value is None else list(value.shape)
+                raise invalid(
+                    f"{job.what}: the initialisation of '{join(name, key)}' left it with shape {shape}, not {list(part.region.shape)}"
+                )
+            take(value.detach(), part.region, part.flat)
+            done.append(part.name)
+    return done
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _unwritten(value: torch.Tensor | None) -> bool:
+    """An initialisation may pass a tensor over, such as a buffer that its module computes elsewhere. The beginning mostly tells."""
+    return value is not None and value.numel() > 0 and all(bool((one == PATTERN).all()) for one in (_bytes(value)[:64], _bytes(value)))
+
+
+class _StandIns:
+    """While it lasts, a module's own tensors are whole, without values, on the CPU, whatever shards or views of flat shards were in their place."""
+
+    def __init__(self, module: nn.Module, own: Own) -> None:
+        self._module, self._own = module, own
+        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._made: dict[str, torch.Tensor] = {}  # by the part's name: what is tied stays so
+
+    def __enter__(self) -> _StandIns:
+        module = self._module
+        for tensors in (module.__dict__, module._parameters, module._buffers):
+            self._kept.append((tensors, dict(tensors)))
+        for part in self._own.values():  # first, since there may be no memory for it
+            if part.name not in self._made:
+                self._made[part.name] = mapped(part.region.shape, part.flat.dtype)
+                _bytes(self._made[part.name]).fill_(PATTERN)
+        for key, part in self._own.items():
+            before = module._parameters.get(key)
+            whole = self._made[part.name]
+            module.__dict__.pop(key, None)  # FSDP1 without use_orig_params leaves a plain attribute there
+            if key in module._buffers:
+                module._buffers[key] = whole
+            else:
+                floating = whole.is_floating_point() or whole.is_complex()
+                module._parameters[key] = nn.Parameter(whole, requires_grad=floating and (before is None or before.requires_grad))
+        return self
+
+    def now(self, key: str) -> torch.Tensor | None:
+        """What the initialisation has left there; it may have put another object in its place."""
+        found = self._module._buffers.get(key) if key in self._module._buffers else self._module._parameters.get(key)
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        for tensors, before in self._kept[1:]:
+            tensors.clear()
+            tensors.update(before)
+        attributes, before = self._kept[0]
+        for key in self._own:
+            if key in before:
+                attributes[key] = before[key]

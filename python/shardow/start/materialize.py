@@ -1,0 +1,172 @@
+"""materialize(): a model that was built and sharded on meta gets memory and values, each rank's shards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow.base.checks import invalid, seconds
+from shardow.base.progress import Progress
+from shardow.model import origins
+from shardow.model.groups import group_of_model
+from shardow.model.local import refuse_expanded
+from shardow.model.parts import held_by
+from shardow.model.swap_guard import refuse_foreign
+from shardow.ranks.team import Team
+from shardow.start import allocate, fill, initialise, meta
+
+_RANK_0 = "a mapping on rank 0"
+_EMPTY = "an empty mapping"
+
+Source = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], object] | None
+
+
+@torch.no_grad()
+def materialize(
+    model: nn.Module,
+    source: Source = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    seed: int = 0,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+) -> dict[str, Any]:
+    """Gives what is on meta memory and values, and parameters and persistent buffers that have values already those of the source. Collective over the ranks that share the model; no rank
+    holds more than its own shards and, of a source in memory, a few blocks of 4 MiB.
+
+    Args:
+        model: plain, FSDP2, HSDP or TP, sharded while it is on meta; FSDP1 wrapped with ``param_init_fn=shardow.to_empty``; for DDP, the plain model before it is wrapped.
+        source: a .safetensors file or a Hugging Face directory, of which each rank reads its own bytes; a mapping of full tensors, on every rank, or on rank 0 with None or {} on the others, which
+            are sent their own slices of it; or a function that initialises one module's own tensors, called for modules that have some without values; by default what meta_init() recorded of the
+            constructors together with the modules' ``reset_parameters()``, and for others ``_reset_parameters()``, the model's ``_init_weights(module)`` or ``init_weights()``.
+        optimizer: one that was made from the model's parameters before they were sharded or had memory: its groups, their options and its state are kept, its parameters become the model's.
+        device: of what is on meta; by default the mesh's, else the CPU.
+        strict: everything without values has its counterpart in the source, and everything in the source in the model. Else what the source lacks stays on meta, and is "missing". Of a model
+            that has all its values, everything is asked for, as by load().
+        dtype: of floating parameters that are on meta; by default their own. Values are cast.
+        progress: called on rank 0 with (bytes done, bytes in all).
+        seed: of an initialisation; modules are initialised whole, one after another, in the order of named_modules(), on the CPU: the values are the same at any world size.
+        group: as in EMA: the ranks that share a plain model.
+        timeout: seconds or timedelta without a sign of some rank. Past it, the connections of the process group may be closed.
+
+    Returns:
+        {"missing": [...], "unexpected": [...], "kept": [had values when others had none, and the source has none]}, and what load() reports of a file.
+
+    Raises:
+        as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model that had values is partly filled where reading itself failed.
+    """
+    return fill_model(Request("materialize()", model, source, optimizer, device, dtype, strict, True, progress, seed, group, timeout))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of materialize(), or of load() with a module. ``what`` is for messages."""
+
+    what: str
+    model: nn.Module
+    source: Any
+    optimizer: torch.optim.Optimizer | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    strict: bool = True
+    verify: bool = True
+    progress: Progress | None = None
+    seed: int = 0
+    group: dist.ProcessGroup | None = None
+    timeout: float | timedelta | None = None
+
+
+def fill_model(request: Request) -> dict[str, Any]:
+    model = request.model
+    if not isinstance(model, nn.Module):
+        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    team = Team(group_of_model(model, request.group), seconds(request.timeout))
+    given: list[torch.Tensor] = []
+    try:
+        bindings, job = team.agree(request.what, lambda: _prepared(request, team, given))
+        report = _filled(request, job, team)
+        team.agree(request.what, lambda: _finished(request, job, given, set(report["missing"])))
+    except BaseException:
+        allocate.take_memory(model, given)
+        raise
+    meta.have_values(model)
+    if request.optimizer is not None and bindings is not None:
+        origins.bind(request.optimizer, bindings)
+    return report
+
+
+def _finished(request: Request, job: fill.Job, given: list[torch.Tensor], missing: set[str]) -> None:
+    model = request.model
+    job.held.put_back()
+    if given and request.device is not None:
+        allocate.move_tables(model, request.device)
+    allocate.take_memory(model, allocate.called(model, given, missing))
+    tie = getattr(model, "tie_weights", None)
+    if given and callable(tie):
+        tie()
+
+
+def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[origins.Bindings | None, fill.Job]:
+    model = request.model
+    kind_of(request.source)
+    refuse_foreign(request.what, model.parameters)
+    bindings = None if request.optimizer is None else origins.bindings(request.optimizer, model)
+    given += allocate.give_memory(model, request.device, request.dtype)
+    held = held_by(model, request.group, saving=False)
+    for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
+        refuse_expanded(one.name, one.tensor)
+    essential = meta.valueless(model)
+    without = allocate.names_of(model, given) | essential
+    wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
+    lacking = wanted if without else []
+    return bindings, fill.Job(request.what, held, team, wanted, essential, request.strict, request.verify, request.progress, lacking)
+
+
+def _filled(request: Request, job: fill.Job, team: Team) -> dict[str, Any]:
+    source = request.source
+    kind = common_kind(request.what, source, team)
+    if kind in ("nothing", "a function"):
+        return initialise.by_init(job, request.model, source, request.seed)
+    if kind in ("a mapping", _EMPTY):
+        return fill.from_own_mapping(job, source)
+    if kind == _RANK_0:
+        return fill.from_first_rank(job, source)
+    return fill.from_file(job, source)
+
+
+def common_kind(what: str, source: Source, team: Team) -> str:
+    """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping. Collective."""
+    kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode())]
+    if len(set(kinds)) == 1:
+        return kinds[0]
+    if kinds[0] == "a mapping" and set(kinds[1:]) <= {"nothing", _EMPTY}:
+        return _RANK_0
+    raise invalid(
+        f"{what}: ranks have different sources: {', '.join(kinds)}; the same on all, or a mapping on rank 0 and None or {{}} elsewhere"
+    )
+
+
+def kind_of(source: object) -> str:
+    if source is None:
+        return "nothing"
+    if isinstance(source, (str, Path)):
+        return f"the file {source}"
+    if isinstance(source, Mapping):
+        return "a mapping" if source else _EMPTY
+    if callable(source):
+        return "a function"
+    raise invalid(f"source is a {type(source).__name__}; give a path, a mapping of tensors or a function of a module")
+
+
+__all__ = ["materialize"]

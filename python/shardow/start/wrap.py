@@ -1,0 +1,209 @@
+"""wrap(): shards a model with FSDP2, layer by layer, without any rank holding more than its own shards beside where the weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardow.base.checks import invalid, seconds
+from shardow.errors import Error
+from shardow.model import origins
+from shardow.model.blocks import is_container, repeated_blocks
+from shardow.model.groups import choose_group, meshes_of
+from shardow.model.names import join, walk
+from shardow.ranks.team import Team
+from shardow.start.materialize import Source, common_kind, kind_of, materialize
+from shardow.start.meta import moved_to_meta
+
+Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
+
+
+def wrap(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None = None,
+    units: Units = None,
+    *,
+    source: Source = None,
+    memory_efficient_init: bool = True,
+    reshard_after_forward: bool = True,
+    mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None,
+    strict: bool = True,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """fully_shard() on every unit and on the model, and its weights, in one call. Collective over the mesh.
+
+    Args:
+        model: with weights on rank 0 at least, or on meta with a ``source``.
+        mesh: of one dimension (FSDP2), or two (HSDP). What is sharded already, as experts on a mesh of their own, stays as it is.
+        optimizer: made from the model's parameters; its groups, their options and its state are kept, its parameters become the sharded ones.
+        units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the modules of every ModuleList and Sequential that holds several of one class; nothing, as in ``units=()``: the model alone.
+        source: as in materialize(); by default the weights that the model has on rank 0, from which every rank is sent its slices.
+        memory_efficient_init: False: every rank has the whole model in memory, and shards it where it is.
+        reshard_after_forward: as fully_shard().
+        mixed_precision: torch's policy, or the dtype of parameters in forward and backward; gradients are reduced in float32 then.
+        strict, timeout: as in materialize().
+        group: the mesh's ranks, where torch knows no group of them.
+
+    Returns:
+        (model, optimizer), the same objects.
+
+    Raises:
+        ValueError: no such unit, a model on meta without a source, while the model is whole. Else as materialize(), and the model has no weights then, nor has the optimizer, which
+            ``materialize(..., optimizer=)`` binds again.
+    """
+    if not isinstance(model, nn.Module):
+        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    team = Team(choose_group([], [mesh, *meshes_of(model)], group), seconds(timeout))
+    from_memory = source is None and memory_efficient_init
+    team.agree("wrap()", lambda: kind_of(source))
+    common_kind("wrap()", source, team)
+    has_weights = source is None and (team.rank == 0 or not memory_efficient_init)
+    chosen, bindings, own = team.agree("wrap()", lambda: _checked(model, mesh, units, optimizer, has_weights))
+    team.same("wrap()", _facts(model, chosen, memory_efficient_init))
+    if from_memory:
+        to_meta(model)
+        if optimizer is not None and bindings is not None:
+            origins.bind(optimizer, bindings)  # it would keep the whole model
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": _policy(mixed_precision)}
+    team.agree("wrap()", lambda: _shard([*chosen, model], options))
+    if from_memory or source is not None:
+        try:
+            materialize(model, own if from_memory else source, optimizer, strict=strict, group=group, timeout=timeout)
+        except Error as error:
+            error.message += "; the model is sharded now, and has no weights: materialize() brings them" if from_memory else ""
+            raise
+    elif optimizer is not None and bindings is not None:
+        origins.bind(optimizer, bindings)
+    origins.forget_swapped(model)
+    return model, optimizer
+
+
+def _shard(units: list[nn.Module], options: dict[str, Any]) -> None:
+    for unit in units:
+        try:
+            fully_shard(unit, **options)
+        except Exception as error:
+            raise invalid(
+                f"wrap(): fully_shard() of a {type(unit).__name__}: {error}; build the model anew, its weights are gone"
+            ) from error
+
+
+def _checked(
+    model: nn.Module, mesh: DeviceMesh, units: Units, optimizer: torch.optim.Optimizer | None, has_weights: bool
+) -> tuple[list[nn.Module], origins.Bindings | None, Mapping[str, torch.Tensor] | None]:
+    """Units, where the optimizer's parameters are, and the weights that this rank gives; raises while the model is whole."""
+    if isinstance(model, FSDPModule):
+        raise invalid("wrap(): the model is sharded already; materialize() brings weights")
+    if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
+        raise invalid(f"wrap(): the mesh has {mesh.ndim} dimensions named {mesh.mesh_dim_names}; FSDP2 takes one, or two with names (HSDP)")
+    chosen = _chosen(model, units)
+    _check_containers([*chosen, model])
+    _check_ties(model, chosen)
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                origins.remember(module, key)
+    bindings = None if optimizer is None else origins.bindings(optimizer, model)
+    return chosen, bindings, own_weights(model) if has_weights else None
+
+
+def _facts(model: nn.Module, chosen: list[nn.Module], memory_efficient_init: bool) -> dict[str, Any]:
+    """In which ranks must be alike."""
+    units = set(map(id, chosen))
+    tensors = {join(name, key): param for name, module in walk(model) for key, param in module._parameters.items() if param is not None}
+    return {
+        "tensors": {name: f"{param.dtype} {list(param.shape)}" for name, param in tensors.items()},
+        "units": [name for name, module in walk(model) if id(module) in units],
+        "memory_efficient_init": memory_efficient_init,
+    }
+
+
+def _policy(mixed_precision: MixedPrecisionPolicy | torch.dtype | None) -> MixedPrecisionPolicy:
+    if isinstance(mixed_precision, torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
+    return mixed_precision or MixedPrecisionPolicy()
+
+
+def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
+    if units is None:
+        return [module for module in repeated_blocks(model) if not isinstance(module, FSDPModule)]
+    if callable(units):
+        found = [module for name, module in walk(model) if module is not model and units(name, module)]
+    else:
+        wanted = list(units)
+        if not wanted:
+            return []
+        known = {one if isinstance(one, str) else one.__name__ for one in wanted}
+        found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
+    if not found:
+        raise invalid(f"wrap(): no module of the model is one of units={units!r}")
+    return list(
+        {id(module): module for module in reversed(found) if not isinstance(module, FSDPModule)}.values()
+    )  # inner units first, as torch wants
+
+
+def _check_containers(units: list[nn.Module]) -> None:
+    for unit in units:
+        if is_container(unit):
+            raise invalid(f"wrap(): a {type(unit).__name__} has no forward(), and can't be a unit; name its members' class")
+
+
+def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
+    """FSDP2 would give a weight that two of its groups share to each of them, and they would train apart."""
+    units = set(map(id, chosen))
+    seen: dict[int, tuple[str, int]] = {}  # by tensor: its name, and the unit that it is in
+
+    def visit(module: nn.Module, prefix: str, unit: int) -> None:
+        unit = id(module) if id(module) in units else unit
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            name, first = seen.setdefault(id(param), (join(prefix, key), unit))
+            if first != unit:
+                raise invalid(
+                    f"wrap(): '{join(prefix, key)}' is the same tensor as '{name}', in another unit; leave one of the two modules out of units="
+                )
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(child, join(prefix, key), unit)
+
+    visit(model, "", 0)
+
+
+def own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """What is sharded already stays where it is."""
+    state = {
+        name: tensor.detach()
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+    }
+    on_meta = [name for name, tensor in state.items() if tensor.is_meta]
+    if on_meta:
+        raise invalid(f"wrap(): {', '.join(on_meta[:8])} have no values on rank 0; give a source")
+    return state
+
+
+def to_meta(model: nn.Module) -> None:
+    """Parameters and persistent buffers that are not sharded yet; tied ones stay tied."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None and not isinstance(param, DTensor):
+                module._parameters[key] = moved.setdefault(id(param), moved_to_meta(param))  # type: ignore[assignment]
+                origins.remember(module, key)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor) and key not in module._non_persistent_buffers_set:
+                module._buffers[key] = moved.setdefault(id(buffer), buffer.to("meta"))
+
+
+__all__ = ["wrap"]

@@ -1,0 +1,202 @@
+"""What must be equal on all ranks is asked of all; what differs by nature is summed, or is one rank's; whose call meets whose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import models
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from outcomes import Outcome, outcome
+from safetensors import safe_open
+from torch.nn.parallel import DistributedDataParallel
+
+import shardow
+from shardow.model.equal import checksums
+
+# ---- counters of a rank's own part
+
+
+def held_in_one_shard(path: str) -> list[tuple[int, int]]:
+    """(held elements in the file, held by this rank after a load), twice: a shard of rank 1 holds one NaN, then three."""
+    model = models.build("fsdp2", dist.get_world_size())
+    ema, seen = shardow.EMA(model, 0.9), []
+    weight = model[0].weight._local_tensor
+    for count in (1, 3):
+        if dist.get_rank() == 1:
+            weight.view(-1)[:count] = torch.nan
+        with pytest.warns(RuntimeWarning) if dist.get_rank() == 1 and count == 1 else pytest.MonkeyPatch.context():
+            ema.update()
+        ema.save(path)
+        ema.load(path)
+        with safe_open(path, "pt") as file:
+            state = json.loads(file.metadata()["shardow.state"])
+        seen.append((state["held_non_finite"], int(ema.stats()["held_nonfinite"])))
+    return seen
+
+
+def test_elements_held_on_one_rank_are_summed_in_a_save_and_counted_once_after_a_load(tmp_path: Path) -> None:
+    zero, one = ranks.run(2, held_in_one_shard, str(tmp_path / "ema.safetensors"))
+    assert zero == [(1, 1), (4, 4)]
+    assert one == [(1, 0), (4, 0)]
+
+
+def metadata_of_one_rank(path: str) -> bool:
+    shardow.save(models.build("fsdp2", 2), path, metadata={"by": f"rank {dist.get_rank()}", "long": "x" * (9000 * dist.get_rank())})
+    return True
+
+
+def test_metadata_come_from_rank_0(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    assert ranks.run(2, metadata_of_one_rank, str(path)) == [True, True]
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert (metadata["by"], metadata["long"]) == ("rank 0", "")
+
+
+# ---- facts that differ are named
+
+
+def other_facts(path: str) -> list[Outcome]:
+    model, rank = models.build("fsdp2", dist.get_world_size()), dist.get_rank()
+    limit = [5 * 10**9, None, 5 * 10**9][rank]
+    return [
+        outcome(lambda: shardow.save(model, path, max_shard_size=limit, timeout=60)),
+        outcome(lambda: shardow.save(model, path, dtype=[None, None, "bfloat16"][rank], timeout=60)),
+        outcome(lambda: shardow.save(model, f"{path}-{min(rank, 1)}", timeout=60)),
+    ]
+
+
+def test_a_fact_of_a_save_that_differs_is_named_with_what_each_rank_has(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    for limit, dtype, name in ranks.run(3, other_facts, str(path)):
+        assert {limit[0], dtype[0], name[0]} == {"InvalidArgumentError"}
+        assert "max_shard_size is 5 GB on rank 0, none on rank 1" in limit[1]
+        assert "dtype is none on rank 0, BF16 on rank 2" in dtype[1]
+        assert f"path is {path}-0 on rank 0, {path}-1 on rank 1" in name[1]
+    assert not list(tmp_path.iterdir())
+
+
+# ---- whose call
+
+
+def crossed() -> tuple[Outcome, Outcome, float]:
+    """Two EMAs of two models; the ranks call distance() of them in opposite orders, then in one."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    first, second = (models.build("fsdp2", world, seed=seed) for seed in (1, 2))
+    emas = [shardow.EMA(first, 0.5), shardow.EMA(second, 0.5)]
+    with torch.no_grad():
+        for weight in [*first.parameters(), *second.parameters()]:
+            weight.add_(1)
+    crossing = [outcome(lambda which=which: emas[which ^ rank].distance()) for which in (0, 1)]
+    return crossing[0], crossing[1], emas[0].distance()
+
+
+def test_a_call_of_one_ema_that_meets_anothers_is_an_error_on_all_ranks_at_once() -> None:
+    answers = ranks.run(2, crossed, timeout=60)
+    for one, other, apart in answers:
+        for kind, message, seconds in (one, other):
+            assert kind == "InvalidArgumentError"
+            assert "distance() of EMA 1" in message
+            assert "distance() of EMA 2" in message
+            assert seconds < 20
+        assert apart == answers[0][2] > 0
+
+
+def other_call() -> Outcome:
+    ema = shardow.EMA(models.build("ddp", 2), 0.5)
+    return outcome(ema.full_state_dict if dist.get_rank() else ema.distance)
+
+
+def test_another_call_of_the_same_ema_is_an_error_that_names_both() -> None:
+    for kind, message, _ in ranks.run(2, other_call, timeout=60):
+        assert kind == "InvalidArgumentError"
+        assert "rank 1 calls full_state_dict() of EMA 1 where rank 0 calls distance() of EMA 1" in message
+
+
+# ---- weights that differ under one name
+
+
+class WithExpert(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.expert = models.make(), torch.nn.Linear(models.INPUTS, 3, bias=False)
+
+
+def with_expert() -> DistributedDataParallel:
+    model = WithExpert()
+    with torch.no_grad():
+        model.expert.weight[1, 2] += dist.get_rank()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["expert.weight"])
+    return DistributedDataParallel(model)
+
+
+def local_expert(path: str) -> list[Outcome]:
+    model = with_expert()
+    left_out = shardow.EMA(model, 0.9, params=lambda name, _: "expert" not in name)
+    return [
+        outcome(lambda: shardow.EMA(model, 0.9)),
+        outcome(lambda: shardow.save(model, path)),
+        outcome(lambda: left_out.export(path)),
+        outcome(lambda: left_out.full_state_dict(complete=False)),
+        outcome(lambda: left_out.save(path)),
+    ]
+
+
+def test_an_expert_of_each_ranks_own_is_refused_before_it_would_be_dropped(tmp_path: Path) -> None:
+    for made, saved, exported, read, kept in ranks.run(2, local_expert, str(tmp_path / "a.safetensors")):
+        for kind, message, _ in (made, saved, exported):
+            assert kind == "InvalidArgumentError"
+            assert "'expert.weight' has other values on rank 0 than on rank 1" in message
+            assert "params=" in message
+        assert read[0] == kept[0] == "none", "without it the rest is averaged and saved"
+
+
+def other_seeds(path: str) -> list[Outcome]:
+    """Ranks that begin with other weights; ranks that drift apart after they have begun with the same."""
+    rank = dist.get_rank()
+    apart = outcome(lambda: shardow.EMA(models.make(seed=rank), 0.9, group=dist.group.WORLD))
+    model = models.make()
+    divided, copied = (shardow.EMA(model, 0.9, group=dist.group.WORLD, replicas=how) for how in ("split", "copy"))
+    with torch.no_grad():
+        model[3].bias[4] += 0.25 * rank
+    for ema in (divided, copied):
+        ema.update()
+    return [apart, *(outcome(lambda ema=ema: ema.save(path)) for ema in (divided, copied)), outcome(copied.full_state_dict)]
+
+
+def test_replicas_that_differ_are_refused_at_construction_and_at_a_save(tmp_path: Path) -> None:
+    for apart, *drifted in ranks.run(3, other_seeds, str(tmp_path / "a.safetensors")):
+        assert apart[0] == "InvalidArgumentError"
+        assert "'0.weight' (and" in apart[1]
+        for kind, message, _ in drifted:
+            assert kind == "InvalidArgumentError"
+            assert "'3.bias' has other values on rank 0 than on rank 1" in message
+    assert not list(tmp_path.iterdir())
+
+
+def own_batch_statistics(path: str) -> bool:
+    model = models.build("ddp", 2)
+    model.module[7].running_mean += dist.get_rank()
+    ema = shardow.EMA(model, 0.9, buffers="average")
+    ema.save(path)
+    ema.export(path)
+    shardow.save(model, path)
+    return True
+
+
+def test_batch_statistics_of_each_ranks_own_are_rank_0s(tmp_path: Path) -> None:
+    assert ranks.run(2, own_batch_statistics, str(tmp_path / "a.safetensors")) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_checksum_is_of_values_in_their_order(dtype: torch.dtype) -> None:
+    one = torch.arange(15).view(3, 5).to(dtype)
+    moved, changed, strided = one.clone(), one.clone(), one.t().contiguous().t()
+    moved[0, 0], moved[0, 1] = one[0, 1].item(), one[0, 0].item()
+    changed[2, 4] = 0
+    assert checksums([one]) == checksums([strided]) == checksums([torch.cat([one, one])[3:]])
+    assert len({*checksums([one, moved, changed])}) == 3

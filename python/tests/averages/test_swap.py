@@ -1,0 +1,349 @@
+"""A swap is a transaction: it is interrupted before every line of it, in one process, and afterwards the weights are back or can be brought
+back, and nothing hands out the one for the other."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardow
+from shardow.compat._whole import whole_state_dict
+
+Weights = dict[str, torch.Tensor]
+PARTS = (
+    "averages/swap.py",
+    "averages/swap_block.py",
+    "model/swap_guard.py",
+    "averages/swap_meeting.py",
+    "averages/swap_moves.py",
+    "base/signals.py",
+)
+
+
+def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
+
+
+def trained(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Sequential, shardow.EMA]:
+    model = build(dtype)
+    ema = shardow.EMA(model, 0.5, **options)
+    with torch.no_grad():
+        for at, p in enumerate(model.parameters()):
+            p.add_(torch.linspace(-1, 2 + at, p.numel()).view(p.shape).to(p.dtype))
+    ema.update()
+    return model, ema
+
+
+def bits(tensors: Any) -> Weights:
+    return {name: tensor.detach().clone().view(torch.uint8) for name, tensor in dict(tensors).items()}
+
+
+def same(a: Weights, b: Weights) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@contextmanager
+def interrupted(at: int) -> Iterator[list[int]]:
+    """KeyboardInterrupt before the ``at``-th line of the transaction's own modules. Yields the number of lines that were run."""
+    lines = [0]
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(PARTS) or "shardow" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == at + 1:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+def run(ema: shardow.EMA, inside: list[Weights], model: nn.Module) -> None:
+    with ema.swapped():
+        inside.append(bits(model.named_parameters()))
+
+
+def by_callbacks(ema: shardow.EMA, inside: list[Weights], model: nn.Module) -> None:
+    ema.swap_in()
+    inside.append(bits(model.named_parameters()))
+    ema.swap_out()
+
+
+@pytest.mark.parametrize("call", [run, by_callbacks])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_interrupted_before_any_line_it_is_undone_or_says_so_and_can_be_undone(call: Callable[..., None], dtype: torch.dtype) -> None:
+    model, ema = trained(dtype)
+    weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
+    at, left = 0, 0
+    while True:
+        inside: list[Weights] = []
+        with interrupted(at):
+            try:
+                call(ema, inside, model)
+            except KeyboardInterrupt:
+                finished = False
+            else:
+                finished = True
+        if ema._average.swapped:
+            left += 1
+            for refused in (ema.update, ema.full_state_dict, ema.state_dict, ema.distance, ema.swap_in):
+                with pytest.raises(ValueError, match=r"restore\(\)"):
+                    refused()
+        ema.restore()
+        assert same(bits(model.named_parameters()), weights), at
+        assert same(bits(ema.full_state_dict(complete=False)), averages), at
+        assert not inside or not same(inside[0], weights)
+        if finished:
+            break
+        at += 1
+    assert at > 60
+    assert left > 5
+    ema.update()
+
+
+def test_interrupted_twice_in_a_row_it_can_be_undone() -> None:
+    model, ema = trained()
+    weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
+    for first in range(0, 120, 3):
+        for second in range(0, 40, 5):
+            with interrupted(first), suppress(KeyboardInterrupt):
+                run(ema, [], model)
+            with interrupted(second), suppress(KeyboardInterrupt):
+                ema.restore()
+            ema.restore()
+            assert same(bits(model.named_parameters()), weights)
+            assert same(bits(ema.full_state_dict(complete=False)), averages)
+
+
+def test_out_of_memory_on_the_way_in_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ema = trained()
+    weights = bits(model.named_parameters())
+
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(ema._view, "bump_versions", fail)
+    with pytest.raises(MemoryError), ema.swapped():
+        raise AssertionError("inside")
+    monkeypatch.undo()
+    ema.restore()
+    assert same(bits(model.named_parameters()), weights)
+
+
+def test_the_blocks_exception_is_raised_as_it_is() -> None:
+    model, ema = trained()
+    weights = bits(model.named_parameters())
+    error = LookupError("mine")
+    with pytest.raises(LookupError) as caught, ema.swapped():
+        raise error
+    assert caught.value is error
+    assert caught.value.__cause__ is None
+    assert same(bits(model.named_parameters()), weights)
+
+
+def moved(model: nn.Sequential) -> None:
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def there_and_back(model: nn.Sequential) -> None:
+    model.double()
+    model.float()
+
+
+def assigned(model: nn.Sequential) -> None:
+    model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[2] = copy.deepcopy(model[2])
+    model[0].weight = nn.Parameter(torch.zeros(7, 6))
+
+
+def shared(model: nn.Sequential) -> None:
+    model.share_memory()
+
+
+@pytest.mark.parametrize("move", [moved, there_and_back, assigned, replaced, shared])
+def test_weights_come_back_to_where_the_model_has_them(move: Callable[[nn.Sequential], None]) -> None:
+    model, ema = trained()
+    weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
+    with ema.swapped():
+        move(model)
+    assert same(bits(model.named_parameters()), weights)
+    assert same(bits(ema.full_state_dict(complete=False)), averages)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_a_model_that_was_cast_come_back_cast_with_a_warning(dtype: torch.dtype) -> None:
+    model, ema = trained()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    averages = bits(ema.full_state_dict(complete=False))
+    with pytest.warns(RuntimeWarning, match="was cast inside swapped"), ema.swapped():
+        model.to(dtype)
+    assert same(bits(model.named_parameters()), bits({name: p.to(dtype) for name, p in weights.items()}))
+    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    with pytest.raises(ValueError, match=r"it was torch\.float32"):
+        ema.update()
+
+
+def test_weights_that_the_model_has_no_place_for_are_kept_until_it_has() -> None:
+    model, ema = trained()
+    weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
+    gone = model[2]
+    with pytest.raises(ValueError, match=r"'2\.weight' is gone.*restore\(strict=False\)"), ema.swapped():
+        model[2] = nn.Identity()
+    with pytest.raises(ValueError, match=r"2\.weight"):
+        ema.update()
+    with pytest.raises(ValueError, match=r"2\.weight"):
+        ema.restore()
+    model[2] = gone
+    ema.restore()
+    assert same(bits(model.named_parameters()), weights)
+    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    with pytest.raises(ValueError, match="of another shape"), ema.swapped():
+        model[2] = nn.Linear(7, 5)
+    ema.restore(strict=False)
+    assert same(bits(model[0].named_parameters()), {name[2:]: p for name, p in weights.items() if name.startswith("0.")})
+    assert same(bits(ema.full_state_dict(complete=False)), averages)
+
+
+def test_parametrizations_removed_inside_are_refused_with_nothing_lost() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    ema = shardow.EMA(model, 0.5)
+    with torch.no_grad():
+        model.bias.add_(1)
+    ema.update()
+    averages = bits(ema.full_state_dict(complete=False))
+    with pytest.raises(ValueError, match="no place for its weights"), ema.swapped():
+        nn.utils.parametrize.remove_parametrizations(model, "weight")
+    ema.restore(strict=False)
+    assert same(bits(ema.full_state_dict(complete=False)), averages)
+
+
+def test_an_optimizers_step_inside_is_refused_before_it_changes_anything() -> None:
+    model, ema = trained()
+    other = build(seed=5)
+    optimizer, unrelated = torch.optim.Adam(model.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)
+    model(torch.ones(2, 6)).sum().backward()
+    weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
+    with ema.swapped():
+        with pytest.raises(ValueError, match=r"optimizer\.step\(\) inside swapped"):
+            optimizer.step()
+        unrelated.step()
+    assert same(bits(model.named_parameters()), weights)
+    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("call", ["update", "distance", "swap_in"])
+def test_another_ema_of_the_model_takes_no_averages_for_weights(call: str) -> None:
+    model, ema = trained()
+    other = shardow.EMA(model, 0.9)
+    weights, averages = bits(model.named_parameters()), bits(other.full_state_dict(complete=False))
+    with ema.swapped():
+        with pytest.raises(ValueError, match="an EMA has its averages in this model"):
+            getattr(other, call)()
+        with pytest.raises(ValueError, match="an EMA has"):
+            shardow.EMA(model, 0.9)
+        apart = shardow.EMA(build(seed=7), 0.9)
+        apart.update()
+    assert same(bits(model.named_parameters()), weights)
+    assert same(bits(other.full_state_dict(complete=False)), averages)
+    getattr(other, call)()
+
+
+@pytest.mark.parametrize("fill", ["load", "materialize"])
+def test_a_model_that_holds_averages_is_not_filled(fill: str, tmp_path: Path) -> None:
+    model, ema = trained()
+    shardow.save(build(seed=9), tmp_path / "other.safetensors")
+    weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
+    with ema.swapped(), pytest.raises(ValueError, match="an EMA has its averages in this model"):
+        getattr(shardow, fill)(model, tmp_path / "other.safetensors")
+    assert same(bits(model.named_parameters()), weights)
+    assert same(bits(ema.full_state_dict(complete=False)), averages)
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "full_state_dict"])
+def test_averages_in_the_model_are_not_handed_out_as_its_weights(call: str, tmp_path: Path) -> None:
+    model, ema = trained()
+    before, path = ema.state_dict()["averages"], tmp_path / "a.safetensors"
+    give = getattr(shardow, call)
+    with ema.swapped():
+        states: list[Any] = [model] if call == "full_state_dict" else [model, model.state_dict(), before]
+        for state in states:
+            with pytest.raises(ValueError, match=r"an EMA has its averages.*leave its swapped\(\).*export\(\)"):
+                give(state) if call == "full_state_dict" else give(state, path)
+        if call == "full_state_dict":
+            with pytest.raises(ValueError, match="an EMA has its averages in this model"):
+                whole_state_dict(model)  # of other libraries' surfaces
+        apart = shardow.full_state_dict(build(seed=7))
+        assert apart.keys() == dict(model.named_parameters()).keys()
+        if call == "save":
+            with pytest.raises(ValueError, match="an EMA has its averages in this model"):
+                shardow.load(model.state_dict(), tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    found = give(model) if call == "full_state_dict" else give(model, path)
+    if call == "async_save":
+        found.wait()
+    now = found if call == "full_state_dict" else shardow.open(path)
+    assert all(torch.equal(now[name], p) for name, p in model.named_parameters())
+
+
+def write(model: nn.Sequential) -> None:
+    model[2].load_state_dict({"weight": torch.ones(3, 7), "bias": torch.ones(3)})
+
+
+def compute(model: nn.Sequential) -> None:
+    model(torch.ones(2, 6)).sum().backward()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("body", [write, compute])
+def test_what_is_written_inside_is_said_and_is_not_in_the_weights(body: Callable[[nn.Sequential], None]) -> None:
+    model, ema = trained()
+    weights = bits(model.named_parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ema.swapped():
+            body(model)
+    said = [str(one.message) for one in caught if "were written inside swapped()" in str(one.message)]
+    assert [("'2.weight'" in text, "1 more" in text) for text in said] == ([(True, True)] if body is write else [])
+    assert same(bits(model.named_parameters()), weights)
+
+
+def test_swap_out_without_swap_in_says_so() -> None:
+    _, ema = trained()
+    with pytest.raises(ValueError, match="nothing is swapped in"):
+        ema.swap_out()
+    ema.restore()
+
+
+def test_callbacks_and_blocks_are_one_transaction() -> None:
+    model, ema = trained()
+    weights = bits(model.named_parameters())
+    ema.swap_in()
+    with pytest.raises(ValueError, match="inside swapped"), ema.swapped():
+        pass
+    ema.swap_out()
+    assert same(bits(model.named_parameters()), weights)
+    with ema.swapped():
+        ema.swap_out()
+    assert same(bits(model.named_parameters()), weights)

@@ -1,0 +1,121 @@
+"""The Group of a torch process group: what the engine asks of any, through the store and through blocks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import shardow
+from shardow import _core
+from shardow.ranks import store_group
+
+
+def long_texts() -> bool:
+    """Longer than a value of the store may be, of different lengths, some at the edges of its parts."""
+    group, most = store_group.store_group(dist.group.WORLD), store_group._MOST
+    for lengths in [(0, 3 * most + 1, 7), (most, most - 1, most + 1), (1, 2 * most, 0)]:
+        expected = [bytes([65 + i]) * length for i, length in enumerate(lengths)]
+        assert group.all_gather(expected[dist.get_rank()], 60) == expected
+    return True
+
+
+def reductions() -> bool:
+    group, rank = store_group.store_group(dist.group.WORLD), dist.get_rank()
+    for op, expected in [("sum", [3, 2**64 - 1 + 3 - 2**64]), ("max", [2, 2**64 - 1]), ("xor", [3, (2**64 - 1) ^ 1 ^ 2])]:
+        values = np.array([rank, 2**64 - 1 if rank == 0 else rank], dtype=np.uint64)
+        group.all_reduce(memoryview(values), op, 60)  # type: ignore[arg-type]
+        assert values.tolist() == expected, op
+    return True
+
+
+def blocks_and_broadcasts() -> bool:
+    rank = dist.get_rank()
+    for channel in (0, 1):
+        group = store_group.store_group(dist.group.WORLD, channel)
+        data = np.full(10_000, rank, dtype=np.uint8)
+        for has_cpu in (True, False):
+            group.moves_blocks = has_cpu
+            group.broadcast(memoryview(data), 1, 60)  # type: ignore[arg-type]
+            assert (data == 1).all()
+        if rank < 2:
+            mine, theirs = np.full(1000, 5 + rank, dtype=np.uint8), np.zeros(1000, dtype=np.uint8)
+            for sender in (0, 1):
+                if rank == sender:
+                    group.send(memoryview(mine), 1 - rank, 60)  # type: ignore[arg-type]
+                else:
+                    group.recv(memoryview(theirs), 1 - rank, 60)  # type: ignore[arg-type]
+            assert (theirs == 6 - rank).all()
+    return True
+
+
+def two_channels_at_once() -> bool:
+    """In opposite orders on the two ranks: one waits for nothing of the other."""
+    rank, done = dist.get_rank(), []
+
+    def gather(channel: int) -> None:
+        done.append(store_group.store_group(dist.group.WORLD, channel).all_gather(b"x", 60))
+
+    if rank == 0:
+        thread = threading.Thread(target=gather, args=(1,))
+        thread.start()
+        gather(0)
+        thread.join()
+    else:
+        gather(0)
+        gather(1)
+    return done == [[b"x", b"x"]] * 2
+
+
+@pytest.mark.parametrize(("case", "world"), [(long_texts, 3), (reductions, 3), (blocks_and_broadcasts, 3), (two_channels_at_once, 2)])
+def test_does_what_a_group_does(case: object, world: int) -> None:
+    assert ranks.run(world, case) == [True] * world  # type: ignore[arg-type]
+
+
+def save_without_blocks(path: str) -> str:
+    store_group.store_group(dist.group.WORLD).moves_blocks = False
+    model = models.build("tp+fsdp2", dist.get_world_size())
+    shardow.save(model, path)
+    shardow.load(model, path)
+    return "saved"
+
+
+def test_a_process_group_without_a_way_for_cpu_tensors_saves_and_loads(tmp_path: Path) -> None:
+    shardow.save(models.make_even(), tmp_path / "reference.safetensors")
+    assert ranks.run(4, save_without_blocks, str(tmp_path / "a.safetensors")) == ["saved"] * 4
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "reference.safetensors").read_bytes()
+
+
+def test_storage_that_needs_blocks_is_refused_without_them_on_every_rank(tmp_path: Path) -> None:
+    for answer in ranks.run(2, save_in_sequence_without_blocks, str(tmp_path / "a.safetensors")):
+        assert answer.startswith("UnsupportedError: ")
+        assert "cpu:gloo,cuda:nccl" in answer
+    assert not list(tmp_path.iterdir())
+
+
+def save_in_sequence_without_blocks(path: str) -> str:
+    group = store_group.store_group(dist.group.WORLD)
+    group.moves_blocks = False
+    memory = torch.zeros(4)
+    view = _core.TensorView("a", "F32", _core.Region.whole([4]), memory.data_ptr())
+    with pytest.raises(NotImplementedError) as error:
+        _core.Save(group, [_core.SaveFile("", [view])], path, sequential=True).write()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def hidden_values() -> bool:
+    """What a mapping holds on one rank alone is everybody's error, at once."""
+    state = {"a": torch.ones(3), **({"b": 3} if dist.get_rank() == 1 else {})}
+    with pytest.raises((ValueError, ConnectionError), match="'b' is a int"):
+        shardow.save(state, "never.safetensors", group=dist.group.WORLD, timeout=60)  # type: ignore[arg-type]
+    return True
+
+
+def test_a_wrong_value_on_one_rank_is_an_error_on_all() -> None:
+    assert ranks.run(2, hidden_values, timeout=30) == [True, True]

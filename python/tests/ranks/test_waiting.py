@@ -1,0 +1,179 @@
+"""Waits end at their deadline, or at Ctrl-C, whatever stands still: another rank, or the host of the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+import ranks
+import torch.distributed as dist
+from outcomes import Outcome, outcome
+
+import shardow
+from shardow.ranks import store_group, waiting
+from shardow.ranks.gather import Gatherer
+
+DEADLINE = 3.0
+
+_HOST = """
+import socket, sys, torch.distributed as dist
+listener = socket.create_server(("127.0.0.1", 0))
+port = listener.getsockname()[1]
+store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+print(port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def host() -> Iterator[tuple[int, int]]:
+    """(pid, port) of a process that keeps a store and does nothing else."""
+    process = subprocess.Popen([sys.executable, "-c", _HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process.pid, int(process.stdout.readline())
+    process.kill()
+    process.wait()
+
+
+def host_stands_still(pid: int, port: int, path: str) -> tuple[list[Outcome], Outcome]:
+    """Calls while the store's host is stopped: before they begin, then while two of three ranks wait; and one after it goes on."""
+    own, rank, stopped = store_group._connection, dist.get_rank(), []
+    store_group._connection = lambda: dist.TCPStore("127.0.0.1", port, is_master=False)
+    try:
+        model = models.build("fsdp2", dist.get_world_size())
+        ema = shardow.EMA(model, 0.9, timeout=DEADLINE)
+        ema.update()
+        for call, waits in [(ema.distance, False), (lambda: ema.save(path), False), (ema.full_state_dict, True)]:
+            dist.barrier()
+            if rank == 0:
+                time.sleep(0.5 * waits)
+                os.kill(pid, signal.SIGSTOP)
+            if not waits:
+                dist.barrier()
+            stopped.append(outcome(call))
+            dist.barrier()
+            if rank == 0:
+                os.kill(pid, signal.SIGCONT)
+        dist.barrier()
+        return stopped, outcome(lambda: ema.save(path))
+    finally:
+        store_group._connection = own
+
+
+def test_the_deadline_holds_where_the_host_of_the_store_stands_still(host: tuple[int, int], tmp_path: Path) -> None:
+    for stopped, after in ranks.run(3, host_stands_still, *host, str(tmp_path / "a.safetensors")):
+        for kind, message, seconds in stopped:
+            assert kind == "DeadlineError"
+            assert f"did not answer within {DEADLINE:g} s" in message
+            assert "rank == 0" not in message
+            assert DEADLINE * 0.5 < seconds < DEADLINE + 2.5
+        assert after[0] == "none", after
+    assert (tmp_path / "a.safetensors").exists()
+
+
+def interrupted_after(seconds: float, call: Callable[[], object]) -> tuple[str, float]:
+    """What Ctrl-C says, and when."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    began = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt) as error:
+        call()
+    return str(error.value), time.monotonic() - began - seconds
+
+
+def interrupted(path: str) -> tuple[object, Outcome, str]:
+    """Rank 0 is interrupted while it waits for rank 1; then while it saves and waits for the same."""
+    model, rank = models.build("fsdp2", dist.get_world_size()), dist.get_rank()
+    ema = shardow.EMA(model, 0.9, timeout=100)
+    answers: list[object] = []
+    for call in (ema.distance, lambda: ema.save(path)):
+        if rank == 0:
+            answers.append(interrupted_after(0.3, call))
+        else:
+            time.sleep(2)
+            answers.append(outcome(call))
+        dist.barrier()
+    return (*answers, outcome(ema.distance)[0])  # type: ignore[return-value]
+
+
+def test_ctrl_c_ends_a_wait_within_a_second_and_says_for_whom_and_the_others_learn_of_it(tmp_path: Path) -> None:
+    zero, one = ranks.run(2, interrupted, str(tmp_path / "a.safetensors"))
+    for call, (said, late), (kind, message, seconds) in zip(("distance()", "save()"), zero, one, strict=False):
+        assert said == f"{call} of EMA 1: waited for rank(s) [1]"
+        assert late < 1.5
+        assert kind == "PeerFailedError"
+        assert message.endswith(f"rank 0 was interrupted in {call} of EMA 1")
+        assert seconds < 20
+    assert zero[2] == one[2] == "none", "the ranks are in step again"
+
+
+def interrupted_block() -> float:
+    group, rank = store_group.store_group(dist.group.WORLD), dist.get_rank()
+    data = np.full(100, 7 + rank, dtype=np.uint8)
+    if rank == 1:
+        time.sleep(1.5)
+        group.send(memoryview(data), 0, 60)  # type: ignore[arg-type]
+        return 0.0
+    return interrupted_after(0.2, lambda: group.recv(memoryview(data), 1, 60))[1]  # type: ignore[arg-type]
+
+
+def test_ctrl_c_ends_the_wait_for_a_block() -> None:
+    assert ranks.run(2, interrupted_block)[0] < 1.0
+
+
+def test_what_is_left_behind_is_in_nobodys_way() -> None:
+    ending = threading.Event()
+    for _ in range(6):
+        with pytest.raises(waiting.Overdue):
+            waiting.wait_for(ending.wait, 0.01)
+    assert waiting.wait_for(lambda: 5, 60) == 5
+    with pytest.raises(KeyError, match="'a'"):
+        waiting.wait_for(lambda: {}["a"], 60)
+    ending.set()
+
+
+def late(seconds: float) -> list[object]:
+    """Rank 1 comes late to what ranks tell each other of their pieces, when all have begun: rank 0 is interrupted, then waits in vain."""
+    rank, plan = dist.get_rank(), Gatherer._plan
+    model, target = models.build("fsdp2", dist.get_world_size()), models.build("fsdp2", dist.get_world_size())
+    ema = shardow.EMA(model, 0.9, timeout=seconds)
+    answers: list[object] = []
+
+    def planned(self: Gatherer) -> object:
+        time.sleep(seconds + 1.5)
+        return plan(self)
+
+    Gatherer._plan = planned if rank == 1 else plan  # type: ignore[method-assign, assignment]
+    try:
+        for call in (ema.full_state_dict, lambda: ema.copy_to(target)):
+            answers.append(interrupted_after(0.5, call) if rank == 0 else outcome(call))
+            dist.barrier()
+        answers.append(outcome(ema.full_state_dict))
+        dist.barrier()
+    finally:
+        Gatherer._plan = plan  # type: ignore[method-assign]
+    return [*answers, outcome(ema.full_state_dict)[0], outcome(lambda: ema.copy_to(target))[0]]
+
+
+def test_the_description_of_pieces_is_waited_for_as_everything_else() -> None:
+    zero, one = ranks.run(2, late, 2.0)
+    for call, (said, late_by), (kind, message, _) in zip(("full_state_dict()", "copy_to()"), zero, one, strict=False):
+        assert said == f"{call} of EMA 1: waited for rank(s) [1]"
+        assert late_by < 1.0
+        assert kind == "PeerFailedError"
+        assert f"rank 0 was interrupted in {call}" in message
+    for kind, message, seconds in (zero[2], one[2]):
+        assert kind == "DeadlineError"
+        assert "full_state_dict()" in message
+        assert "[1] did not take part within 2 s" in message
+        assert seconds < 5.0
+    assert zero[3:] == one[3:] == ["none", "none"]

@@ -150,10 +150,12 @@ def test_a_step_inside_swapped_is_refused_before_it_is_lost() -> None:
     optimizer = sgd(model)
     ema.attach(optimizer)
     ready(model)
-    before = [p.detach().clone() for p in model.parameters()]
+    before, averages = [p.detach().clone() for p in model.parameters()], ema.full_state_dict(complete=False)
     with ema.swapped(), pytest.raises(ValueError, match="inside swapped"):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
+    after = ema.full_state_dict(complete=False)
+    assert all(torch.equal(after[name], average) for name, average in averages.items()), "the step would have been made on them"
 
 
 def test_nothing_of_the_old_average_is_kept_by_decay_0_and_that_is_no_mistake(recwarn: pytest.WarningsRecorder) -> None:

@@ -52,6 +52,7 @@ def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.
         "model": model,
         "optimizer": optimizer,
         "mesh": mesh,
+        "batches": [torch.ones(8), torch.zeros(8)],
         "evaluate": lambda m: m(torch.ones(8)),
     }
     exec(compile(code.replace("...", "pass"), name, "exec"), space)

@@ -1,0 +1,86 @@
+"""Averages under DDP: a small network learns scikit-learn's handwritten digits, and every rank keeps a part of the averages.
+
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --steps 600 --out out/ddp
+
+Stop it whenever you like: the same command goes on from its last checkpoint. In the end out/ddp/model is the averaged model, for inference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+
+import shardow
+
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def train(steps: int, out: Path) -> dict[str, float]:
+    """The share of held-out digits that is named rightly, by the weights and by their averages."""
+    digits = load_digits()
+    images, labels = torch.tensor(digits.images / 8 - 1).float()[:, None].to(DEVICE), torch.tensor(digits.target).to(DEVICE)
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(576, 10)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to(DEVICE))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ema = shardow.EMA(model, decay=shardow.schedules.warmup(0.999))
+    for step in range(load(model, optimizer, ema, out) + 1, steps + 1):
+        generator = torch.Generator().manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
+        batch = torch.randint(300, len(images), (64,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+        ema.update()
+        if step % 100 == 0 or step == steps:
+            save(step, model, optimizer, ema, out)
+    found = {"weights": accuracy(model, images[:300], labels[:300])}
+    with ema.swapped():  # on every rank
+        found["averages"] = accuracy(model, images[:300], labels[:300])
+    ema.export(out / "model")
+    return found
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    return float((model(images).argmax(1) == labels).float().mean())
+
+
+def save(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA, out: Path) -> None:
+    """train.pt comes last and names the step of its averages, so that a run may be stopped between the two."""
+    ema.save(out / f"averages-{step}.safetensors")
+    if dist.get_rank() == 0:
+        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, out / "train.tmp")
+        os.replace(out / "train.tmp", out / "train.pt")
+        for old in set(out.glob("averages-*.safetensors")) - {out / f"averages-{step}.safetensors"}:
+            old.unlink()
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA, out: Path) -> int:
+    """The step of the last checkpoint; 0 where there is none."""
+    if not (out / "train.pt").exists():
+        return 0
+    found = torch.load(out / "train.pt", map_location=DEVICE)
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    ema.load(out / f"averages-{found['step']}.safetensors")
+    return int(found["step"])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--out", type=Path, default=Path("out/ddp"))
+    options = parser.parse_args()
+    dist.init_process_group()
+    results = train(**vars(options))
+    if dist.get_rank() == 0:
+        print(results)
+    gc.collect()  # a model that is alive when the interpreter ends can abort it
+    dist.destroy_process_group()

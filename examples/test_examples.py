@@ -1,0 +1,152 @@
+"""The scripts that people copy, on two ranks: they learn, their averages are averages, and what was stopped or killed goes on as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ranks
+import torch
+from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from . import ddp, fsdp2, language_model
+
+HERE = Path(__file__).parent
+Exported = dict[str, torch.Tensor]
+Straight = tuple[Path, dict[str, float], Exported]
+Train = Callable[..., dict[str, float]]
+
+
+def start(script: str, *flags: object) -> subprocess.Popen[str]:
+    """As its first lines say."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*command, str(HERE / script), *map(str, flags)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def finish(run: subprocess.Popen[str]) -> str:
+    said, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, said
+    return said
+
+
+def exported(out: Path) -> Exported:
+    return load_file(out / "model" / "model.safetensors")
+
+
+def equal(one: Exported, other: Exported) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def averaged_by_hand(steps: int, out: Path) -> tuple[dict[str, float], Exported]:
+    """ddp.py, with the formula of its schedule in float64 beside it."""
+    averages: list[torch.Tensor] = []
+    count = 0
+
+    def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not averages:
+            averages.extend(weight.detach().double() for weight in optimizer.param_groups[0]["params"])
+
+    def follow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal count
+        count += 1
+        for average, weight in zip(averages, optimizer.param_groups[0]["params"], strict=True):
+            average.lerp_(weight.detach().double(), 1 - min(0.999, (1 + count) / (10 + count)))
+
+    hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(follow)]
+    try:
+        results = ddp.train(steps, out)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = [f"{layer}.{kind}" for layer in (0, 2, 5) for kind in ("weight", "bias")]
+    return results, dict(zip(names, averages, strict=True))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """ddp.py without an interruption: where, its results, and its averages by hand."""
+    out = tmp_path_factory.mktemp("straight")
+    return out, *ranks.run(2, averaged_by_hand, 250, out)[0]
+
+
+def test_ddp_learns_and_its_averages_are_those_of_the_formula(straight: Straight) -> None:
+    out, results, by_hand = straight
+    assert min(results.values()) > 0.85, results
+    averages = exported(out)
+    assert averages.keys() == by_hand.keys()
+    for name, average in averages.items():
+        torch.testing.assert_close(average.double(), by_hand[name], rtol=0, atol=1e-6, msg=name)
+    assert sorted(path.name for path in out.iterdir()) == ["averages-250.safetensors", "model", "train.pt"]
+
+
+def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straight, tmp_path: Path) -> None:
+    command = ("ddp.py", "--steps", 250, "--out", tmp_path)
+    run = start(*command)
+    while not (tmp_path / "train.pt").exists():
+        assert run.poll() is None, finish(run)
+        time.sleep(0.01)
+    for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children()):
+        process.kill()
+    run.communicate()
+    assert not (tmp_path / "model").exists()
+    finish(start(*command))
+    assert equal(exported(tmp_path), exported(straight[0]))
+
+
+def in_two_parts(script: str, train: Train, steps: int, out: Path, *options: object) -> dict[str, float]:
+    """The results of an uninterrupted run, after a second one was stopped halfway and went on as a program of its own, to the same averages."""
+    found: dict[str, float] = ranks.run(2, train, steps, out / "straight", *options)[0]
+    ranks.run(2, train, steps // 2, out / "parts", *options)
+    halfway = exported(out / "parts")
+    flags = ["--batch", options[0], "--context", options[1]] if options else []
+    finish(start(script, "--steps", steps, "--out", out / "parts", *flags))
+    assert equal(exported(out / "parts"), exported(out / "straight"))
+    assert not equal(halfway, exported(out / "straight"))
+    return found
+
+
+def test_fsdp2_goes_on_after_a_stop_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    results = in_two_parts("fsdp2.py", fsdp2.train, 30, tmp_path)
+    assert results["weights"] > 0.5, results
+    straight = exported(tmp_path / "straight")
+    (tmp_path / "straight" / "model" / "model.safetensors").unlink()
+    ranks.run(3, fsdp2.train, 30, tmp_path / "straight")  # no step is left: these are the averages that were loaded
+    assert equal(exported(tmp_path / "straight"), straight)
+
+
+def test_the_language_model_learns_and_goes_on_after_a_stop(tmp_path: Path) -> None:
+    results = in_two_parts("language_model.py", language_model.train, 12, tmp_path, 2, 64)
+    assert max(results.values()) < 5, results  # a model that has learned nothing needs 8
+    assert results["weights"] != results["averages"]
+    assert sum(tensor.numel() for tensor in exported(tmp_path / "parts").values()) > 10_000_000
+
+
+def test_the_trainer_evaluates_its_averages_and_goes_on_after_a_stop(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    from . import hf_trainer
+
+    losses = {}
+    for out, runs in (("straight", [4]), ("parts", [2, 4])):
+        for steps in runs:
+            said = finish(start("hf_trainer.py", "--steps", steps, "--out", tmp_path / out))
+        losses[out] = float(re.findall(r"'eval_loss': '?([0-9.]+)", said)[-1])
+    assert equal(exported(tmp_path / "parts"), exported(tmp_path / "straight"))
+    assert losses["parts"] == losses["straight"] < 5.4
+    found = {}
+    for name in ("model", "checkpoint-4"):
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "straight" / name, local_files_only=True).eval()
+        held_out = torch.stack([window["input_ids"] for window in hf_trainer.windows()[:64]])
+        with torch.no_grad():
+            found[name] = float(model(input_ids=held_out, labels=held_out).loss)
+    assert found["model"] == pytest.approx(losses["straight"], abs=1e-3) != pytest.approx(found["checkpoint-4"], abs=1e-3)

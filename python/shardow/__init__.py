@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from shardow.averages.attach import Handle
     from shardow.ema import EMA
     from shardow.files.background import SaveHandle
-    from shardow.files.checkpoint import async_save, full_state_dict, load, save
+    from shardow.files.checkpoint import async_save, full_state_dict, save
     from shardow.files.reading import Checkpoint, Slice
     from shardow.files.reading import open_checkpoint as open  # noqa: F401
+    from shardow.start.load import load
     from shardow.start.materialize import materialize
     from shardow.start.meta import meta_init, to_empty
     from shardow.start.wrap import wrap
@@ -54,7 +55,7 @@ _HOMES = {
     "SaveHandle": "files.background",
     "async_save": "files.checkpoint",
     "full_state_dict": "files.checkpoint",
-    "load": "files.checkpoint",
+    "load": "start.load",
     "save": "files.checkpoint",
     "materialize": "start.materialize",
     "meta_init": "start.meta",

@@ -11,10 +11,11 @@ import torch
 from shardow import _core
 from shardow.base.checks import invalid, one_of, unsupported, whole
 from shardow.base.warnings import warn
+from shardow.model.dtypes import NAMES
 from shardow.schedules import as_schedules
 
-#: Dtypes of averages, by torch's names for them.
-DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+#: Dtypes of averages, with their names.
+DTYPES = {dtype: NAMES[dtype] for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 
 Params = Literal["trainable", "all"] | Callable[[str, torch.Tensor], bool]
 Replicas = Literal["split", "copy"]

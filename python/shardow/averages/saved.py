@@ -14,6 +14,7 @@ from shardow.base.progress import Progress
 from shardow.files import decay_keys, engine
 from shardow.files.background import SaveHandle
 from shardow.files.paths import StrPath
+from shardow.model.dtypes import floating
 from shardow.model.extra_state import extra_states, for_file
 from shardow.model.local import refuse_all_odd
 from shardow.ranks.gather import Part
@@ -159,7 +160,7 @@ class Saved(States):
             own = {one.name: one.local.tensor.dtype for one in self._tracked} | {one.name: one.tensor.dtype for one in others}
             parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
             parts += [Part(one.name, one.flat(), one.region) for one in others if one.counts_on(self._team.rank)]
-            parts, cast = engine.in_dtypes(parts, own, engine.floating(dtype))
+            parts, cast = engine.in_dtypes(parts, own, floating(dtype))
             return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
 
         parts, options = self._team.agree("export()", check)

@@ -1,3 +1,3 @@
 """What every room needs and what knows neither torch nor the engine: checks of options, warnings at the user's line, signals that wait, progress.
 
-May import: shardow.errors."""
+May import: errors."""

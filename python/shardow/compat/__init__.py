@@ -1,6 +1,8 @@
 """Drop-in surfaces: change an import and keep training.
 
 One module for each origin, named after it; what improves and what differs is in docs/migration.md.
+
+May import: averages, start, files, model, ranks, base, errors, ema, schedules.
 """
 
 __all__ = [

@@ -15,9 +15,10 @@ from torch import nn
 from shardow import errors
 from shardow.base.checks import invalid
 from shardow.compat._listed import moved
-from shardow.files.checkpoint import load, save
+from shardow.files.checkpoint import save
 from shardow.model.parts import group_of
 from shardow.ranks.team import Team
+from shardow.start.load import load
 from shardow.start.meta import on_meta
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"  # as diffusers.utils.SAFETENSORS_WEIGHTS_NAME

@@ -16,7 +16,7 @@ from shardow import errors
 from shardow.averages import state as _state
 from shardow.base.checks import invalid
 from shardow.compat import _dcp, _pt_file
-from shardow.files import engine
+from shardow.model.dtypes import floating
 from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.ranks.gather import Part
@@ -156,7 +156,7 @@ class Managed(ABC):
 
         def prepare() -> tuple[list[Part], dict[str, tuple[str, ...]], torch.dtype | None]:
             parts, names = self._complete()
-            return parts, names, engine.floating(dtype)
+            return parts, names, floating(dtype)
 
         parts, names, kind = self._together("export_shadow()", prepare)
         path = Path(directory) / "ema_shadow.pt"

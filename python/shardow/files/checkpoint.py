@@ -1,18 +1,17 @@
-"""save(), load(): sharded modules and mappings of tensors as ordinary safetensors checkpoints, every rank moving only its own bytes."""
+"""save(), full_state_dict(): sharded modules and mappings of tensors as ordinary safetensors checkpoints, every rank moving only its own bytes."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.base.checks import invalid, seconds
+from shardow.base.checks import seconds
 from shardow.base.progress import Progress
 from shardow.files import engine
 from shardow.files.background import SaveHandle
@@ -25,8 +24,6 @@ from shardow.model.parts import Held, Saveable, group_of, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer
 from shardow.ranks.team import Team
-from shardow.start.fill import Job, from_file
-from shardow.start.materialize import Request, fill_model
 
 _INSTEAD = "for the weights; the averages are written by export() or save() of the EMA, and whole in its full_state_dict()"
 
@@ -63,7 +60,7 @@ def save(
     Raises:
         ValueError: ranks that disagree, regions that overlap or leave a hole, weights that are an EMA's averages now, inside of its swapped(); OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
     """
-    held, team = _prepare("save()", state, group, timeout, saving=True)
+    held, team = prepared("save()", state, group, timeout, saving=True)
     options = team.agree("save()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
     return engine.write([_file(held, team, metadata)], path, team, progress=progress, **options)
 
@@ -94,50 +91,9 @@ def async_save(
     Raises:
         what save() finds out before it writes; everything else comes from ``wait()``.
     """
-    held, team = _prepare("async_save()", state, group, timeout, saving=True)
+    held, team = prepared("async_save()", state, group, timeout, saving=True)
     options = team.agree("async_save()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
     return engine.write_in_background([_file(held, team, metadata)], path, team, progress=progress, **options)
-
-
-@torch.no_grad()
-def load(
-    target: Saveable,
-    path: StrPath,
-    strict: bool = True,
-    verify: bool = True,
-    *,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-    timeout: float | timedelta | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> dict[str, Any]:
-    """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it; a module that is on meta gets memory, as by materialize(). Collective over
-    the ranks that share them.
-
-    Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as they are, under a tied tensor's other names, and without
-    what wrappers, DDP and PEFT put into them. Everything that does not fit is listed before anything changes.
-
-    Args:
-        strict: every tensor here is in the file, and every one there is wanted; else the rest is in the report.
-        verify: compare checksums where the file carries them; no extra reads.
-        optimizer: of a module, as in materialize().
-
-    Returns:
-        {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str}, "bytes_read": by this rank, "seconds": float}.
-
-    Raises:
-        ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
-    """
-    if isinstance(target, nn.Module):
-        return fill_model(
-            Request("load()", target, Path(path), optimizer, strict=strict, verify=verify, progress=progress, group=group, timeout=timeout)
-        )
-    if optimizer is not None:
-        raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
-    held, team = _prepare("load()", target, group, timeout, saving=False)
-    report = from_file(Job("load()", held, team, [part.name for part in held.parts], (), strict, verify, progress), path)
-    held.put_back()
-    return report
 
 
 @torch.no_grad()
@@ -156,7 +112,7 @@ def full_state_dict(
     Raises:
         ValueError: ranks that disagree, weights that are an EMA's averages now, inside of its swapped(); NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
     """
-    held, team = _prepare("full_state_dict()", model, group, timeout, saving=False)
+    held, team = prepared("full_state_dict()", model, group, timeout, saving=False)
     weights = held.view.parameters if held.view is not None else []
     check_equal("full_state_dict()", lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
     aliases = {name: [one for one in names if one != name] for name, names in held.names.items()}
@@ -169,9 +125,10 @@ def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FilePar
     return FileParts("", [*held.parts, *parts], {**texts, **(metadata or {})})
 
 
-def _prepare(
+def prepared(
     what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool
 ) -> tuple[Held, Team]:
+    """What this rank holds of ``state``, and who shares it, when all ranks have looked at theirs. Collective."""
     ranks = group_of_model(state, group) if isinstance(state, nn.Module) else group_of(state, group)
     team = Team(ranks, seconds(timeout))
 

@@ -20,21 +20,13 @@ from shardow.files.background import CHANNEL, SaveHandle, settle, start
 from shardow.files.decay_keys import STATE, file_name, keys_in
 from shardow.files.paths import StrPath
 from shardow.files.reading import averages_in
+from shardow.model import dtypes
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import StoreGroup, store_group
 from shardow.ranks.team import Team
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-DTYPES = {
-    torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
-}  # fmt: skip
-#: torch's packed dtypes, and how many of the format's elements one of theirs is.
-PACKED = {"F4": 2}
-if hasattr(torch, "float4_e2m1fn_x2"):
-    DTYPES[torch.float4_e2m1fn_x2] = "F4"
 
 
 @dataclass
@@ -84,7 +76,7 @@ def in_dtypes(parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: tor
     targets = {name: wanted or dtype for name, dtype in own.items() if dtype.is_floating_point}
     different = set(targets.values())
     if len(different) == 1 and next(iter(different)).itemsize > 1:
-        return list(parts), DTYPES[different.pop()]
+        return list(parts), dtypes.NAMES[different.pop()]
     return [Part(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
 
 
@@ -192,8 +184,10 @@ def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
     views = []
     for part in parts:
         _check_text(f"the name {part.name!r}", part.name)
-        dtype = _dtype_name(part.name, part.flat.dtype)
-        views.append(engine_view(part.name, dtype, part.flat, _unpacked(part, PACKED[dtype]) if dtype in PACKED else part.region))
+        dtype = dtypes.name_of(part.name, part.flat.dtype)
+        views.append(
+            engine_view(part.name, dtype, part.flat, _unpacked(part, dtypes.PACKED[dtype]) if dtype in dtypes.PACKED else part.region)
+        )
     return views
 
 
@@ -209,29 +203,10 @@ def _unpacked(part: Part, factor: int) -> _core.Region:
     return _core.Region.grid([size * k for size, k in zip(shape, scales, strict=True)], dims)
 
 
-def _dtype_name(name: str, dtype: torch.dtype) -> str:
-    if dtype not in DTYPES:
-        raise errors.make("unsupported", f"'{name}' is {dtype}, which safetensors files do not have")
-    return DTYPES[dtype]
-
-
 def dtype_and_limit(dtype: torch.dtype | str | None, max_shard_size: int | str | None) -> dict[str, Any]:
     """Users' words as the engine's options."""
-    return {"dtype": _dtype(dtype), "max_shard_size": _bytes(max_shard_size)}
-
-
-def _dtype(dtype: torch.dtype | str | None) -> str | None:
-    found = floating(dtype)
-    return None if found is None else DTYPES[found]
-
-
-def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or found not in DTYPES or not found.is_floating_point:
-        raise invalid(f"dtype={dtype!r}; give a floating dtype, e.g. torch.bfloat16 or 'bfloat16'")
-    return found
+    found = dtypes.floating(dtype)
+    return {"dtype": None if found is None else dtypes.NAMES[found], "max_shard_size": _bytes(max_shard_size)}
 
 
 def _bytes(size: int | str | None) -> int:

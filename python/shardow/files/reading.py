@@ -53,11 +53,9 @@ class Slice:
         if self._checkpoint._framework == "torch":
             import torch
 
-            from shardow.files.engine import DTYPES, PACKED
+            from shardow.model.dtypes import PACKED, dtype_of
 
-            found = next((ours for ours, name in DTYPES.items() if name == self.dtype), None)
-            if found is None:
-                raise errors.make("unsupported", f"'{self.name}' is {self.dtype}, which torch does not have")
+            found = dtype_of(self.name, self.dtype)
             if (packed := PACKED.get(self.dtype, 1)) > 1:
                 sizes = [*sizes[:-1], _packed(self.name, self.dtype, ranges, kept, packed)]
             tensor = torch.empty(sizes, dtype=found)

@@ -1,5 +1,7 @@
 """What memory a run takes: timeline() samples every rank during a block, draw() shows several of them side by side, apply() makes training steps take less, plan() predicts and measure()
-counts what they hold."""
+counts what they hold.
+
+May import: averages, model, ranks, base, errors, ema."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
-    from shardow import EMA
+    from shardow.ema import EMA
     from shardow.memory.switches import Switches
     from shardow.ranks.team import Team
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardow import _core, errors
 from shardow.ranks import gather
-
-if TYPE_CHECKING:
-    from shardow.model.piece import Piece
 
 _aten = torch.ops.aten
 #: One result element from one element each, though torch does not tag them so.
@@ -99,14 +96,15 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     raise _refused(_aten.copy_.default, source, "a tensor of the whole shape would be filled in part")
 
 
-def _new(func: Any, piece: Piece, size: Sequence[int], **options: Any) -> torch.Tensor:
+def _new(func: Any, piece: Any, size: Sequence[int], **options: Any) -> torch.Tensor:
     """Of the same shape: the same part of a new tensor; of another: an ordinary tensor."""
     options = {name: value for name, value in options.items() if value is not None}
     options = {"dtype": piece.dtype, "device": piece.device, **options}
     if tuple(size) != tuple(piece.shape):
         other: torch.Tensor = _NEW[func](tuple(size), **options)
         return other
-    return type(piece)(_NEW[func](piece.local.numel(), **options), piece.region)
+    part: torch.Tensor = type(piece)(_NEW[func](piece.local.numel(), **options), piece.region)
+    return part
 
 
 def _refused(func: Any, piece: Any, why: str) -> Exception:

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardow import _core
 from shardow.base.warnings import warn
+from shardow.model.dtypes import dtype_of
 from shardow.model.names import clean_file_key, join, walk
 from shardow.ranks.gather import Part
 
@@ -65,7 +66,7 @@ class FromFile:
         for key, (dtype, shape) in catalog.tensors.items():
             name = by_clean.get(clean_file_key(key)) if key.endswith(KEY) else None
             if name is not None:
-                self._values[name] = torch.empty(tuple(shape), dtype=_dtype(dtype))
+                self._values[name] = torch.empty(tuple(shape), dtype=dtype_of(key, dtype))
                 self.parts.append(Part(key, self._values[name].view(-1), _core.Region.whole(list(shape))))
                 self.keys.add(key)
         for key, value in json.loads(catalog.metadata.get(METADATA, "{}")).items():
@@ -122,12 +123,6 @@ def _survives_json(value: Any) -> bool:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
         return False
-
-
-def _dtype(name: str) -> torch.dtype:
-    from shardow.files.engine import DTYPES  # which knows the format's names, and imports this package
-
-    return next(dtype for dtype, known in DTYPES.items() if known == name)
 
 
 __all__ = ["FromFile", "extra_states", "for_file", "give", "split"]

@@ -1,0 +1,42 @@
+"""What dtypes are called in files and by the engine: the one table, from torch's to theirs and back."""
+
+from __future__ import annotations
+
+import torch
+
+from shardow.base.checks import invalid, unsupported
+
+NAMES = {
+    torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+#: torch's packed dtypes, and how many of the format's elements one of theirs is.
+PACKED = {"F4": 2}
+if hasattr(torch, "float4_e2m1fn_x2"):
+    NAMES[torch.float4_e2m1fn_x2] = "F4"
+
+
+def name_of(what: str, dtype: torch.dtype) -> str:
+    """Raises NotImplementedError where files have none such; ``what`` is for the message."""
+    if dtype not in NAMES:
+        raise unsupported(f"'{what}' is {dtype}, which safetensors files do not have")
+    return NAMES[dtype]
+
+
+def dtype_of(what: str, name: str) -> torch.dtype:
+    """Raises NotImplementedError where torch has none such."""
+    found = next((dtype for dtype, known in NAMES.items() if known == name), None)
+    if found is None:
+        raise unsupported(f"'{what}' is {name}, which torch does not have")
+    return found
+
+
+def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A user's ``dtype=``. Raises ValueError for what is no floating dtype of files."""
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in NAMES or not found.is_floating_point:
+        raise invalid(f"dtype={dtype!r}; give a floating dtype, e.g. torch.bfloat16 or 'bfloat16'")
+    return found

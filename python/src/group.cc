@@ -1,5 +1,5 @@
-// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass (shardow.ranks.store_group.StoreGroup) fills the interface
-// for C++.
+// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass (shardow.ranks.store_group.StoreGroup) fills the
+// interface for C++.
 #include "shardow/group.h"
 
 #include <nanobind/stl/chrono.h>

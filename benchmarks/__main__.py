@@ -1,4 +1,7 @@
-"""``python -m benchmarks``: side-by-side tables against the peers and the machine's own limit, and the bars that they must meet. Speed is shown, never tested: the exit status is 0."""
+"""``python -m benchmarks``: side-by-side tables against the peers and the machine's own limit, and the bars that they must meet.
+
+Speed is shown, never tested: the exit status is 0.
+"""
 
 from __future__ import annotations
 

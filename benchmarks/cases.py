@@ -37,7 +37,8 @@ class Case:
 def transformer(layers: int = 12, width: int = 768) -> list[tuple[int, ...]]:
     """The blocks of GPT-2 small: 85 M elements in 146 tensors."""
     block: list[tuple[int, ...]] = [
-        (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,),
+        (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,), (4 * width, width),
+        (4 * width,), (width, 4 * width), (width,),
     ]  # fmt: skip
     return block * layers + [(width,), (width,)]
 

@@ -1,6 +1,9 @@
-"""``python -m benchmarks.files``: save and load of a sharded model on 2 ranks, side by side with what is used elsewhere: seconds, bytes moved and memory at the peak.
+"""``python -m benchmarks.files``: save and load of a sharded model on 2 ranks, side by side with what is used elsewhere.
 
-Every candidate saves the same FSDP2-sharded mapping, in an order drawn anew each round; reads come from the page cache for all. ``--gib 1`` is the size of the bars.
+Measured are seconds, bytes moved and memory at the peak.
+
+Every candidate saves the same FSDP2-sharded mapping, in an order drawn anew each round; reads come from the page cache for all.
+``--gib 1`` is the size of the bars.
 """
 
 from __future__ import annotations
@@ -101,7 +104,8 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
 def lines(results: Results) -> list[str]:
     rounds = len(results.everybody[0]["load: shardow"])
     found = [
-        f"{results.gib:g} GiB over {WORLD} ranks, {rounds} rounds; bytes (by /proc/self/io, sockets included) and peak memory of the rank that has most",
+        f"{results.gib:g} GiB over {WORLD} ranks, {rounds} rounds; "
+        "bytes (by /proc/self/io, sockets included) and peak memory of the rank that has most",
         "",
         "| | seconds, median (range) | MiB written | MiB read | MiB of memory |",
         "|---|---|---|---|---|",
@@ -148,7 +152,10 @@ def sharded(gib: float) -> State:
 
 
 def measured(way: Callable[[], object]) -> dict[str, float]:
-    """Seconds until all ranks are done; this rank's bytes to and from files, and memory above what it had. Nobody pays for what others have left unflushed."""
+    """Seconds until all ranks are done; this rank's bytes to and from files, and memory above what it had.
+
+    Nobody pays for what others have left unflushed.
+    """
     if dist.get_rank() == 0:
         os.sync()
     dist.barrier()

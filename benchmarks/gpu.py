@@ -1,6 +1,9 @@
-"""``python -m benchmarks.gpu``: updates, a save and a load on a CUDA device, side by side; figures of docs/performance.md's section on CUDA.
+"""``python -m benchmarks.gpu``: updates, a save and a load on a CUDA device, side by side.
 
-Updates: device time by events, every candidate once in every round, in an order drawn anew. The limit is a device copy that moves as many bytes.
+They are the figures of docs/performance.md's section on CUDA.
+
+Updates: device time by events, every candidate once in every round, in an order drawn anew.
+The limit is a device copy that moves as many bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ def _updates(case: Case, rounds: int) -> None:
         bar = f", asked {BARS[case.name]}" if name == "shardow" and case.name in BARS else ""
         low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
         print(
-            f"  {name:<20} {1e3 * statistics.median(own):8.4f} ms  {statistics.median(ratios):.3f} of the copy [{low:.3f} to {high:.3f}]{bar}"
+            f"  {name:<20} {1e3 * statistics.median(own):8.4f} ms  "
+            f"{statistics.median(ratios):.3f} of the copy [{low:.3f} to {high:.3f}]{bar}"
         )
     began = time.perf_counter()
     for _ in range(100):

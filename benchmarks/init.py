@@ -1,7 +1,10 @@
-"""``python -m benchmarks.init``: how a model of 500 M parameters gets its weights on 4 ranks of FSDP2, side by side with what is used elsewhere: seconds, memory at the peak, bytes read and received.
+"""``python -m benchmarks.init``: how a model of 500 M parameters gets its weights on 4 ranks of FSDP2, beside what is used elsewhere.
 
-Every candidate starts from the same safetensors file, in fresh processes, in an order drawn anew each round; the file is in the page cache for all. Ranks are forked from a process that has
-imported everything, so that their memory is what the start takes. Where weights are held on rank 0 first, that is counted apart, as ``source``.
+Measured are seconds, memory at the peak, and bytes read and received.
+
+Every candidate starts from the same safetensors file, in fresh processes, in an order drawn anew each round; the file is in the page cache
+for all. Ranks are forked from a process that has imported everything, so that their memory is what the start takes. Where weights are held
+on rank 0 first, that is counted apart, as ``source``.
 """
 
 from __future__ import annotations
@@ -346,8 +349,10 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
 def lines(results: Results) -> list[str]:
     rounds = len(next(iter(results.samples.values())))
     found = [
-        f"{results.elements / 1e6:.3g} M parameters on {WORLD} ranks, {rounds} rounds; a shard is {results.elements * 4 / WORLD / MIB:.0f} MiB; "
-        "of the rank that has most: memory at the peak above what it had, bytes read (by /proc/self/io) and received (by the kernel's count of its connections)",
+        f"{results.elements / 1e6:.3g} M parameters on {WORLD} ranks, {rounds} rounds; "
+        f"a shard is {results.elements * 4 / WORLD / MIB:.0f} MiB; "
+        "of the rank that has most: memory at the peak above what it had, "
+        "bytes read (by /proc/self/io) and received (by the kernel's count of its connections)",
         "",
         "| | seconds, median (range) | MiB on rank 0 | MiB on others | MiB read | MiB received |",
         "|---|---|---|---|---|---|",

@@ -1,7 +1,8 @@
 """How far float32 averages are from the exact recursion, by rule and rounding: the table of docs/numerics.md.
 
-Two weights' lives: "noisy" is 1 + 0.1 times fresh noise at every step, "quiet" moves from 1 to 1.01 in a straight line. The exact recursion is the same one in float64. Errors are root mean squares over
-4096 weights after ten time constants of the decay, relative to the weights. Run: python -m benchmarks.numerics
+Two weights' lives: "noisy" is 1 + 0.1 times fresh noise at every step, "quiet" moves from 1 to 1.01 in a straight line. The exact recursion
+is the same one in float64. Errors are root mean squares over 4096 weights after ten time constants of the decay, relative to the weights.
+Run: python -m benchmarks.numerics
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Draws the memory of two ranks while a model starts under twinkle's two strategies, and under accelerate's own loading: python -m examples.strategies PICTURE [MILLIONS OF PARAMETERS].
+"""Draws the memory of two ranks while a model starts under twinkle's two strategies, and under accelerate's own loading.
+
+Run: python -m examples.strategies PICTURE [MILLIONS OF PARAMETERS].
 
 accelerate does no FSDP on CPUs by itself; here it is told that it does. Needs accelerate and matplotlib.
 """

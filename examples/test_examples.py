@@ -1,4 +1,7 @@
-"""The scripts that people copy, on two ranks: they learn, their averages are averages, and what was stopped or killed goes on as if it had not been."""
+"""The scripts that people copy, on two ranks.
+
+They learn, their averages are averages, and what was stopped or killed goes on as if it had not been.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straigh
 
 
 def in_two_parts(script: str, train: Train, steps: int, out: Path, *options: object) -> dict[str, float]:
-    """The results of an uninterrupted run, after a second one was stopped halfway and went on as a program of its own, to the same averages."""
+    """The results of a run that nothing stops. A second one, stopped halfway, goes on as a program of its own to the same averages."""
     found: dict[str, float] = ranks.run(2, train, steps, out / "straight", *options)[0]
     ranks.run(2, train, steps // 2, out / "parts", *options)
     halfway = exported(out / "parts")

@@ -47,7 +47,8 @@ def planned_and_measured(
         return diffusion.error(velocity, batch, world)
 
     plan = shardow.memory.plan(
-        _on_meta(options), world, options.shard, optimizer=type(optimizer), batch=diffusion.inputs(batch), switches=switches.chosen(options),
+        _on_meta(options), world, options.shard, optimizer=type(optimizer), batch=diffusion.inputs(batch),
+        switches=switches.chosen(options),
         averages=len(options.decays), shards=shard.shards(options.shard, world) if options.shard == "hsdp" else None, loss=error,
     )  # fmt: skip
     everywhere = _from_all(shardow.memory.measure(model, optimizer, diffusion.inputs(batch), ema=ema, loss=error))

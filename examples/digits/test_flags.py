@@ -1,4 +1,7 @@
-"""--use_bf16, --use_activation_checkpointing, --use_ema and --ema_device, each way. With SHARDOW_ALL the whole demo runs with them under every sharding."""
+"""--use_bf16, --use_activation_checkpointing, --use_ema and --ema_device, each way.
+
+With SHARDOW_ALL the whole demo runs with them under every sharding.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ def finishes(out: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_without_averages_everything_runs_to_the_end(tmp_path: Path) -> None:
-    """Training, evaluations, saving, the resume and the report; the scripts that the flag is from stop at an unbound name. Both other switches are on."""
+    """Training, evaluations, saving, the resume and the report; the scripts that the flag is from stop at an unbound name.
+
+    Both other switches are on.
+    """
     found = finishes(tmp_path, "--use_ema", "false", "--use_bf16", "true", "--use_activation_checkpointing", "true")
     train, resume = found["train"], found["resume"]
     assert train["hashes"] == resume["hashes"] == []

@@ -36,7 +36,8 @@ def last(run: Run) -> Evaluation:
 def headings(run: Run) -> dict[str, str]:
     if run["options"].use_ema:
         return {
-            "title": "Averages of a sharded diffusion model", "drawn": "What the averages draw", "themselves": "The averages themselves", "costs": "What they cost",
+            "title": "Averages of a sharded diffusion model", "drawn": "What the averages draw", "themselves": "The averages themselves",
+            "costs": "What they cost",
         }  # fmt: skip
     return {
         "title": "A sharded diffusion model without averages",
@@ -74,7 +75,8 @@ def intro(run: Run) -> str:
     switched = f", with {' and '.join(on)}" if on else ""
     return (
         f"A diffusion transformer of {run['train']['costs']['parameters']:,} parameters learned scikit-learn's 1,797 handwritten digits "
-        f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}{switched}: {options.steps:,} steps of {options.batch} images, "
+        f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}{switched}: {options.steps:,} steps of {options.batch} "
+        "images, "
         f"{step_milliseconds(run):.0f} ms each (median). {kept}The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
     )
 
@@ -135,7 +137,8 @@ def captions(run: Run) -> dict[str, str]:
             "ranks, so the curve goes on after the resume where it stood."
         ),
         "start": (
-            "<strong>Memory of every rank while a model starts</strong>, by <code>shardow.memory.timeline()</code>, above what the process had before. "
+            "<strong>Memory of every rank while a model starts</strong>, by <code>shardow.memory.timeline()</code>, above what the "
+            "process had before. "
             f"{starts(run)}."
         ),
     }
@@ -194,7 +197,8 @@ def _update_caption(run: Run) -> str:
         f"<strong>Time of an update</strong> of all averages on rank 0's part, threads: {costs['threads']}, each way in turn for "
         f"{costs['rounds']} rounds, while the other ranks do the same. Shardow: {middle:.3f} ms (quartiles {low:.3f} to {high:.3f}), "
         f"its checks of every parameter included; foreach lerp takes {ratios[FOREACH]:.1f}×, <code>mul_().add_()</code> per tensor "
-        f"{ratios[SOURCES]:.1f}× as long. An update is {middle / step_milliseconds(run):.2%} of a training step. So small a model shows overhead more than bandwidth: "
+        f"{ratios[SOURCES]:.1f}× as long. An update is {middle / step_milliseconds(run):.2%} of a training step. So small a model shows "
+        "overhead more than bandwidth: "
         "<code>make bench</code> has large ones."
     )
 
@@ -212,8 +216,10 @@ def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
 
 def plan() -> str:
     return (
-        "Bytes on the fullest rank. Planned: by <code>shardow.memory.plan()</code>, from the model on meta and the shapes of a batch. Measured: by "
-        "<code>shardow.memory.measure()</code> after the last step. Activations are what autograd keeps at the end of a forward pass; temporary buffers are in neither."
+        "Bytes on the fullest rank. Planned: by <code>shardow.memory.plan()</code>, from the model on meta and the shapes of a batch. "
+        "Measured: by "
+        "<code>shardow.memory.measure()</code> after the last step. Activations are what autograd keeps at the end of a forward pass; "
+        "temporary buffers are in neither."
     )
 
 
@@ -237,7 +243,8 @@ def resume(run: Run) -> str:
             f"(<code>ema.export()</code>, {files['exported']})"
         )
     return (
-        f"At step {run['resume']['step']:,} {what} went into a sharded checkpoint (<code>torch.distributed.checkpoint</code>, {files['checkpoint']}); {of_averages}. "
+        f"At step {run['resume']['step']:,} {what} went into a sharded checkpoint (<code>torch.distributed.checkpoint</code>, "
+        f"{files['checkpoint']}); {of_averages}. "
         f"Then {ranks(options.resume_ranks)} in fresh processes, whose model began from other weights, loaded what was saved and trained "
         f"{options.resume_steps} steps more. The table compares SHA-256 over the names, shapes and bytes of the full tensors, shortened."
     )
@@ -245,8 +252,10 @@ def resume(run: Run) -> str:
 
 def start() -> str:
     return (
-        "A model of the same kind, but larger, gets its weights from a file and is sharded by FSDP2. Once every rank builds and loads it whole, and then keeps its part; "
-        "once it is built under <code>shardow.meta_init()</code>, sharded while it has no memory, and filled by <code>shardow.load()</code>, each rank reading its own bytes."
+        "A model of the same kind, but larger, gets its weights from a file and is sharded by FSDP2. Once every rank builds and loads it "
+        "whole, and then keeps its part; "
+        "once it is built under <code>shardow.meta_init()</code>, sharded while it has no memory, and filled by "
+        "<code>shardow.load()</code>, each rank reading its own bytes."
     )
 
 
@@ -279,7 +288,8 @@ def comparisons(run: Run) -> tuple[list[str], list[list[str]]]:
 def reading(run: Run) -> str:
     return (
         "Rows marked * are after the resume. The same command gives the same samples and distances again on the same machine and versions; "
-        "times vary. Every number of this page is in <code>results.json</code> beside it, the pictures are in <code>figures/</code>. What is "
+        "times vary. Every number of this page is in <code>results.json</code> beside it, the pictures are in <code>figures/</code>. What "
+        "is "
         "trained after a resume on another number of ranks may differ from an uninterrupted run in the last digits, since gradients are "
         "summed in another order; what was loaded does not."
     )

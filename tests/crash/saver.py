@@ -1,4 +1,6 @@
-"""Saves one version after the other to the same path, on two ranks of this process, until it is killed. Without torch: it starts in a tenth of a second.
+"""Saves one version after the other to the same path, on two ranks of this process, until it is killed.
+
+Without torch: it starts in a tenth of a second.
 
 saver.py PATH FILES: every value of version i is i; FILES 1 is one file, more is a directory of several.
 """

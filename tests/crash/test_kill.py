@@ -1,4 +1,7 @@
-"""kill -9 at random instants of saves that replace one another: the path always has one version, whole, and the next save clears away what the dead one left."""
+"""kill -9 at random instants of saves that replace one another.
+
+The path always has one version, whole, and the next save clears away what the dead one left.
+"""
 
 from __future__ import annotations
 

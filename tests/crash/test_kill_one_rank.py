@@ -1,4 +1,7 @@
-"""kill -9 at every step of a save by real processes over torch.distributed, of one rank or of all: the path has one version, whole; survivors agree, in time; the next save clears away."""
+"""kill -9 at every step of a save by real processes over torch.distributed, of one rank or of all.
+
+The path has one version, whole; survivors agree, in time; the next save clears away.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ class Ranks:
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
-        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1; that of 127.0.0.1 is in every /etc/hosts.
+        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1; that of 127.0.0.1 is
+        # in every /etc/hosts.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -93,7 +97,8 @@ class Place:
     def save_and_kill(self, kill: Kill) -> Round:
         self._version += 1
         outcomes = self._ranks.save(self.path, self._version, TIMEOUT, kill)
-        told = f"{kill}: {[(one.said, one.message, one.seconds) for one in outcomes]}, the victim's last calls {outcomes[kill.victim].calls[-3:]}"
+        said = [(one.said, one.message, one.seconds) for one in outcomes]
+        told = f"{kill}: {said}, the victim's last calls {outcomes[kill.victim].calls[-3:]}"
         version = version_at(self.path)
         assert version in (self._version - 1, self._version), told
         survivors = [one for one in outcomes if one.said != "killed"]
@@ -111,7 +116,10 @@ class Place:
 
 
 def check(found: Round, zero_lives: bool, told: str) -> None:
-    """A save that cannot have succeeded everywhere is the same error on all who live to see it, and one that succeeded for anyone is published."""
+    """A save that cannot have succeeded everywhere is the same error on all who live to see it.
+
+    One that succeeded for anyone is published.
+    """
     if not found.died:
         assert found.said == {"saved"}, told
     elif found.kill.everyone:

@@ -1,7 +1,10 @@
-"""A process that has imported torch, and forks the ranks of every round: a rank begins in milliseconds, and dies without harm to the next round.
+"""A process that has imported torch, and forks the ranks of every round.
 
-The zygote itself never communicates and has one thread, so that its forks are whole. Each round is handled by a process forked for it, which forks the ranks, in a process group of their own, and
-answers when all have ended; rounds may run at once. What a rank's calls were is read from memory that it shares, also after its death (die.c).
+So a rank begins in milliseconds, and dies without harm to the next round.
+
+The zygote itself never communicates and has one thread, so that its forks are whole. Each round is handled by a process forked for it,
+which forks the ranks, in a process group of their own, and answers when all have ended; rounds may run at once. What a rank's calls were is
+read from memory that it shares, also after its death (die.c).
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ SLOTS, SLOT_BYTES = 4096, 64  # die.c's
 
 @dataclass(frozen=True)
 class Save:
-    """One round: ranks 0 to ``world`` - 1 save a version. ``victim`` dies at its call number ``fatal``, and with ``everyone`` all die at that instant; negative: nobody does."""
+    """One round: ranks 0 to ``world`` - 1 save a version.
+
+    ``victim`` dies at its call number ``fatal``, and with ``everyone`` all die at that instant; negative: nobody does.
+    """
 
     name: str  # no other round's
     port: int  # of the store that ranks meet in

@@ -1,4 +1,7 @@
-"""A small training program as users write it, for test_exit.py. Its argument is how the model is shared; ranks come from torchrun's variables."""
+"""A small training program as users write it, for test_exit.py.
+
+Its argument is how the model is shared; ranks come from torchrun's variables.
+"""
 
 from __future__ import annotations
 

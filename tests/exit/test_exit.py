@@ -1,4 +1,7 @@
-"""Every program of ours ends with status 0, at every try, with and without torch.distributed, and leaves no process and no message behind."""
+"""Every program of ours ends with status 0, at every try, with and without torch.distributed.
+
+It leaves no process and no message behind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Our header rules against the reference parser's, on files made by mutating good ones and by hand: the same verdict, but for what docs/file_format.md names."""
+"""Our header rules against the reference parser's, on files made by mutating good ones and by hand.
+
+The verdict is the same, but for what docs/file_format.md names.
+"""
 
 from __future__ import annotations
 
@@ -142,10 +145,13 @@ def test_mutated_headers_get_the_same_verdict() -> None:
 @pytest.mark.parametrize(
     ("header", "data"),
     [
-        (b"{}", 0), (b" \t\n{}", 0), (b"{}    ", 0), (b'{"__metadata__":null}', 0), (b'{"":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}', 1),
+        (b"{}", 0), (b" \t\n{}", 0), (b"{}    ", 0), (b'{"__metadata__":null}', 0),
+        (b'{"":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}', 1),
         (b'{"a":{"dtype":"U8","shape":[0,5],"data_offsets":[0,0]},"b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', 0),
-        (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":{"y":[1.5,-2,null]}}}', 1), (b'{"a":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]}}', 2),
-        (b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}', 3), (b'{"a":{"dtype":"C64","shape":[2],"data_offsets":[0,16]}}', 16),
+        (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":{"y":[1.5,-2,null]}}}', 1),
+        (b'{"a":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]}}', 2),
+        (b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}', 3),
+        (b'{"a":{"dtype":"C64","shape":[2],"data_offsets":[0,16]}}', 16),
         (b'{"\xc3\xa9\\u00e9\\ud83d\\ude00":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}', 1),
     ],
 )  # fmt: skip

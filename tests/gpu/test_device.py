@@ -1,4 +1,7 @@
-"""Averages on a CUDA device: the same bits as on a CPU, on any stream, through swaps, files and graphs. Skipped, with the reason, where no device answers; `make gpu` runs it where one does."""
+"""Averages on a CUDA device: the same bits as on a CPU, on any stream, through swaps, files and graphs.
+
+Skipped, with the reason, where no device answers; `make gpu` runs it where one does.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def _units(model: nn.Module) -> list[str]:
 def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Module, int], nn.Module]:
     def apply(model: nn.Module, world: int) -> nn.Module:
         options = {
-            "device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy, "param_init_fn": shardow.to_empty
+            "device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy,
+            "param_init_fn": shardow.to_empty
         }  # fmt: skip
         if strategy is ShardingStrategy.HYBRID_SHARD:
             options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))

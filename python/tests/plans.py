@@ -1,4 +1,7 @@
-"""Plans beside measures: a step of training on real ranks with every set of switches, and what memory.measure() then counts on the fullest of them."""
+"""Plans beside measures.
+
+A step of training on real ranks with every set of switches, and what memory.measure() then counts on the fullest of them.
+"""
 
 from __future__ import annotations
 

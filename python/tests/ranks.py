@@ -1,7 +1,8 @@
 """Real ranks for tests: processes with gloo, kept from case to case, since importing torch costs more than most cases.
 
-``run(world, fn, *args)`` calls ``fn(*args)`` on ranks 0 .. world - 1 at once, each in a process group of that size, and returns their results by rank. A rank's exception is raised here with its
-traceback. Nothing hangs: at the timeout, and after any failure, all processes are killed and fresh ones made for the next case.
+``run(world, fn, *args)`` calls ``fn(*args)`` on ranks 0 .. world - 1 at once, each in a process group of that size, and returns their
+results by rank. A rank's exception is raised here with its traceback. Nothing hangs: at the timeout, and after any failure, all processes
+are killed and fresh ones made for the next case.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Pool:
     """The processes, and the store that they meet in, which outlives every rank as a launcher's does."""
 
     def __init__(self) -> None:
-        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1, which can take seconds.
+        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1, which can take
+        # seconds.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,4 +1,7 @@
-"""What users can name, and how they call it, is as recorded in public_names.txt; after a change that is meant, `python python/tests/test_public_names.py` writes it anew."""
+"""What users can name, and how they call it, is as recorded in public_names.txt.
+
+After a change that is meant, `python python/tests/test_public_names.py` writes it anew.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Topology never changes the numbers: on any ranks, however the model is shared, the averages are those of one process that saw the same weights."""
+"""Topology never changes the numbers.
+
+On any ranks, however the model is shared, the averages are those of one process that saw the same weights.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ EMAS: dict[str, dict[str, Any]] = {
 }
 
 CASES = [
-    ("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp1", 2), ("fsdp1", 4), ("fsdp1-flat", 2), ("fsdp1-flat", 4), ("fsdp1-grad-op", 2), ("fsdp1-no-shard", 2),
+    ("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp1", 2), ("fsdp1", 4), ("fsdp1-flat", 2), ("fsdp1-flat", 4), ("fsdp1-grad-op", 2),
+    ("fsdp1-no-shard", 2),
     ("fsdp1-hybrid", 4), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("tp+fsdp2", 4), ("wrapped", 2),
 ]  # fmt: skip
 BFLOAT16 = [("fsdp2", 3), ("ddp", 2), ("fsdp1", 2)] if not os.environ.get("SHARDOW_ALL") else CASES

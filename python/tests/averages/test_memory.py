@@ -17,7 +17,8 @@ from pathlib import Path
 decays = [float(d) for d in sys.argv[1].split(",")]
 model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1_000_003)) for _ in range(12)])
 # by a walk over all pages: the quick count is kept for each processor, and added up now and then
-resident = lambda: next(int(line.split()[1]) * 1024 for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Rss:"))
+lines = lambda: Path("/proc/self/smaps_rollup").read_text().splitlines()
+resident = lambda: next(int(line.split()[1]) * 1024 for line in lines() if line.startswith("Rss:"))
 shardow.EMA(torch.nn.Linear(2, 2), decays).update()  # loads what is loaded once
 begin = resident()
 ema = shardow.EMA(model, decays, threads=2)

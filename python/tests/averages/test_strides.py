@@ -1,4 +1,7 @@
-"""Weights that are strided, and tensors that are not averaged: whatever they are, averages are those of a model that has its elements one after another."""
+"""Weights that are strided, and tensors that are not averaged.
+
+Whatever they are, averages are those of a model that has its elements one after another.
+"""
 
 from __future__ import annotations
 

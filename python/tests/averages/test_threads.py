@@ -1,4 +1,7 @@
-"""Several threads, which are those of torch's OpenMP runtime where it is in the process: the same numbers, also in a forked child, whose OpenMP threads are gone, and from any thread."""
+"""Several threads, which are those of torch's OpenMP runtime where it is in the process.
+
+They give the same numbers, also in a forked child, whose OpenMP threads are gone, and from any thread.
+"""
 
 from __future__ import annotations
 

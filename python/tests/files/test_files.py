@@ -22,7 +22,8 @@ from torch import nn
 import shardow
 
 KINDS = [
-    ("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("tp+fsdp2", 4), ("wrapped", 2),
+    ("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4),
+    ("tp+fsdp2", 4), ("wrapped", 2),
 ]  # fmt: skip
 
 

@@ -93,7 +93,8 @@ def test_values_and_what_numpy_lacks(state: dict[str, torch.Tensor], tmp_path: P
 
 def test_torch_is_not_imported(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     shardow.save(state, tmp_path / "a.safetensors")
-    code = f"import sys, shardow; print(shardow.open({str(tmp_path / 'a.safetensors')!r}, 'numpy').get_slice('w')[1, 1, 1], 'torch' in sys.modules)"
+    opened = f"shardow.open({str(tmp_path / 'a.safetensors')!r}, 'numpy')"
+    code = f"import sys, shardow; print({opened}.get_slice('w')[1, 1, 1], 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["25.0", "False"]
 
 

@@ -1,4 +1,7 @@
-"""Every sharding writes the bytes of the plain file, and loads every other's file to the last bit: all of 16, 32 and 64 bits, integers, bools and fp8, buffers and ties."""
+"""Every sharding writes the bytes of the plain file, and loads every other's file to the last bit.
+
+So do weights of 16, 32 and 64 bits, integers, bools and fp8, buffers and ties.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,10 @@ class Everything(nn.Module):
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embed.weight
         for name, shape, dtype in (
-            ("table", (3, 5), torch.float32), ("coarse", (7,), torch.bfloat16), ("fine", (2, 2), torch.float64), ("counted", (3,), torch.int64),
-            ("steps", (5,), torch.int32), ("mask", (9,), torch.bool), ("scale", (), torch.float32), ("seen", (), torch.int64), ("nothing", (0, 3), torch.float32),
+            ("table", (3, 5), torch.float32), ("coarse", (7,), torch.bfloat16), ("fine", (2, 2), torch.float64),
+            ("counted", (3,), torch.int64),
+            ("steps", (5,), torch.int32), ("mask", (9,), torch.bool), ("scale", (), torch.float32), ("seen", (), torch.int64),
+            ("nothing", (0, 3), torch.float32),
         ):  # fmt: skip
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
         self.register_buffer("scratch", torch.zeros(4), persistent=False)
@@ -227,7 +232,10 @@ def save(what: str, kind: str, path: str) -> None:
 
 
 def load_all(what: str, kind: str, paths: list[str]) -> list[str]:
-    """What is wrong on this rank. Torch cuts the expected state the same way; of that, a file lacks only the buffer that is not persistent."""
+    """What is wrong on this rank.
+
+    Torch cuts the expected state the same way; of that, a file lacks only the buffer that is not persistent.
+    """
     expected, state = dict(held(build(what, kind), every_name=True)), build(what, kind)
     wrong = []
     for path in paths:

@@ -1,4 +1,7 @@
-"""What saves of real processes do beside one another: lone saves of all ranks to one path, averages beside a model, files that appear while a save goes on."""
+"""What saves of real processes do beside one another.
+
+Lone saves of all ranks to one path, averages beside a model, files that appear while a save goes on.
+"""
 
 from __future__ import annotations
 

@@ -100,11 +100,15 @@ def real_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     return found
 
 
+OPTIMIZERS = [
+    "AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adafactor", "Muon",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "cls", "options"),
-    [("sgd-momentum", "SGD", {"momentum": 0.9})]
-    + [(cls.lower(), cls, {}) for cls in ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adafactor", "Muon") if hasattr(torch.optim, cls)],
-)  # fmt: skip
+    [("sgd-momentum", "SGD", {"momentum": 0.9}), *((cls.lower(), cls, {}) for cls in OPTIMIZERS if hasattr(torch.optim, cls))],
+)
 def test_state_of_optimizers_by_name_class_and_instance(name: str, cls: str, options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
     kind = getattr(torch.optim, cls)

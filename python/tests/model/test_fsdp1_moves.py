@@ -1,4 +1,7 @@
-"""Parameters of FSDP1 that are put elsewhere: FSDP takes over what is there in its next forward only, so until then nothing may be averaged, saved or swapped."""
+"""Parameters of FSDP1 that are put elsewhere.
+
+FSDP takes over what is there in its next forward only, so until then nothing may be averaged, saved or swapped.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """region_of(): held to what fully_shard, parallelize_module and distribute_tensor really cut, on more ranks than there are processes.
 
-torch's "fake" backend gives one process any rank of any world; nothing is sent, so that only cuts that each rank makes by itself (src_data_rank=None) are used.
+torch's "fake" backend gives one process any rank of any world; nothing is sent, so that only cuts that each rank makes by itself
+(src_data_rank=None) are used.
 """
 
 from __future__ import annotations

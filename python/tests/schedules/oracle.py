@@ -1,4 +1,6 @@
-"""Averages of one number, in float64, written from docs/schedules.md and the papers and projects that it names: what the engine is held against.
+"""Averages of one number, in float64: what the engine is held against.
+
+Written from docs/schedules.md and the papers and projects that it names.
 
 decay(kind, numbers, n) is that of step n, the first being 1; one update over several steps multiplies theirs. Slow and plain.
 """

@@ -34,8 +34,12 @@ KINDS: dict[str, dict[str, st.SearchStrategy[float]]] = {
     "warmup": {"decay": decays},
     "tf_warmup": {"decay": decays},
     "timm": {"decay": decays, "min_decay": decays, "update_after_step": counts, "use_warmup": flags, "gamma": positive, "power": powers},
-    "dist_ema": {"decay": decays, "warmup": flags, "power": powers, "min_decay": decays, "inv_gamma": positive, "update_after_step": counts},
-    "diffusers": {"decay": decays, "min_decay": decays, "update_after_step": counts, "use_ema_warmup": flags, "inv_gamma": positive, "power": powers},
+    "dist_ema": {
+        "decay": decays, "warmup": flags, "power": powers, "min_decay": decays, "inv_gamma": positive, "update_after_step": counts,
+    },
+    "diffusers": {
+        "decay": decays, "min_decay": decays, "update_after_step": counts, "use_ema_warmup": flags, "inv_gamma": positive, "power": powers,
+    },
     "ema_pytorch": {"beta": decays, "update_after_step": counts, "inv_gamma": positive, "power": powers, "min_value": decays},
     "linear": {"from": decays, "to": decays, "steps": st.integers(1, 200).map(float)},
     "cosine": {"from": decays, "to": decays, "steps": st.integers(1, 200).map(float)},

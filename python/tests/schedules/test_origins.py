@@ -26,7 +26,10 @@ GRID: dict[str, list[dict[str, Any]]] = {
         {"decay": 0.999, "use_ema_warmup": True, "inv_gamma": 2.0, "power": 0.75, "update_after_step": 50},
     ],
     "inverse_gamma": [{}, {"power": 2 / 3, "max_decay": 0.999}, {"inv_gamma": 3.0, "power": 0.75, "min_decay": 0.2, "start": 11}],
-    "dist_ema": [{"decay": 0.999}, {"decay": 0.999, "warmup": True}, {"decay": 0.9, "warmup": True, "power": 0.7, "min_decay": 0.1, "inv_gamma": 2.0, "update_after_step": 9}],
+    "dist_ema": [
+        {"decay": 0.999}, {"decay": 0.999, "warmup": True},
+        {"decay": 0.9, "warmup": True, "power": 0.7, "min_decay": 0.1, "inv_gamma": 2.0, "update_after_step": 9},
+    ],
     "ema_pytorch": [{}, {"beta": 0.99, "update_after_step": 5, "inv_gamma": 2.0, "power": 0.75, "min_value": 0.1}],
     "warmup": [{"decay": 0.999}, {"decay": 0.5}],
     "mean": [{}],
@@ -128,7 +131,8 @@ def mean() -> Callable[[int], float]:
 
 
 ORIGINS: dict[str, Callable[..., Callable[[int], float]]] = {
-    "timm": timm, "diffusers": diffusers, "inverse_gamma": inverse_gamma, "dist_ema": dist_ema, "ema_pytorch": ema_pytorch, "warmup": warmup, "mean": mean,
+    "timm": timm, "diffusers": diffusers, "inverse_gamma": inverse_gamma, "dist_ema": dist_ema, "ema_pytorch": ema_pytorch,
+    "warmup": warmup, "mean": mean,
 }  # fmt: skip
 
 #: Origins that compute in float32, or through a tensor: how far apart the decays may be.
@@ -239,9 +243,12 @@ def test_json_and_back(kind: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: schedules.constant(1.0000001), lambda: schedules.constant(math.nan), lambda: schedules.half_life(0), lambda: schedules.half_life(math.inf),
-        lambda: schedules.power(0.5), lambda: schedules.power(0), lambda: schedules.linear(0.1, 0.9, 0), lambda: schedules.inverse_gamma(power=-1),
-        lambda: schedules.timm(0.9, update_after_step=0.5), lambda: schedules.constant(0.9).factors(0, 0), lambda: schedules.as_schedules([0.9] * 9),
+        lambda: schedules.constant(1.0000001), lambda: schedules.constant(math.nan), lambda: schedules.half_life(0),
+        lambda: schedules.half_life(math.inf),
+        lambda: schedules.power(0.5), lambda: schedules.power(0), lambda: schedules.linear(0.1, 0.9, 0),
+        lambda: schedules.inverse_gamma(power=-1),
+        lambda: schedules.timm(0.9, update_after_step=0.5), lambda: schedules.constant(0.9).factors(0, 0),
+        lambda: schedules.as_schedules([0.9] * 9),
     ],
 )  # fmt: skip
 def test_numbers_out_of_range_are_refused(call: Callable[[], Any]) -> None:

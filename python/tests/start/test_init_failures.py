@@ -1,4 +1,7 @@
-"""materialize() where something fails: one typed error on every rank, within the deadline, model and optimizer as they were; then a good call works."""
+"""materialize() where something fails: one typed error on every rank, within the deadline, model and optimizer as they were.
+
+Then a good call works.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""No rank holds more than its own shards when a model starts: resident memory at its peak, by the kernel's count. benchmarks/init.py has the large model."""
+"""No rank holds more than its own shards when a model starts.
+
+That is resident memory at its peak, by the kernel's count. benchmarks/init.py has the large model.
+"""
 
 from __future__ import annotations
 

@@ -344,7 +344,8 @@ def odd_state(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         [torch.randn(62, 3, dtype=F64), torch.tensor([[0.0, -0.0, torch.inf], [1e-42, 1 + 2**-8 + 2**-40, 7e4], [1 + 2**-11, 3e38, 6e-8]])]
     )
     return {
-        "weight": weight.to(dtype), "nothing": torch.zeros(0, 3, dtype=dtype), "scalar": torch.tensor(1 / 3, dtype=F64).to(dtype), "count": torch.tensor(2**60 + 1),
+        "weight": weight.to(dtype), "nothing": torch.zeros(0, 3, dtype=dtype), "scalar": torch.tensor(1 / 3, dtype=F64).to(dtype),
+        "count": torch.tensor(2**60 + 1),
         "none": torch.zeros(0, 2, dtype=torch.int64), "flags": torch.tensor([True, False, True, True, False]),
     }  # fmt: skip
 

@@ -55,8 +55,10 @@ def wrap(how: str) -> tuple[Told, bool]:
 
 
 WRAP = {
-    "no such unit": "units=['Nothing']", "units differ": "units is ['layers.0'] on rank 0 and ['layers.1'] on rank 1", "a container": "ModuleList has no forward()", "foreign optimizer": "optimizer group 0",
-    "sources differ": "ranks have different sources: nothing, the file", "no source": "source is a int", "on meta": "have no values on rank 0", "another shape": "'layers.1.bias' is missing on rank 0",
+    "no such unit": "units=['Nothing']", "units differ": "units is ['layers.0'] on rank 0 and ['layers.1'] on rank 1",
+    "a container": "ModuleList has no forward()", "foreign optimizer": "optimizer group 0",
+    "sources differ": "ranks have different sources: nothing, the file", "no source": "source is a int",
+    "on meta": "have no values on rank 0", "another shape": "'layers.1.bias' is missing on rank 0",
 }  # fmt: skip
 
 

@@ -176,15 +176,25 @@ def assign(model: torch.nn.Module) -> None:
     model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
 
 
+def moved_inside(ema: shardow.EMA, model: torch.nn.Module, move: Callable[[torch.nn.Module], None]) -> None:
+    with ema.swapped():
+        if dist.get_rank() == 1 or move is not clone_memory:
+            move(model)
+
+
 def moves(kind: str) -> list[str]:
     """Cast last: nothing can be averaged after that. Memory moves on one rank alone where the way to move it is local."""
     wrong = []
     for move in (clone_memory, there_and_back, assign):
         model, ema = trained(kind)
         weights, held = local(ema), averages(ema)
-        with ema.swapped():
-            if dist.get_rank() == 1 or move is not clone_memory:
-                move(model)
+        found = outcome(lambda ema=ema, model=model, move=move: moved_inside(ema, model, move))
+        kept = kind == "fsdp1" and move is clone_memory  # which FSDP1 takes over in its next forward: nothing is lost until then
+        if found[0] != (("PeerFailedError", "InvalidArgumentError")[dist.get_rank()] if kept else "none"):
+            wrong.append(f"{move.__name__} of {kind}: {found}")
+        if kept:
+            model.eval()(torch.ones(5, models.INPUTS))
+            ema.restore()
         if not (same(local(ema), weights) and same(averages(ema), held)):
             wrong.append(f"{move.__name__} of {kind}")
     model, ema = trained(kind)

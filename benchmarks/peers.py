@@ -47,8 +47,8 @@ def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
 def limit(case: Case, model: nn.Module) -> Callable[[], None]:
     """The machine's own limit: our loads and stores with one maximum in place of the average, on memory of its own."""
     ema = shardow.EMA(model, list(case.decays), threads=1)
-    averages = [tracked.average_views(ema._tracked, k) for k in range(case.num_decays)]
-    bound = _core.Limit(tracked.source_views(ema._tracked), averages)
+    averages = [tracked.average_views(ema._core.tracked, k) for k in range(case.num_decays)]
+    bound = _core.Limit(tracked.source_views(ema._core.tracked), averages)
     kept = ema  # owns the memory
 
     def step() -> None:
@@ -60,7 +60,7 @@ def limit(case: Case, model: nn.Module) -> Callable[[], None]:
 
 def _shardow(case: Case, model: nn.Module) -> Candidate:
     ema = shardow.EMA(model, list(case.decays), threads=case.threads)
-    return Candidate("shardow", ema.update, lambda: [one.averages[0].view(one.local.tensor.shape) for one in ema._tracked])
+    return Candidate("shardow", ema.update, lambda: [one.averages[0].view(one.local.tensor.shape) for one in ema._core.tracked])
 
 
 def _torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:

@@ -56,7 +56,7 @@ def few_steps(choices: list[Options]) -> list[dict[str, Any]]:
         trainer = Trainer(options, data.load(), seed=0)
         for _ in range(3):
             trainer.step()
-        device = None if trainer.ema is None else {tensor.device.type for tensor in trainer.ema._averages().values()}
+        device = None if trainer.ema is None else {tensor.device.type for tensor in trainer.ema._core.averages().values()}
         found.append({"weights": averages.weights_hash(trainer.model, options), "device": device, "steps": trainer.steps_done})
     return found
 

@@ -5,35 +5,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core, errors
+from shardow import _core
 from shardow.averages import state as _state
 from shardow.averages import tracked as _tracked
-from shardow.averages.agreed import common_weight
 from shardow.averages.attach import Attachments, Handle, Samples
-from shardow.averages.cuda_streams import Streams, with_memory
-from shardow.averages.options import Buffers, NonFinite, Options, Params, Replicas, Rule, Stochastic, make_options
+from shardow.averages.core import Averages
+from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
 from shardow.averages.saved import Saved
 from shardow.averages.states import Decay
-from shardow.averages.swap import Swap
 from shardow.averages.swap_block import Block
-from shardow.averages.unfrozen import Unfrozen
-from shardow.base.checks import invalid, seconds, unsupported
+from shardow.base.checks import invalid
 from shardow.base.warnings import warn
-from shardow.files.decay_keys import choose, keys_of
-from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal
+from shardow.files.decay_keys import choose
 from shardow.model.extra_state import extra_states, give
 from shardow.model.local import LocalTensor, oddity, refuse_expanded
-from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import find
-from shardow.ranks.team import Team
-
-T = TypeVar("T")
 
 
 class EMA(Saved):
@@ -97,52 +89,13 @@ class EMA(Saved):
         timeout: float | timedelta | None = None,
         momentum: None = None,
     ) -> None:
-        self._arguments: dict[str, Any] = {
+        asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step, "seed": seed,
-            "source": source, "threads": threads, "overlap": overlap, "timeout": timeout,
+            "threads": threads, "overlap": overlap, "momentum": momentum,
         }  # fmt: skip
-        self._view = find(model, group=group, odd=True)
-        self._team = Team(self._view.process_group, seconds(timeout))
-
-        def build() -> tuple[Options, list[str], list[_tracked.Tracked], _core.Average]:
-            _refuse(momentum)
-            options = make_options(
-                decay=decay, dtype=dtype, device=device, replicas=replicas, params=params, buffers=buffers, rule=rule, stochastic=stochastic,
-                nonfinite=nonfinite, update_every=update_every, start_step=start_step, seed=seed, threads=threads, overlap=overlap,
-            )  # fmt: skip
-            return options, keys_of(options.schedules), *self._build(options, source)
-
-        self._options, self._keys, self._tracked, self._engine = self._team.agree("EMA(...)", build)
-        self._streams = Streams(average for one in self._tracked for average in one.averages)
-        self._unfrozen = Unfrozen(self._view.frozen() if self._options.params == "trainable" else ())
-        self._team.same("EMA(...)", self._facts(), "EMA")
-        check_equal("EMA(...)", lambda: map(common_weight, self._tracked_weights()), self._team, DIFFERENT_WEIGHTS)
-        self._attached = Attachments(self._update_attached, lambda: self._not_swapped("optimizer.step()"))
-        self._swap = Swap(self._engine, self._streams, self._tracked, self._view, self._team, self._splits())
-        self._warned = False
-
-    def _build(self, options: Options, source: Mapping[str, torch.Tensor] | None) -> tuple[list[_tracked.Tracked], _core.Average]:
-        self._view.reshard()
-        tracked = _tracked.track(self._chosen(options), options, source)
-        refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
-        averages = [_tracked.average_views(tracked, k) for k in range(len(options.schedules))]
-        sources, chosen = _tracked.source_views(tracked), options.engine(alone=self._team.size == 1)
-        return tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
-
-    def _chosen(self, options: Options) -> list[LocalTensor]:
-        """Parameters, and buffers where they are averaged, in the model's order."""
-        chosen = [one for one in self._view.parameters if _wants(options.params, one)]
-        if not chosen:
-            raise invalid(f"no parameter is averaged: params={options.params!r} chose none of {len(self._view.parameters)}")
-        if options.buffers == "average":
-            self._view.watch_buffers = True
-            chosen += [one for one in self._view.buffers if one.tensor.is_floating_point()]
-        return chosen
-
-    def _facts(self) -> dict[str, Any]:
-        tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in self._tracked}
-        return {"tensors": tensors, "options": self._average.state(), "order": list(tensors), "replicas": self._options.replicas}
+        self._core = Averages(model, decay, asked, source, group, timeout)
+        self._attached = Attachments(self._update_attached, lambda: self._core.not_swapped("optimizer.step()"))
 
     # ---- training
 
@@ -156,18 +109,7 @@ class EMA(Saved):
         """
         if self._attached:
             raise invalid("update() while attached to an optimizer would count each step twice; call neither, or handle.remove() first")
-        self._update(step, samples)
-
-    def _update(self, step: int | None, samples: float) -> None:
-        self._ready_to_update()
-        _, held = self._average.update(step, samples)
-        self._warn_of(held)
-
-    @torch.no_grad()
-    def _update_by(self, decay: float, weight: float) -> None:
-        """update() by somebody else's schedule: the surfaces of other libraries have their own."""
-        self._ready_to_update()
-        self._warn_of(self._average.update_by([(decay, weight)]))
+        self._core.update(step, samples)
 
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
@@ -181,36 +123,11 @@ class EMA(Saved):
         Raises:
             ValueError: the weights are not those of the capture, or the step draws noise that the captured launch can't.
         """
-        if self._average.swapped or not self._view.unchanged():
+        if self._core.engine.swapped or not self._core.view.unchanged():
             raise invalid(
                 "prepare_replay(): weights were swapped, moved or replaced since update() was captured; a replay would read their old memory. Capture it anew"
             )
-        self._average.prepare_replay(step, samples)
-
-    def _ready_to_update(self) -> None:
-        self._swap.ready("update()")
-        self._unfrozen.look()
-        _tracked.gather(self._swap.strided)
-
-    def _warn_of(self, held: int) -> None:
-        if held and not self._warned:
-            self._warned = True
-            warn(
-                f"{held} weights on this rank are NaN or Inf; their averages {self._fate()} (nonfinite={self._options.nonfinite!r}). "
-                "stats()['held_nonfinite'] counts them; this warning is given once",
-                RuntimeWarning,
-            )
-
-    def _fate(self) -> str:
-        if self._options.nonfinite == "propagate":
-            return "become so too"
-        return "keep their last values" + (
-            ", and the next collective call raises on every rank" if self._options.nonfinite == "raise" else ""
-        )
-
-    def _follow_moves(self) -> bool:
-        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
-        return self._swap.follow_moves()
+        self._core.engine.prepare_replay(step, samples)
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.
@@ -233,8 +150,8 @@ class EMA(Saved):
         elif callable(samples):
             seen = float(samples())
         else:
-            seen = _state.samples_by(self._average.state(), float(samples))
-        self._update(None, seen)
+            seen = _state.samples_by(self._core.engine.state(), float(samples))
+        self._core.update(None, seen)
 
     # ---- evaluation
 
@@ -256,15 +173,15 @@ class EMA(Saved):
                 model has no place for its weights any more.
             TimeoutError, ConnectionError: another rank is missing, or failed.
         """
-        return self._swap.block(choose(self._keys, decay), self._ready_to_swap)
+        return self._core.swap.block(choose(self._core.keys, decay), self._core.ready_to_swap)
 
     def swap_in(self, decay: Decay | None = None) -> None:
         """The beginning of swapped(), for frameworks with callbacks: the same transaction. Collective."""
-        self._swap.enter(choose(self._keys, decay), self._ready_to_swap)
+        self._core.swap.enter(choose(self._core.keys, decay), self._core.ready_to_swap)
 
     def swap_out(self) -> None:
         """The end of swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped in."""
-        self._swap.out()
+        self._core.swap.out()
 
     def restore(self, strict: bool = True) -> None:
         """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached. Does nothing where they are
@@ -278,7 +195,7 @@ class EMA(Saved):
             TimeoutError, ConnectionError: another rank is missing; if it died, the weights that it held died with it, and the last
                 checkpoint has to be loaded.
         """
-        self._swap.restore(strict)
+        self._core.swap.restore(strict)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module, decay: Decay | None = None) -> None:
@@ -286,18 +203,18 @@ class EMA(Saved):
 
         What has no elements in memory (sparse, quantised) can't be copied; a warning names it.
         """
-        k = choose(self._keys, decay)
-        target = find(model, group=self._view.process_group, odd=True)
-        self._ready_to_hand_out("copy_to()", self._others, lambda: self._check_copy([*target.parameters, *target.buffers]))
-        _state.copy_streamed(self._gatherer("copy_to()", k, complete=True), target, self._team)
-        give(model, extra_states(self._view.model))
-        if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in self._others() if oddity(one.tensor)]:
+        k = choose(self._core.keys, decay)
+        target = find(model, group=self._core.view.process_group, odd=True)
+        self._core.ready_to_hand_out("copy_to()", self._core.others, lambda: self._check_copy([*target.parameters, *target.buffers]))
+        _state.copy_streamed(self._core.gatherer("copy_to()", k, complete=True), target, self._core.team)
+        give(model, extra_states(self._core.view.model))
+        if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in self._core.others() if oddity(one.tensor)]:
             warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
         target.bump_versions()
 
     def _check_copy(self, places: Sequence[LocalTensor]) -> None:
-        self._swap.ready("copy_to()")
-        shapes = {one.name: tuple(one.local.region.shape) for one in self._tracked}
+        self._core.swap.ready("copy_to()")
+        shapes = {one.name: tuple(one.local.region.shape) for one in self._core.tracked}
         theirs = {one.name: tuple(one.region.shape) for one in places}
         wrong = [f"'{n}': {theirs.get(n, 'missing')} there, {s} here" for n, s in shapes.items() if theirs.get(n) != s]
         if wrong:
@@ -309,50 +226,36 @@ class EMA(Saved):
     @torch.no_grad()
     def reset(self) -> None:
         """The averages begin again, as if newly made: equal to the weights, at step 0; options stay. Collective."""
-        self._together("reset()", lambda: self._swap.ready("reset()"))
-        _tracked.gather(self._swap.strided)
-        self._average.set_state(_state.at_the_start(self._average.state()))
-        self._average.reset()
-        self._average.forget_non_finite()
-        self._warned = False
+        self._core.reset()
 
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EMA:
         """Of a plain model that no other ranks share: with a copy of the model, or with its copy that is made in the same deepcopy()."""
-        model, arguments = copy.deepcopy(self._to_copy("copied"), memo)
+        model, arguments = copy.deepcopy(self._core.to_copy("copied"), memo)
         memo[id(self)] = made = _remade(model, arguments, self.state_dict())
         return made
 
     def __reduce__(self) -> Any:
         """As __deepcopy__: the model is pickled too, once where both are."""
-        return _remade, (*self._to_copy("pickled"), self.state_dict())
-
-    def _to_copy(self, how: str) -> tuple[nn.Module, dict[str, Any]]:
-        self._not_swapped("copying")
-        if self._view.process_group is not None:
-            raise unsupported(
-                f"an EMA of a model that {self._team.size} ranks share can't be {how}: each has a part. Save it with save(), or take its "
-                "state_dict() and load that into another EMA of such a model"
-            )
-        return self._view.model, {**self._arguments, "decay": self._average.schedules}
+        return _remade, (*self._core.to_copy("pickled"), self.state_dict())
 
     # ---- figures
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of what is averaged, in the model's order; each tensor once."""
-        return tuple(one.name for one in self._tracked)
+        return tuple(one.name for one in self._core.tracked)
 
     @property
     def step(self) -> int:
         """Optimizer steps counted so far."""
-        return int(self._average.stats()["step"])
+        return int(self._core.engine.stats()["step"])
 
     @property
     def decays(self) -> tuple[str, ...]:
         """What ``decay=`` chooses among, as in state dicts and file names: "0.9999", "power(sigma_rel=0.1)"."""
-        return tuple(self._keys)
+        return tuple(self._core.keys)
 
     def stats(self) -> dict[str, float]:
         """What this rank holds and did, a flat dict of numbers for a logger.
@@ -361,27 +264,24 @@ class EMA(Saved):
         seconds of the last update, held_nonfinite: elements kept because their weight was NaN or Inf, since the start,
         table_bytes: memory of the lists that an update goes through.
         """
-        stats: dict[str, float] = dict(self._average.stats())
-        for k, decay in enumerate(self._decays()):
-            stats["decay" if len(self._keys) == 1 else f"decay/{k}"] = decay
+        stats: dict[str, float] = dict(self._core.engine.stats())
+        for k, decay in enumerate(self._core.decays()):
+            stats["decay" if len(self._core.keys) == 1 else f"decay/{k}"] = decay
         return stats
-
-    def _decays(self) -> list[float]:
-        return _state.current_decays(self._average.state())
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
-        k = choose(self._keys, decay)
-        self._together("distance()", lambda: self._swap.ready("distance()"))
-        _tracked.gather(self._swap.strided)
-        return _state.distance(self._tracked, k, self._team)
+        k = choose(self._core.keys, decay)
+        self._core.together("distance()", lambda: self._core.swap.ready("distance()"))
+        _tracked.gather(self._core.swap.strided)
+        return _state.distance(self._core.tracked, k, self._core.team)
 
     def __repr__(self) -> str:
-        stats, options = self._average.stats(), self._average.state()
+        stats, options = self._core.engine.stats(), self._core.engine.state()
         return (
-            f"EMA(decay=[{', '.join(self._keys)}], {_state.options_in(options)}, {stats['parameters']} tensors, {stats['elements']:,} elements "
-            f"on this rank of {self._team.size}, {stats['bytes']:,} bytes, step {stats['step']})"
+            f"EMA(decay=[{', '.join(self._core.keys)}], {_state.options_in(options)}, {stats['parameters']} tensors, {stats['elements']:,} elements "
+            f"on this rank of {self._core.team.size}, {stats['bytes']:,} bytes, step {stats['step']})"
         )
 
 
@@ -389,18 +289,3 @@ def _remade(model: nn.Module, arguments: Mapping[str, Any], state: Mapping[str, 
     made = EMA(model, **arguments)
     made.load_state_dict(state)
     return made
-
-
-def _wants(params: Params, local: LocalTensor) -> bool:
-    if callable(params):
-        return bool(params(local.name, local.tensor))
-    return params == "all" or local.requires_grad
-
-
-def _refuse(momentum: Any) -> None:
-    if momentum is not None:
-        hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})" if isinstance(momentum, float) else ""
-        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
-
-
-__all__ = ["EMA"]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardow import _core
+from shardow import _core, errors
 from shardow.base.checks import invalid, one_of, unsupported, whole
 from shardow.base.warnings import warn
 from shardow.model.dtypes import NAMES
@@ -77,7 +77,9 @@ def make_options(
     seed: int,
     threads: int,
     overlap: bool,
+    momentum: Any = None,
 ) -> Options:
+    _refuse(momentum)
     if overlap:
         raise unsupported("overlap=True (averaging in the background) is not built yet; leave it out")
     if dtype not in DTYPES:
@@ -101,3 +103,9 @@ def make_options(
         seed=whole("seed", seed, 0),
         threads=whole("threads", threads, 0),
     )
+
+
+def _refuse(momentum: Any) -> None:
+    if momentum is not None:
+        hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})" if isinstance(momentum, float) else ""
+        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")

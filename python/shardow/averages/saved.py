@@ -44,7 +44,7 @@ class Saved(States):
             {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
         files, options = self._to_save("save()", max_shard_size, metadata)
-        return engine.write(files, path, self._team, progress=progress, **options)
+        return engine.write(files, path, self._core.team, progress=progress, **options)
 
     def async_save(
         self,
@@ -56,21 +56,21 @@ class Saved(States):
     ) -> SaveHandle:
         """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save(). Collective."""
         files, options = self._to_save("async_save()", max_shard_size, metadata)
-        return engine.write_in_background(files, path, self._team, progress=progress, **options)
+        return engine.write_in_background(files, path, self._core.team, progress=progress, **options)
 
     def _to_save(
         self, what: str, max_shard_size: int | str | None, metadata: Mapping[str, str] | None
     ) -> tuple[list[engine.FileParts], dict[str, Any]]:
         def check() -> dict[str, Any]:
-            self._not_swapped(what)
-            if max_shard_size is not None and len(self._keys) > 1:
+            self._core.not_swapped(what)
+            if max_shard_size is not None and len(self._core.keys) > 1:
                 raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
             if decay_keys.STATE in (metadata or {}):
                 raise invalid(f"{what}: metadata {decay_keys.STATE!r} is the EMA's own state; choose another key")
             return engine.dtype_and_limit(None, max_shard_size)
 
-        options = self._team.agree(what, check)
-        state = self._ready_to_hand_out(what)
+        options = self._core.team.agree(what, check)
+        state = self._core.ready_to_hand_out(what)
         return engine.with_state(self._parts_by_key(saving=True), state, metadata or {}), options
 
     @torch.no_grad()
@@ -98,35 +98,35 @@ class Saved(States):
         Raises:
             ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
         """
-        self._team.agree("load()", lambda: self._not_swapped("load()"))
-        theirs = engine.averages_there(path, len(self._keys), self._team)
-        there = self._team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
-        found = list(engine.catalogs(path, there, self._team).values())
+        self._core.team.agree("load()", lambda: self._core.not_swapped("load()"))
+        theirs = engine.averages_there(path, len(self._core.keys), self._core.team)
+        there = self._core.team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
+        found = list(engine.catalogs(path, there, self._core.team).values())
         parts = list(self._parts_by_key(saving=False).values())
         how: dict[str, Any] = {"strict": strict, "verify": verify}
         for one, catalog in zip(parts, found, strict=True):  # whatever does not fit is listed before anything changes
-            engine.read_into(one, catalog, self._team, check_only=True, **how)
-        before, keys = self._average.state(), self._keys
+            engine.read_into(one, catalog, self._core.team, check_only=True, **how)
+        before, keys = self._core.engine.state(), self._core.keys
 
         def take() -> None:
-            text = counters.own_part(engine.state_in(path, found[0]), self._team.rank)
+            text = counters.own_part(engine.state_in(path, found[0]), self._core.team.rank)
             self._taken_as(decay_keys.keys_in({decay_keys.STATE: text}), options, f"{path}")
             self._take_options("load()", text, options)
 
         try:
-            self._team.agree("load()", take)
+            self._core.team.agree("load()", take)
             reports = [
-                engine.read_into(one, catalog, self._team, progress=progress, **how) for one, catalog in zip(parts, found, strict=True)
+                engine.read_into(one, catalog, self._core.team, progress=progress, **how) for one, catalog in zip(parts, found, strict=True)
             ]
         except BaseException:
-            self._average.set_state(before)
-            self._keys = keys
+            self._core.engine.set_state(before)
+            self._core.keys = keys
             raise
         return _joined(reports)
 
     def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
-        tracked = [one for one in self._tracked if not saving or one.local.counts_on(self._team.rank)]
-        return {key: [Part(one.name, one.averages[k], one.region) for one in tracked] for k, key in enumerate(self._keys)}
+        tracked = [one for one in self._core.tracked if not saving or one.local.counts_on(self._core.team.rank)]
+        return {key: [Part(one.name, one.averages[k], one.region) for one in tracked] for k, key in enumerate(self._core.keys)}
 
     def export(
         self,
@@ -151,22 +151,22 @@ class Saved(States):
         Returns:
             {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
-        k = decay_keys.choose(self._keys, decay)
-        self._ready_to_hand_out("export()", self._others)
-        others = self._others()
+        k = decay_keys.choose(self._core.keys, decay)
+        self._core.ready_to_hand_out("export()", self._core.others)
+        others = self._core.others()
 
         def check() -> tuple[list[Part], dict[str, Any]]:
             refuse_all_odd(others)
-            own = {one.name: one.local.tensor.dtype for one in self._tracked} | {one.name: one.tensor.dtype for one in others}
-            parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked if one.local.counts_on(self._team.rank)]
-            parts += [Part(one.name, one.flat(), one.region) for one in others if one.counts_on(self._team.rank)]
+            own = {one.name: one.local.tensor.dtype for one in self._core.tracked} | {one.name: one.tensor.dtype for one in others}
+            parts = [Part(one.name, one.averages[k], one.region) for one in self._core.tracked if one.local.counts_on(self._core.team.rank)]
+            parts += [Part(one.name, one.flat(), one.region) for one in others if one.counts_on(self._core.team.rank)]
             parts, cast = engine.in_dtypes(parts, own, floating(dtype))
             return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
 
-        parts, options = self._team.agree("export()", check)
-        extra, texts = for_file(extra_states(self._view.model)) if self._team.rank == 0 else ([], {})
+        parts, options = self._core.team.agree("export()", check)
+        extra, texts = for_file(extra_states(self._core.view.model)) if self._core.team.rank == 0 else ([], {})
         return engine.write(
-            [engine.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})], path, self._team, progress=progress, **options
+            [engine.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})], path, self._core.team, progress=progress, **options
         )
 
 

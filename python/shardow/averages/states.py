@@ -10,22 +10,22 @@ import torch
 
 from shardow import _core
 from shardow.averages import state as _state
-from shardow.averages.agreed import Agreed
+from shardow.averages.core import Averages
 from shardow.base.checks import invalid, one_of
 from shardow.base.warnings import warn
 from shardow.files import decay_keys
 from shardow.model.extra_state import extra_states
-from shardow.model.local import LocalTensor, oddity, refuse_all_odd
-from shardow.model.swap_guard import refuse_foreign
-from shardow.ranks.gather import Gatherer, Part
+from shardow.model.local import oddity, refuse_all_odd
 
 OptionsFrom = Literal["file", "own"]
 #: Which of several averages: the decay as it was given, its key in ``decays``, or its schedule.
 Decay = float | str | _core.Schedule
 
 
-class States(Agreed):
+class States:
     """State dicts of averages."""
+
+    _core: Averages
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for torch.distributed.checkpoint. Local.
@@ -33,8 +33,8 @@ class States(Agreed):
         With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this EMA's own memory: what
         changes them changes it. What other ranks hold a part of is a Piece, whose pickling warns: torch.save() on rank 0 would keep rank 0's.
         """
-        self._not_swapped("state_dict()")
-        return _state.make(self._tracked, self._keys, self._average.state())
+        self._core.not_swapped("state_dict()")
+        return _state.make(self._core.tracked, self._core.keys, self._core.engine.state())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, *, options: OptionsFrom = "file") -> dict[str, list[str]]:
@@ -55,23 +55,23 @@ class States(Agreed):
         Raises:
             ValueError: what does not fit, or another number of averages.
         """
-        before, keys = self._average.state(), self._keys
+        before, keys = self._core.engine.state(), self._core.keys
 
         def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
-            self._not_swapped("load_state_dict()")
+            self._core.not_swapped("load_state_dict()")
             text = _state.engine_state(state)
             found = _state.check(
-                state, self._tracked, self._taken_as(decay_keys.keys_in({decay_keys.STATE: text}), options, "the state"), strict
+                state, self._core.tracked, self._taken_as(decay_keys.keys_in({decay_keys.STATE: text}), options, "the state"), strict
             )
             self._take_options("load_state_dict()", text, options)
             return found
 
         try:
-            copies, report = self._team.agree("load_state_dict()", check)
+            copies, report = self._core.team.agree("load_state_dict()", check)
         except BaseException:
-            if self._average.state() != before:  # this rank's was good, another's was not
-                self._average.set_state(before)
-                self._keys = keys
+            if self._core.engine.state() != before:  # this rank's was good, another's was not
+                self._core.engine.set_state(before)
+                self._core.keys = keys
             raise
         for target, value, region in copies:
             _state.copy(target, value, region)
@@ -80,41 +80,25 @@ class States(Agreed):
     def _taken_as(self, theirs: list[str], options: OptionsFrom, where: str) -> list[str]:
         """Their key of each average here."""
         one_of("options", options, ("file", "own"))
-        if not theirs or (set(theirs) == set(self._keys) and options == "own"):
-            return self._keys
-        if len(theirs) != len(self._keys):
+        if not theirs or (set(theirs) == set(self._core.keys) and options == "own"):
+            return self._core.keys
+        if len(theirs) != len(self._core.keys):
             raise invalid(
-                f"{where} has {_counted(theirs)}, this EMA keeps {_counted(self._keys)}: nothing was loaded. "
+                f"{where} has {_counted(theirs)}, this EMA keeps {_counted(self._core.keys)}: nothing was loaded. "
                 f"Make the EMA with decay={'[' + ', '.join(theirs) + ']' if len(theirs) > 1 else theirs[0]}"
             )
         return theirs
 
     def _take_options(self, what: str, text: str, options: OptionsFrom) -> None:
         """Counters of a saved state, and its options if ``options`` says so."""
-        different = self._average.differences(text) if options == "file" and self._team.rank == 0 else []
-        self._average.set_state(text, getattr(_core.OptionsFrom, options))
-        self._keys = decay_keys.keys_of(self._average.schedules)
+        different = self._core.engine.differences(text) if options == "file" and self._core.team.rank == 0 else []
+        self._core.engine.set_state(text, getattr(_core.OptionsFrom, options))
+        self._core.keys = decay_keys.keys_of(self._core.engine.schedules)
         if different:
             told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in different)
             warn(
                 f"{what}: {told}. What is there is in force now (but the dtype, which stays); options='own' keeps what the EMA was made with"
             )
-
-    def _averages(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
-        self._not_swapped("state_dict()")
-        return {one.name: _state.as_tensor(one, 0) for one in self._tracked}
-
-    @torch.no_grad()
-    def _load_averages(self, averages: Mapping[str, torch.Tensor]) -> None:
-        """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
-
-        def check() -> list[_state.Copy]:
-            self._not_swapped("load_state_dict()")
-            return _state.check({"averages": averages}, self._tracked, self._keys[:1])[0]
-
-        for target, value, region in self._team.agree("load_state_dict()", check):
-            _state.copy(target, value, region)
 
     def full_state_dict(self, decay: Decay | None = None, complete: bool = True) -> dict[str, torch.Tensor]:
         """The model with averaged weights on rank 0, {} elsewhere: fresh, full CPU tensors by name. Collective; one tensor at a time travels.
@@ -124,38 +108,23 @@ class States(Agreed):
             complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the unwrapped model; False:
                 the averages alone, each once.
         """
-        k = decay_keys.choose(self._keys, decay)
-        self._ready_to_hand_out("full_state_dict()", self._others if complete else None)
-        aliases = {one.name: one.aliases for one in [*self._view.parameters, *self._view.buffers]} if complete else {}
+        k = decay_keys.choose(self._core.keys, decay)
+        self._core.ready_to_hand_out("full_state_dict()", self._core.others if complete else None)
+        aliases = {one.name: one.aliases for one in [*self._core.view.parameters, *self._core.view.buffers]} if complete else {}
         odd = self._odd("full_state_dict()") if complete else {}
-        extra = extra_states(self._view.model) if complete and self._team.rank == 0 else {}
-        return {**self._gatherer("full_state_dict()", k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
+        extra = extra_states(self._core.view.model) if complete and self._core.team.rank == 0 else {}
+        return {**self._core.gatherer("full_state_dict()", k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
 
     def _odd(self, what: str) -> dict[str, torch.Tensor]:
         """On rank 0, copies of what has no elements in memory (sparse, quantised): they can't be put together from parts, and no file holds them. Collective."""
 
         def copies() -> dict[str, torch.Tensor]:
-            odd = [one for one in self._others() if oddity(one.tensor)]
+            odd = [one for one in self._core.others() if oddity(one.tensor)]
             refuse_all_odd(one for one in odd if one.sharded and not one.replicas)
             return {name: one.tensor.clone() for one in odd for name in (one.name, *one.aliases)}
 
-        found = self._team.agree(what, copies)
-        return found if self._team.rank == 0 else {}
-
-    def _gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
-        parts = [Part(one.name, one.averages[k], one.region) for one in self._tracked]
-        if complete:
-            parts += [Part(one.name, one.flat(), one.region) for one in self._others() if not oddity(one.tensor)]
-        return Gatherer(what, parts, self._team)
-
-    def _others(self) -> list[LocalTensor]:
-        """What a complete model has beside the averages."""
-        self._view.reshard()
-        averaged = {one.name for one in self._tracked}
-        buffers = self._view.buffers if self._options.buffers != "ignore" else []
-        others = [one for one in [*self._view.parameters, *buffers] if one.name not in averaged]
-        refuse_foreign("handing out a complete model", lambda: [one.tensor for one in others], self._swap)
-        return others
+        found = self._core.team.agree(what, copies)
+        return found if self._core.team.rank == 0 else {}
 
 
 def _said(name: str, text: str) -> str:

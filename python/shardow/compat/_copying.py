@@ -20,14 +20,14 @@ class Copier:
     def __init__(self, ema: EMA, target: nn.Module) -> None:
         self.target = target
         self._ema = ema
-        self._view: ModelView = find(target, group=ema._view.process_group)
+        self._view: ModelView = find(target, group=ema._core.view.process_group)
         self._tracked = self._as_averaged()
         self._alike_everywhere: bool | None = None
 
     @torch.no_grad()
     def ready(self) -> None:
         """Raises, before anything changes, where the target is not what it was. Local."""
-        self._ema._not_swapped("copy_to()")
+        self._ema._core.not_swapped("copy_to()")
         self._view.reshard()
         if not self._view.unchanged() and not self._view.follow_moves(self._follow):
             raise errors.make("invalid_argument", self._view.explain_change())
@@ -39,14 +39,14 @@ class Copier:
     @torch.no_grad()
     def copy(self) -> None:
         """Collective."""
-        team, pairs = self._ema._team, list(zip(self._tracked, self._ema._tracked, strict=True))
+        team, pairs = self._ema._core.team, list(zip(self._tracked, self._ema._core.tracked, strict=True))
         if self._alike_everywhere is None:
             alike = all(there.region == here.region for there, here in pairs)
             self._alike_everywhere = all(answer == b"1" for answer in team.gather("copy_to()", b"%d" % alike))
         if self._alike_everywhere:
             torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
             scatter(self._tracked)
-            if self._ema._splits():
+            if self._ema._core.splits:
                 Exchange(self._tracked).run(team.timeout)
         else:
             parts = [Part(one.name, one.averages[0], one.region) for _, one in pairs]
@@ -57,7 +57,7 @@ class Copier:
     def _as_averaged(self) -> list[Tracked]:
         """The target's parameters in the order of the averages. Raises KeyError (a ValueError too) with the names that are on one side only, or have another shape."""
         there = {one.name: one for one in self._view.parameters}
-        shapes = {one.name: tuple(one.local.region.shape) for one in self._ema._tracked}
+        shapes = {one.name: tuple(one.local.region.shape) for one in self._ema._core.tracked}
         wrong = [f"'{name}' has no average" for name in there if name not in shapes]
         wrong += [
             f"'{name}' is {tuple(there[name].region.shape) if name in there else 'missing'} in the module, {shape} in the averages"
@@ -67,7 +67,7 @@ class Copier:
         if wrong:
             raise errors.make_also(KeyError, f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}")
         chosen = [there[name] for name in shapes]
-        return [Tracked(one, *divide(one, self._ema._options.replicas), one.tensor.view(-1)) for one in chosen]
+        return [Tracked(one, *divide(one, self._ema._core.options.replicas), one.tensor.view(-1)) for one in chosen]
 
 
 __all__ = ["Copier"]

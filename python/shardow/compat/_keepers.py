@@ -64,37 +64,39 @@ class Shared(Keeper):
     def __init__(self, stand_in: StandIn, model: nn.Module, choose: Choose) -> None:
         self.module, self.model = stand_in, model
         self._ema: EMA = stand_in._ema
-        buffers = {one.name for one in self._ema._view.buffers}
-        fates = [(one, choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")) for one in self._ema._tracked]
+        buffers = {one.name for one in self._ema._core.view.buffers}
+        fates = [
+            (one, choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")) for one in self._ema._core.tracked
+        ]
         self._averaged, self._copied, self._left = ([one for one, its in fates if its == fate] for fate in ("average", "copy", "leave"))
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
         left = [one.averages[0].clone() for one in self._left]  # the engine averages all, in one pass
-        self._ema._update_by(decay, 1.0 - decay)
+        self._ema._core.update_by(decay, 1.0 - decay)
         copy_all(_averages(self._left), left)
         copy_all(_averages(self._copied), [one.sources() for one in self._copied])
 
     def copy(self) -> None:
-        self._ema._update_by(0.0, 1.0)
+        self._ema._core.update_by(0.0, 1.0)
 
     @torch.no_grad()
     def give(self, decay: float | None) -> None:
         """Collective where replicas divide the averages."""
         ema = self._ema
-        ema._together("update_model_with_ema()", lambda: ema._swap.ready("update_model_with_ema()"))
-        ema._view.reshard()
-        gather(ema._swap.strided)
-        copied = self._copied if decay is not None else ema._tracked
+        ema._core.together("update_model_with_ema()", lambda: ema._core.swap.ready("update_model_with_ema()"))
+        ema._core.view.reshard()
+        gather(ema._core.swap.strided)
+        copied = self._copied if decay is not None else ema._core.tracked
         copy_all([one.weights() for one in copied], _averages(copied))
         for one in self._averaged if decay is not None else ():
             weights = one.weights()
             weights.copy_(torch.lerp(weights.to(one.averages[0].dtype), one.averages[0], 1.0 - (decay or 0.0)))
-        scatter(ema._swap.strided)
-        if ema._splits():
-            Exchange(ema._tracked).run(ema._team.timeout)
-        ema._view.bump_versions()
-        ema._view.reshard()
+        scatter(ema._core.swap.strided)
+        if ema._core.splits:
+            Exchange(ema._core.tracked).run(ema._core.team.timeout)
+        ema._core.view.bump_versions()
+        ema._core.view.reshard()
 
 
 def stand_in_for(model: nn.Module, replicas: Replicas) -> StandIn:

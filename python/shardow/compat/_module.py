@@ -109,8 +109,8 @@ class Sharded:
         self.module: nn.Module = StandIn(self._ema, model)
 
     def _sort(self) -> None:
-        self._copied = [one for one in self._ema._tracked if one.name not in self._names]
-        self._averaged = [one for one in self._ema._tracked if one.name in self._names]
+        self._copied = [one for one in self._ema._core.tracked if one.name not in self._names]
+        self._averaged = [one for one in self._ema._core.tracked if one.name in self._names]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_copied", "_averaged")}
@@ -121,13 +121,13 @@ class Sharded:
 
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         self._check(model)
-        self._ema._update_by(decay, weight)
+        self._ema._core.update_by(decay, weight)
         self._copy_rest()
 
     @torch.no_grad()
     def apply(self, model: nn.Module, change: Callable[[Tensors, Tensors], None]) -> None:
         self._check(model)
-        self._ema._ready_to_update()
+        self._ema._core.ready_to_update()
         change([one.averages[0] for one in self._averaged], [one.sources() for one in self._averaged])
         self._copy_rest()
 
@@ -197,7 +197,7 @@ class Averaged(nn.Module):
             return super().load_state_dict(state_dict, strict, assign)
         own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         given = {name: value for name, value in state_dict.items() if name not in own}
-        self.module.ema._team.agree("load_state_dict()", lambda: _all_there(own, state_dict, strict))
+        self.module.ema._core.team.agree("load_state_dict()", lambda: _all_there(own, state_dict, strict))
         load(self.module, {name.removeprefix("module."): value for name, value in given.items()}, strict)
         for name, buffer in own.items():
             buffer.copy_(state_dict.get(name, buffer))
@@ -264,11 +264,11 @@ def _all_whole(names: list[str], state: Mapping[str, Any]) -> None:
 
 def _load_averages(module: StandIn, state: Mapping[str, Any], strict: bool) -> None:
     """What is not averaged is the model's own, and stays."""
-    view, averages = module.ema._view, module.ema._averages()
+    view, averages = module.ema._core.view, module.ema._core.averages()
     names = {clean_file_key(name): one.name for one in [*view.parameters, *view.buffers] for name in (one.name, *one.aliases)}
     given: dict[str, Any] = {} if strict else dict(averages)
     for key, value in state.items():
         name = names.get(clean_file_key(key), key)
         if name in averages or (strict and name not in names.values()):
             given[name] = value
-    module.ema._load_averages(given)
+    module.ema._core.load_averages(given)

@@ -58,21 +58,21 @@ class StandIn(nn.Module):
         return found
 
     def _entries(self) -> Iterator[tuple[str, torch.Tensor]]:
-        averages = self._ema._averages()
+        averages = self._ema._core.averages()
         yield from averages.items()
-        yield from ((one.name, one.tensor.view(one.region.shape)) for one in self._ema._view.buffers if one.name not in averages)
+        yield from ((one.name, one.tensor.view(one.region.shape)) for one in self._ema._core.view.buffers if one.name not in averages)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str]
     ) -> None:
         given = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
-        names = self._ema._averages()
+        names = self._ema._core.averages()
         missing += [prefix + name for name in names if name not in given]
         unexpected += [prefix + name for name in given if name not in dict(self._entries())]
-        self._ema._load_averages({**names, **{name: value for name, value in given.items() if name in names}})
+        self._ema._core.load_averages({**names, **{name: value for name, value in given.items() if name in names}})
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
-        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in self._ema._averages().items())
+        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in self._ema._core.averages().items())
 
     def __getattr__(self, name: str) -> Any:
         raise _errors.make_also(

@@ -14,7 +14,7 @@ from shardow.ranks.team import Team
 
 def team_of(module: nn.Module) -> Team:
     """Those that share a module, or what it stands in for."""
-    return module.ema._team if isinstance(module, StandIn) else Team(group_of_model(module, None), None)
+    return module.ema._core.team if isinstance(module, StandIn) else Team(group_of_model(module, None), None)
 
 
 def everybody(process_group: dist.ProcessGroup | None = None) -> Team:

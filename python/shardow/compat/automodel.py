@@ -64,16 +64,18 @@ class EMAManager(Managed):
 
     def _bind(self, model: nn.Module, ema: EMA) -> None:
         self._model, self._ema = model, ema
-        weights = weights_of(ema._view)
-        self._shadow: dict[str, torch.Tensor] = {one.name: look(weights.get(one.name), one.averages[0], one.region) for one in ema._tracked}
+        weights = weights_of(ema._core.view)
+        self._shadow: dict[str, torch.Tensor] = {
+            one.name: look(weights.get(one.name), one.averages[0], one.region) for one in ema._core.tracked
+        }
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def _is_shared(self) -> bool:
-        return self._ema._team.process_group is not None
+        return self._ema._core.team.process_group is not None
 
     @property
     def _team(self) -> Team:  # type: ignore[override]
-        return self._ema._team if self._is_shared() else self._everybody
+        return self._ema._core.team if self._is_shared() else self._everybody
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -81,22 +83,22 @@ class EMAManager(Managed):
 
         What is NaN or Inf is held. Raises ValueError for a parameter that is trained and has no average.
         """
-        if model is not self._model or not self._ema._view.unchanged():
+        if model is not self._model or not self._ema._core.view.unchanged():
             self._follow(model)
         if any(parameter.requires_grad for parameter in self._frozen):
             self._refuse_new(find(model))
-        self._ema._update_by(self.decay, 1.0 - self.decay)
+        self._ema._core.update_by(self.decay, 1.0 - self.decay)
         self.updates += 1
 
     def _follow(self, model: nn.Module) -> None:
-        view = self._ema._view
-        self._ema._not_swapped("update()")
+        view = self._ema._core.view
+        self._ema._core.not_swapped("update()")
         view.reshard()
         if model is self._model and view.unchanged():
             return
         theirs = find(model, group=self._options["group"])  # type: ignore[arg-type]
         self._refuse_new(theirs)
-        if self._ema._follow_moves() and _places(view) == _places(theirs):
+        if self._ema._core.follow_moves() and _places(view) == _places(theirs):
             self._model = model
             return
         missing = self._shadow.keys() - {one.name for one in theirs.parameters}
@@ -106,12 +108,12 @@ class EMAManager(Managed):
                 f"the model has no '{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged; make a new manager of it",
             )
         new = self._averages_of(model, functools.partial(_is_in, frozenset(self._shadow)))
-        new._load_averages(self._ema._averages())
+        new._core.load_averages(self._ema._core.averages())
         self._bind(model, new)
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
-        self._ema._to_copy("copied")  # raises
+        self._ema._core.to_copy("copied")  # raises
         names = ("decay", "updates", "_options", "_dtype", "_model", "_ema")
         return {name: getattr(self, name) for name in names}
 
@@ -143,7 +145,7 @@ class EMAManager(Managed):
 
         def prepare() -> tuple[list[Part], dict[str, Any]]:
             path.parent.mkdir(parents=True, exist_ok=True)
-            view = self._ema._view
+            view = self._ema._core.view
             mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
             return [part for part in self._complete()[0] if part.name in mine], engine.dtype_and_limit(dtype, None)
 
@@ -155,24 +157,24 @@ class EMAManager(Managed):
         return self._shadow
 
     def _live(self) -> dict[str, torch.Tensor]:
-        self._ema._not_swapped("state_dict()")
+        self._ema._core.not_swapped("state_dict()")
         return self._shadow
 
     def _held(self) -> Held:
-        self._ema._not_swapped("loading")
-        parts = [Part(one.name, one.averages[0], one.region) for one in self._ema._tracked]
-        return Held(parts, {one.name: (one.name, *one.local.aliases) for one in self._ema._tracked}, self._team.process_group)
+        self._ema._core.not_swapped("loading")
+        parts = [Part(one.name, one.averages[0], one.region) for one in self._ema._core.tracked]
+        return Held(parts, {one.name: (one.name, *one.local.aliases) for one in self._ema._core.tracked}, self._team.process_group)
 
     def _begin(self) -> None:
-        self._ema._ready_to_update()
-        self._ema._average.reset()
+        self._ema._core.ready_to_update()
+        self._ema._core.engine.reset()
 
     def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
-        self._ema._not_swapped("an export")
-        self._ema._rebind()
-        parts = [Part(one.name, one.averages[0], one.region) for one in self._ema._tracked]
-        parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._ema._others()]
-        return parts, {one.name: (one.name, *one.aliases) for one in [*self._ema._view.parameters, *self._ema._view.buffers]}
+        self._ema._core.not_swapped("an export")
+        self._ema._core.rebind()
+        parts = [Part(one.name, one.averages[0], one.region) for one in self._ema._core.tracked]
+        parts += [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._ema._core.others()]
+        return parts, {one.name: (one.name, *one.aliases) for one in [*self._ema._core.view.parameters, *self._ema._core.view.buffers]}
 
 
 class ShardedModelEMAManager(Managed):

@@ -60,22 +60,22 @@ class EMA_FSDP:
             self._model, decay, rule="mul_add", params="all", stochastic=False, start_step=start_step, replicas=replicas, group=group, timeout=timeout
         )  # fmt: skip
         name_of = called(root)
-        self._names = {name: name_of(name) for name in self.ema._averages()}  # {clean: the origin's}
+        self._names = {name: name_of(name) for name in self.ema._core.averages()}  # {clean: the origin's}
         self._copier: Copier | None = None
         self._is_copy = False
 
     @property
     def decay(self) -> float:
         """Of the next update; may be set to a number or a Schedule at any time."""
-        return self.ema._decays()[0]
+        return self.ema._core.decays()[0]
 
     @decay.setter
     def decay(self, decay: float | Schedule) -> None:
         schedules = as_schedules(decay)
-        state = json.loads(self.ema._average.state())
+        state = json.loads(self.ema._core.engine.state())
         state["schedules"] = [json.loads(schedule.to_json()) for schedule in schedules]
-        self.ema._average.set_state(json.dumps(state))
-        self.ema._keys = keys_of(schedules)
+        self.ema._core.engine.set_state(json.dumps(state))
+        self.ema._core.keys = keys_of(schedules)
 
     @property
     def shadow(self) -> dict[str, torch.Tensor]:
@@ -109,32 +109,34 @@ class EMA_FSDP:
 
     def _follow(self, model: nn.Module) -> None:
         """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its place."""
-        made = EMA(model, self.ema._average.schedules, **{name: value for name, value in self.ema._arguments.items() if name != "decay"})
+        made = EMA(
+            model, self.ema._core.engine.schedules, **{name: value for name, value in self.ema._core.arguments.items() if name != "decay"}
+        )
         made.load_state_dict(self.ema.state_dict())
         self.ema, self._model, self._is_copy = made, model, False
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
-        self.ema._to_copy("copied")
+        self.ema._core.to_copy("copied")
         return {**self.__dict__, "_copier": None, "_is_copy": True}
 
     # ---- state
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's parts, without a copy, as ``shadow``; for load_state_dict() of the same sharding, and for torch.distributed.checkpoint. For the whole: full_state_dict(), save()."""
-        self.ema._not_swapped("state_dict()")
-        return {self._names[name]: tensor for name, tensor in self.ema._averages().items()}
+        self.ema._core.not_swapped("state_dict()")
+        return {self._names[name]: tensor for name, tensor in self.ema._core.averages().items()}
 
     def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
         """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises ValueError, on every rank, with everything that does not fit, before anything changes."""
-        found = self.ema._team.agree("load_state_dict()", lambda: self._renamed(sd))
-        self.ema._load_averages(found)
+        found = self.ema._core.team.agree("load_state_dict()", lambda: self._renamed(sd))
+        self.ema._core.load_averages(found)
 
     def _renamed(self, sd: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """By clean names. What is a buffer of the model is passed over."""
-        aliases = {one.name: one.aliases for one in self.ema._view.parameters}
-        parts = [Part(one.name, one.averages[0], one.region) for one in self.ema._tracked]
-        parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in self.ema._view.buffers]
+        aliases = {one.name: one.aliases for one in self.ema._core.view.parameters}
+        parts = [Part(one.name, one.averages[0], one.region) for one in self.ema._core.tracked]
+        parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in self.ema._core.view.buffers]
         names = {part.name: (part.name, self._names.get(part.name, part.name), *aliases.get(part.name, ())) for part in parts}
         held = Held(parts, names, None)
         keys = matched(held, sd.keys(), "the state")
@@ -147,7 +149,7 @@ class EMA_FSDP:
 
         ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": what the unwrapped model calls them.
         """
-        names = self.ema._team.agree("full_state_dict()", lambda: self._keys_of(key_style))
+        names = self.ema._core.team.agree("full_state_dict()", lambda: self._keys_of(key_style))
         return {names[name]: tensor for name, tensor in self.ema.full_state_dict(complete=False).items()}
 
     def _keys_of(self, key_style: str) -> dict[str, str]:
@@ -168,7 +170,7 @@ class EMA_FSDP:
 
         Raises ValueError and KeyError, before anything changes, where a name is on one side only or a shape differs.
         """
-        self._copier = self.ema._together("copy_to()", lambda: self._ready_to_copy(fsdp_module))
+        self._copier = self.ema._core.together("copy_to()", lambda: self._ready_to_copy(fsdp_module))
         self._copier.copy()
 
     def _ready_to_copy(self, given: Any) -> Copier:

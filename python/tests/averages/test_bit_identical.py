@@ -55,7 +55,7 @@ def train(
         for ema in emas.values():
             ema.update()
         trajectory.append(models.whole_weights(model))
-    averages = {name: {key: ema.full_state_dict(key, complete=False) for key in ema._keys} for name, ema in emas.items()}
+    averages = {name: {key: ema.full_state_dict(key, complete=False) for key in ema._core.keys} for name, ema in emas.items()}
     if torch.distributed.get_rank() != 0:
         assert all(full == {} for by_key in averages.values() for full in by_key.values())
         trajectory = []

@@ -235,7 +235,7 @@ class TestState:
         other = shardow.EMA(model, decay, update_every=2)
         other.load_state_dict(half.state_dict())
         train(model, 5, lambda: (straight.update(), other.update()))
-        for key in straight._keys:
+        for key in straight.decays:
             assert equal(straight.full_state_dict(key, complete=False), other.full_state_dict(key, complete=False))
 
     def test_saves_and_loads_files(self, tmp_path: Path) -> None:

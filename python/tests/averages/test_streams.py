@@ -47,7 +47,7 @@ def test_every_call_follows_the_stream_first(tmp_path: Any) -> None:
     model = torch.nn.Linear(3, 2)
     ema = shardow.EMA(model)
     followed: list[object] = []
-    ema._streams = SimpleNamespace(follow=followed.append)  # type: ignore[assignment]
+    ema._core.streams = SimpleNamespace(follow=followed.append)  # type: ignore[assignment]
     path = tmp_path / "a.safetensors"
     calls: dict[str, Any] = {
         "update": ema.update,

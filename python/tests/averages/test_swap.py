@@ -101,7 +101,7 @@ def test_interrupted_before_any_line_it_is_undone_or_says_so_and_can_be_undone(c
                 finished = False
             else:
                 finished = True
-        if ema._average.swapped:
+        if ema._core.engine.swapped:
             left += 1
             for refused in (ema.update, ema.full_state_dict, ema.state_dict, ema.distance, ema.swap_in):
                 with pytest.raises(ValueError, match=r"restore\(\)"):
@@ -139,7 +139,7 @@ def test_out_of_memory_on_the_way_in_changes_nothing(monkeypatch: pytest.MonkeyP
     def fail() -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(ema._view, "bump_versions", fail)
+    monkeypatch.setattr(ema._core.view, "bump_versions", fail)
     with pytest.raises(MemoryError), ema.swapped():
         raise AssertionError("inside")
     monkeypatch.undo()

@@ -46,7 +46,7 @@ def same(a: Weights, b: Weights) -> bool:
 
 def local_weights(ema: shardow.EMA) -> Weights:
     """After a failed forward FSDP1 refuses to gather."""
-    return {one.name: one.tensor.clone() for one in ema._view.parameters}
+    return {one.name: one.tensor.clone() for one in ema._core.view.parameters}
 
 
 def output(model: torch.nn.Module, train: bool = False) -> torch.Tensor:

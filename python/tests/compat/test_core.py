@@ -176,14 +176,14 @@ def _stands_in() -> None:
         for p, whole in zip(model.parameters(), plain.parameters(), strict=True):
             p.add_(1)
             whole.add_(0.5)
-    ema._update_by(0.5, 0.5)
+    ema._core.update_by(0.5, 0.5)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(stand_in(x), plain.eval()(x))
     assert model.training
     assert all(module.training for module in model.modules())
     saved = {name: value.clone() if not hasattr(value, "region") else copy.deepcopy(value) for name, value in stand_in.state_dict().items()}
     assert set(saved) == set(plain.state_dict())
-    ema._update_by(0.0, 1.0)
+    ema._core.update_by(0.0, 1.0)
     stand_in.load_state_dict(saved)
     torch.testing.assert_close(stand_in(x), plain(x))
     with pytest.raises(RuntimeError, match="Missing key"):

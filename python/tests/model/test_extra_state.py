@@ -62,7 +62,7 @@ def test_extra_states_are_part_of_a_complete_model(tmp_path: Path) -> None:
     other.load_state_dict(copy.deepcopy(state))
     check(other, 6)
     other[2].state["scale"][1] = -1
-    check(ema._view.model, 6)
+    check(ema._core.view.model, 6)
     ema.export(tmp_path / "out")
     for source in (tmp_path / "out", state):
         target = full(2)

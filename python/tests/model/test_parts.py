@@ -55,8 +55,8 @@ def averages_of_parts(whole: nn.Module, inner: nn.Sequential, directory: str, wh
         check(ema.full_state_dict(), values(twin, 1.0), rank, what)
         with torch.no_grad():
             before = whole(x)
-            ema._view.reshard()
-            for one in ema._view.parameters:
+            ema._core.view.reshard()
+            for one in ema._core.view.parameters:
                 one.tensor.mul_(3.0)
         ema.update()
         check(ema.full_state_dict(), values(twin, 2.0), rank, f"{what}, {i}")
@@ -68,9 +68,9 @@ def averages_of_parts(whole: nn.Module, inner: nn.Sequential, directory: str, wh
             assert i != 0 or not torch.equal(before, after), f"{what}, {i}: the forward did not see the written shards"
         shardow.save(inner[i], f"{directory}/{i}")
         check(dict(shardow.open(f"{directory}/{i}").items()) if rank == 0 else {}, values(twin, 3.0), rank, f"{what}, {i} in a file")
-        ema._view.reshard()
+        ema._core.view.reshard()
         with torch.no_grad():
-            for one in ema._view.parameters:
+            for one in ema._core.view.parameters:
                 one.tensor.div_(3.0)
 
 

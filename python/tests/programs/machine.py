@@ -202,7 +202,7 @@ class Machine:
         layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
         for which, ema in enumerate(self.emas):
             with refused():
-                ema._update(None, 0.0)
+                ema._core.update(None, 0.0)
             if self.oracle.attached[which]:
                 self.handles[which].remove()
         states = [ema.state_dict() for ema in self.emas]

@@ -60,7 +60,7 @@ def make(model: nn.Module, chosen: list[tuple[str, Numbers]], **options: Any) ->
 
 
 def of(ema: shardow.EMA, k: int) -> float:
-    return float(ema._tracked[0].averages[k][0])
+    return float(ema._core.tracked[0].averages[k][0])
 
 
 def test_every_kind_is_here() -> None:

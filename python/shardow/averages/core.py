@@ -1,0 +1,281 @@
+"""Averages of one model on this rank, and what the ranks that share it agree on before averages of all are used together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow import _core
+from shardow.averages import counters
+from shardow.averages import state as _state
+from shardow.averages import tracked as _tracked
+from shardow.averages.cuda_streams import Streams, with_memory
+from shardow.averages.options import Options, Params, make_options
+from shardow.averages.swap import Swap
+from shardow.averages.tracked import Tracked
+from shardow.averages.unfrozen import Unfrozen
+from shardow.base.checks import invalid, seconds, unsupported
+from shardow.base.warnings import warn
+from shardow.files.decay_keys import keys_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
+from shardow.model.local import LocalTensor, oddity
+from shardow.model.swap_guard import refuse_foreign
+from shardow.model.view import find
+from shardow.ranks.gather import Gatherer, Part
+from shardow.ranks.team import Team
+
+T = TypeVar("T")
+
+
+class Averages:
+    """What EMA is the face of, and what surfaces compose.
+
+    ``view``: the model as it was found; ``team``: the ranks that share it; ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with the weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: Any,
+        asked: Mapping[str, Any],
+        source: Mapping[str, torch.Tensor] | None,
+        group: dist.ProcessGroup | None,
+        timeout: float | timedelta | None,
+    ) -> None:
+        """``asked``: what make_options() takes beside the decay. Collective."""
+        self.arguments = {**asked, "source": source, "timeout": timeout}
+        self.view = find(model, group=group, odd=True)
+        self.team = Team(self.view.process_group, seconds(timeout))
+
+        def build() -> tuple[Options, list[str], list[Tracked], _core.Average]:
+            options = make_options(decay=decay, **asked)
+            return options, keys_of(options.schedules), *self._build(options, source)
+
+        self.options, self.keys, self.tracked, self._engine = self.team.agree("EMA(...)", build)
+        self.streams = Streams(average for one in self.tracked for average in one.averages)
+        self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
+        self.team.same("EMA(...)", self._facts(), "EMA")
+        check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
+        self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
+        self._warned = False
+
+    def _build(self, options: Options, source: Mapping[str, torch.Tensor] | None) -> tuple[list[Tracked], _core.Average]:
+        self.view.reshard()
+        tracked = _tracked.track(self._chosen(options), options, source)
+        refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
+        averages = [_tracked.average_views(tracked, k) for k in range(len(options.schedules))]
+        sources, chosen = _tracked.source_views(tracked), options.engine(alone=self.team.size == 1)
+        return tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
+
+    def _chosen(self, options: Options) -> list[LocalTensor]:
+        """Parameters, and buffers where they are averaged, in the model's order."""
+        chosen = [one for one in self.view.parameters if _wants(options.params, one)]
+        if not chosen:
+            raise invalid(f"no parameter is averaged: params={options.params!r} chose none of {len(self.view.parameters)}")
+        if options.buffers == "average":
+            self.view.watch_buffers = True
+            chosen += [one for one in self.view.buffers if one.tensor.is_floating_point()]
+        return chosen
+
+    def _facts(self) -> dict[str, Any]:
+        tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in self.tracked}
+        return {"tensors": tensors, "options": self.engine.state(), "order": list(tensors), "replicas": self.options.replicas}
+
+    @property
+    def engine(self) -> _core.Average:
+        """The engine, on torch's current streams."""
+        self.streams.follow(self._engine)
+        return self._engine
+
+    def not_swapped(self, what: str) -> None:
+        """Raises where the averages are in the model."""
+        self.swap.refuse(what)
+
+    def rebind(self) -> None:
+        """A changed parameter is an error; one that is merely unsharded for a while, or whose memory moved, is not."""
+        self.swap.rebind()
+
+    @property
+    def splits(self) -> bool:
+        return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
+
+    def together(self, what: str, fn: Callable[[], T]) -> T:
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
+
+        def check() -> T:
+            self._raise_non_finite()
+            return fn()
+
+        result = self.team.agree(what, check)
+        self._agreed_state(what)
+        return result
+
+    def _raise_non_finite(self) -> None:
+        """nonfinite="raise" with several ranks: one that raised alone, in update(), would leave the others waiting."""
+        met = self.engine.non_finite() if self.options.nonfinite == "raise" and self.team.size > 1 else None
+        if met is not None:
+            self.engine.forget_non_finite()
+            step, elements, name = met
+            raise invalid(
+                f"at step {step}, {elements} weights on rank {self.team.rank} were NaN or Inf, first in '{name}' (nonfinite='raise'); "
+                "their averages were held"
+            )
+
+    def ready_to_swap(self, what: str, fn: Callable[[], None]) -> None:
+        """together(), and replicas hold the same weights: they are about to overwrite each other's."""
+
+        def find() -> list[Common | None]:
+            self._raise_non_finite()
+            fn()
+            return [common_of(one.local) for one in self.tracked_weights()] if self.splits else []
+
+        check_equal(what, find, self.team, f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own')
+        self._agreed_state(what)
+
+    def _agreed_state(self, what: str) -> str:
+        state = counters.agreed(what, self.engine.state(), self.team)
+        self.unfrozen.look(everywhere=True)
+        return state
+
+    def ready_to_hand_out(
+        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, check: Callable[[], None] = lambda: None
+    ) -> str:
+        """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ.
+
+        ``others``: what of the model is handed out too, wherever it lies now. Returns the state of all ranks.
+        """
+
+        def find() -> list[Common | None]:
+            self._raise_non_finite()
+            self.not_swapped(what)
+            check()
+            if others is None:
+                return list(self._common())
+            self.swap.refuse_foreign(what)
+            self.rebind()
+            weights = set(self.view.parameters)
+            return [*self._common(), *(common_of(one) for one in others() if one in weights)]
+
+        check_equal(what, find, self.team, DIFFERENT_WEIGHTS)
+        return self._agreed_state(what)
+
+    def tracked_weights(self) -> list[Tracked]:
+        """Without buffers, of which each rank has its own: batch statistics."""
+        weights = set(self.view.parameters)
+        return [one for one in self.tracked if one.local in weights]
+
+    def _common(self) -> Iterator[Common | None]:
+        """What other ranks should have too: averages, or where ranks divide them the weights that they follow."""
+        for one in self.tracked_weights():
+            if self.options.replicas == "split" and one.local.replicas:
+                yield common_weight(one)
+            else:
+                for average in one.averages:
+                    yield common_of(one.local, average)
+
+    # ---- training
+
+    def update(self, step: int | None, samples: float) -> None:
+        self.ready_to_update()
+        _, held = self.engine.update(step, samples)
+        self._warn_of(held)
+
+    @torch.no_grad()
+    def update_by(self, decay: float, weight: float) -> None:
+        """update() by somebody else's schedule: the surfaces of other libraries have their own."""
+        self.ready_to_update()
+        self._warn_of(self.engine.update_by([(decay, weight)]))
+
+    def ready_to_update(self) -> None:
+        self.swap.ready("update()")
+        self.unfrozen.look()
+        _tracked.gather(self.swap.strided)
+
+    def _warn_of(self, held: int) -> None:
+        if held and not self._warned:
+            self._warned = True
+            warn(
+                f"{held} weights on this rank are NaN or Inf; their averages {self._fate()} (nonfinite={self.options.nonfinite!r}). "
+                "stats()['held_nonfinite'] counts them; this warning is given once",
+                RuntimeWarning,
+            )
+
+    def _fate(self) -> str:
+        if self.options.nonfinite == "propagate":
+            return "become so too"
+        return "keep their last values" + (
+            ", and the next collective call raises on every rank" if self.options.nonfinite == "raise" else ""
+        )
+
+    def follow_moves(self) -> bool:
+        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
+        return self.swap.follow_moves()
+
+    def reset(self) -> None:
+        """See EMA.reset()."""
+        self.together("reset()", lambda: self.swap.ready("reset()"))
+        _tracked.gather(self.swap.strided)
+        self.engine.set_state(_state.at_the_start(self.engine.state()))
+        self.engine.reset()
+        self.engine.forget_non_finite()
+        self._warned = False
+
+    def decays(self) -> list[float]:
+        return _state.current_decays(self.engine.state())
+
+    # ---- their values
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
+        self.not_swapped("state_dict()")
+        return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
+
+    @torch.no_grad()
+    def load_averages(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
+
+        def check() -> list[_state.Copy]:
+            self.not_swapped("load_state_dict()")
+            return _state.check({"averages": averages}, self.tracked, self.keys[:1])[0]
+
+        for target, value, region in self.team.agree("load_state_dict()", check):
+            _state.copy(target, value, region)
+
+    def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
+        parts = [Part(one.name, one.averages[k], one.region) for one in self.tracked]
+        if complete:
+            parts += [Part(one.name, one.flat(), one.region) for one in self.others() if not oddity(one.tensor)]
+        return Gatherer(what, parts, self.team)
+
+    def others(self) -> list[LocalTensor]:
+        """What a complete model has beside the averages."""
+        self.view.reshard()
+        averaged = {one.name for one in self.tracked}
+        buffers = self.view.buffers if self.options.buffers != "ignore" else []
+        others = [one for one in [*self.view.parameters, *buffers] if one.name not in averaged]
+        refuse_foreign("handing out a complete model", lambda: [one.tensor for one in others], self.swap)
+        return others
+
+    def to_copy(self, how: str) -> tuple[nn.Module, dict[str, Any]]:
+        self.not_swapped("copying")
+        if self.view.process_group is not None:
+            raise unsupported(
+                f"an EMA of a model that {self.team.size} ranks share can't be {how}: each has a part. Save it with save(), or take its "
+                "state_dict() and load that into another EMA of such a model"
+            )
+        return self.view.model, {**self.arguments, "decay": self.engine.schedules}
+
+
+def common_weight(one: Tracked) -> Common | None:
+    return common_of(one.local, one.source if one.mastered else one.local.tensor)
+
+
+def _wants(params: Params, local: LocalTensor) -> bool:
+    if callable(params):
+        return bool(params(local.name, local.tensor))
+    return params == "all" or local.requires_grad

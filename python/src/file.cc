@@ -2,6 +2,7 @@
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -99,6 +100,8 @@ class Save {
 
   int64_t staging_bytes() const { return save_->staging_bytes(); }
 
+  std::vector<std::pair<std::string, Shape>> tensors() const { return save_->tensors(); }
+
   void stage(uintptr_t memory, int64_t bytes) {
     const nb::gil_scoped_release release;
     save_->stage({reinterpret_cast<std::byte*>(memory), static_cast<size_t>(bytes)});
@@ -168,6 +171,7 @@ void bind_file(nb::module_& m) {
            "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(), "checksums"_a = true,
            "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none())
       .def_prop_ro("staging_bytes", &Save::staging_bytes)
+      .def_prop_ro("tensors", &Save::tensors, "[(name, global shape)] of all ranks' tensors; the same on every rank")
       .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")
       .def("write", &Save::write);
   nb::class_<file::Catalog>(m, "Catalog", "What a checkpoint holds.")
@@ -192,6 +196,9 @@ void bind_file(nb::module_& m) {
         "Fills a view from the tensor of its name; no other rank takes part.");
   m.def("load", &load_python, "group"_a, "tensors"_a, "catalog"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
         "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
+  m.def(
+      "is_local", [](const base::Path& directory) { return base::space_at(directory).local; }, "directory"_a,
+      "Whether its storage is of a kind that one machine alone mounts.");
   m.def(
       "crc32",
       [](uintptr_t memory, int64_t bytes) {

@@ -119,6 +119,12 @@ int64_t StagedSave::staging_bytes() const noexcept {
   return bytes;
 }
 
+std::vector<std::pair<std::string, Shape>> StagedSave::tensors() const {
+  std::vector<std::pair<std::string, Shape>> all;
+  for (const Shared& tensor : plan_->layout->tensors()) all.emplace_back(tensor.name, tensor.shape);
+  return all;
+}
+
 void StagedSave::stage(std::span<std::byte> memory) {
   if (static_cast<int64_t>(memory.size()) < staging_bytes())
     base::fail(Code::kInvalidArgument, "{} bytes of staging memory; {} are needed", memory.size(), staging_bytes());

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
+from shardow.files.claims import Save
 
 CHANNEL = 1  # of the process group's store: the training thread has its own
 _untold: list[SaveHandle] = []  # failed, and nobody knows
@@ -30,14 +31,14 @@ def _tell() -> None:
 class SaveHandle:
     """A save that is being written. The tensors may change meanwhile."""
 
-    def __init__(self, save: _core.Save, path: str) -> None:
+    def __init__(self, save: Save, path: str) -> None:
         self._path = path
         self._report: dict[str, Any] = {}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, args=(save,), name=f"shardow save {path}")  # no daemon: the interpreter waits
         self._thread.start()
 
-    def _write(self, save: _core.Save) -> None:
+    def _write(self, save: Save) -> None:
         try:
             self._report = save.write()
         except BaseException as error:
@@ -86,7 +87,7 @@ def settle(process_group: dist.ProcessGroup | None) -> None:
         handle.wait()
 
 
-def start(process_group: dist.ProcessGroup | None, save: _core.Save, path: str, pinned: bool) -> SaveHandle:
+def start(process_group: dist.ProcessGroup | None, save: Save, path: str, pinned: bool) -> SaveHandle:
     """Copies what this rank will write, and writes it in the background."""
     slot = _slot(process_group)
     size = save.staging_bytes

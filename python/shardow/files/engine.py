@@ -17,6 +17,7 @@ from shardow.base.checks import invalid
 from shardow.base.progress import shown
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
+from shardow.files.claims import Save, claimed
 from shardow.files.decay_keys import STATE, file_name, keys_in
 from shardow.files.paths import StrPath
 from shardow.files.reading import averages_in
@@ -131,7 +132,7 @@ def write_in_background(files: Sequence[FileParts], path: StrPath, team: Team, *
 
 def _prepared(
     group: _core.Group, files: Sequence[FileParts], reached: list[list[Part]], path: StrPath, team: Team, options: dict[str, Any]
-) -> _core.Save:
+) -> Save:
     def given() -> tuple[str, list[_core.SaveFile]]:
         return paths.to_write(path), [
             _core.SaveFile(file.name, _views(parts), _texts(file.metadata)) for file, parts in zip(files, reached, strict=True)
@@ -139,7 +140,7 @@ def _prepared(
 
     target, engine_files = team.agree("save()", given)
     told = {**options, "progress": shown(options.get("progress"), f"save {Path(target).name}", team.rank)}
-    return _core.Save(group, engine_files, target, timeout=team.timeout, **told)
+    return claimed(_core.Save(group, engine_files, target, timeout=team.timeout, **told), [file.name for file in files], target, team)
 
 
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +34,11 @@ from shardow import _core, errors
 from shardow.ranks.transfers import begun, finish
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
+T = TypeVar("T")
+
 _ALL_THERE = "ok"
 _MOST = 4 << 20  # bytes of one value; torch's TCPStore drops a client that sends 8 MiB
-_ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
+ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 _LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
 
 _FIRST_TAG = 64  # smaller ones are channels
@@ -193,23 +195,27 @@ class StoreGroup(_core.Group):
 
     def note(self, key: str, text: str) -> None:
         """For ranks that come later; no round, and waits for nobody. The first one under a key stays."""
-        self._ask(lambda store: store.compare_set(f"note/{key}", "", text))
+        self.ask(lambda store: store.compare_set(f"note/{key}", "", text))
 
     def noted(self, key: str) -> str | None:
         """What note() left, if anything; None where the store does not answer either."""
-        found = self._ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None)
+        found = self.ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None)
         return None if found is None else bytes(found).decode()
 
-    def _ask(self, question: Callable[[Any], Any]) -> Any:
-        store = self._store = self._store or self._connected()
+    def ask(self, question: Callable[[Any], T], seconds: float = ANSWER) -> T | None:
+        """question(store), of keys that no round has; None where the store does not answer in time, or is gone."""
         try:
-            return wait_for(lambda: question(store), _ANSWER)
+            return wait_for(lambda: question(self._now_connected()), seconds)
         except (Overdue, dist.DistError):
             self._store = None
             return None
         except Left as interrupt:
             self._store = None
             raise interrupt.cause from None
+
+    def _now_connected(self) -> Any:
+        self._store = self._store or self._connected()
+        return self._store
 
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
         """Combines 64-bit words in place: op is "sum", "max" or "xor"."""

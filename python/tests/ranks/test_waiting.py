@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import models
@@ -17,31 +15,15 @@ import pytest
 import ranks
 import torch.distributed as dist
 from outcomes import Outcome, outcome
+from store_host import host
 
 import shardow
 from shardow.ranks import store_group, waiting
 from shardow.ranks.gather import Gatherer
 
+__all__ = ["host"]
+
 DEADLINE = 3.0
-
-_HOST = """
-import socket, sys, torch.distributed as dist
-listener = socket.create_server(("127.0.0.1", 0))
-port = listener.getsockname()[1]
-store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-print(port, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def host() -> Iterator[tuple[int, int]]:
-    """(pid, port) of a process that keeps a store and does nothing else."""
-    process = subprocess.Popen([sys.executable, "-c", _HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield process.pid, int(process.stdout.readline())
-    process.kill()
-    process.wait()
 
 
 def host_stands_still(pid: int, port: int, path: str) -> tuple[list[Outcome], Outcome]:

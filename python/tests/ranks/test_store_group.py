@@ -119,3 +119,21 @@ def hidden_values() -> bool:
 
 def test_a_wrong_value_on_one_rank_is_an_error_on_all() -> None:
     assert ranks.run(2, hidden_values, timeout=30) == [True, True]
+
+
+class _Raising(_core.Group):
+    """As an interrupt between two lines of Python would."""
+
+    @property
+    def rank(self) -> int:
+        raise LookupError("rank")
+
+    @property
+    def size(self) -> int:
+        raise LookupError("size")
+
+
+def test_the_engine_asks_no_python_for_rank_and_size(tmp_path: Path) -> None:
+    """There they cannot fail: an exception would end the process."""
+    with pytest.raises(FileNotFoundError):
+        _core.read_catalog(_Raising(0, 2), tmp_path / "a.safetensors", 5.0)

@@ -7,8 +7,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+#include <new>
+
 #include "average/arena.h"
 #include "average/plan.h"
+#include "average/swap_seam.h"
 #include "core.h"
 #include "kernels/cuda.h"
 #include "kernels/kernels.h"
@@ -41,6 +45,24 @@ AverageOptions make_options(std::vector<Schedule> schedules, const std::string& 
   options.num_threads = num_threads;
   options.keep_values = keep_values;
   return options;
+}
+
+std::atomic<int> swap_steps_left = 0, swap_failures_left = 0;
+
+void fail_swap_step() {
+  if (swap_steps_left-- > 0 || swap_failures_left == 0) return;
+  --swap_failures_left;
+  throw std::bad_alloc();
+}
+
+/// For tests: `steps` steps of swaps go well from now on, the `failures` after them have no memory. Returns whether any step failed before.
+bool fail_swaps(int steps, int failures) {
+  static int wanted = 0;
+  const bool failed = swap_failures_left < wanted;
+  swap_steps_left = steps;
+  swap_failures_left = wanted = failures;
+  average::swap_seam = failures > 0 ? fail_swap_step : nullptr;
+  return failed;
 }
 
 struct Limit {
@@ -199,6 +221,8 @@ void bind_average(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>());
   m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
   m.def("cuda_built", &kernels::cuda::built);
+  m.def("fail_swaps", &fail_swaps, "steps"_a, "failures"_a,
+        "For tests: `steps` steps of swaps go well from now on, the `failures` after them raise MemoryError. True if some did since the last call.");
   m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a,
         "Bytes from one average's memory to the next one's, on a CPU.");
   m.def("simd_target", &kernels::cpu::target, "The instruction set that the CPU kernels use here.");

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardow.averages.tracked import Tracked
-from shardow.base.signals import Held
+from shardow.base.signals import Held, impatient
 from shardow.model.local import LocalTensor
 from shardow.ranks.transfers import begun, finish
 
@@ -59,17 +59,14 @@ class Exchange:
 
         Signals wait for the end, or for a second, since others wait for what this rank sends.
         """
-        deadline, held = time.monotonic() + seconds, Held()
-        try:
-            held.begin()
+        deadline = time.monotonic() + seconds
+        with Held():
             for step in self._steps:
-                self._gather(step, deadline, held)
+                self._gather(step, deadline)
                 writes()
                 self._take(step)
-        finally:
-            held.end()
 
-    def _gather(self, step: _Step, deadline: float, held: Held) -> None:
+    def _gather(self, step: _Step, deadline: float) -> None:
         *received, sent = step.buffers
         for local, flat in step.strided:
             flat.copy_(local.tensor.reshape(-1))
@@ -79,10 +76,10 @@ class Exchange:
             at += piece.numel()
         work = begun(lambda: dist.all_gather([_bytes(one) for one in received], _bytes(sent), group=step.group, async_op=True), _OTHERWISE)
         pause = 2e-5
-        while work is not None and not work.is_completed() and time.monotonic() < deadline and not held.impatient():
+        while work is not None and not work.is_completed() and time.monotonic() < deadline and not impatient():
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
-        finish(work, 0.001 if held.impatient() else deadline - time.monotonic(), _OTHERWISE)
+        finish(work, 0.001 if impatient() else deadline - time.monotonic(), _OTHERWISE)
 
     def _take(self, step: _Step) -> None:
         for member, pieces in enumerate(step.pieces):

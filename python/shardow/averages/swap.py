@@ -7,6 +7,8 @@
 5. ranks meet and tell how they fared; one that failed waits a moment, and goes on
 6. own parts are taken back, replicas send theirs where anybody has shared, memory that moved is followed, ``Average.settle``
 
+Signals wait for the end of what ranks do together, but for waits, where the others are told (``base.signals.Held``).
+
 What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be repeated. Without
 replicas step 6 comes before 5. With them it needs all ranks: a rank whose block raised while others are still in theirs leaves the averages
 where they are, and says so; restore() is step 6 then.
@@ -15,18 +17,20 @@ where they are, and says so; restore() is step 6 then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shardow import _core, errors
 from shardow.averages import tracked as _tracked
-from shardow.averages.cuda_streams import Streams, with_memory
+from shardow.averages.cuda_streams import Streams
 from shardow.averages.replicas import Exchange
 from shardow.averages.swap_block import Block
 from shardow.averages.swap_meeting import LEAVING, Meeting, Status, noted_in, text_of
+from shardow.averages.swap_memory import SwapMemory
 from shardow.averages.swap_moves import Move, find_moves, warn_of_casts, warn_of_writes
 from shardow.base.checks import invalid
+from shardow.base.signals import Held
 from shardow.model import swap_guard
 from shardow.model.view import ModelView
 from shardow.ranks.team import Team
@@ -36,38 +40,18 @@ _RESTORE = "to have the weights back, call restore() of the EMA on every rank th
 Together = Callable[[str, Callable[[], None]], None]
 
 
-class Swap:
+class Swap(SwapMemory):
     """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far anything is swapped;
     ``_why`` explains it."""
 
     def __init__(
         self, engine: _core.Average, streams: Streams, tracked: Sequence[_tracked.Tracked], view: ModelView, team: Team, splits: bool
     ) -> None:
-        self._engine, self._streams, self._tracked, self._view, self._team, self._splits = engine, streams, tracked, view, team, splits
-        self.strided = _tracked.strided(tracked)  # those that the engine sees through a stage
+        super().__init__(engine, streams, tracked, view)
+        self._team, self._splits = team, splits
         self._why: str | None = None  # why the averages are still there though the block is left
         self._meeting: Meeting | None = None
         self._versions: dict[str, int] = {}
-
-    @property
-    def swapped(self) -> bool:
-        return self._engine.swapped
-
-    @property
-    def _average(self) -> _core.Average:
-        """The engine, on torch's current streams."""
-        self._streams.follow(self._engine)
-        return self._engine
-
-    def weights(self) -> Iterator[torch.Tensor]:
-        """The memory of the weights, of what is averaged in their place, and of the averages."""
-        for one in self._tracked:
-            yield one.local.tensor
-            yield one.source
-            yield from one.averages
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self._view.parameter_objects()
 
     def block(self, k: int, together: Together) -> Block:
         """``together(what, check)`` runs check() on all ranks or raises on all."""
@@ -75,6 +59,17 @@ class Swap:
 
     def enter(self, k: int, together: Together) -> None:
         """Steps 1 to 3. Where it raises the weights are back, or the engine knows how far they are not."""
+        inside = False
+        try:
+            with Held(waits=True):
+                self._enter(k, together)
+                inside = True
+        except BaseException as error:
+            if inside:  # a signal that has waited
+                self.leave(error)
+            raise
+
+    def _enter(self, k: int, together: Together) -> None:
         exchange: list[Exchange] = []
         together("swapped()", lambda: exchange.extend(self._ready()))
         self._why, self._meeting = None, Meeting(self._team)
@@ -94,11 +89,8 @@ class Swap:
 
     def leave(self, error: BaseException | None) -> None:
         """Steps 5 and 6. ``error``: what ends the block, and what the caller raises; what else happens becomes a note of it."""
-        if error is None:
-            self._leave(None)
-        else:
-            with noted_in(error):
-                self._leave(text_of(error))
+        with Held(waits=True), noted_in(error):
+            self._leave(None if error is None else text_of(error))
 
     def out(self) -> None:
         """swap_out()."""
@@ -106,17 +98,21 @@ class Swap:
             raise invalid("swap_out(): nothing is swapped in; the model holds its weights")
         if self._why:
             self.refuse("swap_out()")
-        self._leave(None)
+        self.leave(None)
 
     def restore(self, strict: bool = True) -> None:
         """Step 6 from wherever it is needed. Collective where replicas own parts of the weights."""
+        with Held(waits=True):
+            self._restore(strict)
+
+    def _restore(self, strict: bool) -> None:
         if not self._splits:
             self._bring_back(self._moves(strict))
             return
         try:
             moves, exchange = self._team.agree("restore()", lambda: self._prepare_return(strict))
             shared = self._team.gather("restore()", b"%d" % self._average.swap_state.shared)
-            self._bring_back(moves, exchange if b"1" in shared else None)
+            self._bring_back(moves, exchange if b"1" in shared else None, "restore()")
         except (TimeoutError, ConnectionError) as missing:
             if not self.swapped or not isinstance(missing, errors.Error):
                 raise
@@ -158,13 +154,6 @@ class Swap:
         self._view.reshard()
         return self._view.unchanged() or self._view.follow_moves(self._bind)
 
-    def _bind(self) -> None:
-        for one in self._tracked:
-            one.follow()
-        self.strided = _tracked.strided(self._tracked)
-        sources = _tracked.source_views(self._tracked)
-        with_memory(lambda: self._average.bind(sources))
-
     # ---- in
 
     def _ready(self) -> list[Exchange]:
@@ -173,19 +162,11 @@ class Swap:
 
     def _exchange_own(self, k: int) -> None:
         """Step 2; with replicas on all ranks or on none, since they wait for each other next."""
-
-        def exchange() -> None:
-            self._view.reshard()
-            _tracked.gather(self.strided)
-            weights = _tracked.weight_views(self._tracked)
-            with_memory(lambda: self._average.swap_in(weights, k))
-            _tracked.scatter(self.strided)
-
         swap_guard.enter(self)
         if self._splits:
-            self._team.agree("swapped()", exchange)
+            self._team.agree("swapped()", lambda: self._swap_in(k))
         else:
-            exchange()
+            self._swap_in(k)
 
     def _back_out(self, error: BaseException) -> None:
         """Step 2 failed, and only own parts were touched. Without replicas the others are inside by now, and are told when they leave."""
@@ -196,11 +177,6 @@ class Swap:
             self._bring_back(self._moves())
             if self._meeting:
                 self._meeting.note(text_of(error))
-
-    def _shown(self) -> None:
-        """Memory was written: autograd is told, and nothing of the old values may survive in an unsharded copy."""
-        self._view.bump_versions()
-        self._view.reshard()
 
     # ---- out
 
@@ -241,7 +217,9 @@ class Swap:
             )
         try:
             self._bring_back(moves, exchange if any(one.shared for one in everybody) else None)
-        except (TimeoutError, ConnectionError) as lost:
+        except Exception as lost:
+            if not self.swapped:
+                raise
             raise self._still_there(lost) from None
         meeting.raise_for(everybody)
 
@@ -272,17 +250,21 @@ class Swap:
         return find_moves(self._view, self._tracked, strict)
 
     @torch.no_grad()
-    def _bring_back(self, moves: Sequence[Move], exchange: Exchange | None = None) -> None:
-        """Step 6, in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has it now."""
+    def _bring_back(self, moves: Sequence[Move], exchange: Exchange | None = None, what: str = LEAVING) -> None:
+        """Step 6, in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has it now.
+
+        Replicas begin their exchange when all have taken back what they own: who failed there would be waited for.
+        """
         if not self.swapped and exchange is None:
             swap_guard.settle(self)
             return
         self._view.reshard()
         versions, self._versions = self._versions, {}
         written = [] if moves else [name for name, now in self._view.versions().items() if versions.get(name, now) != now]
-        self._average.take_back(_tracked.weight_views(self._tracked))
-        _tracked.scatter(self.strided)
-        if exchange is not None:
+        if exchange is None:
+            self._take_back()
+        else:
+            self._team.agree(what, self._take_back)
             exchange.run(self._team.timeout)
         for move in moves:
             move.make()

@@ -74,11 +74,13 @@ def text_of(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def noted_in(error: BaseException) -> Iterator[None]:
-    """What goes wrong besides ``error``, which is raised, is told in a note of it."""
+def noted_in(error: BaseException | None) -> Iterator[None]:
+    """What goes wrong besides ``error``, which is raised, is told in a note of it. Without one it is raised itself."""
     try:
         yield
     except Exception as second:
+        if error is None:
+            raise
         if hasattr(error, "add_note"):
             error.add_note(f"shardow: {second}")
         else:  # before Python 3.11

@@ -1,48 +1,101 @@
-"""Signals that wait: while ranks send each other parts, one that stopped halfway would leave the others waiting for it."""
+"""Signals that wait: what ranks do together is not to be left halfway, since the others would wait for it."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 _PATIENCE = 1.0  # seconds that a signal waits for other ranks
+_LOOK = 0.1  # seconds between two looks at the signals, in a wait
+
+_holding: list[Held] = []  # the main thread's, the innermost last
 
 
 class Held:
-    """From begin() to end(), in the main thread, Python's signal handlers are put off; end() delivers what came. Elsewhere they never run.
+    """A block, in which Python's signal handlers are put off, in the main thread; its end delivers what came. Elsewhere they never run.
 
-    A second signal of a kind is delivered at once. ``begin`` and ``end`` stand before and in the ``finally`` of one ``try``.
+    A second signal of a kind is delivered at once. ``waits``: so is the first one in waits of other ranks, which can say that they were
+    interrupted; nowhere else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool = False) -> None:
+        self._waits = waits
         self._handlers: dict[int, Any] = {}
         self._pending: dict[int, float] = {}
+        self._raised: list[BaseException] = []  # by handlers
 
-    def begin(self) -> None:
+    def __enter__(self) -> Held:
         if threading.current_thread() is not threading.main_thread():
-            return
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                signal.signal(number, self._note)
+            return self
+        try:
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+            _holding.append(self)
+        except BaseException:
+            self._end()
+            raise
+        return self
 
-    def end(self) -> None:
-        handlers, self._handlers = self._handlers, {}
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self in _holding:
+            _holding.remove(self)
+        for number in sorted(self._handlers, key=signal.SIGINT.__eq__):  # last the one that will raise
+            signal.signal(number, self._handlers[number])
         pending, self._pending = self._pending, {}
         for number in pending:
             signal.raise_signal(number)
+        for error in self._raised:
+            raise error
 
-    def impatient(self) -> bool:
-        """True where a signal has waited long enough."""
-        return any(time.monotonic() - came > _PATIENCE for came in list(self._pending.values()))
+    def deliver(self) -> None:
+        """Raises what the handler of a signal raises that came."""
+        if self._raised:
+            raise self._raised.pop()
+        for number in list(self._pending):
+            del self._pending[number]
+            self._handlers[number](number, sys._getframe())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number in self._pending:
             self._handlers[number](number, frame)
         self._pending[number] = time.monotonic()
+
+
+def impatient() -> bool:
+    """True where a signal has waited long enough."""
+    return any(time.monotonic() - came > _PATIENCE for held in _holding for came in list(held._pending.values()))
+
+
+def waited(event: threading.Event, seconds: float) -> bool:
+    """``event.wait(seconds)``, in which signals that are held for waits are delivered. One that comes when the event is there is not."""
+    if not _in_waits():
+        return event.wait(seconds)
+    deadline = time.monotonic() + seconds
+    while not event.wait(max(min(_LOOK, deadline - time.monotonic()), 0.0)):
+        for held in list(_holding):
+            held.deliver()
+        if time.monotonic() >= deadline:
+            return False
+    return True
+
+
+def put_off(error: BaseException) -> bool:
+    """What a handler raised in a wait that was over all the same is raised in the next one, or at the block's end. False where no block holds signals."""
+    if not _in_waits():
+        return False
+    _holding[-1]._raised.append(error)
+    return True
+
+
+def _in_waits() -> bool:
+    return bool(_holding) and _holding[-1]._waits and threading.current_thread() is threading.main_thread()

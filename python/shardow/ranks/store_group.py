@@ -8,14 +8,15 @@ Each collective is a round with one atomic verdict, which late ranks read too, s
 4. all ranks return everybody's bytes, or raise the same error: also where ranks made different calls
 
 A rank begins round r only when it has finished round r - 1, so a round that succeeds lets the keys of the one before it be deleted. Rounds are counted for the life of a process group, not of
-whoever uses it: a rank that missed a call meets the verdict of that call next, and is then in step again. A rank that is interrupted while it waits ends the next round too, for those who would
-wait for it there, and is then in step again.
+whoever uses it: a rank that missed a call meets the verdict of that call next, and is then in step again. A rank that is interrupted while it waits proposes that as the verdict. Where the others had
+all they need by then, it goes on where its signals are held (base/signals.py), and ends the next round too where not, for those who would wait for it there. In both cases it is in step then.
 
 A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. A connection on which something was left is not used again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import threading
@@ -31,6 +32,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import _core, errors
+from shardow.base.signals import put_off
 from shardow.ranks.transfers import begun, finish
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
@@ -111,7 +113,11 @@ class StoreGroup(_core.Group):
             ) from None
         except Left as interrupt:
             left.set()
-            waited = self._end_next(this, call)
+            ended, waited = self._interrupted(this, call, sources)
+            if ended is not None and put_off(interrupt.cause):
+                return ended
+            if ended is not None:
+                self._end_next(this, call)
             if isinstance(interrupt.cause, KeyboardInterrupt):
                 raise KeyboardInterrupt(waited) from None
             raise interrupt.cause from None
@@ -132,7 +138,7 @@ class StoreGroup(_core.Group):
         if left.is_set():
             return [], []
         self._store = store
-        keys = [f"{this}/{rank}" for rank in range(self.size)]
+        keys = self._keys(this)
         written = [key for to, letter in letters.items() for key in self._set(store, f"{this}/{self.rank}/to/{to}", letter)]
         written += self._set(store, keys[self.rank], len(call).to_bytes(4, "little") + call + mine)
         seen = _ALL_THERE
@@ -145,10 +151,17 @@ class StoreGroup(_core.Group):
         if left.is_set():
             return [], []
         self._decide(store, this, seen)
-        gathered = self._get(store, keys)
+        answers = self._answers(store, this, sources)
         self._forget(store, this - 1, written)
-        everybody = self._bytes_of(gathered)
+        return answers
+
+    def _answers(self, store: Any, this: int, sources: Sequence[int]) -> tuple[list[bytes], list[bytes]]:
+        """(4), of a good round."""
+        everybody = self._bytes_of(self._get(store, self._keys(this)))
         return everybody, self._get(store, [f"{this}/{source}/to/{self.rank}" for source in sources])
+
+    def _keys(self, this: int) -> list[str]:
+        return [f"{this}/{rank}" for rank in range(self.size)]
 
     def _decide(self, store: Any, this: int, seen: str) -> None:
         """(3): raises a verdict that is not good."""
@@ -171,23 +184,33 @@ class StoreGroup(_core.Group):
                 )
         return [one[4 + len(call.encode()) :] for one, call in zip(everybody, calls, strict=True)]
 
-    def _end_next(self, this: int, call: str) -> str:
-        """Interrupted: the others learn of it in the round after ``this``, if the store answers. Returns for whom this rank waited."""
+    def _interrupted(self, this: int, call: str, sources: Sequence[int]) -> tuple[tuple[list[bytes], list[bytes]] | None, str]:
+        """The others learn of it at once, if the store answers. Returns what a round gave that was good all the same, and for whom this rank waited."""
 
-        def tell() -> list[int]:
+        def tell() -> tuple[tuple[list[bytes], list[bytes]] | None, list[int]]:
             store = self._store = self._connected()
-            missing = [self.ranks[rank] for rank in range(self.size) if not store.check([f"{this}/{rank}"])]
-            store.compare_set(f"{this + 1}/verdict", "", f"peer_failed rank {self.ranks[self.rank]} was interrupted in {call}")
-            store.set(f"{this + 1}/{self.rank}", "interrupted")
-            return missing
+            missing = [self.ranks[rank] for rank, key in enumerate(self._keys(this)) if not store.check([key])]
+            try:
+                self._decide(store, this, self._interruption(call))
+                return self._answers(store, this, sources), missing
+            except errors.Error:
+                return None, missing
 
-        self._store, self._round = None, this + 2
+        self._store = None
         try:
-            missing = wait_for(tell, _LAST_WORDS)
+            ended, missing = wait_for(tell, _LAST_WORDS)
         except (Overdue, Left, dist.DistError):
             self._store = None
-            return f"{call}: the store of the process group does not answer"
-        return f"{call}: waited for rank(s) {missing}" if missing else call
+            return None, f"{call}: the store of the process group does not answer"
+        return ended, f"{call}: waited for rank(s) {missing}" if missing else call
+
+    def _end_next(self, this: int, call: str) -> None:
+        self._round = this + 2
+        with contextlib.suppress(Overdue, Left, dist.DistError, errors.Error):
+            wait_for(lambda: self._decide(self._connected(), this + 1, self._interruption(call)), _LAST_WORDS)
+
+    def _interruption(self, call: str) -> str:
+        return f"peer_failed rank {self.ranks[self.rank]} was interrupted in {call}"
 
     def _connected(self) -> Any:
         """Channels wait at the same time, and so does torch: a connection serves one wait."""

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from shardow.base.signals import waited
+
 T = TypeVar("T")
 
 
@@ -82,7 +84,7 @@ def wait_for(fn: Callable[[], T], seconds: float) -> T:
     helper, job = _free(), _Job(fn)
     helper.give(job)
     try:
-        over = job.over.wait(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+        over = waited(job.over, min(max(seconds, 0.0), threading.TIMEOUT_MAX))
     except BaseException as error:
         helper.give(None)
         raise Left(error) from None

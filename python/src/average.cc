@@ -222,7 +222,8 @@ void bind_average(nb::module_& m) {
   m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
   m.def("cuda_built", &kernels::cuda::built);
   m.def("fail_swaps", &fail_swaps, "steps"_a, "failures"_a,
-        "For tests: `steps` steps of swaps go well from now on, the `failures` after them raise MemoryError. True if some did since the last call.");
+        "For tests: `steps` steps of swaps go well from now on, the `failures` after them raise MemoryError. True if some did since the "
+        "last call.");
   m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a,
         "Bytes from one average's memory to the next one's, on a CPU.");
   m.def("simd_target", &kernels::cpu::target, "The instruction set that the CPU kernels use here.");

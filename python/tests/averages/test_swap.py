@@ -25,6 +25,7 @@ PARTS = (
     "averages/swap_block.py",
     "model/swap_guard.py",
     "averages/swap_meeting.py",
+    "averages/swap_memory.py",
     "averages/swap_moves.py",
     "base/signals.py",
 )

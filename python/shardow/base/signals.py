@@ -90,7 +90,8 @@ def waited(event: threading.Event, seconds: float) -> bool:
 
 
 def put_off(error: BaseException) -> bool:
-    """What a handler raised in a wait that was over all the same is raised in the next one, or at the block's end. False where no block holds signals."""
+    """What a handler raised in a wait that was over all the same is raised in the next one, or at the block's end. False where no block
+    holds signals."""
     if not _in_waits():
         return False
     _holding[-1]._raised.append(error)

@@ -185,7 +185,8 @@ class StoreGroup(_core.Group):
         return [one[4 + len(call.encode()) :] for one, call in zip(everybody, calls, strict=True)]
 
     def _interrupted(self, this: int, call: str, sources: Sequence[int]) -> tuple[tuple[list[bytes], list[bytes]] | None, str]:
-        """The others learn of it at once, if the store answers. Returns what a round gave that was good all the same, and for whom this rank waited."""
+        """The others learn of it at once, if the store answers. Returns what a round gave that was good all the same, and for whom this
+        rank waited."""
 
         def tell() -> tuple[tuple[list[bytes], list[bytes]] | None, list[int]]:
             store = self._store = self._connected()

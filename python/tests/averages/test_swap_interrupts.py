@@ -1,6 +1,8 @@
-"""A swap on two ranks, of which one is interrupted, before any line of shardow's or at any step of the engine: the other learns of it in time, the weights come back on both, and all goes on.
+"""A swap on two ranks, of which one is interrupted, before any line of shardow's or at any step of the engine: the other learns of it in
+time, the weights come back on both, and all goes on.
 
-The same two processes take one point after the other, as a notebook's user does who goes on after each Ctrl-C. Nothing may be left of the points before.
+The same two processes take one point after the other, as a notebook's user does who goes on after each Ctrl-C. Nothing may be left of the
+points before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Shardow: the averaged (EMA) weights of models that train on many ranks; sharded, exact, resumable.
 
-``shardow.EMA`` keeps the averages of a PyTorch model; ``shardow.schedules`` says how much of the old average survives each step. Importing this package imports neither torch nor CUDA.
+``shardow.EMA`` keeps the averages of a PyTorch model; ``shardow.schedules`` says how much of the old average survives each step. Importing
+this package imports neither torch nor CUDA.
 """
 
 from __future__ import annotations

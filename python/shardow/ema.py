@@ -31,22 +31,27 @@ from shardow.model.view import find
 class EMA(Saved):
     """Exponential moving averages of ``model``'s parameters: e <- decay * e + (1 - decay) * p after every optimizer step.
 
-    Each rank averages what it holds, in place, in one pass, with no communication: 4 P / N bytes a rank. The averages are bit-identical at any world size, sharding
-    and thread count. Finds plain, DDP, FSDP1, FSDP2, HSDP and TP parameters by itself, through torch.compile and checkpoint wrappers.
+    Each rank averages what it holds, in place, in one pass, with no communication: 4 P / N bytes a rank. The averages are bit-identical at
+    any world size, sharding and thread count. Finds plain, DDP, FSDP1, FSDP2, HSDP and TP parameters by itself, through torch.compile and
+    checkpoint wrappers.
 
-    Construction is collective over the ranks that share the model, after it has been wrapped and its weights are in place; the averages begin equal to the weights.
+    Construction is collective over the ranks that share the model, after it has been wrapped and its weights are in place; the averages
+    begin equal to the weights.
 
     Args:
         model: any module. Names are those of the unwrapped model.
-        decay: weight kept on the old average per step, in [0, 1]; a Schedule of shardow.schedules; or a list of up to 8, all averaged in one pass.
+        decay: weight kept on the old average per step, in [0, 1]; a Schedule of shardow.schedules; or a list of up to 8, all averaged in
+            one pass.
         dtype: of the averages; float32 whatever the weights are.
         device: where the averages live; None: with their weights.
-        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide the work and the memory; "copy": each averages everything it holds.
+        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide the work and the memory; "copy": each averages everything it
+            holds.
         params: "trainable", "all", or a predicate of (name, parameter).
-        buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves them out. Integer buffers are only copied.
-        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p), "difference" (e.sub_((1-d)*(e-p))), "fused_difference" (e.sub_(e-p, alpha=1-d)) or
-            "quotient" (e + (p-e) / (1/(1-d))):
-            bit-equal to those forms.
+        buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves them out. Integer
+            buffers are only copied.
+        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p), "difference"
+            (e.sub_((1-d)*(e-p))), "fused_difference" (e.sub_(e-p, alpha=1-d)) or "quotient" (e + (p-e) / (1/(1-d))): bit-equal to those
+            forms.
         stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would lose it.
         nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise": held, then ValueError, with
             several ranks at the next collective call of this EMA and on all of them.
@@ -54,7 +59,8 @@ class EMA(Saved):
         start_step: an update at a step <= start_step copies the weights, the next one averages.
         seed: of stochastic rounding.
         source: {name: tensor} averaged in a parameter's place (an optimizer's float32 master copy), same local shape.
-        group: process group of ranks that hold replicas of a plain model, or the ranks of a model whose groups cannot be told from its meshes.
+        group: process group of ranks that hold replicas of a plain model, or the ranks of a model whose groups cannot be told from its
+            meshes.
         threads: CPU threads; 0: what OMP_NUM_THREADS and the affinity mask allow, at most 4.
         overlap: not built yet.
         timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
@@ -113,10 +119,12 @@ class EMA(Saved):
 
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
-        """Before each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the replay its numbers. Local; nothing waits.
+        """Before each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the replay its numbers.
 
-        An update() that is captured is recorded and not counted. Call this on the stream of the replay; a replay without it repeats the step before, and does nothing the
-        first time. Weights that moved need a new capture.
+        Local; nothing waits.
+
+        An update() that is captured is recorded and not counted. Call this on the stream of the replay; a replay without it repeats the
+        step before, and does nothing the first time. Weights that moved need a new capture.
 
         Args: as update().
 
@@ -125,22 +133,24 @@ class EMA(Saved):
         """
         if self._core.engine.swapped or not self._core.view.unchanged():
             raise invalid(
-                "prepare_replay(): weights were swapped, moved or replaced since update() was captured; a replay would read their old memory. Capture it anew"
+                "prepare_replay(): weights were swapped, moved or replaced since update() was captured; a replay would read their old "
+                "memory. Capture it anew"
             )
         self._core.engine.prepare_replay(step, samples)
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.
 
-        Steps that a GradScaler skips are not counted; with a fused optimizer on CUDA, learning that waits for the device. Several optimizers
-        of one model are attached one after another, in the order in which they step: one update follows when each has stepped.
+        Steps that a GradScaler skips are not counted; with a fused optimizer on CUDA, learning that waits for the device. Several
+        optimizers of one model are attached one after another, in the order in which they step: one update follows when each has stepped.
 
         Args:
             optimizer: torch's, or a wrapper that has it as ``.optimizer`` (accelerate's).
             samples: for schedules in samples: those of one step on all ranks, or a function that returns how many have been seen so far.
 
         Raises:
-            ValueError: attached to this optimizer already. TypeError: no optimizer. And in ``step()``, before it, where the weights are swapped.
+            ValueError: attached to this optimizer already. TypeError: no optimizer. And in ``step()``, before it, where the weights are
+                swapped.
         """
         return self._attached.add(optimizer, samples)
 
@@ -159,7 +169,8 @@ class EMA(Saved):
         """Inside the block the model holds the averages; after it, whatever happened, its weights again, bit for bit.
 
         Collective, both ends, where ranks share the model. In place, without a second copy of the weights: state_dict() and the like, and
-        optimizer.step(), wait until the block ends. ``decay`` chooses among several averages. A backward through activations from before the block raises, where autograd can see it.
+        optimizer.step(), wait until the block ends. ``decay`` chooses among several averages. A backward through activations from before
+        the block raises, where autograd can see it.
 
         Weights whose memory moved inside (``model.to()``, ``load_state_dict(assign=True)``) are put where the model has them now; with a
         RuntimeWarning where they were cast.
@@ -260,8 +271,9 @@ class EMA(Saved):
     def stats(self) -> dict[str, float]:
         """What this rank holds and did, a flat dict of numbers for a logger.
 
-        step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters, elements and bytes of the averages on this rank, bytes_moved and
-        seconds of the last update, held_nonfinite: elements kept because their weight was NaN or Inf, since the start,
+        step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters, elements and bytes of the
+        averages on this rank, bytes_moved and seconds of the last update, held_nonfinite: elements kept because their weight was NaN or
+        Inf, since the start,
         table_bytes: memory of the lists that an update goes through.
         """
         stats: dict[str, float] = dict(self._core.engine.stats())
@@ -280,7 +292,8 @@ class EMA(Saved):
     def __repr__(self) -> str:
         stats, options = self._core.engine.stats(), self._core.engine.state()
         return (
-            f"EMA(decay=[{', '.join(self._core.keys)}], {_state.options_in(options)}, {stats['parameters']} tensors, {stats['elements']:,} elements "
+            f"EMA(decay=[{', '.join(self._core.keys)}], {_state.options_in(options)}, {stats['parameters']} tensors, "
+            f"{stats['elements']:,} elements "
             f"on this rank of {self._core.team.size}, {stats['bytes']:,} bytes, step {stats['step']})"
         )
 

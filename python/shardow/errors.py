@@ -13,7 +13,10 @@ def __dir__() -> list[str]:
 
 
 class Error(Exception):
-    """Base of everything that shardow raises on purpose. ``code`` is one of a closed set; ``errno`` is 0 unless the operating system refused."""
+    """Base of everything that shardow raises on purpose.
+
+    ``code`` is one of a closed set; ``errno`` is 0 unless the operating system refused.
+    """
 
     code = "internal"
 
@@ -91,7 +94,8 @@ class InternalError(Error, RuntimeError):
 _CLASSES: dict[str, type[Error]] = {
     cls.code: cls
     for cls in (
-        InvalidArgumentError, NotFoundError, CorruptError, UnsupportedError, IoError, OutOfSpaceError, OutOfMemoryError, DeadlineError, PeerFailedError, InternalError,
+        InvalidArgumentError, NotFoundError, CorruptError, UnsupportedError, IoError, OutOfSpaceError, OutOfMemoryError, DeadlineError,
+        PeerFailedError, InternalError,
     )
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Schedules: how much of the old average survives each update. Every function returns a Schedule, a value that is saved with the averages.
 
-n is the optimizer step since averaging began, 1 at the first update; d the decay of that update. Where several steps lie between two updates, their decays are multiplied.
+n is the optimizer step since averaging began, 1 at the first update; d the decay of that update. Where several steps lie between two
+updates, their decays are multiplied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def half_life(steps: float) -> Schedule:
 
 
 def half_life_in_samples(samples: float) -> Schedule:
-    """The old average halves in ``samples`` training samples; ``update(samples=)`` must tell how many have been seen. Independent of the batch size."""
+    """The old average halves in ``samples`` training samples; ``update(samples=)`` must tell how many have been seen.
+
+    Independent of the batch size.
+    """
     return Schedule.make("half_life_in_samples", {"samples": samples})
 
 
@@ -59,7 +63,10 @@ def tf_warmup(decay: float) -> Schedule:
 def timm(
     decay: float, min_decay: float = 0.0, update_after_step: int = 0, *, use_warmup: bool = False, gamma: float = 1.0, power: float = 2 / 3
 ) -> Schedule:
-    """timm's ModelEmaV3.get_decay(n): m = n - update_after_step - 1; 0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay."""
+    """timm's ModelEmaV3.get_decay(n), with m = n - update_after_step - 1.
+
+    0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay.
+    """
     numbers = {
         "decay": decay,
         "min_decay": min_decay,
@@ -74,9 +81,13 @@ def timm(
 def dist_ema(
     decay: float, warmup: bool = False, power: float = 2 / 3, *, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0
 ) -> Schedule:
-    """DistEMA: m = max(0, n - 1 - update_after_step - 1), since it counts after it uses; max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)). The first two updates copy."""
+    """DistEMA, with m = max(0, n - 1 - update_after_step - 1), since it counts after it uses.
+
+    d = max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)). The first two updates copy.
+    """
     numbers = {
-        "decay": decay, "warmup": warmup, "power": power, "min_decay": min_decay, "inv_gamma": inv_gamma, "update_after_step": update_after_step,
+        "decay": decay, "warmup": warmup, "power": power, "min_decay": min_decay, "inv_gamma": inv_gamma,
+        "update_after_step": update_after_step,
     }  # fmt: skip
     return Schedule.make("dist_ema", numbers)
 
@@ -90,9 +101,13 @@ def diffusers(
     inv_gamma: float = 1.0,
     power: float = 2 / 3,
 ) -> Schedule:
-    """diffusers' EMAModel.get_decay(n): m = n - update_after_step - 1; 0 for m <= 0; 1 - (1 + m / inv_gamma)^-power, or (1 + m) / (10 + m), into [min_decay, decay]."""
+    """diffusers' EMAModel.get_decay(n), with m = n - update_after_step - 1.
+
+    0 for m <= 0; 1 - (1 + m / inv_gamma)^-power, or (1 + m) / (10 + m), into [min_decay, decay].
+    """
     numbers = {
-        "decay": decay, "min_decay": min_decay, "update_after_step": update_after_step, "use_ema_warmup": use_ema_warmup, "inv_gamma": inv_gamma, "power": power,
+        "decay": decay, "min_decay": min_decay, "update_after_step": update_after_step, "use_ema_warmup": use_ema_warmup,
+        "inv_gamma": inv_gamma, "power": power,
     }  # fmt: skip
     return Schedule.make("diffusers", numbers)
 
@@ -100,7 +115,9 @@ def diffusers(
 def ema_pytorch(
     beta: float = 0.9999, update_after_step: int = 100, *, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0
 ) -> Schedule:
-    """ema-pytorch's get_current_decay() at its n-th update: m = n - update_after_step - 1; 0 for m <= 0, else 1 - (1 + m / inv_gamma)^-power in [min_value, beta].
+    """ema-pytorch's get_current_decay() at its n-th update, with m = n - update_after_step - 1.
+
+    0 for m <= 0, else 1 - (1 + m / inv_gamma)^-power in [min_value, beta].
 
     The origin computes in float32; this is within one rounding of it.
     """
@@ -124,7 +141,10 @@ def mean() -> Schedule:
 
 
 def power(sigma_rel: float) -> Schedule:
-    """Power-function profile of relative width sigma_rel in (0, 0.28]: d = (1 - 1/n)^(gamma + 1) (EDM2, Karras et al., arXiv 2312.02696, eq. 121 ff.)."""
+    """Power-function profile of relative width sigma_rel in (0, 0.28]: d = (1 - 1/n)^(gamma + 1).
+
+    From EDM2, Karras et al., arXiv 2312.02696, eq. 121 ff.
+    """
     return Schedule.make("power", {"sigma_rel": sigma_rel})
 
 
@@ -161,7 +181,8 @@ def _as_schedule(decay: object) -> Schedule:
 
 
 __all__ = [
-    "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life", "half_life_fraction", "half_life_in_samples",
+    "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life", "half_life_fraction",
+    "half_life_in_samples",
     "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup",
 ]  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""Rooms import what their docstrings say they may, and nothing in a circle: imports in functions and for type checkers count as any other."""
+"""Rooms import what their docstrings say they may, and nothing in a circle.
+
+Imports in functions and for type checkers count as any other.
+"""
 
 from __future__ import annotations
 

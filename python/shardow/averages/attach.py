@@ -41,7 +41,8 @@ class Handle:
 class Attachments:
     """The optimizers that an EMA is attached to. A training step is one round: each of them steps once, or is skipped.
 
-    The update of a round follows the step of the optimizer that was attached last; where a GradScaler skips that one, it comes before the next round.
+    The update of a round follows the step of the optimizer that was attached last; where a GradScaler skips that one, it comes before the
+    next round.
     """
 
     def __init__(self, update: Callable[[Samples | None], None], ready: Callable[[], None]) -> None:
@@ -95,12 +96,16 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
         found = found.optimizer
     if not hasattr(found, "_optimizer_step_post_hooks"):
         raise errors.UnknownOptionError(
-            f"attach() takes a torch.optim.Optimizer, or a wrapper with one as .optimizer, not a {type(optimizer).__name__}; call update() after its steps instead"
+            f"attach() takes a torch.optim.Optimizer, or a wrapper with one as .optimizer, not a {type(optimizer).__name__}; call "
+            "update() after its steps instead"
         )
     return found  # type: ignore[no-any-return]
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """A GradScaler leaves it to fused optimizers to skip the step, and tells them by an attribute. On CUDA the answer waits for the device."""
+    """A GradScaler leaves it to fused optimizers to skip the step, and tells them by an attribute.
+
+    On CUDA the answer waits for the device.
+    """
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())

@@ -35,7 +35,8 @@ T = TypeVar("T")
 class Averages:
     """What EMA is the face of, and what surfaces compose.
 
-    ``view``: the model as it was found; ``team``: the ranks that share it; ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with the weights.
+    ``view``: the model as it was found; ``team``: the ranks that share it; ``tracked``: what is averaged; ``keys``: what several averages
+    are called; ``swap``: the transaction with the weights.
     """
 
     def __init__(

@@ -14,8 +14,10 @@ _OWN = re.compile(r'("held_non_finite":)(\d+)')  # the elements of a rank's own 
 
 
 def agreed(what: str, state: str, team: Team) -> str:
-    """``state``, a rank's own, with what each rank counts for itself summed over the ranks. Raises ValueError on every rank where ranks have made other updates, or go by other options.
-    Collective."""
+    """``state``, a rank's own, with what each rank counts for itself summed over the ranks.
+
+    Raises ValueError on every rank where ranks have made other updates, or go by other options. Collective.
+    """
     if team.size == 1:
         return state
     numbers: dict[str, Any] = json.loads(_OWN.sub(r"\g<1>0", state))

@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 class Streams:
-    """Which stream of each device the engine works on: the one that was current when somebody last asked for the engine. The device waits where they differ, never the host."""
+    """Which stream of each device the engine works on: the one that was current when somebody last asked for the engine.
+
+    The device waits where they differ, never the host.
+    """
 
     def __init__(self, averages: Iterable[torch.Tensor]) -> None:
         self._memory = {tensor.device: tensor for tensor in averages if tensor.is_cuda}  # any tensor stands for its allocation
@@ -30,7 +33,10 @@ class Streams:
 
 
 def with_memory(make: Callable[[], T]) -> T:
-    """``make()``, once more without torch's cached blocks where a device has no memory left: the engine's tables are not of torch's allocator, which keeps what it once had."""
+    """``make()``, once more without torch's cached blocks where a device has no memory left.
+
+    The engine's tables are not of torch's allocator, which keeps what it once had.
+    """
     try:
         return make()
     except errors.OutOfMemoryError:

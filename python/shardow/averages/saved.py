@@ -54,7 +54,10 @@ class Saved(States):
         progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> SaveHandle:
-        """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save(). Collective."""
+        """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save().
+
+        Collective.
+        """
         files, options = self._to_save("async_save()", max_shard_size, metadata)
         return engine.write_in_background(files, path, self._core.team, progress=progress, **options)
 
@@ -138,7 +141,9 @@ class Saved(States):
         progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one .safetensors file. Collective.
+        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one .safetensors file.
+
+        Collective.
 
         Args:
             dtype: of all floating tensors, "bfloat16", torch.float8_e4m3fn, ...; None: each weight's own. float8, and weights of several

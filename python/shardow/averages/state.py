@@ -54,7 +54,10 @@ def engine_state(state: Mapping[str, Any]) -> str:
 def check(
     state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str], strict: bool = True
 ) -> tuple[list[Copy], dict[str, list[str]]]:
-    """What load_state_dict will copy, and the names that are missing and unexpected. Raises with everything that does not fit, before anything is copied; unless ``strict``, names may lack."""
+    """What load_state_dict will copy, and the names that are missing and unexpected.
+
+    Raises with everything that does not fit, before anything is copied; unless ``strict``, names may lack.
+    """
     averages = state.get("averages")
     if not isinstance(averages, Mapping):
         raise invalid("this is not a state of shardow.EMA: 'averages' is missing")
@@ -118,7 +121,10 @@ def listed(problems: Sequence[str]) -> str:
     text = "; ".join(problems[:20]) + " ..." * (len(problems) > 20)
     if not any(one.endswith(_OTHERWISE) for one in problems):
         return text
-    return f"{text}. A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, which reshard, or pass full tensors, those of full_state_dict() for example"
+    return (
+        f"{text}. A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, which reshard, "
+        "or pass full tensors, those of full_state_dict() for example"
+    )
 
 
 def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:

@@ -28,10 +28,13 @@ class States:
     _core: Averages
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for torch.distributed.checkpoint. Local.
+        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for torch.distributed.checkpoint.
 
-        With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this EMA's own memory: what
-        changes them changes it. What other ranks hold a part of is a Piece, whose pickling warns: torch.save() on rank 0 would keep rank 0's.
+        Local.
+
+        With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this EMA's own memory:
+        what changes them changes it. What other ranks hold a part of is a Piece, whose pickling warns: torch.save() on rank 0 would keep
+        rank 0's.
         """
         self._core.not_swapped("state_dict()")
         return _state.make(self._core.tracked, self._core.keys, self._core.engine.state())
@@ -46,8 +49,8 @@ class States:
             strict: False takes what there is: averages that the state lacks stay as they are (those of a new EMA are its model's weights),
                 those that are not wanted are left out. So weights that were added or unfrozen are taken in by a new EMA:
                 ``new.load_state_dict(old.state_dict(), strict=False)``.
-            options: decays, rule, rounding, update_every, start_step and seed from now on: "file": the state's, with a warning where this EMA
-                was made with others; "own": those that it was made with. Several averages are taken in the order of their decays there.
+            options: decays, rule, rounding, update_every, start_step and seed from now on: "file": the state's, with a warning where this
+                EMA was made with others; "own": those that it was made with. Several averages are taken in the order of their decays there.
 
         Returns:
             {"missing": [name], "unexpected": [name]}.
@@ -97,16 +100,19 @@ class States:
         if different:
             told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in different)
             warn(
-                f"{what}: {told}. What is there is in force now (but the dtype, which stays); options='own' keeps what the EMA was made with"
+                f"{what}: {told}. What is there is in force now (but the dtype, which stays); options='own' keeps what the EMA was made "
+                "with"
             )
 
     def full_state_dict(self, decay: Decay | None = None, complete: bool = True) -> dict[str, torch.Tensor]:
-        """The model with averaged weights on rank 0, {} elsewhere: fresh, full CPU tensors by name. Collective; one tensor at a time travels.
+        """The model with averaged weights on rank 0, {} elsewhere: fresh, full CPU tensors by name.
+
+        Collective; one tensor at a time travels.
 
         Args:
             decay: which of several averages.
-            complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the unwrapped model; False:
-                the averages alone, each once.
+            complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the unwrapped model;
+                False: the averages alone, each once.
         """
         k = decay_keys.choose(self._core.keys, decay)
         self._core.ready_to_hand_out("full_state_dict()", self._core.others if complete else None)
@@ -116,7 +122,10 @@ class States:
         return {**self._core.gatherer("full_state_dict()", k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
 
     def _odd(self, what: str) -> dict[str, torch.Tensor]:
-        """On rank 0, copies of what has no elements in memory (sparse, quantised): they can't be put together from parts, and no file holds them. Collective."""
+        """On rank 0, copies of what has no elements in memory (sparse, quantised).
+
+        They can't be put together from parts, and no file holds them. Collective.
+        """
 
         def copies() -> dict[str, torch.Tensor]:
             odd = [one for one in self._core.others() if oddity(one.tensor)]

@@ -26,8 +26,8 @@ _ALIGN = 64  # bytes; the engine's kernels like averages to start there
 class Tracked:
     """One averaged tensor on this rank.
 
-    ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it unless replicas split the work), which begins at
-    element ``begin`` of the local memory; ``averages[k]`` are 1-D tensors of region.size elements, views into the arena.
+    ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it unless replicas split the work), which
+    begins at element ``begin`` of the local memory; ``averages[k]`` are 1-D tensors of region.size elements, views into the arena.
     """
 
     local: LocalTensor

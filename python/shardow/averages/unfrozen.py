@@ -30,7 +30,8 @@ class Unfrozen:
         self._frozen = []
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         warn(
-            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and swapped() have the weights as they "
+            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and swapped() have the "
+            "weights as they "
             "are. To average them, make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
         )
 

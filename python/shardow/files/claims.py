@@ -1,12 +1,18 @@
-"""Saves of some of a job's ranks: who saved what to which path, kept in the job's store, so that parts of one model (pipeline stages) do not replace each other there without a word.
+"""Saves of some of a job's ranks.
+
+Who saved what to which path, kept in the job's store, so that parts of one model (pipeline stages) do not replace each other there without
+a word.
 
 All that follows is of the place where the files will be:
 
-1. Whoever saves first leaves a claim (``compare_set``): its ranks, and a digest of names and global shapes. Whoever comes later with the same tensors shares the claim.
-2. One with other tensors takes the claim over where it shares it, where it is joined by all ranks of the claim, or where what the claim's save left is not there any more. Else it is refused.
+1. Whoever saves first leaves a claim (``compare_set``): its ranks, and a digest of names and global shapes. Whoever comes later with the
+   same tensors shares the claim.
+2. One with other tensors takes the claim over where it shares it, where it is joined by all ranks of the claim, or where what the claim's
+   save left is not there any more. Else it is refused.
 3. ``left`` says what the last of these saves left there (a file, its inode, size and time), and nothing while one is under way.
 
-Nobody waits: rank 0 of those who save asks the store, for as long as it may take to answer. Where it does not, the save goes on without a claim, and a warning says so.
+Nobody waits: rank 0 of those who save asks the store, for as long as it may take to answer. Where it does not, the save goes on without a
+claim, and a warning says so.
 """
 
 from __future__ import annotations
@@ -77,7 +83,10 @@ Save = _core.Save | ClaimedSave
 
 
 def claimed(save: _core.Save, names: Sequence[str], path: str, team: Team) -> Save:
-    """``save``, to be written in place of the given one. ``names``: of its files, empty where the engine names one or more. Raises ValueError on all of the save's ranks where it must not be written. Collective."""
+    """``save``, to be written in place of the given one. ``names``: of its files, empty where the engine names one or more.
+
+    Raises ValueError on all of the save's ranks where it must not be written. Collective.
+    """
     if not dist.is_initialized() or team.size >= dist.get_world_size():
         return save
     ranks = [dist.get_rank()] if team.process_group is None else dist.get_process_group_ranks(team.process_group)
@@ -106,8 +115,9 @@ def _claim(mine: _Claim, names: Sequence[str], path: str, timeout: float) -> _He
         return _Held(group, patience, place, mine.nonce, None)  # the store may still come to it
     if isinstance(answer, _Claim):
         return (
-            f"{path}: two saves of one job would replace each other, and nothing was written. There, or on the way: {answer}. Now: {mine}. Give each part of a model a path of its own "
-            "(a pipeline stage: its number in the name), or save all parts as one: shardow.save(part, path, group=) with a group of all their ranks"
+            f"{path}: two saves of one job would replace each other, and nothing was written. There, or on the way: {answer}. "
+            f"Now: {mine}. Give each part of a model a path of its own (a pipeline stage: its number in the name), "
+            "or save all parts as one: shardow.save(part, path, group=) with a group of all their ranks"
         )
     return _Held(group, patience, place, *answer)
 

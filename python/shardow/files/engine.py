@@ -48,7 +48,9 @@ def with_state(by_key: dict[str, list[Part]], state: str, metadata: Mapping[str,
 
 
 def averages_there(path: StrPath, wanted: int, team: Team) -> list[str]:
-    """The keys of an EMA that was saved with several decays, in its order; where several are ``wanted``, also of one that was saved with one.
+    """The keys of an EMA that was saved with several decays, in its order.
+
+    Where several are ``wanted``, also of one that was saved with one.
 
     [] where it is neither, or nothing that can be read: then reading it says so. Rank 0 looks, for all. Collective.
     """

@@ -33,6 +33,7 @@ def to_write(path: StrPath) -> str:
     if ending.lower() in _OTHERS and not os.path.isdir(text):
         raise errors.make(
             "invalid_argument",
-            f"{text}: what is written is safetensors. Give {stem}.safetensors for one file, {stem} for a directory, or torch.save() a state_dict() for {ending}",
+            f"{text}: what is written is safetensors. Give {stem}.safetensors for one file, {stem} for a directory, "
+            f"or torch.save() a state_dict() for {ending}",
         )
     return text

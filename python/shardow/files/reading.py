@@ -15,7 +15,8 @@ from shardow.files.paths import StrPath
 
 #: numpy's name of each dtype; bfloat16, which numpy lacks, comes as float32, which holds every value of it.
 _NUMPY = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32", "U64": "uint64",
+    "I64": "int64", "F16": "float16",
     "BF16": "float32", "F32": "float32", "F64": "float64", "C64": "complex64",
 }  # fmt: skip
 
@@ -38,7 +39,9 @@ class Slice:
         return self.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """Integers and slices with positive steps. Raises IndexError outside of the shape, NotImplementedError for a dtype that the framework lacks or a slice inside of its packed
+        """Integers and slices with positive steps.
+
+        Raises IndexError outside of the shape, NotImplementedError for a dtype that the framework lacks or a slice inside of its packed
         elements, ValueError where a whole tensor's checksum differs, OSError where the file was written over."""
         ranges = _ranges(self.name, self.shape, index)
         region = _core.Region.grid(list(self.shape), [_intervals(one) for one in ranges])
@@ -72,8 +75,11 @@ class Slice:
 
 
 class Checkpoint(Mapping[str, Any]):
-    """{name: tensor} of a file or a Hugging Face directory, each read when it is asked for; and its ``metadata``. What is read is what was opened, also when the path is replaced: the
-    files stay open until close(), the end of a ``with`` block, or the last reference. A file whose bytes are written over meanwhile is an OSError."""
+    """{name: tensor} of a file or a Hugging Face directory, each read when it is asked for; and its ``metadata``.
+
+    What is read is what was opened, also when the path is replaced: the files stay open until close(), the end of a ``with`` block, or the
+    last reference. A file whose bytes are written over meanwhile is an OSError.
+    """
 
     def __init__(self, catalog: _core.Catalog, path: str, framework: Framework) -> None:
         self.path = path
@@ -156,7 +162,8 @@ def open_checkpoint(path: StrPath, framework: Framework | None = None, *, decay:
     """Opens a .safetensors file, a Hugging Face directory or a saved EMA, reads and checks the headers, and no data. Not collective.
 
     Args:
-        framework: "torch" or "numpy", of what it gives; default: torch where that is installed. numpy has no bfloat16: such tensors come as float32.
+        framework: "torch" or "numpy", of what it gives; default: torch where that is installed. numpy has no bfloat16: such tensors come as
+            float32.
         decay: of an EMA that was saved with several, which one; without it, their mapping {decay: Checkpoint}.
 
     Raises:

@@ -1,5 +1,7 @@
-"""What memory a run takes: timeline() samples every rank during a block, draw() shows several of them side by side, apply() makes training steps take less, plan() predicts and measure()
-counts what they hold.
+"""What memory a run takes.
+
+timeline() samples every rank during a block, draw() shows several of them side by side, apply() makes training steps take less, plan()
+predicts and measure() counts what they hold.
 
 May import: averages, model, ranks, base, errors, ema."""
 
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Timeline:
-    """Of one block. ``ranks`` are all ranks' samples, on every rank, once the block has ended; while it runs, and where it raised, this rank's alone."""
+    """Of one block.
+
+    ``ranks`` are all ranks' samples, on every rank, once the block has ended; while it runs, and where it raised, this rank's alone.
+    """
 
     ranks: list[Samples] = field(default_factory=list)
     _sampler: Sampler | None = None
@@ -43,7 +48,11 @@ class Timeline:
             self._sampler.mark(what)
 
     def peaks(self) -> dict[str, int]:
-        """Bytes of each rank: {"rank0/peak": the most that were resident, "rank0/above": above what was there at the start, "rank0/device": the most on its accelerator, ...}."""
+        """Bytes of each rank.
+
+        {"rank0/peak": the most that were resident, "rank0/above": above what was there at the start, "rank0/device": the most on its
+        accelerator, ...}.
+        """
         found = {}
         for one in self.ranks:
             found[f"rank{one.rank}/peak"] = one.peak
@@ -57,7 +66,9 @@ class Timeline:
 def timeline(
     interval: float = 0.01, *, group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None
 ) -> Iterator[Timeline]:
-    """Samples the memory of every rank during the block. Collective at its end: with torch.distributed, over ``group``, by default all ranks; if the block raises, nothing is exchanged.
+    """Samples the memory of every rank during the block.
+
+    Collective at its end: with torch.distributed, over ``group``, by default all ranks; if the block raises, nothing is exchanged.
 
         with shardow.memory.timeline() as t:
             model = build()
@@ -65,7 +76,8 @@ def timeline(
             ...
         shardow.memory.draw({"": t}, "memory.png")
 
-    Resident bytes (RSS) are read from /proc every ``interval`` seconds, proportional ones (PSS) as often as 2 % of the time allow, a device's from torch's allocator.
+    Resident bytes (RSS) are read from /proc every ``interval`` seconds, proportional ones (PSS) as often as 2 % of the time allow, a
+    device's from torch's allocator.
 
     Raises:
         NotImplementedError: there is no /proc; TimeoutError: a rank did not come to the end.
@@ -87,8 +99,11 @@ def timeline(
 
 
 def draw(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Timelines side by side, by their titles, with one scale: each rank's resident memory above what it had at the start, and its device's memory where there is one. Needs matplotlib; the
-    suffix of ``path`` is the format."""
+    """Timelines side by side, by their titles, with one scale.
+
+    Each rank's resident memory above what it had at the start, and its device's memory where there is one. Needs matplotlib; the suffix of
+    ``path`` is the format.
+    """
     colours = Colours()
     figure(timelines, colours).savefig(path, dpi=160, facecolor=colours.ground)
 
@@ -105,15 +120,19 @@ def apply(
     *,
     attention_weights: bool = False,
 ) -> Switches:
-    """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block. Names, parameters and hooks stay; sharded models too.
+    """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block.
+
+    Names, parameters and hooks stay; sharded models too.
 
     Args:
-        bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they are. In evaluation nothing changes.
-        activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has several of their class), or those that a predicate of (name, module)
-            chooses (of what lies in another that it chooses, the outermost), keep their inputs alone in a training forward, and are run again in backward (``torch.utils.checkpoint``, not reentrant): the same gradients, bit for bit, where the forward
-            is deterministic. In evaluation and under no_grad nothing changes.
-        attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so that they are never built; also in evaluation. Values differ in the
-            last digits, since another kernel computes them.
+        bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they are. In evaluation
+            nothing changes.
+        activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has several of their
+            class), or those that a predicate of (name, module) chooses (of what lies in another that it chooses, the outermost), keep their
+            inputs alone in a training forward, and are run again in backward (``torch.utils.checkpoint``, not reentrant): the same
+            gradients, bit for bit, where the forward is deterministic. In evaluation and under no_grad nothing changes.
+        attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so that they are never
+            built; also in evaluation. Values differ in the last digits, since another kernel computes them.
 
     Raises:
         ValueError: there are no such blocks.
@@ -136,23 +155,28 @@ def plan(
     loss: Callable[[Any], Any] | None = None,
     device: torch.device | str | None = None,
 ) -> Usage:
-    """Predicts what training will hold on the fullest rank, in bytes: weights, gradients, optimizer, averages, activations, and their total. Local; allocates nothing, and leaves the model alone.
+    """Predicts what training will hold on the fullest rank, in bytes.
+
+    Weights, gradients, optimizer, averages, activations, and their total. Local; allocates nothing, and leaves the model alone.
 
         print(shardow.memory.plan(model, ranks=8, batch=(32, 3, 64, 64), switches={"bf16": True}))
 
     Not in it: temporary buffers of operations and collectives, what allocators waste, libraries' workspaces.
 
     Args:
-        model_or_shapes: the model before it is sharded, with values or on meta; or {name: shape}, {name: (shape, dtype)}, {name: tensor}, all trainable but integers. Frozen parameters have
-            neither gradients nor optimizer state nor averages.
+        model_or_shapes: the model before it is sharded, with values or on meta; or {name: shape}, {name: (shape, dtype)}, {name: tensor},
+            all trainable but integers. Frozen parameters have neither gradients nor optimizer state nor averages.
         ranks: that train together.
         sharding: "plain", "ddp", "fsdp1", "fsdp2" (every parameter sharded along its rows), or "hsdp" with ``shards``.
-        optimizer: "adamw", "sgd", "sgd-momentum" or another of torch.optim's names, a class, an instance (its groups and their options count), or None. Its state is that of a step on meta.
-        batch: one rank's: a tensor or its shape, or (shape, dtype); a tuple of such, as forward() takes them; or a dict by the names of forward()'s arguments. Only shapes count. None: activations are
-            not known, and are None in the result; so they are with shapes in place of a model.
+        optimizer: "adamw", "sgd", "sgd-momentum" or another of torch.optim's names, a class, an instance (its groups and their options
+            count), or None. Its state is that of a step on meta.
+        batch: one rank's: a tensor or its shape, or (shape, dtype); a tuple of such, as forward() takes them; or a dict by the names of
+            forward()'s arguments. Only shapes count. None: activations are not known, and are None in the result; so they are with shapes
+            in place of a model.
         switches: what ``apply(model, **switches)`` will be given, with its defaults for what is not said; None: no switch is on.
         shards: under "hsdp", ranks that share one copy of the model.
-        averages: how many (one for each decay), float32, divided among all ranks as EMA does: a plain model's need ``EMA(..., group=)`` for that.
+        averages: how many (one for each decay), float32, divided among all ranks as EMA does: a plain model's need ``EMA(..., group=)`` for
+            that.
         loss: of the model's output, where that is not the loss; what it keeps is counted too.
         device: whose kernels are planned for; None: the model's, or if that is on meta the accelerator, or the CPU.
 
@@ -176,10 +200,12 @@ def measure(
     ema: EMA | nn.Module | None = None,
     loss: Callable[[Any], Any] | None = None,
 ) -> Usage:
-    """Counts the bytes that this rank holds now, by plan()'s keys: after an optimizer step and before zero_grad() there are all of them. On CUDA also "device_peak".
+    """Counts the bytes that this rank holds now, by plan()'s keys: after an optimizer step and before zero_grad() there are all of them.
 
-    With a batch, or under DDP or a sharding, call it where every rank does: it runs a forward pass, as in training but without backward. Weights, gradients, optimizer, buffers and torch's random
-    state are what they were afterwards; hooks on the model are called.
+    On CUDA also "device_peak".
+
+    With a batch, or under DDP or a sharding, call it where every rank does: it runs a forward pass, as in training but without backward.
+    Weights, gradients, optimizer, buffers and torch's random state are what they were afterwards; hooks on the model are called.
 
     Args:
         model: sharded or not, with the switches that are on it.

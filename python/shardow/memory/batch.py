@@ -16,8 +16,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_arguments(batch: Any, like: Like, of_shape: OfShape) -> Arguments:
-    """(args, kwargs), tensors through ``like``. A tensor is the only argument, a tuple or list the positional ones, a dict those by keyword; a shape (float32) or (shape, dtype) stands for a
-    tensor; whatever else is among them stays as it is."""
+    """(args, kwargs), tensors through ``like``.
+
+    A tensor is the only argument, a tuple or list the positional ones, a dict those by keyword; a shape (float32) or (shape, dtype) stands
+    for a tensor; whatever else is among them stays as it is.
+    """
 
     def leaf(value: Any) -> Any:
         if is_shape(value):
@@ -33,7 +36,8 @@ def as_arguments(batch: Any, like: Like, of_shape: OfShape) -> Arguments:
     if isinstance(batch, (tuple, list)):
         return tuple(leaf(value) for value in batch), {}
     raise invalid(
-        f"batch is a {type(batch).__name__}; give a tensor or its shape, a tuple of them, or a dict of them by the names of forward()'s arguments"
+        f"batch is a {type(batch).__name__}; give a tensor or its shape, a tuple of them, or a dict of them by the names of forward()'s "
+        "arguments"
     )
 
 

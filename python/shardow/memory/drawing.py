@@ -28,7 +28,10 @@ class Colours:
 
 
 def figure_of(timelines: Mapping[str, Sequence[Samples]], colours: Colours, width: float = 3.6, height: float = 2.9) -> Figure:
-    """One column for each title; rows are memory of the host above what was there at the start and, where there is any, of the device. ``width`` and ``height``: inches of a panel."""
+    """One column for each title; rows are memory of the host above what was there at the start and, where there is any, of the device.
+
+    ``width`` and ``height``: inches of a panel.
+    """
     from matplotlib.figure import Figure
 
     rows = [("host memory above the start", _above)]

@@ -14,7 +14,10 @@ SHARDINGS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp")
 
 @dataclass(frozen=True)
 class Layout:
-    """``shards`` ranks hold different parts of a tensor, ``replicas`` the same; ``flat``: parts are stretches of elements (FSDP1), else of rows."""
+    """``shards`` ranks hold different parts of a tensor, ``replicas`` the same.
+
+    ``flat``: parts are stretches of elements (FSDP1), else of rows.
+    """
 
     shards: int
     replicas: int
@@ -42,6 +45,7 @@ def layout_of(sharding: str, ranks: Any, shards: Any) -> Layout:
         return Layout(1, ranks) if sharding in ("plain", "ddp") else Layout(ranks, 1, flat=sharding == "fsdp1")
     if shards is None or ranks % whole("shards", shards, 1):
         raise invalid(
-            f"sharding='hsdp' on {ranks} ranks needs shards=, how many of them share one copy of the model: a divisor of {ranks}, not {shards!r}"
+            f"sharding='hsdp' on {ranks} ranks needs shards=, how many of them share one copy of the model: a divisor of {ranks}, not "
+            f"{shards!r}"
         )
     return Layout(shards, ranks // shards)

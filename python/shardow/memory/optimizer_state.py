@@ -1,4 +1,7 @@
-"""Bytes that an optimizer keeps, found by a step of its own class on meta: any optimizer that torch can step there tells its state itself."""
+"""Bytes that an optimizer keeps, found by a step of its own class on meta.
+
+Any optimizer that torch can step there tells its state itself.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardow.base.checks import invalid, unsupported
 from shardow.memory.activations import storage_bytes, tensors_in
 
+_CLASSES = (
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
 _BY_NAME: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name.lower(): (name, {}) for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")},
+    **{name.lower(): (name, {}) for name in _CLASSES},
     "sgd-momentum": ("SGD", {"momentum": 0.9}),
-}  # fmt: skip
+}
 
 #: They choose kernels that meta does not have, and no state.
 _WAYS = {"fused": False, "foreach": None, "capturable": False, "differentiable": False}
@@ -34,7 +40,10 @@ Parts = Mapping[Any, torch.nn.Parameter]
 
 
 def state_bytes(optimizer: Any, parts: Parts) -> int:
-    """``optimizer``: a name, a class, an instance, or None. ``parts``: what a rank holds of each trainable parameter, on meta, by the parameter's id, or by its name where there is only that."""
+    """``optimizer``: a name, a class, an instance, or None.
+
+    ``parts``: what a rank holds of each trainable parameter, on meta, by the parameter's id, or by its name where there is only that.
+    """
     if optimizer is None or not parts:
         return 0
     cls, groups, options = _recipe(optimizer, parts)
@@ -47,7 +56,8 @@ def state_bytes(optimizer: Any, parts: Parts) -> int:
             twin.step()
     except Exception as error:
         raise unsupported(
-            f"plan(): the state of {cls.__name__} is not known: a step on meta failed with {type(error).__name__}: {error}; give an instance, or optimizer=None"
+            f"plan(): the state of {cls.__name__} is not known: a step on meta failed with {type(error).__name__}: {error}; give an "
+            "instance, or optimizer=None"
         ) from error
     return storage_bytes(tensors_in(list(twin.state.values())))
 

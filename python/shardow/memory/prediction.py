@@ -1,4 +1,7 @@
-"""plan(): bytes on the fullest rank before anything is built, from shapes, a step of the optimizer on meta, and a forward pass that allocates nothing."""
+"""plan(): bytes on the fullest rank before anything is built.
+
+They come from shapes, a step of the optimizer on meta, and a forward pass that allocates nothing.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +156,8 @@ def _device(model: nn.Module, device: Any) -> torch.device:
         chosen = torch.device(device)
         if chosen.type not in ("cpu", there.type if there else "cpu"):
             raise unsupported(
-                f"device={str(device)!r}: torch can't follow its kernels on a machine without one; leave it out to plan for {there or 'the CPU'}"
+                f"device={str(device)!r}: torch can't follow its kernels on a machine without one; leave it out to plan for "
+                f"{there or 'the CPU'}"
             )
         return chosen
     found = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), None)

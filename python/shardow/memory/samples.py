@@ -16,7 +16,9 @@ Series = list[tuple[float, int]]  # (seconds since the epoch, bytes)
 
 @dataclass
 class Samples:
-    """``resident``: of the process (RSS); ``proportional``: with what several processes share divided among them (PSS); ``device``: allocated by torch on the accelerator, empty without one.
+    """``resident``: of the process (RSS); ``proportional``: with what several processes share divided among them (PSS).
+
+    ``device``: allocated by torch on the accelerator, empty without one.
 
     ``before`` and ``peak``: resident bytes at the start, and the most there were, by the kernel's own count where it rose.
     """

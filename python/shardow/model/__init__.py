@@ -1,3 +1,5 @@
-"""A torch model as each rank holds it: its weights and buffers under plain names, the region of each, the tensors' memory, and what watches over them.
+"""A torch model as each rank holds it.
+
+Its weights and buffers under plain names, the region of each, the tensors' memory, and what watches over them.
 
 May import: ranks, base, errors."""

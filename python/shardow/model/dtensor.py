@@ -1,7 +1,8 @@
 """FSDP2, HSDP, TP and their nestings: a parameter is a DTensor, and its placements say everything.
 
-After a forward, FSDP2 may show unsharded parameters in place of the recorded ones, and its next forward may use that copy: writing shards then would leave the model on old weights. So every
-FSDPModule is resharded before and after shards are written; of a part of a model, its parents too.
+After a forward, FSDP2 may show unsharded parameters in place of the recorded ones, and its next forward may use that copy: writing shards
+then would leave the model on old weights. So every FSDPModule is resharded before and after shards are written; of a part of a model, its
+parents too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class DTensorAdapter:
         ]
 
     def reset(self) -> None:
-        """After a forward that raised, roots believe that it still runs, and ignore reshard(). Gradients that wait for their reduction are lost with it, as torch documents."""
+        """After a forward that raised, roots believe that it still runs, and ignore reshard().
+
+        Gradients that wait for their reduction are lost with it, as torch documents.
+        """
         for module in self._modules:
             state = module._get_fsdp_state()  # private: nothing public tells a root, or that gradients wait
             if state._is_root and hasattr(module, "reset_iter_state"):

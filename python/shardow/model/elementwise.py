@@ -110,6 +110,7 @@ def _new(func: Any, piece: Any, size: Sequence[int], **options: Any) -> torch.Te
 def _refused(func: Any, piece: Any, why: str) -> Exception:
     return errors.make(
         "unsupported",
-        f"{func._schema.name.removeprefix('aten::')} of a Piece, this rank's part of a tensor of shape {tuple(piece.shape)} ({piece.region}): {why}. "
+        f"{func._schema.name.removeprefix('aten::')} of a Piece, "
+        f"this rank's part of a tensor of shape {tuple(piece.shape)} ({piece.region}): {why}. "
         "Use .local, the elements held here, 1-D, or EMA.full_state_dict() for whole tensors",
     )

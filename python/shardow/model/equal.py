@@ -1,7 +1,7 @@
 """Weights that several ranks hold under one name: found out by checksum where they differ, before one rank's would stand for all.
 
-Each rank joins the checksums of what it shares with the same ranks to one number, under a key of names and regions: equal keys ask for equal numbers. Tensor by tensor they are compared only to
-name the first that differs.
+Each rank joins the checksums of what it shares with the same ranks to one number, under a key of names and regions: equal keys ask for
+equal numbers. Tensor by tensor they are compared only to name the first that differs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from shardow.ranks.team import Team
 
 #: The way out.
 DIFFERENT_WEIGHTS = (
-    "files, exports and swaps take one rank's values for all. Begin with the same weights on all ranks; of ranks that train apart for a while (LocalSGD), call this when their weights have been averaged; "
+    "files, exports and swaps take one rank's values for all. Begin with the same weights on all ranks; of ranks that train apart for a "
+    "while (LocalSGD), call this when their weights have been averaged; "
     "leave a rank's own weights (local experts) out with params=, and save them under names of their own"
 )
 
@@ -48,7 +49,10 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
 
 
 def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str) -> None:
-    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises. Collective; reads what it finds once, sends a number for each set of ranks."""
+    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
+
+    Collective; reads what it finds once, sends a number for each set of ranks.
+    """
     common, sums = team.agree(what, lambda: _summed(find(), team.size))
     if team.size == 1:
         return

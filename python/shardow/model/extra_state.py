@@ -46,7 +46,8 @@ def for_file(values: Mapping[str, Any]) -> tuple[list[Part], dict[str, str]]:
             lost.append(f"'{name}' ({type(value).__name__})")
     if lost:
         warn(
-            f"{', '.join(lost[:8])}: not in the file, which holds tensors and what JSON says; keep it beside, or let get_extra_state() return a tensor"
+            f"{', '.join(lost[:8])}: not in the file, which holds tensors and what JSON says; keep it beside, or let get_extra_state() "
+            "return a tensor"
         )
     return parts, {METADATA: json.dumps(said)} if said else {}
 

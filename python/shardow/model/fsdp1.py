@@ -1,7 +1,8 @@
 """FSDP1: flat parameters, of which each rank holds a padded stretch; infos beside them say which elements of which parameter lie where.
 
-All of it is private to torch (``_handle``, ``_shard_param_infos``, ``_local_shard``): FSDP1 is in maintenance, and nothing public tells a shard's range.
-After a forward under no_grad the root keeps an unsharded copy that the next forward uses, and nothing in its parameters shows it: handles are resharded before and after shards are written.
+All of it is private to torch (``_handle``, ``_shard_param_infos``, ``_local_shard``): FSDP1 is in maintenance, and nothing public tells a
+shard's range. After a forward under no_grad the root keeps an unsharded copy that the next forward uses, and nothing in its parameters
+shows it: handles are resharded before and after shards are written.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.
 
 @dataclass(eq=False)
 class FlatTensor(LocalTensor):
-    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: the parameter that has the gradient, of its own or of the whole flat one. ``index``: among the flat one's."""
+    """A parameter inside a flat shard: ``offset`` elements from its start.
+
+    ``shown``: the parameter that has the gradient, of its own or of the whole flat one. ``index``: among the flat one's.
+    """
 
     handle: Any = None
     offset: int = 0
@@ -45,7 +49,10 @@ def shard_of(handle: Any) -> torch.Tensor:
 
 
 def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> None:
-    """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken over yet; ``name`` tells of the parameter with an index."""
+    """The unsharded copy of a flat parameter, if there is one.
+
+    Raises where that would lose what FSDP has not taken over yet; ``name`` tells of the parameter with an index.
+    """
     refuse_strays(handle, name or handle.flat_param._fqns.__getitem__)
     if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
         handle.reshard(True)
@@ -53,7 +60,10 @@ def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> Non
 
 
 def strays(handle: Any) -> Iterator[int]:
-    """Which original parameters are neither in the shard nor in its unsharded copy: FSDP takes them over in its next forward, or forgets them if it shows its views anew before that."""
+    """Which original parameters are neither in the shard nor in its unsharded copy.
+
+    FSDP takes them over in its next forward, or forgets them if it shows its views anew before that.
+    """
     flat = handle.flat_param
     memory = {one.untyped_storage().data_ptr() for one in (shard_of(handle), flat)}
     for i, (param, owner) in enumerate(zip(flat._params or (), flat._param_infos, strict=False)):
@@ -76,15 +86,15 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
     if left(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
         raise errors.make(
             "invalid_argument",
-            f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 goes back to its own shard. Put these back into flat_param._local_shard; "
-            f"move models before their first forward, and {_WRITE}",
+            f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 goes back to its own "
+            f"shard. Put these back into flat_param._local_shard; move models before their first forward, and {_WRITE}",
         )
     found = next(strays(handle), None)
     if found is not None:
         raise errors.make(
             "invalid_argument",
-            f"parameter '{name(found)}' was put elsewhere (p.data = ..., or another Parameter in its place), which FSDP1 takes over in its next forward: "
-            f"until then its shard holds the values from before. Run a forward first; or {_WRITE}",
+            f"parameter '{name(found)}' was put elsewhere (p.data = ..., or another Parameter in its place), which FSDP1 takes over in its "
+            f"next forward: until then its shard holds the values from before. Run a forward first; or {_WRITE}",
         )
 
 

@@ -43,7 +43,10 @@ class LocalTensor:
             self.tensor.copy_(flat.view(self.tensor.shape))
 
     def counts_on(self, rank: int) -> bool:
-        """True where files take it from this rank: of whole tensors that no group shares, each rank's its own (batch statistics), they take rank 0's."""
+        """True where files take it from this rank.
+
+        Of whole tensors that no group shares, each rank's its own (batch statistics), they take rank 0's.
+        """
         return self.sharded or bool(self.replicas) or rank == 0
 
 
@@ -61,7 +64,9 @@ class Slot:
 
 
 class Adapter(Protocol):
-    """One way to hold parameters. A protocol, so that a new sharding is one class beside the others, and nothing else asks what kind a model is.
+    """One way to hold parameters.
+
+    A protocol, so that a new sharding is one class beside the others, and nothing else asks what kind a model is.
 
     A model may mix kinds: every slot belongs to the first adapter that claims it.
     """
@@ -95,7 +100,9 @@ Form = Literal["contiguous", "strided", "any"]
 
 
 def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at all.
+    """``tensor``, detached.
+
+    "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at all.
 
     ``name`` is for messages.
     """
@@ -106,7 +113,8 @@ def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
     if form == "contiguous" and not tensor.is_contiguous():
         raise errors.make(
             "unsupported",
-            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); make it so first: p.data = p.data.contiguous() for such a parameter p",
+            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); "
+            "make it so first: p.data = p.data.contiguous() for such a parameter p",
         )
     return tensor
 
@@ -143,7 +151,8 @@ def refuse_unaverageable(local: LocalTensor) -> None:
     if odd := oddity(local.tensor):
         raise errors.make(
             "unsupported",
-            f"'{local.name}' {odd}, and can't be averaged; leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer",
+            f"'{local.name}' {odd}, and can't be averaged; "
+            "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer",
         )
     refuse_expanded(local.name, local.tensor)
 

@@ -42,7 +42,10 @@ def of(param: torch.Tensor) -> tuple[nn.Module, str] | None:
 
 
 def forget_swapped(model: nn.Module) -> None:
-    """Before its parameters may get other memory, here or in model.to(): DTensors stay the same objects then, found in the model itself, and torch refuses to swap what is weakly referenced."""
+    """Called before its parameters may get other memory, here or in model.to().
+
+    DTensors stay the same objects then, found in the model itself, and torch refuses to swap what is weakly referenced.
+    """
     always = torch.__future__.get_swap_module_params_on_conversion()
     for module in model.modules():
         for param in module._parameters.values():
@@ -54,7 +57,10 @@ Bindings = list[list[tuple[nn.Module, str]]]  # by parameter group, where each o
 
 
 def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
-    """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything has changed, for one that is nowhere."""
+    """Where the optimizer's parameters are in the model, though other objects may be there now.
+
+    Raises, before anything has changed, for one that is nowhere.
+    """
     there = {id(p): (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None}
     modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
     found: Bindings = []
@@ -65,7 +71,8 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
             place = there.get(id(param)) or _remembered(param) or _named(modules, name)
             if place is None:
                 raise invalid(
-                    f"optimizer group {number}: parameter {i} of shape {tuple(param.shape)} is not in the model, and it is not known where it was; build the model under "
+                    f"optimizer group {number}: parameter {i} of shape {tuple(param.shape)} is not in the model, and it is not known "
+                    "where it was; build the model under "
                     "shardow.meta_init(), or give the optimizer model.named_parameters()"
                 )
             places.append(place)

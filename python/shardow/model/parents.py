@@ -29,8 +29,9 @@ def fsdp2_around(model: nn.Module) -> list[Any]:
 def fsdp1_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:
     """FSDP1 wrappers outside of ``model`` whose flat parameters hold weights of its modules.
 
-    ``owned``: ids of the modules whose weights the wrappers inside hold; ``known``: of those parameters. FSDP1 registers its wrappers nowhere,
-    so they are looked for among all of Python's objects, where a parameter bears FSDP1's mark or a module has a tensor in a parameter's place.
+    ``owned``: ids of the modules whose weights the wrappers inside hold; ``known``: of those parameters. FSDP1 registers its wrappers
+    nowhere, so they are looked for among all of Python's objects, where a parameter bears FSDP1's mark or a module has a tensor in a
+    parameter's place.
     """
     if not dist.is_available() or not dist.is_initialized():
         return []

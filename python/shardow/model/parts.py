@@ -23,7 +23,10 @@ Saveable = nn.Module | Mapping[str, torch.Tensor]
 
 @dataclass
 class Held:
-    """``parts`` are contiguous memory: the tensors' own, or a copy where theirs is not, which ``copied`` tells how to put back. ``names`` are all names of each part."""
+    """``parts`` are contiguous memory: the tensors' own, or a copy where theirs is not, which ``copied`` tells how to put back.
+
+    ``names`` are all names of each part.
+    """
 
     parts: list[Part]
     names: dict[str, tuple[str, ...]]

@@ -3,7 +3,8 @@
 A DTensor cannot be this: torch takes its offsets from a helper that is wrong for uneven TP + FSDP2, and flat ranges (FSDP1, a replica's
 part) have no placement. A region's boxes are chunks.
 
-It is a tensor without storage of its own, as DTensor is: torch's stagers then copy its attributes, and not memory of the global shape, which is nowhere.
+It is a tensor without storage of its own, as DTensor is: torch's stagers then copy its attributes, and not memory of the global shape,
+which is nowhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """From a DTensor to the region of the global tensor that this rank holds.
 
-torch's own helper is wrong for uneven TP + ``fully_shard``; the rule here was compared with what ``fully_shard`` and ``distribute_tensor`` really cut: mesh dimensions apply left to right,
-except that a strided shard waits for the later mesh dimensions that cut the same tensor dimension.
+torch's own helper is wrong for uneven TP + ``fully_shard``; the rule here was compared with what ``fully_shard`` and ``distribute_tensor``
+really cut: mesh dimensions apply left to right, except that a strided shard waits for the later mesh dimensions that cut the same tensor
+dimension.
 """
 
 from __future__ import annotations

@@ -21,12 +21,18 @@ from shardow.model.plain import PlainAdapter
 from shardow.model.storage import MARKS, address_of, difference, objects_behind, overlaps
 from shardow.model.valueless import refuse_valueless
 
-_WAY_OUT = "make the EMA after the model has its final form, or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
+_WAY_OUT = (
+    "make the EMA after the model has its final form, "
+    "or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
+)
 
 
 @dataclass(eq=False)
 class _Found:
-    """A slot's tensor; ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's name."""
+    """A slot's tensor.
+
+    ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's name.
+    """
 
     slot: Slot
     local: LocalTensor
@@ -37,7 +43,8 @@ class _Found:
 class ModelView:
     """Parameters and persistent buffers of a model on this rank, each tensor once, under its clean first name, in named_parameters() order.
 
-    ``process_group``: the ranks that share the model; None: this process alone. ``watch_buffers``: unchanged() looks at buffers too, for those who hold on to their memory.
+    ``process_group``: the ranks that share the model; None: this process alone. ``watch_buffers``: unchanged() looks at buffers too, for
+    those who hold on to their memory.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
@@ -200,7 +207,8 @@ class ModelView:
                     yield f"parameter '{one.slot.name}' {odd}; it is not any more"
                 continue
             if tuple(one.slot.recorded.shape) != tuple(one.local.region.shape):
-                yield f"parameter '{one.slot.name}' has shape {tuple(one.slot.recorded.shape)}, it was {tuple(one.local.region.shape)} when this EMA was made"
+                now, made = tuple(one.slot.recorded.shape), tuple(one.local.region.shape)
+                yield f"parameter '{one.slot.name}' has shape {now}, it was {made} when this EMA was made"
             memory = one.adapter.memory(one.slot)
             if text := difference(one.local, memory):
                 yield f"parameter '{one.slot.name}' {text}"
@@ -245,7 +253,10 @@ class ModelView:
     # ---- identity
 
     def _record(self) -> None:
-        """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the model."""
+        """What unchanged() compares with.
+
+        Every dict of every module: a replaced module leaves the old parameters in place, out of the model.
+        """
         self._named = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
         modules = list(self._model.modules())
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
@@ -279,8 +290,12 @@ class ModelView:
 
 
 def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False, odd: bool = False) -> ModelView:
-    """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell their group. ``strided``: tensors whose elements
-    don't lie one after another are found too, else refused; ``odd``: also what has no elements in memory (sparse, nested, quantised, made of other tensors)."""
+    """What this rank holds of ``model``.
+
+    ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell their group. ``strided``: tensors
+    whose elements don't lie one after another are found too, else refused; ``odd``: also what has no elements in memory (sparse, nested,
+    quantised, made of other tensors).
+    """
     if not isinstance(model, nn.Module):
         raise errors.make("invalid_argument", f"model is a {type(model).__name__}; an nn.Module is needed")
     return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")

@@ -38,7 +38,10 @@ class Part:
 
 
 class Gatherer:
-    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every rank. ``what``: the call, for messages. Collective."""
+    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every rank.
+
+    ``what``: the call, for messages. Collective.
+    """
 
     def __init__(self, what: str, parts: Sequence[Part], team: Team) -> None:
         self._what, self._team = what, team

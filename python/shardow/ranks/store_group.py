@@ -1,17 +1,22 @@
 """The Group of a torch process group: facts go through its store, whose waits time out without harming the process group.
 
-Each collective is a round with one atomic verdict, which late ranks read too, so that every rank, the late one included, sees the same outcome:
+Each collective is a round with one atomic verdict, which late ranks read too, so that every rank, the late one included, sees the same
+outcome:
 
 1. a rank writes its call and its bytes under ``round/rank``
 2. it waits for everybody's, at most until its deadline
-3. it proposes what it saw, all there or who is missing; the first proposal is the verdict (``compare_set``). Who proposes that somebody is missing writes for them, so that nobody else waits
+3. it proposes what it saw, all there or who is missing; the first proposal is the verdict (``compare_set``). Who proposes that somebody is
+   missing writes for them, so that nobody else waits
 4. all ranks return everybody's bytes, or raise the same error: also where ranks made different calls
 
-A rank begins round r only when it has finished round r - 1, so a round that succeeds lets the keys of the one before it be deleted. Rounds are counted for the life of a process group, not of
-whoever uses it: a rank that missed a call meets the verdict of that call next, and is then in step again. A rank that is interrupted while it waits proposes that as the verdict. Where the others had
-all they need by then, it goes on where its signals are held (base/signals.py), and ends the next round too where not, for those who would wait for it there. In both cases it is in step then.
+A rank begins round r only when it has finished round r - 1, so a round that succeeds lets the keys of the one before it be deleted. Rounds
+are counted for the life of a process group, not of whoever uses it: a rank that missed a call meets the verdict of that call next, and is
+then in step again. A rank that is interrupted while it waits proposes that as the verdict. Where the others had all they need by then, it
+goes on where its signals are held (base/signals.py), and ends the next round too where not, for those who would wait for it there. In both
+cases it is in step then.
 
-A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. A connection on which something was left is not used again.
+A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. A connection on which something was
+left is not used again.
 """
 
 from __future__ import annotations
@@ -53,7 +58,10 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = w
 
 
 def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
-    """The one StoreGroup of a process group and channel: all that act together count the same rounds. A channel is for one thread; channels don't know each other."""
+    """The one StoreGroup of a process group and channel: all that act together count the same rounds.
+
+    A channel is for one thread; channels don't know each other.
+    """
     channels = _groups.setdefault(process_group, {})
     if channel not in channels:
         channels[channel] = StoreGroup(process_group, channel)
@@ -81,12 +89,18 @@ class StoreGroup(_core.Group):
         self._call, self._timeout = call, timeout
 
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
-        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ValueError on all if they make different calls, ConnectionError where the store is gone,
-        TimeoutError where it does not answer."""
+        """Every rank's bytes, by rank.
+
+        Raises TimeoutError on all ranks if one was not there in time, ValueError on all if they make different calls, ConnectionError where
+        the store is gone, TimeoutError where it does not answer.
+        """
         return self._meet(mine, seconds, {}, ())[0]
 
     def mail(self, letters: Mapping[int, bytes], sources: Sequence[int], seconds: float) -> list[bytes]:
-        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank. A round as all_gather()'s, with its errors; who reads what is known to all beforehand."""
+        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank.
+
+        A round as all_gather()'s, with its errors; who reads what is known to all beforehand.
+        """
         return self._meet(b"", seconds, letters, sources)[1]
 
     def _meet(self, mine: bytes, seconds: float, letters: Mapping[int, bytes], sources: Sequence[int]) -> tuple[list[bytes], list[bytes]]:
@@ -180,7 +194,8 @@ class StoreGroup(_core.Group):
             if call != calls[0]:
                 raise errors.make(
                     "invalid_argument",
-                    f"rank {self.ranks[rank]} calls {call} where rank {self.ranks[0]} calls {calls[0]}; every rank must make the same collective calls in the same order",
+                    f"rank {self.ranks[rank]} calls {call} where rank {self.ranks[0]} calls {calls[0]}; "
+                    "every rank must make the same collective calls in the same order",
                 )
         return [one[4 + len(call.encode()) :] for one, call in zip(everybody, calls, strict=True)]
 
@@ -270,7 +285,10 @@ class StoreGroup(_core.Group):
 
     @staticmethod
     def _set(store: Any, key: str, value: bytes) -> list[str]:
-        """Long values take several keys; the first, which others wait for, is written last and says how long it all is. Returns the keys."""
+        """Long values take several keys; the first, which others wait for, is written last and says how long it all is.
+
+        Returns the keys.
+        """
         keys = [key, *(f"{key}/{at}" for at in range(_MOST, len(value), _MOST))]
         for i, one in reversed(list(enumerate(keys))):
             part = value[i * _MOST : (i + 1) * _MOST]

@@ -62,7 +62,10 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
 
 
 def move_tables(model: nn.Module, device: torch.device | str) -> None:
-    """Buffers that no file has follow the weights to ``device``; two names of one table stay so. Of a sharded model, which moves them itself, they stay."""
+    """Buffers that no file has follow the weights to ``device``; two names of one table stay so.
+
+    Of a sharded model, which moves them itself, they stay.
+    """
     if meshes_of(model):
         return
     for where in places(model).values():

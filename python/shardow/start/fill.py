@@ -1,4 +1,7 @@
-"""Values for a model whose shards have memory: from a file, from tensors on every rank, or from rank 0's. Each fills what it can, and reports as load() does."""
+"""Values for a model whose shards have memory: from a file, from tensors on every rank, or from rank 0's.
+
+Each fills what it can, and reports as load() does.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """``what`` is asked, for messages. ``wanted``: names that have no values, or all where all have some; ``without``: those of them that have none, and ``essential``: that can't be left so.
-    What else there is keeps its values where the source has none."""
+    """``what`` is asked, for messages.
+
+    ``wanted``: names that have no values, or all where all have some; ``without``: those of them that have none, and ``essential``: that
+    can't be left so. What else there is keeps its values where the source has none.
+    """
 
     what: str
     held: Held
@@ -156,5 +162,6 @@ def _refuse_lacking(job: Job, lacking: Collection[str]) -> None:
     without = [name for name in lacking if name in job.essential]
     if without:
         raise invalid(
-            f"{job.what}: missing in the source: {', '.join(without[:20])}; they have memory without values since FSDP1 wrapped them, and can't be left so"
+            f"{job.what}: missing in the source: {', '.join(without[:20])}; they have memory without values since FSDP1 wrapped them, and "
+            "can't be left so"
         )

@@ -31,11 +31,13 @@ def load(
     timeout: float | timedelta | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it; a module that is on meta gets memory, as by materialize(). Collective over
-    the ranks that share them.
+    """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it.
 
-    Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as they are, under a tied tensor's other names, and without
-    what wrappers, DDP and PEFT put into them. Everything that does not fit is listed before anything changes.
+    A module that is on meta gets memory, as by materialize(). Collective over the ranks that share them.
+
+    Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as they are, under a tied
+    tensor's other names, and without what wrappers, DDP and PEFT put into them. Everything that does not fit is listed before anything
+    changes.
 
     Args:
         strict: every tensor here is in the file, and every one there is wanted; else the rest is in the report.
@@ -43,7 +45,8 @@ def load(
         optimizer: of a module, as in materialize().
 
     Returns:
-        {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str}, "bytes_read": by this rank, "seconds": float}.
+        {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str}, "bytes_read": by this rank,
+        "seconds": float}.
 
     Raises:
         ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.

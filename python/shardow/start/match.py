@@ -1,4 +1,7 @@
-"""Which tensor of a source is which of a model's: as it is called, under a tied tensor's other names, and without what wrappers, DDP and PEFT put into names."""
+"""Which tensor of a source is which of a model's.
+
+Looked for is its own name, then a tied tensor's other names, then names without what wrappers, DDP and PEFT put into them.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ class Comparison:
 
 
 def compared(what: str, held: Held, wanted: Collection[str], source: Mapping[str, Form], strict: bool) -> Comparison:
-    """``wanted``: names without values. Raises with everything that does not fit; without ``strict`` only with what can't be cast or has another shape."""
+    """``wanted``: names without values.
+
+    Raises with everything that does not fit; without ``strict`` only with what can't be cast or has another shape.
+    """
     keys = matched(held, source, "the source")
     found = Comparison(
         keys,

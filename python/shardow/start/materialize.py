@@ -42,29 +42,38 @@ def materialize(
     group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
 ) -> dict[str, Any]:
-    """Gives what is on meta memory and values, and parameters and persistent buffers that have values already those of the source. Collective over the ranks that share the model; no rank
-    holds more than its own shards and, of a source in memory, a few blocks of 4 MiB.
+    """Gives what is on meta memory and values, and parameters and persistent buffers that have values already those of the source.
+
+    Collective over the ranks that share the model; no rank holds more than its own shards and, of a source in memory, a few blocks of 4
+    MiB.
 
     Args:
-        model: plain, FSDP2, HSDP or TP, sharded while it is on meta; FSDP1 wrapped with ``param_init_fn=shardow.to_empty``; for DDP, the plain model before it is wrapped.
-        source: a .safetensors file or a Hugging Face directory, of which each rank reads its own bytes; a mapping of full tensors, on every rank, or on rank 0 with None or {} on the others, which
-            are sent their own slices of it; or a function that initialises one module's own tensors, called for modules that have some without values; by default what meta_init() recorded of the
-            constructors together with the modules' ``reset_parameters()``, and for others ``_reset_parameters()``, the model's ``_init_weights(module)`` or ``init_weights()``.
-        optimizer: one that was made from the model's parameters before they were sharded or had memory: its groups, their options and its state are kept, its parameters become the model's.
+        model: plain, FSDP2, HSDP or TP, sharded while it is on meta; FSDP1 wrapped with ``param_init_fn=shardow.to_empty``; for DDP, the
+            plain model before it is wrapped.
+        source: a .safetensors file or a Hugging Face directory, of which each rank reads its own bytes; a mapping of full tensors, on every
+            rank, or on rank 0 with None or {} on the others, which are sent their own slices of it; or a function that initialises one
+            module's own tensors, called for modules that have some without values; by default what meta_init() recorded of the constructors
+            together with the modules' ``reset_parameters()``, and for others ``_reset_parameters()``, the model's ``_init_weights(module)``
+            or ``init_weights()``.
+        optimizer: one that was made from the model's parameters before they were sharded or had memory: its groups, their options and its
+            state are kept, its parameters become the model's.
         device: of what is on meta; by default the mesh's, else the CPU.
-        strict: everything without values has its counterpart in the source, and everything in the source in the model. Else what the source lacks stays on meta, and is "missing". Of a model
-            that has all its values, everything is asked for, as by load().
+        strict: everything without values has its counterpart in the source, and everything in the source in the model. Else what the source
+            lacks stays on meta, and is "missing". Of a model that has all its values, everything is asked for, as by load().
         dtype: of floating parameters that are on meta; by default their own. Values are cast.
         progress: called on rank 0 with (bytes done, bytes in all).
-        seed: of an initialisation; modules are initialised whole, one after another, in the order of named_modules(), on the CPU: the values are the same at any world size.
+        seed: of an initialisation; modules are initialised whole, one after another, in the order of named_modules(), on the CPU: the
+            values are the same at any world size.
         group: as in EMA: the ranks that share a plain model.
         timeout: seconds or timedelta without a sign of some rank. Past it, the connections of the process group may be closed.
 
     Returns:
-        {"missing": [...], "unexpected": [...], "kept": [had values when others had none, and the source has none]}, and what load() reports of a file.
+        {"missing": [...], "unexpected": [...], "kept": [had values when others had none, and the source has none]}, and what load() reports
+        of a file.
 
     Raises:
-        as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model that had values is partly filled where reading itself failed.
+        as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model that had values is
+        partly filled where reading itself failed.
     """
     return fill_model(Request("materialize()", model, source, optimizer, device, dtype, strict, True, progress, seed, group, timeout))
 

@@ -1,4 +1,7 @@
-"""meta_init(): models that are built without memory; to_empty(): for FSDP1, which wants memory when it wraps them. materialize() brings the values."""
+"""meta_init(): models that are built without memory.
+
+to_empty() is for FSDP1, which wants memory when it wraps them. materialize() brings the values.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,15 @@ _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what took the place of a 
 
 @contextlib.contextmanager
 def meta_init() -> Iterator[None]:
-    """Modules made under it have their parameters and persistent buffers on meta: shapes and dtypes, no memory. Other buffers (rotary tables and the like) get their values, since nothing
-    could bring them back.
+    """Modules made under it have their parameters and persistent buffers on meta: shapes and dtypes, no memory.
 
-    What the constructors write into weights is recorded, and done again by ``materialize(model)``; so is what a call in the block writes (``model.init_weights()``).
+    Other buffers (rotary tables and the like) get their values, since nothing could bring them back.
 
-    It changes torch.nn.Module for the time being, for all threads. An optimizer made from such parameters is bound anew by ``materialize(..., optimizer=)``.
+    What the constructors write into weights is recorded, and done again by ``materialize(model)``; so is what a call in the block writes
+    (``model.init_weights()``).
+
+    It changes torch.nn.Module for the time being, for all threads. An optimizer made from such parameters is bound anew by
+    ``materialize(..., optimizer=)``.
     """
     with on_meta(buffers=True):
         yield
@@ -74,8 +80,10 @@ def moved_to_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 def to_empty(module: nn.Module) -> None:
-    """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta. This gives a module's own tensors that are there memory without values, on the
-    current accelerator or the CPU; FSDP1 shards it at once, unit by unit, and materialize() brings the values. What has values keeps them.
+    """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta.
+
+    This gives a module's own tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at once,
+    unit by unit, and materialize() brings the values. What has values keeps them.
     """
     accelerator = torch.accelerator.current_accelerator()
     device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())

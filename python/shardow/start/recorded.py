@@ -31,7 +31,8 @@ _KEY = "_shardow_recorded"  # of a module's dict
 _HEAD = 64  # bytes that tell memory without values
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _WHOLE = {
-    "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_",
+    "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_",
+    "cauchy_",
     "random_", "bernoulli_", "trunc_normal_", "eye_", "eye", "dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
     "kaiming_normal_", "orthogonal_", "sparse_",
 }  # fmt: skip

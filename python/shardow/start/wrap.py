@@ -1,4 +1,7 @@
-"""wrap(): shards a model with FSDP2, layer by layer, without any rank holding more than its own shards beside where the weights come from."""
+"""wrap(): shards a model with FSDP2, layer by layer.
+
+No rank holds more than its own shards, beside where the weights come from.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,10 @@ def wrap(
     Args:
         model: with weights on rank 0 at least, or on meta with a ``source``.
         mesh: of one dimension (FSDP2), or two (HSDP). What is sharded already, as experts on a mesh of their own, stays as it is.
-        optimizer: made from the model's parameters; its groups, their options and its state are kept, its parameters become the sharded ones.
-        units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the modules of every ModuleList and Sequential that holds several of one class; nothing, as in ``units=()``: the model alone.
+        optimizer: made from the model's parameters; its groups, their options and its state are kept, its parameters become the sharded
+            ones.
+        units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the modules of every
+            ModuleList and Sequential that holds several of one class; nothing, as in ``units=()``: the model alone.
         source: as in materialize(); by default the weights that the model has on rank 0, from which every rank is sent its slices.
         memory_efficient_init: False: every rank has the whole model in memory, and shards it where it is.
         reshard_after_forward: as fully_shard().
@@ -58,8 +63,8 @@ def wrap(
         (model, optimizer), the same objects.
 
     Raises:
-        ValueError: no such unit, a model on meta without a source, while the model is whole. Else as materialize(), and the model has no weights then, nor has the optimizer, which
-            ``materialize(..., optimizer=)`` binds again.
+        ValueError: no such unit, a model on meta without a source, while the model is whole. Else as materialize(), and the model has no
+            weights then, nor has the optimizer, which ``materialize(..., optimizer=)`` binds again.
     """
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
@@ -171,7 +176,8 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
             name, first = seen.setdefault(id(param), (join(prefix, key), unit))
             if first != unit:
                 raise invalid(
-                    f"wrap(): '{join(prefix, key)}' is the same tensor as '{name}', in another unit; leave one of the two modules out of units="
+                    f"wrap(): '{join(prefix, key)}' is the same tensor as '{name}', in another unit; leave one of the two modules out of "
+                    "units="
                 )
         for key, child in module._modules.items():
             if child is not None:

@@ -1,4 +1,7 @@
-"""Saves of some of a job's ranks to one path, one after another: parts of one model do not replace each other there; what replaces itself does."""
+"""Saves of some of a job's ranks to one path, one after another: parts of one model do not replace each other there.
+
+What replaces itself does.
+"""
 
 from __future__ import annotations
 

@@ -48,17 +48,17 @@ def _run(options: Options, command: str) -> int:
     how = f"{text.ranks(options.ranks)}, {options.shard}, {kept}"
     print(f"A small diffusion transformer learns 1,797 handwritten digits: {how}.")
     usual = USUAL if replace(options, out=Options.out) == Options() else {}
-    with _stage("1 of 3, training", usual):
+    with stage("1 of 3, training", usual):
         trained = launch.run(options.ranks, train.run, options)
     print(f"Checkpoint at step {options.steps}. {text.ranks(options.resume_ranks).capitalize()} in fresh processes go on from it:")
-    with _stage("2 of 3, resuming", usual):
+    with stage("2 of 3, resuming", usual):
         resumed = launch.run(options.resume_ranks, train.resume, options, trained["classifier"], trained["judge"])
     run = _gathered(options, command, trained, resumed)
     equal = text.is_equal(run)
     what = "averages" if options.use_ema else "weights"
     print(f"  {what} after the resume: {'bit for bit those that were saved' if equal else 'NOT those that were saved'}")
     print("A larger model is started twice, whole on every rank and without memory:")
-    with _stage("3 of 3, starting", usual):
+    with stage("3 of 3, starting", usual):
         run["starts"] = starts.compare(options)
     print(f"  {text.starts(run)}")
     run["seconds"] = time.monotonic() - begin
@@ -68,7 +68,7 @@ def _run(options: Options, command: str) -> int:
 
 
 @contextlib.contextmanager
-def _stage(what: str, usual: dict[str, int]) -> Iterator[None]:
+def stage(what: str, usual: dict[str, int]) -> Iterator[None]:
     """Says before how long a part usually takes, and after it how long it took."""
     begin = time.monotonic()
     print(f"Part {what}{f': usually about {usual[what]} s on two quiet cores' if what in usual else ''}", flush=True)

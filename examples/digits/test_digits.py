@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.digits.__main__ import USUAL, stage
+
 ROOT = Path(__file__).parents[2]
 ALL = bool(os.environ.get("SHARDOW_ALL"))
 SHARDINGS = [("fsdp2", 2), ("fsdp1", 2), ("hsdp", 4), ("ddp", 2), ("plain", 1)] if ALL else [("fsdp2", 2)]
@@ -37,6 +39,23 @@ def test_says_that_the_averages_came_back(finished: tuple[subprocess.CompletedPr
     assert "averages after the resume: bit for bit those that were saved" in done.stdout
     assert "Traceback" not in done.stderr
     assert "terminate" not in done.stderr
+
+
+def test_says_how_long_each_part_took(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    assert re.findall(r"^Part (\d) of 3|^  (took) \d+ s$", finished[0].stdout, re.M) == [
+        ("1", ""),
+        ("", "took"),
+        ("2", ""),
+        ("", "took"),
+        ("3", ""),
+        ("", "took"),
+    ]
+
+
+def test_says_how_long_each_part_usually_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for part, seconds in USUAL.items():
+        with stage(part, USUAL):
+            assert capsys.readouterr().out.endswith(f"Part {part}: usually about {seconds} s on two quiet cores\n")
 
 
 def test_results_hold_what_the_report_claims(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:

@@ -38,9 +38,8 @@ def make(tracked: Sequence[Tracked], keys: Sequence[str], engine_state: str) -> 
 
 
 def as_tensor(one: Tracked, k: int) -> torch.Tensor:
-    shape = tuple(one.region.shape)
-    if one.region == _core.Region.whole(list(shape)):
-        return one.averages[k].view(shape)
+    if one.is_whole:
+        return one.averages[k].view(tuple(one.region.shape))
     return Piece(one.averages[k], one.region)
 
 

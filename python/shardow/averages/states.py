@@ -16,6 +16,7 @@ from shardow.base.warnings import warn
 from shardow.files import decay_keys
 from shardow.model.extra_state import extra_states
 from shardow.model.local import oddity, refuse_all_odd
+from shardow.model.registered import refuse_of_one_rank
 
 OptionsFrom = Literal["file", "own"]
 #: Which of several averages: the decay as it was given, its key in ``decays``, or its schedule.
@@ -35,8 +36,13 @@ class States:
         With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this EMA's own memory:
         what changes them changes it. What other ranks hold a part of is a Piece, whose pickling warns: torch.save() on rank 0 would keep
         rank 0's.
+
+        Raises:
+            NotImplementedError: accelerate's save_state() calls, which would keep rank 0's parts alone; the error says what to register.
         """
         self._core.not_swapped("state_dict()")
+        if any(not one.is_whole for one in self._core.tracked):
+            refuse_of_one_rank(depth=1)
         return _state.make(self._core.tracked, self._core.keys, self._core.engine.state())
 
     @torch.no_grad()

@@ -45,6 +45,11 @@ class Tracked:
     def name(self) -> str:
         return self.local.name
 
+    @property
+    def is_whole(self) -> bool:
+        """No other rank averages a part of it."""
+        return self.region == _core.Region.whole(list(self.region.shape))
+
     def follow(self) -> None:
         """After the model's memory has moved."""
         refuse_unaverageable(self.local)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from shardow import _core, errors
 from shardow.base.warnings import warn
 from shardow.model import elementwise
+from shardow.model.registered import refuse_of_one_rank
 
 
 class Piece(torch.Tensor):
@@ -27,7 +28,8 @@ class Piece(torch.Tensor):
     ``local``: the region.size elements held here, 1-D, in the region's order; ``region``: which they are.
 
     It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers and with pieces
-    of the same region. What needs the elements of other ranks raises UnsupportedError. Pickling it warns: the file will hold a part.
+    of the same region. What needs the elements of other ranks raises UnsupportedError. Pickling it warns: the file will hold a part;
+    within accelerate's save_state(), which keeps rank 0's alone, it raises UnsupportedError.
     """
 
     local: torch.Tensor
@@ -46,6 +48,7 @@ class Piece(torch.Tensor):
         return elementwise.run(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_of_one_rank()
         _warn_of_a_part()
         return _rebuild, (self.local, self.region.encode())
 

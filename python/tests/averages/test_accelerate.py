@@ -1,4 +1,7 @@
-"""accelerate's save_state() with averages: registered, it would keep rank 0's parts alone, and says so on all ranks; the way out that it names; and what it may keep."""
+"""accelerate's save_state() with averages: registered, it would keep rank 0's parts alone, and says so on all ranks.
+
+Also the way out that it names, and what it may keep.
+"""
 
 from __future__ import annotations
 

@@ -4,99 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small import DECAY, clone, equal, make_model, train
 from torch import nn
 
 import shardow
-
-DECAY = 0.99
-
-
-def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 5, bias=False))
-    return model.to(dtype)
-
-
-def train(model: nn.Module, steps: int = 1, after: Callable[[], Any] = lambda: None, seed: int = 1) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(seed)
-    dtype = next(model.parameters()).dtype
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(9, 7, generator=generator).to(dtype)).square().mean().backward()
-        optimizer.step()
-        after()
-
-
-def clone(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a)
-
-
-FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "lerp": lambda e, p: e.lerp(p, 1 - DECAY),
-    "mul_add": lambda e, p: e.mul(DECAY).add_(p, alpha=1 - DECAY),
-    "two_products": lambda e, p: e * DECAY + (1.0 - DECAY) * p,
-}
-
-
-@pytest.mark.parametrize("rule", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_rule_is_bit_equal_to_its_origin(rule: str, dtype: torch.dtype) -> None:
-    model = make_model(dtype=dtype)
-    ema = shardow.EMA(model, DECAY, rule=rule, dtype=dtype)
-    expected = clone(model)
-
-    def step() -> None:
-        ema.update()
-        for name, p in model.named_parameters():
-            expected[name] = FORMS[rule](expected[name], p.detach())
-
-    train(model, 30, step)
-    assert equal(ema.full_state_dict(complete=False), expected)
-
-
-@pytest.mark.parametrize("rule", FORMS)
-def test_a_rule_widens_bfloat16_weights_first(rule: str) -> None:
-    model = make_model(dtype=torch.bfloat16)
-    ema = shardow.EMA(model, DECAY, rule=rule)
-    expected = {name: p.float() for name, p in clone(model).items()}
-
-    def step() -> None:
-        ema.update()
-        for name, p in model.named_parameters():
-            expected[name] = FORMS[rule](expected[name], p.detach().float())
-
-    train(model, 10, step)
-    assert equal(ema.full_state_dict(complete=False), expected)
-
-
-@pytest.mark.parametrize("decay", [0.9, 0.999, 0.99999])
-def test_error_against_float64_is_small(decay: float) -> None:
-    """Stochastic where 1 - decay < 5e-5. Bounds: ten times what docs/numerics.md tabulates."""
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    ema = shardow.EMA(model, decay)
-    exact = {name: p.double() for name, p in clone(model).items()}
-    for _ in range(3000):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(1 + 0.1 * torch.randn_like(p))
-        ema.update()
-        for name, p in model.named_parameters():
-            exact[name].lerp_(p.detach().double(), 1 - decay)
-    worst = max(float((ema.full_state_dict(complete=False)[n].double() - e).square().mean().sqrt()) for n, e in exact.items())
-    assert worst < {0.9: 1e-6, 0.999: 6e-6, 0.99999: 8e-5}[decay]
 
 
 def test_attach_updates_after_every_step_until_removed() -> None:
@@ -185,41 +102,6 @@ class TestSwapped:
         with ema.swapped(), pytest.raises(ValueError, match="leave the"):
             calls.get(call, getattr(ema, call))()
         ema.update()
-
-
-class TestNonFinite:
-    def test_holds_counts_and_warns_once(self) -> None:
-        model = nn.Linear(4, 4)
-        ema = shardow.EMA(model, DECAY)
-        before = ema.full_state_dict(complete=False)
-        with torch.no_grad():
-            model.weight[1, 2] = math.nan
-            model.bias[0] = -math.inf
-        with pytest.warns(RuntimeWarning, match="2 weights"):
-            ema.update()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            ema.update()
-        after = ema.full_state_dict(complete=False)
-        assert after["weight"][1, 2] == before["weight"][1, 2]
-        assert all(t.isfinite().all() for t in after.values())
-        assert ema.stats()["held_nonfinite"] == 4
-
-    def test_raise_names_the_tensor(self) -> None:
-        model = nn.Linear(4, 4)
-        ema = shardow.EMA(model, DECAY, nonfinite="raise")
-        with torch.no_grad():
-            model.bias[0] = math.nan
-        with pytest.raises(ValueError, match="'bias'"):
-            ema.update()
-
-    def test_propagate_is_ordinary_arithmetic(self) -> None:
-        model = nn.Linear(4, 4)
-        ema = shardow.EMA(model, DECAY, nonfinite="propagate")
-        with torch.no_grad():
-            model.bias[0] = math.nan
-        ema.update()
-        assert ema.full_state_dict(complete=False)["bias"].isnan().tolist() == [True, False, False, False]
 
 
 class TestState:
@@ -363,87 +245,6 @@ def test_distance_is_the_relative_euclidean_norm() -> None:
     apart = math.fsum(float((full[n].double() - p.detach().double()).square().sum()) for n, p in model.named_parameters())
     length = math.fsum(float(p.detach().double().square().sum()) for p in model.parameters())
     assert ema.distance() == pytest.approx(math.sqrt(apart / length), rel=1e-12)
-
-
-BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"decay": 1.5}, ValueError, "1.5"),
-    ({"decay": -0.1}, ValueError, "-0.1"),
-    ({"decay": math.nan}, ValueError, "nan"),
-    ({"decay": []}, ValueError, "decay"),
-    ({"decay": [0.9, 0.9]}, ValueError, "twice"),
-    ({"decay": "fast"}, (ValueError, TypeError), "fast"),  # type: ignore[list-item]
-    ({"momentum": 0.1}, TypeError, r"decay=0\.9"),
-    ({"colour": 1}, TypeError, "colour"),
-    ({"dtype": torch.int32}, ValueError, "int32"),
-    ({"replicas": "share"}, ValueError, "'split', 'copy'"),
-    ({"params": "some"}, ValueError, "'trainable', 'all'"),
-    ({"params": lambda *_: False}, ValueError, "no parameter"),
-    ({"buffers": "yes"}, ValueError, "'copy'"),
-    ({"rule": "sum"}, ValueError, "'lerp'"),
-    ({"stochastic": "maybe"}, ValueError, "'auto'"),
-    ({"rule": "mul_add", "stochastic": True}, ValueError, "lerp"),
-    ({"nonfinite": "zero"}, ValueError, "'hold'"),
-    ({"update_every": 0}, ValueError, "at least 1"),
-    ({"start_step": -1}, ValueError, "at least 0"),
-    ({"threads": -1}, ValueError, "at least 0"),
-    ({"timeout": 0}, ValueError, "more than 0"),
-    ({"overlap": True}, NotImplementedError, "overlap"),
-    ({"device": "cuda"}, NotImplementedError, "cuda"),
-    ({"source": {"nothing": torch.ones(1)}}, ValueError, "nothing"),
-    ({"source": {"3.weight": torch.ones(1)}}, ValueError, "3.weight"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "says"), BAD_OPTIONS, ids=[str(sorted(case[0].items()))[:40] for case in BAD_OPTIONS])
-def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says) as caught:
-        shardow.EMA(make_model(), **options)
-    if options.get("decay") != "fast" and "colour" not in options:  # an unknown keyword is Python's own TypeError
-        assert isinstance(caught.value, shardow.Error)
-
-
-def test_a_small_decay_warns_that_it_looks_like_a_lerp_weight() -> None:
-    with pytest.warns(UserWarning, match="lerp"):
-        shardow.EMA(make_model(), 0.001)
-
-
-def _replace(model: nn.Module) -> None:
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-
-
-def _narrow(model: nn.Module) -> None:
-    model.to(torch.bfloat16)
-
-
-def _reshape(model: nn.Module) -> None:
-    model[0].weight.data = torch.zeros(5, 5)
-
-
-@pytest.mark.parametrize(("change", "says"), [(_replace, r"0\.weight"), (_narrow, "bfloat16"), (_reshape, r"0\.weight")])
-@pytest.mark.parametrize("call", ["update", "swapped"])
-def test_a_changed_model_is_an_error_before_anything_changes(change: Callable[[nn.Module], None], says: str, call: str) -> None:
-    model = make_model()
-    ema = shardow.EMA(model, DECAY)
-    before = ema.full_state_dict(complete=False)
-    change(model)
-    with pytest.raises(ValueError, match=says):
-        ema.update() if call == "update" else ema.swapped().__enter__()
-    assert equal(ema.full_state_dict(complete=False), before)
-    assert ema.stats()["step"] == 0
-
-
-def test_memory_that_moved_under_the_same_parameters_is_followed() -> None:
-    model = make_model()
-    ema = shardow.EMA(model, DECAY)
-    expected = {n: torch.lerp(p, p * 2, 1 - DECAY) for n, p in clone(model).items()}
-    for p in model.parameters():
-        p.data = p.data * 2
-    ema.update()
-    assert equal(ema.full_state_dict(complete=False), expected)
-    weights = clone(model)
-    with ema.swapped():
-        assert equal(clone(model), expected)
-    assert equal(clone(model), weights)
 
 
 def test_a_step_is_counted_once_and_gaps_are_made_up_for() -> None:

@@ -3,7 +3,6 @@ back, and nothing hands out the one for the other."""
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -157,86 +156,6 @@ def test_the_blocks_exception_is_raised_as_it_is() -> None:
     assert caught.value is error
     assert caught.value.__cause__ is None
     assert same(bits(model.named_parameters()), weights)
-
-
-def moved(model: nn.Sequential) -> None:
-    for p in model.parameters():
-        p.data = p.data.clone()
-
-
-def there_and_back(model: nn.Sequential) -> None:
-    model.double()
-    model.float()
-
-
-def assigned(model: nn.Sequential) -> None:
-    model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
-
-
-def replaced(model: nn.Sequential) -> None:
-    model[2] = copy.deepcopy(model[2])
-    model[0].weight = nn.Parameter(torch.zeros(7, 6))
-
-
-def shared(model: nn.Sequential) -> None:
-    model.share_memory()
-
-
-@pytest.mark.parametrize("move", [moved, there_and_back, assigned, replaced, shared])
-def test_weights_come_back_to_where_the_model_has_them(move: Callable[[nn.Sequential], None]) -> None:
-    model, ema = trained()
-    weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
-    with ema.swapped():
-        move(model)
-    assert same(bits(model.named_parameters()), weights)
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_of_a_model_that_was_cast_come_back_cast_with_a_warning(dtype: torch.dtype) -> None:
-    model, ema = trained()
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    averages = bits(ema.full_state_dict(complete=False))
-    with pytest.warns(RuntimeWarning, match="was cast inside swapped"), ema.swapped():
-        model.to(dtype)
-    assert same(bits(model.named_parameters()), bits({name: p.to(dtype) for name, p in weights.items()}))
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
-    with pytest.raises(ValueError, match=r"it was torch\.float32"):
-        ema.update()
-
-
-def test_weights_that_the_model_has_no_place_for_are_kept_until_it_has() -> None:
-    model, ema = trained()
-    weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
-    gone = model[2]
-    with pytest.raises(ValueError, match=r"'2\.weight' is gone.*restore\(strict=False\)"), ema.swapped():
-        model[2] = nn.Identity()
-    with pytest.raises(ValueError, match=r"2\.weight"):
-        ema.update()
-    with pytest.raises(ValueError, match=r"2\.weight"):
-        ema.restore()
-    model[2] = gone
-    ema.restore()
-    assert same(bits(model.named_parameters()), weights)
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
-    with pytest.raises(ValueError, match="of another shape"), ema.swapped():
-        model[2] = nn.Linear(7, 5)
-    ema.restore(strict=False)
-    assert same(bits(model[0].named_parameters()), {name[2:]: p for name, p in weights.items() if name.startswith("0.")})
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
-
-
-def test_parametrizations_removed_inside_are_refused_with_nothing_lost() -> None:
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    ema = shardow.EMA(model, 0.5)
-    with torch.no_grad():
-        model.bias.add_(1)
-    ema.update()
-    averages = bits(ema.full_state_dict(complete=False))
-    with pytest.raises(ValueError, match="no place for its weights"), ema.swapped():
-        nn.utils.parametrize.remove_parametrizations(model, "weight")
-    ema.restore(strict=False)
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
 
 
 def test_an_optimizers_step_inside_is_refused_before_it_changes_anything() -> None:

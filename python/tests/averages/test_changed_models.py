@@ -1,0 +1,51 @@
+"""A model that changes under its EMA: moved memory is followed, anything else is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from small import DECAY, clone, equal, make_model
+from torch import nn
+
+import shardow
+
+
+def _replace(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def _narrow(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def _reshape(model: nn.Module) -> None:
+    model[0].weight.data = torch.zeros(5, 5)
+
+
+@pytest.mark.parametrize(("change", "says"), [(_replace, r"0\.weight"), (_narrow, "bfloat16"), (_reshape, r"0\.weight")])
+@pytest.mark.parametrize("call", ["update", "swapped"])
+def test_a_changed_model_is_an_error_before_anything_changes(change: Callable[[nn.Module], None], says: str, call: str) -> None:
+    model = make_model()
+    ema = shardow.EMA(model, DECAY)
+    before = ema.full_state_dict(complete=False)
+    change(model)
+    with pytest.raises(ValueError, match=says):
+        ema.update() if call == "update" else ema.swapped().__enter__()
+    assert equal(ema.full_state_dict(complete=False), before)
+    assert ema.stats()["step"] == 0
+
+
+def test_memory_that_moved_under_the_same_parameters_is_followed() -> None:
+    model = make_model()
+    ema = shardow.EMA(model, DECAY)
+    expected = {n: torch.lerp(p, p * 2, 1 - DECAY) for n, p in clone(model).items()}
+    for p in model.parameters():
+        p.data = p.data * 2
+    ema.update()
+    assert equal(ema.full_state_dict(complete=False), expected)
+    weights = clone(model)
+    with ema.swapped():
+        assert equal(clone(model), expected)
+    assert equal(clone(model), weights)

@@ -1,5 +1,5 @@
-// {"format":1,"step":..,"updates":..,"applied_step":..,"applied_samples":..,"held_non_finite":..,"seed":"..","update_every":..,"start_step":..,
-//  "rule":"lerp","rounding":"auto","dtype":"F32","schedules":[{..},..]}
+// {"format":1,"step":..,"updates":..,"applied_step":..,"applied_samples":..,"held_non_finite":..,"seed":"..","update_every":..,
+//  "start_step":..,"rule":"lerp","rounding":"auto","dtype":"F32","schedules":[{..},..]}
 // The seed is a string: JSON readers elsewhere keep 53 bits of a number.
 #include "average/counters.h"
 

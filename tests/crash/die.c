@@ -1,4 +1,5 @@
-// Put in front of libc (LD_PRELOAD): kill -9 at the n-th call that a process makes for a checkpoint. Counted are the calls that change a file system under one folder, and messages to other ranks.
+// Put in front of libc (LD_PRELOAD): kill -9 at the n-th call that a process makes for a checkpoint. Counted are the calls that change a
+// file system under one folder, and messages to other ranks.
 //
 // Until arm() nothing is counted. A process that is forked from an unarmed one is unarmed. Any thread's calls count.
 #define _GNU_SOURCE
@@ -26,8 +27,9 @@ static char folder[PATH_MAX];
 static char* log_slots;
 static long num_slots;
 
-/// Counts from now on. `n`: the number, from 0, of the call that is not made any more; negative for none. `group`: all processes of the process group die with this one.
-/// `path`: absolute, without links. `log`: `slots` times 64 bytes, each the text of a call; shared memory lets others read it after the death.
+/// Counts from now on. `n`: the number, from 0, of the call that is not made any more; negative for none. `group`: all processes of the
+/// process group die with this one. `path`: absolute, without links. `log`: `slots` times 64 bytes, each the text of a call; shared memory
+/// lets others read it after the death.
 void arm(const char* path, long n, int group, char* log, long slots) {
   snprintf(folder, sizeof folder, "%s", path);
   fatal = n;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import models
@@ -137,3 +138,19 @@ def test_the_engine_asks_no_python_for_rank_and_size(tmp_path: Path) -> None:
     """There they cannot fail: an exception would end the process."""
     with pytest.raises(FileNotFoundError):
         _core.read_catalog(_Raising(0, 2), tmp_path / "a.safetensors", 5.0)
+
+
+def late_to_the_rest() -> str:
+    """Half a second of a minute was left when rank 0 came to this round, and rank 1 came after that."""
+    group = store_group.store_group(dist.group.WORLD)
+    group.begin("call()", 60.0)
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    with pytest.raises(TimeoutError) as error:
+        group.all_gather(b"", 0.5)
+    return str(error.value)
+
+
+def test_messages_give_the_timeout_that_was_asked_for_whatever_was_left_of_it() -> None:
+    for said in ranks.run(2, late_to_the_rest):
+        assert "[1] did not take part within 60 s" in said

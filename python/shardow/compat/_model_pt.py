@@ -15,8 +15,8 @@ from shardow.compat import _torch_files
 from shardow.compat._called import model_and_root
 from shardow.compat._teams import team_of
 from shardow.compat._whole import whole_state_dict
-from shardow.model.local import persistent_buffers, slots_of
-from shardow.model.names import walk, without_wrappers
+from shardow.model.names import without_wrappers
+from shardow.model.slots import slots
 from shardow.start.materialize import materialize
 
 if TYPE_CHECKING:
@@ -74,10 +74,9 @@ def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: s
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent ones with values, which no average has."""
-    for prefix, module in walk(model):
-        for slot in slots_of(prefix, module._buffers):
-            if slot.key in persistent_buffers(module) and not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor"):
-                yield slot.name, slot.recorded
+    for slot in slots(model, "buffer"):
+        if not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor"):
+            yield slot.name, slot.recorded
 
 
 __all__ = ["load_model_pt", "read_model_pt", "write_model_pt"]

@@ -18,6 +18,7 @@ from shardow.memory.batch import as_arguments
 from shardow.memory.usage import Usage, usage
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
+from shardow.model.slots import slots
 
 
 def take_measure(
@@ -90,9 +91,7 @@ def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[An
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers, torch's random state and what DDP expects of the next step are those of before."""
-    buffers = [
-        (module, key, buffer, buffer.clone()) for module in model.modules() for key, buffer in module._buffers.items() if buffer is not None
-    ]
+    buffers = [(slot, slot.recorded.clone()) for slot in slots(model, "buffer", "table")]
     ddp = [(module, module.require_forward_param_sync) for module in model.modules() if isinstance(module, DistributedDataParallel)]
     kinds = {tensor.device.type for tensor in model.parameters()} - {"cpu"}
     kind = next(iter(kinds), "cuda")
@@ -105,8 +104,8 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for owner, key, buffer, before in buffers:
-                    owner._buffers[key] = buffer.copy_(before)
+                for slot, before in buffers:
+                    slot.owner[slot.key] = slot.recorded.copy_(before)
             for module, expected in ddp:
                 module.require_forward_param_sync = expected
 

@@ -24,7 +24,8 @@ from shardow.memory.optimizer_state import state_bytes
 from shardow.memory.switches import is_switched, put_on
 from shardow.memory.usage import Usage, usage
 from shardow.model.blocks import repeated_blocks
-from shardow.model.names import walk, wrapped_child
+from shardow.model.names import wrapped_child
+from shardow.model.slots import by_tensor, slots
 
 _OFF: dict[str, Any] = {"bf16": False, "activation_checkpointing": False, "attention_weights": True}
 _ON: dict[str, Any] = {"bf16": True, "activation_checkpointing": True, "attention_weights": False}
@@ -123,13 +124,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _of_model(model: nn.Module) -> Iterator[_Tensor]:
     """Tied tensors once."""
-    seen: set[int] = set()
-    for _, module in walk(model):
-        for tensors, buffer in ((module._parameters, False), (module._buffers, True)):
-            for tensor in tensors.values():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield _Tensor(id(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad and not buffer, buffer)
+    for where in by_tensor(slots(model)).values():
+        tensor, buffer = where[0].recorded, where[0].kind != "parameter"
+        yield _Tensor(id(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad and not buffer, buffer)
 
 
 def _of_shapes(shapes: Any) -> Iterator[_Tensor]:

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardow.base.warnings import warn
-from shardow.model.local import Form, LocalTensor, Slot, memory_of
+from shardow.model.local import Form, LocalTensor, memory_of
 from shardow.model.parents import fsdp2_around
 from shardow.model.regions import region_of, replicas_of
+from shardow.model.slots import Slot
 
 
 def sharded_like(tensor: DTensor, local: torch.Tensor) -> DTensor:

@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core, errors
-from shardow.model.local import LocalTensor, Replicas, Slot
+from shardow.model.local import LocalTensor, Replicas
 from shardow.model.names import join, walk
 from shardow.model.parents import fsdp1_around, owners
+from shardow.model.slots import Slot
 
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
 

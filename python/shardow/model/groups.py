@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardow import errors
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
+from shardow.model.slots import slots
 
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter | None = None) -> dist.ProcessGroup | None:
@@ -27,8 +28,8 @@ def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsd
 
 
 def meshes_of(model: nn.Module) -> list[DeviceMesh]:
-    tensors = (tensor for module in model.modules() for tensor in [*module._parameters.values(), *module._buffers.values()])
-    return list({id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}.values())
+    meshes = (slot.recorded.device_mesh for slot in slots(model) if isinstance(slot.recorded, DTensor))
+    return list({id(mesh): mesh for mesh in meshes}.values())
 
 
 def choose_group(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardow import _core, errors
+from shardow.model.slots import Slot
 
 #: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in order.
 Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
@@ -50,19 +51,6 @@ class LocalTensor:
         return self.sharded or bool(self.replicas) or rank == 0
 
 
-@dataclass(eq=False)
-class Slot:
-    """Where a module keeps a tensor: ``owner[key]`` was ``recorded`` when it was found.
-
-    ``owner`` is the module's own dict: attribute access is fifteen times slower, and this is read at every update.
-    """
-
-    name: str
-    owner: dict[str, torch.Tensor | None]
-    key: str
-    recorded: torch.Tensor
-
-
 class Adapter(Protocol):
     """One way to hold parameters.
 
@@ -85,15 +73,6 @@ class Adapter(Protocol):
 
     def reshard(self) -> None:
         """Frees every unsharded copy of the weights, whose next use would show old values. Local."""
-
-
-def slots_of(name: str, tensors: dict[str, Any]) -> list[Slot]:
-    """The slots of one module's parameters or buffers."""
-    return [Slot(f"{name}.{key}" if name else key, tensors, key, tensor) for key, tensor in tensors.items() if tensor is not None]
-
-
-def persistent_buffers(module: nn.Module) -> set[str]:
-    return set(module._buffers) - module._non_persistent_buffers_set
 
 
 Form = Literal["contiguous", "strided", "any"]

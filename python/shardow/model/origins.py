@@ -17,6 +17,7 @@ from shardow.base.checks import invalid
 from shardow.model.dtensor import sharded_like
 from shardow.model.names import walk
 from shardow.model.regions import region_of
+from shardow.model.slots import slots
 from shardow.ranks.gather import take
 
 
@@ -47,10 +48,9 @@ def forget_swapped(model: nn.Module) -> None:
     DTensors stay the same objects then, found in the model itself, and torch refuses to swap what is weakly referenced.
     """
     always = torch.__future__.get_swap_module_params_on_conversion()
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None and (always or is_traceable_wrapper_subclass(param)):
-                _origins.pop(param, None)
+    for slot in slots(model, "parameter"):
+        if always or is_traceable_wrapper_subclass(slot.recorded):
+            _origins.pop(slot.recorded, None)
 
 
 Bindings = list[list[tuple[nn.Module, str]]]  # by parameter group, where each of its parameters is
@@ -61,7 +61,7 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
 
     Raises, before anything has changed, for one that is nowhere.
     """
-    there = {id(p): (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None}
+    there = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
     modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
     found: Bindings = []
     for number, group in enumerate(optimizer.param_groups):

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
-from shardow.model.local import Form, LocalTensor, Replicas, Slot, memory_of
+from shardow.model.local import Form, LocalTensor, Replicas, memory_of
+from shardow.model.slots import Slot
 
 
 class PlainAdapter:

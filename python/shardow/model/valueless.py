@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardow import errors
-from shardow.model.local import slots_of
-from shardow.model.names import walk
+from shardow.model.slots import slots
 
 
 def refuse_valueless(model: nn.Module) -> None:
-    tensors: list[tuple[str, torch.Tensor]] = [
-        (slot.name, slot.recorded)
-        for name, module in walk(model)
-        for slot in [*slots_of(name, module._parameters), *slots_of(name, module._buffers)]
-    ]
+    tensors = [(slot.name, slot.recorded) for slot in slots(model)]
     for what, names in (
         ("not initialised yet", [name for name, tensor in tensors if is_lazy(tensor)]),
         ("on meta, without values", [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_meta]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from shardow import _core, errors
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_model
-from shardow.model.local import Adapter, Form, LocalTensor, Slot, oddity, persistent_buffers, slots_of
+from shardow.model.local import Adapter, Form, LocalTensor, oddity
 from shardow.model.names import walk
 from shardow.model.plain import PlainAdapter
+from shardow.model.slots import Slot, slots
 from shardow.model.storage import MARKS, address_of, difference, objects_behind, overlaps
 from shardow.model.valueless import refuse_valueless
 
@@ -54,7 +55,7 @@ class ModelView:
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
         self.watch_buffers = False
         self._show_shards()
-        self._found, self._found_buffers = self._collect(_parameter_slots(model)), self._collect(_buffer_slots(model))
+        self._found, self._found_buffers = self._collect(slots(model, "parameter")), self._collect(slots(model, "buffer"))
         self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]
         self.parameters = _in_model_order([*found, *self._fsdp1.others()], model)
@@ -186,7 +187,7 @@ class ModelView:
 
     def _change(self) -> str | None:
         """None where nothing but addresses has changed."""
-        now: dict[str, torch.Tensor] = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
+        now: dict[str, torch.Tensor] = {slot.name: slot.recorded for slot in slots(self._model, "parameter")}
         for name, was in self._named.items():
             if name not in now:
                 return f"parameter '{name}' is gone from the model; {_WAY_OUT}"
@@ -226,7 +227,7 @@ class ModelView:
     def _take_in_buffers(self) -> None:
         """Those that were registered since this view was made."""
         known = {(id(one.slot.owner), one.slot.key) for one in self._found_buffers}
-        new = [slot for slot in _buffer_slots(self._model) if (id(slot.owner), slot.key) not in known]
+        new = [slot for slot in slots(self._model, "buffer") if (id(slot.owner), slot.key) not in known]
         if new:
             found = self._collect(new, {id(one.slot.recorded): one.local for one in self._found_buffers})
             self._found_buffers += found
@@ -257,7 +258,7 @@ class ModelView:
 
         Every dict of every module: a replaced module leaves the old parameters in place, out of the model.
         """
-        self._named = {slot.name: slot.recorded for slot in _parameter_slots(self._model)}
+        self._named = {slot.name: slot.recorded for slot in slots(self._model, "parameter")}
         modules = list(self._model.modules())
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
         objects = [one.slot.recorded for one in self._found if not oddity(one.local.tensor)]
@@ -301,14 +302,6 @@ def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool
     return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
 
 
-def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
-    return (slot for name, module in walk(model) for slot in slots_of(name, module._parameters))
-
-
-def _buffer_slots(model: nn.Module) -> Iterator[Slot]:
-    return (slot for name, module in walk(model) for slot in slots_of(name, module._buffers) if slot.key in persistent_buffers(module))
-
-
 def _in_model_order(locals_: list[LocalTensor], model: nn.Module) -> list[LocalTensor]:
     """By module, as named_parameters() goes: the kind of sharding must not show in the order."""
     order: dict[str, int] = {}
@@ -328,4 +321,4 @@ def _now(local: LocalTensor, found: list[_Found]) -> torch.Tensor:
 
 
 def _memory_of(one: _Found, tensor: torch.Tensor) -> torch.Tensor:
-    return one.adapter.memory(Slot(one.slot.name, one.slot.owner, one.slot.key, tensor))
+    return one.adapter.memory(replace(one.slot, recorded=tensor))

@@ -12,32 +12,13 @@ from shardow.base.checks import invalid
 from shardow.model import origins
 from shardow.model.dtensor import sharded_like
 from shardow.model.groups import meshes_of
-from shardow.model.names import join, walk
-
-Place = tuple[nn.Module, str, str]  # (module, "_parameters" or "_buffers", key)
-
-
-def places(model: nn.Module) -> dict[int, list[tuple[str, Place]]]:
-    """(clean name, place) by tensor."""
-    found: dict[int, list[tuple[str, Place]]] = {}
-    for name, module in walk(model):
-        for kind in ("_parameters", "_buffers"):
-            for key, tensor in getattr(module, kind).items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), []).append((join(name, key), (module, kind, key)))
-    return found
-
-
-def there(place: Place) -> torch.Tensor:
-    module, kind, key = place
-    found: torch.Tensor = getattr(module, kind)[key]
-    return found
+from shardow.model.slots import Slot, by_tensor, slots
 
 
 def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
     origins.forget_swapped(model)
-    known = [where for where in places(model).values() if there(where[0][1]).is_meta]
+    known = [where for where in by_tensor(slots(model)).values() if where[0].recorded.is_meta]
     if not known:
         return []
     _refuse_tables(known)
@@ -56,7 +37,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     try:
         model._apply(give)
     except BaseException:  # out of memory
-        take_memory(model, [tensor for where in known if not (tensor := there(where[0][1])).is_meta])
+        take_memory(model, [tensor for where in known if not (tensor := _now(where[0])).is_meta])
         raise
     return _joined(known)
 
@@ -68,12 +49,11 @@ def move_tables(model: nn.Module, device: torch.device | str) -> None:
     """
     if meshes_of(model):
         return
-    for where in places(model).values():
-        module, kind, key = where[0][1]
-        if kind == "_buffers" and key in module._non_persistent_buffers_set:
-            moved = there(where[0][1]).to(device)
-            for _, (other, _, other_key) in where:
-                other._buffers[other_key] = moved
+    for where in by_tensor(slots(model)).values():
+        if where[0].kind == "table":
+            moved = where[0].recorded.to(device)
+            for slot in where:
+                slot.owner[slot.key] = moved
 
 
 def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
@@ -81,7 +61,7 @@ def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
     ours = {id(tensor) for tensor in given}
     if not ours:
         return
-    known = [where for key, where in places(model).items() if key in ours]
+    known = [where for key, where in by_tensor(slots(model)).items() if key in ours]
     model._apply(lambda tensor: tensor.to("meta") if id(tensor) in ours else tensor)
     _joined(known)
 
@@ -89,34 +69,33 @@ def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
 def names_of(model: nn.Module, tensors: Collection[torch.Tensor]) -> set[str]:
     """All clean names of the tensors."""
     ours = {id(tensor) for tensor in tensors}
-    return {name for key, where in places(model).items() if key in ours for name, _ in where}
+    return {slot.name for slot in slots(model) if id(slot.recorded) in ours}
 
 
 def called(model: nn.Module, tensors: Collection[torch.Tensor], names: Collection[str]) -> list[torch.Tensor]:
     """Those of the tensors that have one of the names."""
-    wanted = {key for key, where in places(model).items() if any(name in names for name, _ in where)}
+    wanted = {id(slot.recorded) for slot in slots(model) if slot.name in names}
     return [tensor for tensor in tensors if id(tensor) in wanted]
 
 
-def _joined(known: list[list[tuple[str, Place]]]) -> list[torch.Tensor]:
+def _now(slot: Slot) -> torch.Tensor:
+    found: torch.Tensor = slot.owner[slot.key]
+    return found
+
+
+def _joined(known: list[list[Slot]]) -> list[torch.Tensor]:
     """Puts the tensor of the first place into the others; torch gives each a new one."""
     tensors = []
     for where in known:
-        one = there(where[0][1])
-        tensors.append(one)
-        for _, (module, kind, key) in where[1:]:
-            getattr(module, kind)[key] = one
+        tensors.append(_now(where[0]))
+        for slot in where[1:]:
+            slot.owner[slot.key] = tensors[-1]
     return tensors
 
 
-def _refuse_tables(known: list[list[tuple[str, Place]]]) -> None:
+def _refuse_tables(known: list[list[Slot]]) -> None:
     """A buffer that is persistent under one of its names comes from there."""
-    tables = {
-        name
-        for where in known
-        if all(kind == "_buffers" and key in module._non_persistent_buffers_set for _, (module, kind, key) in where)
-        for name, _ in where
-    }
+    tables = {slot.name for where in known if all(one.kind == "table" for one in where) for slot in where}
     if tables:
         raise invalid(
             f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}; build the model under shardow.meta_init()"

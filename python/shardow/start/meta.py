@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow.model import origins
 from shardow.model.names import join, walk
+from shardow.model.slots import slots_of
 from shardow.start import recorded
 
 _valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # keys of what to_empty() gave memory
@@ -87,13 +88,12 @@ def to_empty(module: nn.Module) -> None:
     """
     accelerator = torch.accelerator.current_accelerator()
     device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
-    for tensors in (module._parameters, module._buffers):
-        for key, tensor in tensors.items():
-            if tensor is not None and tensor.is_meta:
-                if tensor not in _empty:  # tied tensors stay so
-                    _empty[tensor] = _like(tensor, device)
-                tensors[key] = _empty[tensor]
-                _valueless.setdefault(module, set()).add(key)
+    for slot in slots_of(module):
+        if slot.recorded.is_meta:
+            if slot.recorded not in _empty:  # tied tensors stay so
+                _empty[slot.recorded] = _like(slot.recorded, device)
+            slot.owner[slot.key] = _empty[slot.recorded]
+            _valueless.setdefault(module, set()).add(slot.key)
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

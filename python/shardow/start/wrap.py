@@ -22,6 +22,7 @@ from shardow.model import origins
 from shardow.model.blocks import is_container, repeated_blocks
 from shardow.model.groups import choose_group, meshes_of
 from shardow.model.names import join, walk
+from shardow.model.slots import slots
 from shardow.ranks.team import Team
 from shardow.start.materialize import Source, common_kind, kind_of, materialize
 from shardow.start.meta import moved_to_meta
@@ -114,10 +115,8 @@ def _checked(
     chosen = _chosen(model, units)
     _check_containers([*chosen, model])
     _check_ties(model, chosen)
-    for module in model.modules():
-        for key, param in module._parameters.items():
-            if param is not None:
-                origins.remember(module, key)
+    for slot in slots(model, "parameter"):
+        origins.remember(slot.module, slot.key)
     bindings = None if optimizer is None else origins.bindings(optimizer, model)
     return chosen, bindings, own_weights(model) if has_weights else None
 
@@ -125,9 +124,8 @@ def _checked(
 def _facts(model: nn.Module, chosen: list[nn.Module], memory_efficient_init: bool) -> dict[str, Any]:
     """In which ranks must be alike."""
     units = set(map(id, chosen))
-    tensors = {join(name, key): param for name, module in walk(model) for key, param in module._parameters.items() if param is not None}
     return {
-        "tensors": {name: f"{param.dtype} {list(param.shape)}" for name, param in tensors.items()},
+        "tensors": {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")},
         "units": [name for name, module in walk(model) if id(module) in units],
         "memory_efficient_init": memory_efficient_init,
     }
@@ -202,14 +200,15 @@ def own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
 def to_meta(model: nn.Module) -> None:
     """Parameters and persistent buffers that are not sharded yet; tied ones stay tied."""
     moved: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for key, param in module._parameters.items():
-            if param is not None and not isinstance(param, DTensor):
-                module._parameters[key] = moved.setdefault(id(param), moved_to_meta(param))  # type: ignore[assignment]
-                origins.remember(module, key)
-        for key, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(buffer, DTensor) and key not in module._non_persistent_buffers_set:
-                module._buffers[key] = moved.setdefault(id(buffer), buffer.to("meta"))
+    for slot in list(slots(model, "parameter", "buffer")):
+        whole = slot.recorded
+        if isinstance(whole, DTensor):
+            continue
+        if id(whole) not in moved:
+            moved[id(whole)] = moved_to_meta(whole) if isinstance(whole, nn.Parameter) else whole.to("meta")
+        slot.owner[slot.key] = moved[id(whole)]
+        if slot.kind == "parameter":
+            origins.remember(slot.module, slot.key)
 
 
 __all__ = ["wrap"]

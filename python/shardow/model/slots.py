@@ -1,0 +1,54 @@
+"""Slots: every place where a model keeps a tensor; the one way to walk them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardow.model.names import join, walk
+
+Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is not persistent: no file has it
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found.
+
+    ``owner`` is the module's own dict: attribute access is fifteen times slower, and this is read at every update.
+    """
+
+    name: str
+    owner: dict[str, Any]
+    key: str
+    recorded: torch.Tensor
+    kind: Kind
+    module: nn.Module
+
+
+def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
+    """Of all modules, in the order of named_modules(), parameters before buffers; of ``kinds``, or of all. What is tied comes under each of its names."""
+    for name, module in walk(model):
+        yield from slots_of(module, name, *kinds)
+
+
+def slots_of(module: nn.Module, name: str = "", *kinds: Kind) -> Iterator[Slot]:
+    """One module's own."""
+    for owner in (module._parameters, module._buffers):
+        for key, tensor in list(owner.items()):
+            if tensor is None:
+                continue
+            kind: Kind = "parameter" if owner is module._parameters else "table" if key in module._non_persistent_buffers_set else "buffer"
+            if not kinds or kind in kinds:
+                yield Slot(join(name, key), owner, key, tensor, kind, module)
+
+
+def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:
+    """By the tensor's id: its slots, the first one first."""
+    known: dict[int, list[Slot]] = {}
+    for slot in found:
+        known.setdefault(id(slot.recorded), []).append(slot)
+    return known

@@ -60,15 +60,6 @@ def _extent(tensor: torch.Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
 
 
-def difference(local: LocalTensor, memory: torch.Tensor) -> str | None:
-    for what, now, was in (("is", memory.dtype, local.tensor.dtype), ("is on", memory.device, local.tensor.device)):
-        if now != was:
-            return f"{what} {now}, it was {was} when this EMA was made"
-    if memory.numel() != local.region.size:
-        return f"has {memory.numel()} elements on this rank, it had {local.region.size} when this EMA was made"
-    return None
-
-
 def objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
     """Where torch keeps what data_ptr() reads, for prefetching: private, and never read by us."""
     return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)

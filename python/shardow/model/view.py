@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
+from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_model
@@ -19,26 +19,8 @@ from shardow.model.local import Adapter, Form, LocalTensor, oddity
 from shardow.model.names import walk
 from shardow.model.plain import PlainAdapter
 from shardow.model.slots import Slot, slots
-from shardow.model.storage import MARKS, address_of, difference, objects_behind, overlaps
+from shardow.model.storage import MARKS, address_of, objects_behind, overlaps
 from shardow.model.valueless import refuse_valueless
-
-_WAY_OUT = (
-    "make the EMA after the model has its final form, "
-    "or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
-)
-
-
-@dataclass(eq=False)
-class _Found:
-    """A slot's tensor.
-
-    ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's name.
-    """
-
-    slot: Slot
-    local: LocalTensor
-    adapter: Adapter
-    tied: bool = False
 
 
 class ModelView:
@@ -81,7 +63,7 @@ class ModelView:
         self._take_in_buffers()
         return self._buffers
 
-    def _collect(self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None) -> list[_Found]:
+    def _collect(self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None) -> list[Found]:
         """Each tensor once; further names of it are aliases. ``before``: found already, by the tensors' ids."""
         known: dict[int, LocalTensor] = dict(before or {})
         found = []
@@ -90,12 +72,12 @@ class ModelView:
             tied = known.get(id(slot.recorded))
             if tied is not None:
                 _add_alias(tied, slot.name)
-                found.append(_Found(slot, tied, adapter, True))
+                found.append(Found(slot, tied, adapter, True))
                 continue
             local = adapter.local(slot)
             if local is not None:
                 known[id(slot.recorded)] = local
-                found.append(_Found(slot, local, adapter))
+                found.append(Found(slot, local, adapter))
         return found
 
     def _tie_by_memory(self) -> None:
@@ -159,7 +141,7 @@ class ModelView:
         if self._change() is not None:
             return False
         for one in self._found:
-            one.local.tensor = one.adapter.memory(one.slot)
+            one.local.tensor = one.memory()
         for flat in self._fsdp1.others():
             flat.tensor = flat.memory()
         self._follow_buffers()
@@ -180,49 +162,14 @@ class ModelView:
         """Those that the model shows, and those that were recorded."""
         return [*self._model.parameters(), *self._named.values()]
 
-    def explain_change(self) -> str:
-        """Which tensor is not what it was when this view was made, and the way out."""
-        change = self._change()
-        return change if change is not None else f"the model's parameters are not those that this EMA was made with; {_WAY_OUT}"
-
     def _change(self) -> str | None:
         """None where nothing but addresses has changed."""
-        now: dict[str, torch.Tensor] = {slot.name: slot.recorded for slot in slots(self._model, "parameter")}
-        for name, was in self._named.items():
-            if name not in now:
-                return f"parameter '{name}' is gone from the model; {_WAY_OUT}"
-            if now[name] is not was and isinstance(was, DTensor) and not isinstance(now[name], DTensor):
-                return f"parameter '{name}' stays unsharded after reshard(); call this outside of forward and backward"
-            if now[name] is not was:
-                return f"parameter '{name}' has been replaced by another object since this EMA was made; {_WAY_OUT}"
-        known = set(map(id, self._named.values()))
-        for name, tensor in now.items():
-            if id(tensor) not in known:
-                return f"parameter '{name}' has been added since this EMA was made, and has no average; {_WAY_OUT}"
-        return next((f"{text}; {_WAY_OUT}" for text in self._differences()), None)
+        buffers = self._found_buffers if self.watch_buffers else ()
+        return change(self._model, self._named, self._found, self._fsdp1.others(), buffers)
 
-    def _differences(self) -> Iterator[str]:
-        for one in self._found:
-            if odd := oddity(one.local.tensor):
-                if oddity(one.adapter.memory(one.slot)) != odd:
-                    yield f"parameter '{one.slot.name}' {odd}; it is not any more"
-                continue
-            if tuple(one.slot.recorded.shape) != tuple(one.local.region.shape):
-                now, made = tuple(one.slot.recorded.shape), tuple(one.local.region.shape)
-                yield f"parameter '{one.slot.name}' has shape {now}, it was {made} when this EMA was made"
-            memory = one.adapter.memory(one.slot)
-            if text := difference(one.local, memory):
-                yield f"parameter '{one.slot.name}' {text}"
-            if one.tied and memory.data_ptr() != _now(one.local, self._found).data_ptr():
-                yield f"parameter '{one.slot.name}' no longer shares the memory of '{one.local.name}'"
-        for flat in self._fsdp1.others():
-            if text := difference(flat, flat.memory()):
-                yield f"parameter '{flat.name}' {text}"
-        if self.watch_buffers:
-            for one in self._found_buffers:
-                buffer = one.slot.owner.get(one.slot.key)
-                if buffer is not None and (text := difference(one.local, _memory_of(one, buffer))):
-                    yield f"buffer '{one.slot.name}' {text}"
+    def explain_change(self) -> str:
+        """Which tensor is not what it was when this view was made, and the way out."""
+        return self._change() or f"the model's parameters are not those that this EMA was made with; {WAY_OUT}"
 
     def _take_in_buffers(self) -> None:
         """Those that were registered since this view was made."""
@@ -241,13 +188,13 @@ class ModelView:
                 now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
                 raise errors.make(
                     "invalid_argument",
-                    f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {_WAY_OUT}",
+                    f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {WAY_OUT}",
                 )
             one.slot.recorded = buffer
-            memory = one.adapter.memory(one.slot)
+            memory = one.memory()
             if one.tied and address_of(memory) != address_of(one.local.tensor):
                 raise errors.make(
-                    "invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {_WAY_OUT}"
+                    "invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {WAY_OUT}"
                 )
             one.local.tensor = memory
 
@@ -276,7 +223,7 @@ class ModelView:
     def _buffers_same(self) -> bool:
         now = [one.slot.owner.get(one.slot.key) for one in self._found_buffers]
         return all(
-            buffer is was and address_of(_memory_of(one, was)) == address
+            buffer is was and address_of(one.memory(was)) == address
             for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
         )
 
@@ -313,12 +260,3 @@ def _in_model_order(locals_: list[LocalTensor], model: nn.Module) -> list[LocalT
 def _add_alias(local: LocalTensor, name: str) -> None:
     if name not in (local.name, *local.aliases):
         local.aliases = (*local.aliases, name)
-
-
-def _now(local: LocalTensor, found: list[_Found]) -> torch.Tensor:
-    first = next(one for one in found if one.local is local and not one.tied)
-    return first.adapter.memory(first.slot)
-
-
-def _memory_of(one: _Found, tensor: torch.Tensor) -> torch.Tensor:
-    return one.adapter.memory(replace(one.slot, recorded=tensor))

@@ -30,7 +30,10 @@ class Slot:
 
 
 def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
-    """Of all modules, in the order of named_modules(), parameters before buffers; of ``kinds``, or of all. What is tied comes under each of its names."""
+    """Of all modules, in the order of named_modules(), parameters before buffers; of ``kinds``, or of all.
+
+    What is tied comes under each of its names.
+    """
     for name, module in walk(model):
         yield from slots_of(module, name, *kinds)
 

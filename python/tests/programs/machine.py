@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardow
+from programs.other_job import Marks
+from programs.same import refused, same
 from programs.story import DECAYS, Line, Oracle, Tensors
+from programs.two_jobs import TwoJobs
 
 OTHERS = "notes.txt"
 
@@ -26,11 +28,12 @@ class BodyError(Exception):
     """Raised by a block's body; the user's own."""
 
 
-def run(kind: str, lines: tuple[Line, ...], oracle: Oracle, folder: str) -> Oracle:
+def run(kind: str, lines: tuple[Line, ...], oracle: Oracle, folder: str, marks: str) -> Oracle:
     """Collective. Returns the oracle as it is after the last line."""
     machine = Machine(kind, oracle, Path(folder), 5 if lines and lines[-1][0] == "killed" else 60)
     for number, line in enumerate(lines):
         try:
+            machine.marks = Marks(marks, number)
             machine.do(line)
             machine.check()
         except BaseException as error:
@@ -42,15 +45,20 @@ def run(kind: str, lines: tuple[Line, ...], oracle: Oracle, folder: str) -> Orac
 
 class Machine:
     def __init__(self, kind: str, oracle: Oracle, folder: Path, timeout: float) -> None:
-        self.kind, self.oracle, self.folder = kind, oracle, folder
+        self.kind, self.oracle, self.folder, self.timeout = kind, oracle, folder, timeout
+        self.marks: Marks
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pending: dict[str, Any] = {}
         self.model = models.build(kind if self.world > 1 else "plain", self.world)
         self.set_weights(oracle.weights)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.emas = [shardow.EMA(self.model, decay=decay, timeout=timeout) for decay in DECAYS]
+        self.emas = [self.average(decay) for decay in DECAYS]
         oracle.begin()
         self.handles: list[Any] = [None, None]
+
+    def average(self, decay: float) -> shardow.EMA:
+        alike = dist.group.WORLD if self.kind == "plain" and self.world > 1 else None
+        return shardow.EMA(self.model, decay=decay, timeout=self.timeout, group=alike)
 
     def do(self, line: Line) -> None:
         verb, *rest = line
@@ -106,7 +114,7 @@ class Machine:
         try:
             with ema.swapped():
                 same(models.whole_weights(self.model), inside, "inside swapped()")
-                if body == "moves" and self.kind == "ddp":
+                if body == "moves" and self.kind != "fsdp1":
                     for p in self.model.parameters():
                         p.data = p.data.clone()
                 if body == "misused":
@@ -139,8 +147,15 @@ class Machine:
         """The lines that follow run beside it, and change what it has copied."""
         self.pending[path] = self.emas[which].async_save(self.folder / path)
 
-    def do_killed(self, which: int, path: str, rank: int, delay: float) -> None:
-        """A save in which a rank is killed; the others get an error in time. Whoever survived a save that was done by then ends here too."""
+    def do_killed(self, which: int, path: str, rank: int, delay: float, other: Any) -> None:
+        """A save in which a rank is killed; the others get an error in time. Whoever survived a save that was done by then ends here too.
+        The oracle is left behind."""
+        if self.rank == 0:
+            torch.save(self.oracle, self.marks.path("oracle"))
+        if other:
+            self.marks.make("wanted")
+            self.marks.wait("ready")
+        dist.barrier()
         if self.rank == rank:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
         with contextlib.suppress(shardow.Error):
@@ -148,7 +163,11 @@ class Machine:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def do_load(self, which: int, path: str) -> None:
-        self.emas[which].load(self.folder / path, options="own")
+        with contextlib.nullcontext() if self.oracle.fits(path) else refused():
+            self.emas[which].load(self.folder / path, options="own")
+
+    def do_two_jobs(self, which: int, path: str, mine: tuple[str, ...], other: tuple[str, int, Any]) -> None:
+        TwoJobs(self, which, path, other).do(mine)
 
     def do_open(self, path: str) -> None:
         if self.rank == 0 and path in self.oracle.files:
@@ -160,6 +179,10 @@ class Machine:
         if self.rank == 0 and path in self.oracle.files:
             averages, steps = self.oracle.files[path]
             alone = shardow.EMA(models.make(seed=3), decay=0.5)
+            if not self.oracle.fits(path):
+                with refused():
+                    alone.load(self.folder / path)
+                return
             alone.load(self.folder / path)
             same(alone.full_state_dict(complete=False), averages, f"loaded from {path} by one process")
             assert alone.stats()["step"] == steps
@@ -193,13 +216,22 @@ class Machine:
     def do_move(self) -> None:
         for p in self.model.parameters():
             p.data = p.data.clone()
+        self._taken_over()
+
+    def _taken_over(self) -> None:
+        """FSDP1 takes over what was put elsewhere when it gathers next. Until then what needs the weights is refused on all ranks."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            for call in (self.emas[0].distance, self.emas[1].swap_in):
+                with refused():
+                    call()
+            with FullyShardedDataParallel.summon_full_params(self.model):
+                pass
 
     def do_replace(self) -> None:
         """A parameter that is another object now: refused, and the way out is a new EMA that loads the old one's state."""
-        if self.world == 1:
-            return
-        layer = self.model.module[0]  # type: ignore[index, union-attr]
+        layer = next(module for module in self.model.modules() if isinstance(module, torch.nn.Linear))
         layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        self._taken_over()
         for which, ema in enumerate(self.emas):
             with refused():
                 ema._core.update(None, 0.0)
@@ -208,7 +240,7 @@ class Machine:
         states = [ema.state_dict() for ema in self.emas]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         for which, state in enumerate(states):
-            self.emas[which] = shardow.EMA(self.model, decay=DECAYS[which], timeout=60)
+            self.emas[which] = self.average(DECAYS[which])
             self.emas[which].load_state_dict(state)
             if self.oracle.attached[which]:
                 self.handles[which] = self.emas[which].attach(self.optimizer)
@@ -248,20 +280,3 @@ class Machine:
                 p.to_local().copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local())
             else:
                 p.copy_(full)
-
-
-@contextlib.contextmanager
-def refused() -> Iterator[None]:
-    try:
-        yield
-    except shardow.Error:
-        return
-    raise AssertionError("this must be refused")
-
-
-def same(found: Tensors, wanted: Tensors, what: str) -> None:
-    assert sorted(found) == sorted(wanted), (what, sorted(found), sorted(wanted))
-    wrong = [
-        name for name in wanted if not torch.equal(found[name].contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8))
-    ]
-    assert not wrong, f"{what}: {wrong} differ"

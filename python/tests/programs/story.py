@@ -1,4 +1,5 @@
-"""Random programs over the public verbs, and what must be true at each of their lines: a plain oracle of full tensors that knows neither ranks nor files."""
+"""Random programs over the public verbs, and what must be true at each of their lines: a plain oracle of full tensors that knows neither
+ranks nor files."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ import torch
 
 Tensors = dict[str, torch.Tensor]
 Line = tuple[Any, ...]  # (verb, arguments)
+Kept = tuple[Tensors, int]  # what a file holds: averages, number of steps
 
-KINDS = ("ddp", "fsdp2", "fsdp1")
+KINDS = ("plain", "ddp", "fsdp2", "fsdp1")
 PATHS = ("one.safetensors", "two", "three.safetensors")  # a directory among them
 BODIES = ("fine", "fine", "moves", "raises everywhere", "raises on one", "misused")
 DECAYS = (0.9, 0.63)
+DELAYS = (0.0, 0.002, 0.005, 0.01, 0.03)  # seconds after which a rank is killed
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,24 @@ class Program:
 def draw(seed: int) -> Program:
     rng = random.Random(seed)
     kind = rng.choice(KINDS)
-    first = [("save", rng.randrange(2), PATHS[0]), *(_line(rng, kind) for _ in range(rng.randint(5, 12)))]
-    second = [("load", 0, PATHS[0]), *(_line(rng, kind) for _ in range(rng.randint(2, 5)))]
+    first = [("save", rng.randrange(2), PATHS[0]), *(_line(rng) for _ in range(rng.randint(5, 12)))]
+    second = [("load", 0, PATHS[0]), *(_line(rng) for _ in range(rng.randint(2, 5)))]
     if seed % 10 == 9:
-        first.append(("killed", rng.randrange(2), rng.choice(PATHS), rng.randrange(2), rng.choice((0.0, 0.002, 0.005, 0.01, 0.03))))
+        other = rng.choice((None, ("same", rng.randrange(1 << 16), None)))
+        first.append(("killed", rng.randrange(2), rng.choice(PATHS), rng.randrange(2), rng.choice(DELAYS), other))
+    if seed % 3 == 1:
+        first.insert(rng.randrange(1, len(first)), _two_jobs(rng, dies=seed % 10 == 4))
     return Program(kind, ((2, (("save", 0, PATHS[0]), *first)), (rng.choice((1, 2, 3)), tuple(second))))
 
 
-def _line(rng: random.Random, kind: str) -> Line:
+def _two_jobs(rng: random.Random, dies: bool) -> Line:
+    """What this job does on the path meanwhile; and the other one: its names, its seed, and which of its ranks dies when."""
+    death = (rng.randrange(2), rng.choice(DELAYS)) if dies else None
+    mine = tuple(rng.choice(("save", "save", "load", "read")) for _ in range(rng.randint(1, 5)))
+    return "two jobs", rng.randrange(2), rng.choice(PATHS), mine, (rng.choice(("same", "same", "other")), rng.randrange(1 << 16), death)
+
+
+def _line(rng: random.Random) -> Line:
     which, path = rng.randrange(2), rng.choice(PATHS)
     lines: list[Line] = [
         ("step", rng.randrange(1 << 16)),
@@ -63,9 +76,9 @@ def _line(rng: random.Random, kind: str) -> Line:
         ("copy_to", which),
         ("reset", which),
         ("lone job", rng.randrange(1 << 16)),
+        ("move",),
+        ("replace",),
     ]
-    if kind == "ddp":
-        lines += [("move",), ("replace",)]
     return rng.choice(lines)
 
 
@@ -85,7 +98,7 @@ class Oracle:
     weights: Tensors
     averages: list[Tensors] = field(default_factory=list)
     steps: list[int] = field(default_factory=lambda: [0, 0])
-    files: dict[str, tuple[Tensors, int]] = field(default_factory=dict)
+    files: dict[str, Kept] = field(default_factory=dict)
     attached: list[bool] = field(default_factory=lambda: [False, False])
     killed: set[str] = field(default_factory=set)  # paths whose last save was: its leftovers stay until the next one
 
@@ -100,6 +113,16 @@ class Oracle:
         for name, p in self.weights.items():
             e = self.averages[which][name]
             self.averages[which][name] = torch.where(p.isfinite(), torch.lerp(e, p, 1 - DECAYS[which]), e)
+
+    def fits(self, path: str) -> bool:
+        """The file is of a model with these names."""
+        return path in self.files and self.files[path][0].keys() == self.weights.keys()
+
+    def loaded(self, which: int, kept: Kept) -> None:
+        self.averages[which], self.steps[which] = _copy(kept[0]), kept[1]
+
+    def saved(self, which: int) -> Kept:
+        return _copy(self.averages[which]), self.steps[which]
 
     def follow(self, line: Line) -> None:
         verb, *rest = line
@@ -117,11 +140,10 @@ class Oracle:
         elif verb == "attach":
             self.attached[rest[0]] = not self.attached[rest[0]]
         elif verb in ("save", "async_save", "killed"):
-            self.files[rest[1]] = (_copy(self.averages[rest[0]]), self.steps[rest[0]])
+            self.files[rest[1]] = self.saved(rest[0])
             (self.killed.add if verb == "killed" else self.killed.discard)(rest[1])
-        elif verb == "load" and rest[1] in self.files:
-            averages, self.steps[rest[0]] = self.files[rest[1]]
-            self.averages[rest[0]] = _copy(averages)
+        elif verb == "load" and self.fits(rest[1]):
+            self.loaded(rest[0], self.files[rest[1]])
         elif verb == "reset":
             self.averages[rest[0]], self.steps[rest[0]] = _copy(self.weights), 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -10,10 +9,13 @@ from pathlib import Path
 import models
 import pytest
 import ranks
+import torch
 
 import shardow
 from programs import machine
+from programs.other_job import Marks, OtherJobs, version
 from programs.story import Line, Oracle, Program, draw
+from programs.two_jobs import next_equal
 
 COUNT = 200 if os.environ.get("SHARDOW_ALL") else 20
 ATTEMPTS = 24  # at a shorter program that fails too; each costs new processes
@@ -22,32 +24,37 @@ ATTEMPTS = 24  # at a shorter program that fails too; each costs new processes
 def run(program: Program) -> None:
     with tempfile.TemporaryDirectory() as folder:
         oracle = Oracle({name: p.detach() for name, p in models.make().named_parameters()})
-        for world, lines in program.parts:
+        for number, (world, lines) in enumerate(program.parts):
+            files, marks = Path(folder, "files"), Path(folder, f"marks{number}")
+            files.mkdir(exist_ok=True)
+            marks.mkdir()
             killed = bool(lines) and lines[-1][0] == "killed"
-            answers = ranks.run(world, machine.run, program.kind, lines, oracle, folder, timeout=90, may_die=killed)
-            oracle = _after_the_kill(oracle, lines, Path(folder)) if killed else answers[0]
+            others = OtherJobs(lines, files, marks)
+            try:
+                answers = ranks.run(world, machine.run, program.kind, lines, oracle, str(files), str(marks), timeout=90, may_die=killed)
+            finally:
+                for at in range(len(lines)):
+                    Marks(marks, at).make("enough")
+                others.end()
+            oracle = _after_the_kill(lines, files, Marks(marks, len(lines) - 1)) if killed else answers[0]
 
 
-def _after_the_kill(oracle: Oracle, lines: tuple[Line, ...], folder: Path) -> Oracle:
-    """What the ranks can't tell any more. The file is the old one or the new one, whole."""
-    oracle.begin()
-    for line in lines[:-1]:
-        oracle.follow(line)
-    path = lines[-1][2]
-    before = oracle.files.pop(path, None)
-    oracle.follow(lines[-1])
+def _after_the_kill(lines: tuple[Line, ...], folder: Path, marks: Marks) -> Oracle:
+    """What the ranks can't tell any more. The file is the old one, the new one, or the other job's, whole."""
+    oracle: Oracle = torch.load(marks.path("oracle"), weights_only=False)
+    _, which, path, _, _, other = lines[-1]
+    versions = [oracle.saved(which)] + ([oracle.files[path]] if path in oracle.files and not other else [])
+    if other:
+        versions += [version(other[1], other[0], number) for number in range(marks.versions())]
+    oracle.killed.add(path)
     if not (folder / path).exists():
-        assert before is None, f"no checkpoint is left at {path}"
-        del oracle.files[path]
+        assert not other, f"no checkpoint is left at {path}, to which another job saved"
+        assert path not in oracle.files, f"no checkpoint is left at {path}"
         return oracle
     with shardow.open(folder / path) as opened:
         found = {name: opened[name] for name in opened}
-    for candidate in (before, oracle.files[path]):
-        with contextlib.suppress(AssertionError):
-            machine.same(found, candidate[0] if candidate else {}, path)
-            oracle.files[path] = candidate
-            return oracle
-    raise AssertionError(f"{path} holds neither what was there nor what was saved")
+    oracle.files[path] = next_equal(versions, found, f"{path} holds nothing that was saved there")
+    return oracle
 
 
 def failure(program: Program) -> Exception | None:

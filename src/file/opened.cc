@@ -31,7 +31,7 @@ class Handles {
     if (one.file_) return one.file_;
     one.file_ = std::make_shared<const base::File>(std::move(file));
     one.place_ = open_.insert(open_.begin(), &one);
-    const std::shared_ptr<const base::File> kept = one.file_;
+    std::shared_ptr<const base::File> kept = one.file_;
     close_idle(most_);
     return kept;
   }

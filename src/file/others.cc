@@ -159,9 +159,7 @@ bool Others::move_in(const Path& old, const Path& at) {
     if (found->directory()) {
       if (!is_replaced(one)) make_like(current_ / one, old / one);
       move_in(old, one);
-    } else if (is_replaced(one)) {
-      base::remove_file(old / one);
-    } else if (is_kept(one, *found)) {
+    } else if (is_replaced(one) || is_kept(one, *found)) {
       base::remove_file(old / one);
     } else {
       base::rename(old / one, current_ / one);

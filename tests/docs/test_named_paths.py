@@ -1,11 +1,13 @@
-"""Files that the README, CONTRIBUTING and the docs name are there."""
+"""Files that the README, CONTRIBUTING and the docs name are there, and so is what a dotted name below shardow leads to."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Of other projects, or of a reader's own.
 ELSEWHERE = {"foo_test.cc", "train.py", "generate.py", "main.cc", "main.cpp"}
+
+KEYS = {"shardow.crc32", "shardow.extra_state", "shardow.state"}  # of a file's metadata
 
 
 @cache
@@ -48,3 +52,28 @@ def test_a_page_that_names_what_is_not_there_is_found() -> None:
         "see `python/shardow/ema.py`, averages/swap.py, `src/none/x.cc` and python/tests/harness/; not `optimizer.step()`, run/a.py"
     )
     assert {name for name in found if not is_there(name)} == {"src/none/x.cc", "python/tests/harness/", "run/a.py"}
+
+
+def found(name: str) -> Any:
+    """What a dotted name leads to: modules first, then attributes."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            here: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            here = getattr(here, part)
+        return here
+    raise AttributeError(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_dotted_names_in_docs_lead_somewhere(page: Path) -> None:
+    lost = []
+    for name in sorted(set(re.findall(r"\bshardow(?:\.[A-Za-z_]\w*)+(?![\w=/])", page.read_text())) - KEYS):
+        try:
+            found(name)
+        except AttributeError:
+            lost.append(name)
+    assert lost == []

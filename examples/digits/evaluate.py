@@ -75,14 +75,10 @@ class Judge:
     def real_against_real(self, draws: int = 20) -> dict[str, float]:
         """The scale of the distance: as many real digits of the same classes, drawn as a sampler draws them, against all."""
         generator = torch.Generator().manual_seed(1)
-        classes = [torch.nonzero(self.digits.labels == c).flatten() for c in range(data.CLASSES)]
+        of_class = [torch.nonzero(self.digits.labels == c).flatten() for c in range(data.CLASSES)]
+        members = [of_class[label] for label in self.labels.tolist()]
         distances = []
         for _ in range(draws):
-            index = torch.stack(
-                [of_class[torch.randint(len(of_class), (), generator=generator)] for of_class in self._classes_asked(classes)]
-            )
+            index = torch.stack([ones[torch.randint(len(ones), (), generator=generator)] for ones in members])
             distances.append(frechet.distance(frechet.fit(self.classifier.body(self.digits.images[index])), self.real))
         return {"mean": sum(distances) / draws, "least": min(distances), "most": max(distances), "draws": draws}
-
-    def _classes_asked(self, classes: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [classes[label] for label in self.labels.tolist()]

@@ -1,4 +1,7 @@
-"""What training holds on a rank, beside its plan, and what the averages cost: memory on every rank, and the time of an update beside the ways in which it is done elsewhere."""
+"""What training holds on a rank, beside its plan, and what the averages cost.
+
+That is memory on every rank, and the time of an update beside the ways in which it is done elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch.distributed as dist
 
 import shardow
 
-from . import averages, data, diffusion, shard, switches
+from . import averages, data, diffusion, shard
 from .model import DiT
 from .options import Options
 
@@ -40,7 +43,10 @@ def bytes_per_rank(ema: shardow.EMA | None) -> list[int]:
 def planned_and_measured(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA | None, batch: data.Batch, options: Options
 ) -> dict[str, dict[str, int]]:
-    """Bytes on the fullest rank by what takes them: as memory.plan() says of a model that nobody built, and as memory.measure() finds after a step. Collective."""
+    """Bytes on the fullest rank by what takes them. Collective.
+
+    As memory.plan() says of a model that nobody built, and as memory.measure() finds after a step.
+    """
     world = dist.get_world_size()
 
     def error(velocity: torch.Tensor) -> torch.Tensor:
@@ -48,8 +54,8 @@ def planned_and_measured(
 
     plan = shardow.memory.plan(
         _on_meta(options), world, options.shard, optimizer=type(optimizer), batch=diffusion.inputs(batch),
-        switches=switches.chosen(options),
-        averages=len(options.decays), shards=shard.shards(options.shard, world) if options.shard == "hsdp" else None, loss=error,
+        switches=options.switches(), averages=len(options.decays), loss=error,
+        shards=shard.shards(options.shard, world) if options.shard == "hsdp" else None,
     )  # fmt: skip
     everywhere = _from_all(shardow.memory.measure(model, optimizer, diffusion.inputs(batch), ema=ema, loss=error))
     first = _from_all(plan)[0]  # whose batch is the largest

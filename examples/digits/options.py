@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 SHARDINGS = ("fsdp2", "fsdp1", "ddp", "hsdp", "plain")
 
-#: Named and spelled as in the training scripts that have them.
-SWITCHES = ("use_bf16", "use_activation_checkpointing", "use_ema", "ema_device")
+
+def _flag(default: Any, about: str, quick: Any = None, spelled: bool = False) -> Any:
+    """A field with its flag's help. ``quick``: its value under --quick; ``spelled``: with underscores, as training scripts have it."""
+    return field(default=default, metadata={"help": about, "quick": quick, "spelled": spelled})
 
 
 @dataclass(frozen=True)
 class Options:
-    ranks: int = 2
-    steps: int = 1200
-    shard: str = "fsdp2"
-    seed: int = 0
-    batch: int = 128
-    lr: float = 4e-3
-    decays: tuple[float, ...] = (0.99, 0.998)
-    eval_every: int = 150
-    samples: int = 512
-    resume_ranks: int = 3
-    resume_steps: int = 60
-    out: Path = Path("out/demo")
+    ranks: int = _flag(2, "processes that train together")
+    steps: int = _flag(1200, "optimizer steps before the checkpoint", quick=24)
+    shard: str = _flag("fsdp2", "how the model is shared among the ranks")
+    seed: int = _flag(0, "of weights, batches and noise")
+    batch: int = _flag(128, "images of one step, over all ranks", quick=48)
+    lr: float = _flag(4e-3, "learning rate, constant after a short warm-up")
+    decays: tuple[float, ...] = _flag((0.99, 0.998), "decays that are averaged at once, separated by commas")
+    eval_every: int = _flag(150, "steps between evaluations", quick=12)
+    samples: int = _flag(512, "images sampled per evaluation and set of weights", quick=90)
+    resume_ranks: int = _flag(3, "ranks that the checkpoint is resumed on (default: one more than --ranks)")
+    resume_steps: int = _flag(60, "steps that are trained after the resume", quick=4)
+    out: Path = _flag(Path("out/demo"), "where everything is written")  # noqa: RUF009 (a Path does not change)
     quick: bool = False
-    width: int = 64
-    depth: int = 4
-    sample_steps: int = 20
-    epochs: int = 12
-    use_bf16: bool = False
-    use_activation_checkpointing: bool = False
-    use_ema: bool = True
-    ema_device: str = ""
+    width: int = _flag(64, "of the transformer", quick=32)
+    depth: int = _flag(4, "of the transformer, in blocks", quick=2)
+    sample_steps: int = _flag(20, "steps of the sampler", quick=6)
+    epochs: int = _flag(12, "of the classifier that judges", quick=2)
+    use_bf16: bool = _flag(False, "forward passes of training in bfloat16, by memory.apply()", spelled=True)
+    use_activation_checkpointing: bool = _flag(
+        False, "blocks keep their inputs alone and run again in backward, by memory.apply()", spelled=True
+    )
+    use_ema: bool = _flag(True, "keep averages; without them the weights alone are judged, saved and resumed", spelled=True)
+    ema_device: str = _flag("", "where the averages live (default: with the weights, and nowhere else is built yet)", spelled=True)
 
     def as_text(self) -> dict[str, str]:
         """For the report: the flags by their names."""
@@ -44,42 +48,16 @@ class Options:
         shown["decays"] = ",".join(map(str, self.decays))
         return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in shown.items()}
 
+    def switches(self) -> dict[str, Any] | None:
+        """Arguments of memory.apply(); None: no switch is on. The model has no attention that could give weights."""
+        if not (self.use_bf16 or self.use_activation_checkpointing):
+            return None
+        return {"bf16": self.use_bf16, "activation_checkpointing": self.use_activation_checkpointing, "attention_weights": True}
 
+
+_FLAGS = {one.name: one for one in fields(Options) if one.metadata}
 #: What --quick changes, unless a flag says otherwise: the whole path in seconds, with samples that are not worth looking at.
-QUICK: dict[str, Any] = {
-    "steps": 24,
-    "batch": 48,
-    "eval_every": 12,
-    "samples": 90,
-    "resume_steps": 4,
-    "width": 32,
-    "depth": 2,
-    "sample_steps": 6,
-    "epochs": 2,
-}
-
-_HELP = {
-    "ranks": "processes that train together",
-    "steps": "optimizer steps before the checkpoint",
-    "shard": "how the model is shared among the ranks",
-    "seed": "of weights, batches and noise",
-    "batch": "images of one step, over all ranks",
-    "lr": "learning rate, constant after a short warm-up",
-    "decays": "decays that are averaged at once, separated by commas",
-    "eval_every": "steps between evaluations",
-    "samples": "images sampled per evaluation and set of weights",
-    "resume_ranks": "ranks that the checkpoint is resumed on (default: one more than --ranks)",
-    "resume_steps": "steps that are trained after the resume",
-    "out": "where everything is written",
-    "width": "of the transformer",
-    "depth": "of the transformer, in blocks",
-    "sample_steps": "steps of the sampler",
-    "epochs": "of the classifier that judges",
-    "use_bf16": "forward passes of training in bfloat16, by memory.apply()",
-    "use_activation_checkpointing": "blocks keep their inputs alone and run again in backward, by memory.apply()",
-    "use_ema": "keep averages; without them the weights alone are judged, saved and resumed",
-    "ema_device": "where the averages live (default: with the weights, and nowhere else is built yet)",
-}
+QUICK: dict[str, Any] = {name: one.metadata["quick"] for name, one in _FLAGS.items() if one.metadata["quick"]}
 
 
 def parse(arguments: list[str] | None = None) -> Options:
@@ -87,9 +65,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m examples.digits", description="Train a small diffusion model on several ranks and see what its averages do."
     )
-    for field in fields(Options):
-        if field.name in _HELP:
-            _add(parser, field.name, field.default)
+    for name in _FLAGS:
+        _add(parser, name)
     parser.add_argument("--quick", action="store_true", help="the whole path in some 20 seconds, for tests")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     chosen = {**(QUICK if given["quick"] else {}), **given}
@@ -104,19 +81,20 @@ def parse(arguments: list[str] | None = None) -> Options:
     return options
 
 
-def _add(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
+def _add(parser: argparse.ArgumentParser, name: str) -> None:
+    default, about = _FLAGS[name].default, _FLAGS[name].metadata["help"]
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    extra = "" if "default" in _HELP[name] else f" (default {str(shown).lower()})"
+    extra = "" if "default" in about else f" (default {str(shown).lower()})"
     choices = SHARDINGS if name == "shard" else None
     kinds: dict[type, Any] = {tuple: _decays, bool: boolean}
     kind = kinds.get(type(default), type(default)) if not isinstance(default, Path) else Path
     word = None if choices else "BOOL" if isinstance(default, bool) else name.upper()[:8]
-    parser.add_argument(f"--{flag(name)}", type=kind, choices=choices, help=_HELP[name] + extra, metavar=word)
+    parser.add_argument(f"--{flag(name)}", type=kind, choices=choices, help=about + extra, metavar=word)
 
 
 def flag(name: str) -> str:
     """Of a field, without the dashes before it."""
-    return name if name in SWITCHES else name.replace("_", "-")
+    return name if name in _FLAGS and _FLAGS[name].metadata["spelled"] else name.replace("_", "-")
 
 
 def boolean(text: str) -> bool:

@@ -47,21 +47,18 @@ def compose(run: Run, pictures: dict[str, dict[str, bytes]]) -> str:
         **text.headings(run),
         samples=grids,
         start=figure("start", pictures["start"], captions["start"], "wide"),
-        start_text=text.start(),
         growth=figure("growth", pictures["growth"], captions["growth"], "wide"),
         intro=text.intro(run),
         tiles="".join(tile(*each) for each in text.tiles(run)),
         samples_text=text.samples(run),
         growth_text=text.growth(run),
         evaluations=table(*text.evaluations(run)),
-        plan_text=text.plan(),
         plan_table=table(*text.planned(run)),
         resume_text=text.resume(run),
         resume_table=table(*text.comparisons(run)),
         command=html.escape(run["command"]),
         options=table(["option", "value"], [[f"--{name}", html.escape(value)] for name, value in options.as_text().items()]),
         machine=table(["machine", ""], [[name, html.escape(value)] for name, value in run["machine"].items()]),
-        reading=text.reading(run),
     )
 
 

@@ -1,4 +1,7 @@
-"""How a larger model of the same kind gets its weights: whole on every rank and then sharded, or without memory and each rank reading its own. Each in fresh processes, whose memory is sampled."""
+"""How a larger model of the same kind gets its weights: whole on every rank and then sharded, or without memory, each rank reading its own.
+
+Each way runs in fresh processes, whose memory is sampled.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ def compare(options: Options) -> dict[str, Any]:
     """Timelines of both starts, and the model's size."""
     with tempfile.TemporaryDirectory(dir=options.out) as folder:
         path = Path(folder) / "large.safetensors"
-        size = _write(options, path)
+        parameters = _write(options, path)
         timelines = {name: launch.run(options.ranks, start, options, path) for name, start in ((WHOLE, whole), (OWN, own))}
-    return {**size, "timelines": timelines}
+    return {"parameters": parameters, "timelines": timelines}
 
 
 def _large(options: Options) -> Any:
@@ -27,12 +30,12 @@ def _large(options: Options) -> Any:
     return DiT(64, 2) if options.quick else DiT(1024, 6)
 
 
-def _write(options: Options, path: Path) -> dict[str, int]:
+def _write(options: Options, path: Path) -> int:
     import shardow
 
     model = _large(options)
     shardow.save(model, path)
-    return {"parameters": sum(p.numel() for p in model.parameters())}
+    return sum(p.numel() for p in model.parameters())
 
 
 def _imported() -> None:

@@ -113,8 +113,12 @@ def test_without_averages_everything_runs_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="of the wider matrix: SHARDOW_ALL=1, as make test-all sets it")
 @pytest.mark.parametrize(
     ("shard", "bf16", "again", "ema"),
-    [("fsdp2", "true", "false", "true"), ("fsdp2", "false", "true", "true"), *product(("fsdp2", "fsdp1", "ddp", "plain"), ["true"], ["true"], ("true", "false"))],
-)  # fmt: skip
+    [
+        ("fsdp2", "true", "false", "true"),
+        ("fsdp2", "false", "true", "true"),
+        *product(("fsdp2", "fsdp1", "ddp", "plain"), ["true"], ["true"], ("true", "false")),
+    ],
+)
 def test_combinations_run_to_the_end(tmp_path: Path, shard: str, bf16: str, again: str, ema: str) -> None:
     flags = ("--use_bf16", bf16, "--use_activation_checkpointing", again, "--use_ema", ema, "--ema_device", "cpu" if ema == "true" else "")
     finishes(tmp_path, *flags, "--shard", shard)

@@ -34,17 +34,10 @@ def last(run: Run) -> Evaluation:
 
 
 def headings(run: Run) -> dict[str, str]:
-    if run["options"].use_ema:
-        return {
-            "title": "Averages of a sharded diffusion model", "drawn": "What the averages draw", "themselves": "The averages themselves",
-            "costs": "What they cost",
-        }  # fmt: skip
-    return {
-        "title": "A sharded diffusion model without averages",
-        "drawn": "What the weights draw",
-        "themselves": "Training",
-        "costs": "Memory",
-    }
+    words = ("Averages of a sharded diffusion model", "What the averages draw", "The averages themselves", "What they cost")
+    if not run["options"].use_ema:
+        words = ("A sharded diffusion model without averages", "What the weights draw", "Training", "Memory")
+    return dict(zip(("title", "drawn", "themselves", "costs"), words, strict=True))
 
 
 def best(run: Run) -> str:
@@ -65,19 +58,14 @@ def step_milliseconds(run: Run) -> float:
 
 def intro(run: Run) -> str:
     options: Options = run["options"]
-    count = len(options.decays)
-    kept = (
-        f"Shardow kept {count} average{'s' if count > 1 else ''} of its weights on the way, each rank a part of every one. "
-        if count
-        else ""
-    )
+    averages = f"{len(options.decays)} average{'s' if len(options.decays) > 1 else ''}"
+    kept = f"Shardow kept {averages} of its weights on the way, each rank a part of every one. " if options.use_ema else ""
     on = [name.removeprefix("use_").replace("_", " ") for name in ("use_bf16", "use_activation_checkpointing") if getattr(options, name)]
     switched = f", with {' and '.join(on)}" if on else ""
     return (
         f"A diffusion transformer of {run['train']['costs']['parameters']:,} parameters learned scikit-learn's 1,797 handwritten digits "
-        f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}{switched}: {options.steps:,} steps of {options.batch} "
-        "images, "
-        f"{step_milliseconds(run):.0f} ms each (median). {kept}The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
+        f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}{switched}: {options.steps:,} steps of "
+        f"{options.batch} images, {step_milliseconds(run):.0f} ms each (median). {kept}The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
     )
 
 
@@ -138,8 +126,7 @@ def captions(run: Run) -> dict[str, str]:
         ),
         "start": (
             "<strong>Memory of every rank while a model starts</strong>, by <code>shardow.memory.timeline()</code>, above what the "
-            "process had before. "
-            f"{starts(run)}."
+            f"process had before. {starts(run)}."
         ),
     }
 
@@ -197,9 +184,8 @@ def _update_caption(run: Run) -> str:
         f"<strong>Time of an update</strong> of all averages on rank 0's part, threads: {costs['threads']}, each way in turn for "
         f"{costs['rounds']} rounds, while the other ranks do the same. Shardow: {middle:.3f} ms (quartiles {low:.3f} to {high:.3f}), "
         f"its checks of every parameter included; foreach lerp takes {ratios[FOREACH]:.1f}×, <code>mul_().add_()</code> per tensor "
-        f"{ratios[SOURCES]:.1f}× as long. An update is {middle / step_milliseconds(run):.2%} of a training step. So small a model shows "
-        "overhead more than bandwidth: "
-        "<code>make bench</code> has large ones."
+        f"{ratios[SOURCES]:.1f}× as long. An update is {middle / step_milliseconds(run):.2%} of a training step. "
+        "So small a model shows overhead more than bandwidth: <code>make bench</code> has large ones."
     )
 
 
@@ -212,15 +198,6 @@ def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
         for e in run[part]["evaluations"]:
             rows.append([f"{e.step:,}{mark}", *[f"{e.frechet[n]:.3f}" for n in names], *[f"{e.named[n]:.1%}" for n in names]])
     return head, rows
-
-
-def plan() -> str:
-    return (
-        "Bytes on the fullest rank. Planned: by <code>shardow.memory.plan()</code>, from the model on meta and the shapes of a batch. "
-        "Measured: by "
-        "<code>shardow.memory.measure()</code> after the last step. Activations are what autograd keeps at the end of a forward pass; "
-        "temporary buffers are in neither."
-    )
 
 
 def planned(run: Run) -> tuple[list[str], list[list[str]]]:
@@ -250,15 +227,6 @@ def resume(run: Run) -> str:
     )
 
 
-def start() -> str:
-    return (
-        "A model of the same kind, but larger, gets its weights from a file and is sharded by FSDP2. Once every rank builds and loads it "
-        "whole, and then keeps its part; "
-        "once it is built under <code>shardow.meta_init()</code>, sharded while it has no memory, and filled by "
-        "<code>shardow.load()</code>, each rank reading its own bytes."
-    )
-
-
 def starts(run: Run) -> str:
     found = run["starts"]
     most = {name: max(one.peak - one.before for one in ranks) for name, ranks in found["timelines"].items()}
@@ -283,13 +251,3 @@ def comparisons(run: Run) -> tuple[list[str], list[list[str]]]:
         equal = len({saved[k], loaded[k], from_file or saved[k]}) == 1
         rows.append([name, *cells, "equal" if equal else "<strong>different</strong>"])
     return head, rows
-
-
-def reading(run: Run) -> str:
-    return (
-        "Rows marked * are after the resume. The same command gives the same samples and distances again on the same machine and versions; "
-        "times vary. Every number of this page is in <code>results.json</code> beside it, the pictures are in <code>figures/</code>. What "
-        "is "
-        "trained after a resume on another number of ranks may differ from an uninterrupted run in the last digits, since gradients are "
-        "summed in another order; what was loaded does not."
-    )

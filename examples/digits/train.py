@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import averages, checkpoint, classifier, data, diffusion, measure, shard, switches
+import shardow
+
+from . import averages, checkpoint, classifier, data, diffusion, measure, shard
 from .evaluate import KEPT, STRIP, Judge
 from .model import DiT
 from .options import Options
@@ -31,7 +33,8 @@ class Trainer:
         torch.manual_seed(seed)
         self.model = shard.wrap(DiT(options.width, options.depth), options.shard)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-        switches.put_on(self.model, options)
+        if switches := options.switches():
+            shardow.memory.apply(self.model, **switches)  # for good
         self.ema = averages.make(self.model, options) if options.use_ema else None
         self.steps_done = 0
 

@@ -65,7 +65,8 @@ def intro(run: Run) -> str:
     return (
         f"A diffusion transformer of {run['train']['costs']['parameters']:,} parameters learned scikit-learn's 1,797 handwritten digits "
         f"(8 × 8 pixels) on {ranks(options.ranks)}, shared by {HOW[options.shard]}{switched}: {options.steps:,} steps of "
-        f"{options.batch} images, {step_milliseconds(run):.0f} ms each (median). {kept}The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
+        f"{options.batch} images, {step_milliseconds(run):.0f} ms each (median). "
+        f"{kept}The whole run, evaluations and resume included, took {run['seconds']:.0f} s."
     )
 
 

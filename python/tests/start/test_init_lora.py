@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from nets import State, adamw, fsdp2, only_rank0, same, whole
 from safetensors.torch import save_file
-from test_init_models import State, adamw, fsdp2, only_rank0, same, whole
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 

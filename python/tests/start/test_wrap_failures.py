@@ -11,7 +11,7 @@ import ranks
 import test_meta
 import torch
 import torch.distributed as dist
-from test_init_failures import TIMEOUT, Told, check, good_state, is_good, on_rank, standing, told_by
+from failing import TIMEOUT, Told, check, good_state, is_good, on_rank, standing, told_by
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule

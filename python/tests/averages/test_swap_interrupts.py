@@ -165,7 +165,7 @@ class Rank:
         return missed
 
     def _is_right_or_says_so(self, stop: Stop, weights: Tensors) -> None:
-        if not self._ema._average.swapped:
+        if not self._ema._core.engine.swapped:
             self._expect(stop, same(self._weights(), weights), "no weights, and nobody says so")
             return
         for call in (self._ema.update, self._ema.state_dict):
@@ -184,16 +184,16 @@ class Rank:
             self.wrong.append(f"rank {self.me}, stopped {stop.at}: {stop.where}: {what}")
 
     def _step(self) -> None:
-        for at, one in enumerate(self._ema._view.parameters):
+        for at, one in enumerate(self._ema._core.view.parameters):
             one.tensor.add_(0.5 + at)
         self._ema.update()
 
     def _weights(self) -> Tensors:
-        self._ema._view.reshard()
-        return {one.name: one.tensor.clone() for one in self._ema._view.as_it_is_now()}
+        self._ema._core.view.reshard()
+        return {one.name: one.tensor.clone() for one in self._ema._core.view.as_it_is_now()}
 
     def _averages(self) -> Tensors:
-        return {name: tensor.clone() for name, tensor in self._ema._averages().items()}
+        return {name: tensor.clone() for name, tensor in self._ema._core.averages().items()}
 
     def _tell(self, what: Any) -> list[Any]:
         everybody = [None] * dist.get_world_size()

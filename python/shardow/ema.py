@@ -24,7 +24,7 @@ from shardow.base.checks import invalid
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
 from shardow.model.extra_state import extra_states, give
-from shardow.model.local import LocalTensor, oddity, refuse_expanded
+from shardow.model.local import oddity
 from shardow.model.view import find
 
 
@@ -216,23 +216,17 @@ class EMA(Saved):
         """
         k = choose(self._core.keys, decay)
         target = find(model, group=self._core.view.process_group, odd=True)
-        self._core.ready_to_hand_out("copy_to()", self._core.others, lambda: self._check_copy([*target.parameters, *target.buffers]))
+
+        def check() -> None:
+            self._core.swap.ready("copy_to()")
+            _state.refuse_unlike(self._core.tracked, target)
+
+        self._core.ready_to_hand_out("copy_to()", self._core.others, check)
         _state.copy_streamed(self._core.gatherer("copy_to()", k, complete=True), target, self._core.team)
         give(model, extra_states(self._core.view.model))
         if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in self._core.others() if oddity(one.tensor)]:
             warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
         target.bump_versions()
-
-    def _check_copy(self, places: Sequence[LocalTensor]) -> None:
-        self._core.swap.ready("copy_to()")
-        shapes = {one.name: tuple(one.local.region.shape) for one in self._core.tracked}
-        theirs = {one.name: tuple(one.region.shape) for one in places}
-        wrong = [f"'{n}': {theirs.get(n, 'missing')} there, {s} here" for n, s in shapes.items() if theirs.get(n) != s]
-        if wrong:
-            raise invalid(f"copy_to(): the other model does not fit: {'; '.join(wrong)}")
-        for one in places:
-            if not oddity(one.tensor):
-                refuse_expanded(one.name, one.tensor)
 
     @torch.no_grad()
     def reset(self) -> None:

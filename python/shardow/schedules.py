@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from shardow import errors
 from shardow._core import Schedule
+from shardow.base.checks import invalid
 from shardow.base.warnings import warn
 
 
@@ -162,7 +163,7 @@ def as_schedules(decay: float | Schedule | Sequence[float | Schedule]) -> list[S
     """
     given = list(decay) if isinstance(decay, Sequence) and not isinstance(decay, str) else [decay]
     if not 1 <= len(given) <= 8:
-        raise errors.make("invalid_argument", f"{len(given)} decays; 1 to 8 averages are kept in one pass")
+        raise invalid(f"{len(given)} decays; 1 to 8 averages are kept in one pass")
     return [_as_schedule(one) for one in given]
 
 
@@ -172,9 +173,7 @@ def _as_schedule(decay: object) -> Schedule:
     if isinstance(decay, bool) or not isinstance(decay, (int, float)):
         raise errors.UnknownOptionError(f"decay={decay!r}; give a number in [0, 1] or a schedule of shardow.schedules")
     if not 0 <= decay <= 1:
-        raise errors.make(
-            "invalid_argument", f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999"
-        )
+        raise invalid(f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999")
     if 0 < decay < 0.5:
         warn(f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose decay is {1 - decay}")
     return constant(float(decay))

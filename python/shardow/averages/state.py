@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardow import _core
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
+from shardow.model.local import oddity, refuse_expanded
 from shardow.model.piece import Piece
 from shardow.model.regions import region_of
 from shardow.model.view import ModelView
@@ -195,6 +196,18 @@ def _owned(one: Tracked, team: Team) -> bool:
 
 def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     yield from zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
+
+
+def refuse_unlike(tracked: Sequence[Tracked], target: ModelView) -> None:
+    """Before copy_streamed(): the other model has a place for each average."""
+    places = [*target.parameters, *target.buffers]
+    shapes, theirs = {one.name: tuple(one.local.region.shape) for one in tracked}, {one.name: tuple(one.region.shape) for one in places}
+    wrong = [f"'{n}': {theirs.get(n, 'missing')} there, {s} here" for n, s in shapes.items() if theirs.get(n) != s]
+    if wrong:
+        raise invalid(f"copy_to(): the other model does not fit: {'; '.join(wrong)}")
+    for one in places:
+        if not oddity(one.tensor):
+            refuse_expanded(one.name, one.tensor)
 
 
 def copy_streamed(gatherer: gather.Gatherer, target: ModelView, team: Team) -> None:

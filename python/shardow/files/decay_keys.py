@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from shardow import _core, errors
+from shardow import _core
+from shardow.base.checks import invalid
 
 STATE = "shardow.state"  # key of the engine's state in a file's metadata
 
@@ -34,7 +35,7 @@ def file_name(key: str) -> str:
 
 
 def _invalid(message: str) -> Exception:
-    return errors.make("invalid_argument", message)
+    return invalid(message)
 
 
 def keys_of(schedules: Sequence[_core.Schedule]) -> list[str]:

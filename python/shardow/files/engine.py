@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.base.checks import invalid
+from shardow.base.checks import invalid, unsupported
 from shardow.base.progress import shown
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
@@ -199,7 +199,7 @@ def _unpacked(part: Part, factor: int) -> _core.Region:
     shape, boxes = list(part.region.shape), part.region.boxes()
     if not shape or len(boxes) > 1:
         how = "is cut into flat parts" if shape else "has no dimension along which its elements are packed"
-        raise errors.make("unsupported", f"'{part.name}' is {part.flat.dtype} and {how}; files hold it whole, or sharded by dimensions")
+        raise unsupported(f"'{part.name}' is {part.flat.dtype} and {how}; files hold it whole, or sharded by dimensions")
     offsets, sizes, _ = boxes[0] if boxes else ([0] * len(shape), [0] * len(shape), 0)
     scales = [1] * (len(shape) - 1) + [factor]
     dims = [[(begin * k, (begin + size) * k)] for begin, size, k in zip(offsets, sizes, scales, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shardow import errors
+from shardow.base.checks import invalid
 
 StrPath = str | os.PathLike[str]
 
@@ -15,14 +15,14 @@ _OTHERS = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npz", ".npy", ".
 def to_read(path: StrPath) -> str:
     """Raises ValueError for what is no path."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise errors.make("invalid_argument", f"{path!r} is a {type(path).__name__}, not a path")
+        raise invalid(f"{path!r} is a {type(path).__name__}, not a path")
     text = os.fspath(path)
     if not text or "\0" in text:
-        raise errors.make("invalid_argument", f"{text!r} is no path: it {'is empty' if not text else 'has a NUL in it'}")
+        raise invalid(f"{text!r} is no path: it {'is empty' if not text else 'has a NUL in it'}")
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
-        raise errors.make("invalid_argument", f"{text!r} is no path: it has a character that no file name can have") from None
+        raise invalid(f"{text!r} is no path: it has a character that no file name can have") from None
     return os.path.expanduser(text)
 
 
@@ -31,9 +31,8 @@ def to_write(path: StrPath) -> str:
     text = to_read(path)
     stem, ending = os.path.splitext(text)
     if ending.lower() in _OTHERS and not os.path.isdir(text):
-        raise errors.make(
-            "invalid_argument",
+        raise invalid(
             f"{text}: what is written is safetensors. Give {stem}.safetensors for one file, {stem} for a directory, "
-            f"or torch.save() a state_dict() for {ending}",
+            f"or torch.save() a state_dict() for {ending}"
         )
     return text

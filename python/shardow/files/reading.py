@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from shardow import _core, errors
+from shardow.base.checks import invalid, unsupported
 from shardow.files import paths
 from shardow.files.decay_keys import choose, file_name, keys_in
 from shardow.files.paths import StrPath
@@ -66,7 +67,7 @@ class Slice:
         import numpy as np
 
         if self.dtype not in _NUMPY:
-            raise errors.make("unsupported", f"'{self.name}' is {self.dtype}, which numpy does not have; open it with framework='torch'")
+            raise unsupported(f"'{self.name}' is {self.dtype}, which numpy does not have; open it with framework='torch'")
         array = np.empty(sizes, dtype=_NUMPY[self.dtype])
         return array, "F32" if self.dtype == "BF16" else self.dtype, array.ctypes.data
 
@@ -105,7 +106,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def _opened(self) -> _core.Catalog:
         if self._catalog is None:
-            raise errors.make("invalid_argument", f"{self.path} was closed; open it again")
+            raise invalid(f"{self.path} was closed; open it again")
         return self._catalog
 
     def __enter__(self) -> Checkpoint:
@@ -139,7 +140,7 @@ class SeveralAverages(Checkpoint):
         return list(self._by_decay.values())[choose(list(self._by_decay), decay)]
 
     def get_slice(self, name: str) -> Slice:
-        raise errors.make("invalid_argument", f"{self.path} has averages of several decays; first say which: {', '.join(self._by_decay)}")
+        raise invalid(f"{self.path} has averages of several decays; first say which: {', '.join(self._by_decay)}")
 
     def close(self) -> None:
         for one in self._by_decay.values():
@@ -170,7 +171,7 @@ def open_checkpoint(path: StrPath, framework: Framework | None = None, *, decay:
         FileNotFoundError; ValueError for what is no safetensors file, or a decay that is not there; OSError.
     """
     if framework not in (None, "torch", "numpy"):
-        raise errors.make("invalid_argument", f"framework={framework!r}; it must be 'torch' or 'numpy'")
+        raise invalid(f"framework={framework!r}; it must be 'torch' or 'numpy'")
     chosen: Framework = framework or ("torch" if importlib.util.find_spec("torch") else "numpy")
     where = paths.to_read(path)
     single = not any(os.path.exists(os.path.join(where, name)) for name in ("model.safetensors", "model.safetensors.index.json"))
@@ -183,7 +184,7 @@ def open_checkpoint(path: StrPath, framework: Framework | None = None, *, decay:
     if decay is not None:
         keys = keys_in(checkpoint.metadata)
         if not keys:
-            raise errors.make("invalid_argument", f"{where} is no saved EMA, so decay={decay} chooses nothing")
+            raise invalid(f"{where} is no saved EMA, so decay={decay} chooses nothing")
         choose(keys, decay)
     return checkpoint
 
@@ -207,9 +208,7 @@ def _packed(name: str, dtype: str, ranges: list[range], kept: list[bool], packed
     """How many of torch's packed elements the last dimension has."""
     last = ranges[-1]
     if last.step != 1 or last.start % packed or len(last) % packed or not kept[-1]:
-        raise errors.make(
-            "unsupported", f"'{name}' is {dtype}, of which torch packs {packed} into one; slice its last dimension at multiples of {packed}"
-        )
+        raise unsupported(f"'{name}' is {dtype}, of which torch packs {packed} into one; slice its last dimension at multiples of {packed}")
     return len(last) // packed
 
 

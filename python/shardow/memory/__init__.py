@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardow import errors
+from shardow.base.checks import seconds, unsupported
 from shardow.memory.drawing import Colours, figure_of
 from shardow.memory.samples import Sampler, Samples
 from shardow.memory.usage import Usage
@@ -84,7 +84,7 @@ def timeline(
     """
     team = _team(group, timeout)
     if not sys.platform.startswith("linux"):
-        raise errors.make("unsupported", f"memory.timeline() reads /proc, which {sys.platform} does not have")
+        raise unsupported(f"memory.timeline() reads /proc, which {sys.platform} does not have")
     sampler = Sampler(0 if team is None else team.rank, interval)
     found = Timeline([sampler.samples], sampler)
     sampler.start()
@@ -225,7 +225,6 @@ def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) ->
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    from shardow.base.checks import seconds
     from shardow.ranks.team import Team
 
     return Team(group or torch.distributed.group.WORLD, seconds(timeout))

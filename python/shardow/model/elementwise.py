@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardow import _core, errors
+from shardow import _core
+from shardow.base.checks import unsupported
 from shardow.ranks import gather
 
 _aten = torch.ops.aten
@@ -108,9 +109,8 @@ def _new(func: Any, piece: Any, size: Sequence[int], **options: Any) -> torch.Te
 
 
 def _refused(func: Any, piece: Any, why: str) -> Exception:
-    return errors.make(
-        "unsupported",
+    return unsupported(
         f"{func._schema.name.removeprefix('aten::')} of a Piece, "
         f"this rank's part of a tensor of shape {tuple(piece.shape)} ({piece.region}): {why}. "
-        "Use .local, the elements held here, 1-D, or EMA.full_state_dict() for whole tensors",
+        "Use .local, the elements held here, 1-D, or EMA.full_state_dict() for whole tensors"
     )

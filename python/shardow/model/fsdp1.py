@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardow import _core, errors
+from shardow import _core
+from shardow.base.checks import invalid
 from shardow.model.local import LocalTensor, Replicas
 from shardow.model.names import join, walk
 from shardow.model.parents import fsdp1_around, owners
@@ -85,17 +86,15 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
     """Raises for weights that are not where FSDP keeps them, and would be lost."""
     flat = handle.flat_param
     if left(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
-        raise errors.make(
-            "invalid_argument",
+        raise invalid(
             f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 goes back to its own "
-            f"shard. Put these back into flat_param._local_shard; move models before their first forward, and {_WRITE}",
+            f"shard. Put these back into flat_param._local_shard; move models before their first forward, and {_WRITE}"
         )
     found = next(strays(handle), None)
     if found is not None:
-        raise errors.make(
-            "invalid_argument",
+        raise invalid(
             f"parameter '{name(found)}' was put elsewhere (p.data = ..., or another Parameter in its place), which FSDP1 takes over in its "
-            f"next forward: until then its shard holds the values from before. Run a forward first; or {_WRITE}",
+            f"next forward: until then its shard holds the values from before. Run a forward first; or {_WRITE}"
         )
 
 

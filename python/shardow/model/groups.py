@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardow import errors
+from shardow.base.checks import invalid
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.slots import slots
@@ -45,7 +45,7 @@ def choose_group(
     if given is not None:
         outside = ranks - set(dist.get_process_group_ranks(given))
         if outside:
-            raise errors.make("invalid_argument", f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them")
+            raise invalid(f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them")
         return given
     if len(ranks) < 2:
         return None
@@ -54,6 +54,4 @@ def choose_group(
     for group in groups + [mesh.get_group(0) for mesh in meshes if mesh.ndim == 1]:
         if set(dist.get_process_group_ranks(group)) == ranks:
             return group
-    raise errors.make(
-        "invalid_argument", f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group="
-    )
+    raise invalid(f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group=")

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core, errors
+from shardow import _core
+from shardow.base.checks import unsupported
 from shardow.model.slots import Slot
 
 #: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in order.
@@ -90,10 +91,9 @@ def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
         return tensor
     refuse_odd(name, tensor)
     if form == "contiguous" and not tensor.is_contiguous():
-        raise errors.make(
-            "unsupported",
+        raise unsupported(
             f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); "
-            "make it so first: p.data = p.data.contiguous() for such a parameter p",
+            "make it so first: p.data = p.data.contiguous() for such a parameter p"
         )
     return tensor
 
@@ -113,9 +113,7 @@ def oddity(tensor: torch.Tensor) -> str | None:
 
 def refuse_odd(name: str, tensor: torch.Tensor) -> None:
     if odd := oddity(tensor):
-        raise errors.make(
-            "unsupported", f"'{name}' {odd}; leave it out of the model or of the mapping, or put its parts there, as dense tensors"
-        )
+        raise unsupported(f"'{name}' {odd}; leave it out of the model or of the mapping, or put its parts there, as dense tensors")
 
 
 def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:
@@ -128,10 +126,9 @@ def refuse_unaverageable(local: LocalTensor) -> None:
     if local.tensor.layout is torch.strided and not local.tensor.is_nested and local.tensor.is_contiguous() and not oddity(local.tensor):
         return
     if odd := oddity(local.tensor):
-        raise errors.make(
-            "unsupported",
+        raise unsupported(
             f"'{local.name}' {odd}, and can't be averaged; "
-            "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer",
+            "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer"
         )
     refuse_expanded(local.name, local.tensor)
 
@@ -141,9 +138,8 @@ def refuse_expanded(name: str, tensor: torch.Tensor) -> None:
     reach = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
         if stride < reach and tensor.numel():
-            raise errors.make(
-                "unsupported",
+            raise unsupported(
                 f"'{name}' of shape {tuple(tensor.shape)} has strides {tensor.stride()}: some of its elements share memory; "
-                "give it memory of its own first: p.data = p.data.contiguous()",
+                "give it memory of its own first: p.data = p.data.contiguous()"
             )
         reach = stride * (size - 1) + reach

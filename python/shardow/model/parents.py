@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping  # private: nothing public leads from a parameter to its module
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from shardow import errors
+from shardow.base.checks import unsupported
 
 
 def fsdp2_around(model: nn.Module) -> list[Any]:
@@ -53,10 +53,9 @@ def fsdp1_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any
         if hasattr(p, "_fsdp_flattened") and id(p) not in known | reached
     ]
     if lost:
-        raise errors.make(
-            "unsupported",
+        raise unsupported(
             f"{', '.join(marked[:8])}: this is a part of an FSDP1 model that is gone, so nothing tells which elements it holds; "
-            "pass the whole model, or keep it alive",
+            "pass the whole model, or keep it alive"
         )
     return found
 

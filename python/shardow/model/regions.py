@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shardow import _core, errors
+from shardow import _core
+from shardow.base.checks import unsupported
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,9 +42,8 @@ def region_of(name: str, tensor: Any) -> _core.Region:
     held = tuple(tensor._local_tensor.shape)  # the public to_local() makes a view each time, with a grad_fn
     said = tuple(sum(end - begin for begin, end in dim) for dim in dims)
     if math.prod(held) != region.size or (region.size and held != said):  # an empty shard may be (0, 0) where (1, 0) is said
-        raise errors.make(
-            "unsupported",
-            f"'{name}' holds {list(held)} here, {math.prod(held)} elements, where its placements {tensor.placements} say {region}",
+        raise unsupported(
+            f"'{name}' holds {list(held)} here, {math.prod(held)} elements, where its placements {tensor.placements} say {region}"
         )
     return region
 
@@ -64,7 +64,7 @@ def _intervals(name: str, tensor: Any) -> list[Pairs]:
         if placement.is_replicate():
             continue
         if not hasattr(placement, "dim"):
-            raise errors.make("unsupported", f"'{name}' has placement {placement}, which no weight has; average it when it is reduced")
+            raise unsupported(f"'{name}' has placement {placement}, which no weight has; average it when it is reduced")
         factor = getattr(placement, "split_factor", 1)
         if factor > 1:
             late.append([mesh_dim, placement.dim, factor])
@@ -74,7 +74,7 @@ def _intervals(name: str, tensor: Any) -> list[Pairs]:
             late.remove(done[0])
             apply(done[0][0], done[0][1])
     if late:
-        raise errors.make("unsupported", f"'{name}' has placements {tensor.placements}, which only views of sharded tensors have")
+        raise unsupported(f"'{name}' has placements {tensor.placements}, which only views of sharded tensors have")
     return dims
 
 

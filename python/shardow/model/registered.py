@@ -9,7 +9,7 @@ import os
 import sys
 from types import FrameType
 
-from shardow import errors
+from shardow.base.checks import unsupported
 
 
 def refuse_of_one_rank(depth: int | None = None) -> None:
@@ -22,13 +22,12 @@ def refuse_of_one_rank(depth: int | None = None) -> None:
         if frame.f_code.co_name == "save_custom_state" and frame.f_globals.get("__name__") == "accelerate.checkpointing":
             if _keeps_every_rank(frame):
                 return
-            raise errors.make(
-                "unsupported",
+            raise unsupported(
                 "accelerate's save_state() writes what one rank has of a registered object, and these averages lie in parts on several: "
                 "the other parts would be lost. In place of register_for_checkpointing(), "
                 "accelerator.register_save_state_pre_hook(lambda models, weights, folder: ema.save(f'{folder}/ema.safetensors')), and "
                 "accelerator.register_load_state_pre_hook(lambda models, folder: ema.load(f'{folder}/ema.safetensors')); "
-                "every rank calls both",
+                "every rank calls both"
             )
         frame = frame.f_back if depth is None else None
 

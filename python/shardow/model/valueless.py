@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardow import errors
+from shardow.base.checks import invalid
 from shardow.model.slots import slots
 
 
@@ -17,4 +17,4 @@ def refuse_valueless(model: nn.Module) -> None:
     ):
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            raise errors.make("invalid_argument", f"{what}: {', '.join(names[:8])}{more}; give the model its weights before making an EMA")
+            raise invalid(f"{what}: {', '.join(names[:8])}{more}; give the model its weights before making an EMA")

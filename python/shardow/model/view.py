@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardow import _core, errors
+from shardow import _core
+from shardow.base.checks import invalid, unsupported
 from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
@@ -90,9 +91,7 @@ class ModelView:
                 or first.tensor.dtype != second.tensor.dtype
                 or first.region != second.region
             ):
-                raise errors.make(
-                    "unsupported", f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of its own"
-                )
+                raise unsupported(f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of its own")
             for one in found:
                 if one.local is second:
                     _add_alias(first, one.slot.name)
@@ -106,10 +105,7 @@ class ModelView:
         if self._dtensors.unsharded():
             self._dtensors.reset()
         if unsharded := self._dtensors.unsharded():
-            raise errors.make(
-                "invalid_argument",
-                f"{', '.join(unsharded[:8])}: unsharded, also after reshard(); call this outside of forward and backward",
-            )
+            raise invalid(f"{', '.join(unsharded[:8])}: unsharded, also after reshard(); call this outside of forward and backward")
 
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
@@ -186,16 +182,11 @@ class ModelView:
             buffer = one.slot.owner.get(one.slot.key)
             if buffer is None or tuple(buffer.shape) != tuple(one.local.region.shape):
                 now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
-                raise errors.make(
-                    "invalid_argument",
-                    f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {WAY_OUT}",
-                )
+                raise invalid(f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {WAY_OUT}")
             one.slot.recorded = buffer
             memory = one.memory()
             if one.tied and address_of(memory) != address_of(one.local.tensor):
-                raise errors.make(
-                    "invalid_argument", f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {WAY_OUT}"
-                )
+                raise invalid(f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {WAY_OUT}")
             one.local.tensor = memory
 
     # ---- identity
@@ -245,7 +236,7 @@ def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool
     quantised, made of other tensors).
     """
     if not isinstance(model, nn.Module):
-        raise errors.make("invalid_argument", f"model is a {type(model).__name__}; an nn.Module is needed")
+        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
     return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
 
 

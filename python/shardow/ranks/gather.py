@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardow import _core, errors
+from shardow import _core
+from shardow.base.checks import invalid
 from shardow.ranks.team import Team
 from shardow.ranks.transfers import begun, finish
 
@@ -91,7 +92,7 @@ class Gatherer:
         if failed is not None:
             raise failed
         if mine.startswith(_REFUSED):
-            raise errors.make("invalid_argument", mine.removeprefix(_REFUSED).decode())
+            raise invalid(mine.removeprefix(_REFUSED).decode())
         return senders, [bool(one) for one in mine]
 
     def _move(self, how: Callable[..., dist.Work | None], block: torch.Tensor, peer: int, **options: int) -> None:
@@ -120,9 +121,7 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) ->
     for rank, parts in enumerate(gathered):
         if i >= len(parts) or parts[i][0] != name:
             there = parts[i][0] if i < len(parts) else "nothing"
-            raise errors.make(
-                "invalid_argument", f"rank {rank} has {there!r} where rank 0 has {name!r}; all ranks must hold the same tensors"
-            )
+            raise invalid(f"rank {rank} has {there!r} where rank 0 has {name!r}; all ranks must hold the same tensors")
         region = _core.Region.decode(parts[i][1])
         if region.size > 0 and parts[i][1] not in seen:
             picked.append((rank, region))
@@ -130,9 +129,7 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) ->
     regions = [region for _, region in picked] or [_core.Region.decode(gathered[0][i][1])]
     if not _core.covers_once(regions):
         held = sum(region.size for region in regions)
-        raise errors.make(
-            "invalid_argument", f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)"
-        )
+        raise invalid(f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)")
     return picked
 
 

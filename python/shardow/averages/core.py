@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from shardow.averages import state as _state
 from shardow.averages import tracked as _tracked
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.options import Options, Params, make_options
+from shardow.averages.replicas import Exchange
 from shardow.averages.swap import Swap
 from shardow.averages.tracked import Tracked
 from shardow.averages.unfrozen import Unfrozen
@@ -247,8 +248,22 @@ class Averages:
         for target, value, region in self.team.agree("load_state_dict()", check):
             _state.copy(target, value, region)
 
+    def begin(self) -> None:
+        """The averages become the weights; counters stay. Local."""
+        self.ready_to_update()
+        self.engine.reset()
+
+    def share(self, written: Sequence[Tracked]) -> None:
+        """Ranks that divide the averages send each other the parts of weights that each of them wrote. Collective then."""
+        if self.splits:
+            Exchange(written).run(self.team.timeout)
+
+    def parts(self, k: int = 0) -> list[Part]:
+        """This rank's part of each average, as files and gatherers take it."""
+        return [Part(one.name, one.averages[k], one.region) for one in self.tracked]
+
     def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
-        parts = [Part(one.name, one.averages[k], one.region) for one in self.tracked]
+        parts = self.parts(k)
         if complete:
             parts += [Part(one.name, one.flat(), one.region) for one in self.others() if not oddity(one.tensor)]
         return Gatherer(what, parts, self.team)

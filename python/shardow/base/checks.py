@@ -29,6 +29,12 @@ def whole(name: str, value: Any, least: int) -> int:
     return value
 
 
+def fraction(name: str, value: float) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise invalid(f"{name}={value!r}; it must be between 0 and 1")
+    return value
+
+
 def seconds(timeout: float | timedelta | None) -> float | None:
     """A deadline as seconds; None: the process group's own."""
     if timeout is None:

@@ -1,6 +1,7 @@
 """Drop-in surfaces: change an import and keep training.
 
-One module for each origin, named after it; what improves and what differs is in docs/migration.md.
+One module or package for each origin, named after it; what improves and what differs is in docs/migration.md. `ways` is how they keep
+averages, `files` what they write: origins -> ways -> files.
 
 May import: averages, start, files, model, ranks, base, errors, ema, schedules.
 """

@@ -1,7 +1,9 @@
 """diffusers' EMAModel (0.42): the averages of a list of parameters, with warm-up schedules, saved as a model of their own.
 
-Names, state, files and arithmetic are the origin's, bit for bit: e <- e - (1 - d) (e - p), with ``foreach`` as one fused step; parameters that want no gradient are copied. Better: one pass over all tensors; sharded parameters, whose
-files no rank gathers; lists that do not fit are refused, not cut. Different: what is NaN or Inf in a weight is held. This module needs no diffusers; save_pretrained() and from_pretrained() do.
+Names, state, files and arithmetic are the origin's, bit for bit: e <- e - (1 - d) (e - p), with ``foreach`` as one fused step; parameters
+that want no gradient are copied. Better: one pass over all tensors; sharded parameters, whose files no rank gathers; lists that do not fit
+are refused, not cut. Different: what is NaN or Inf in a weight is held. This module needs no diffusers; save_pretrained() and
+from_pretrained() do.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import torch
 from torch import nn
 
 from shardow import errors
-from shardow.base.checks import invalid, unsupported
-from shardow.compat._diffusers_files import read, write
-from shardow.compat._listed import Listed, assign, copies, loaded, moved
+from shardow.base.checks import fraction, invalid, unsupported
+from shardow.compat.files.diffusers_files import read, write
+from shardow.compat.ways.listed import Listed, assign, copies, loaded, moved
 from shardow.model.dtensor import sharded_like
 from shardow.model.owners import resharded
 
@@ -25,30 +27,21 @@ Parameters = Iterable[torch.Tensor]
 
 
 class EMAModel:
-    """Averages of ``parameters``; the decay of step n, with k = max(0, n - update_after_step - 1), is 0 for k = 0, else min(decay, (1 + k) / (10 + k)), or with ``use_ema_warmup``
-    min(decay, 1 - (1 + k / inv_gamma)^-power), and ``min_decay`` at least.
+    """Averages of ``parameters``; the decay of step n, with k = max(0, n - update_after_step - 1), is 0 for k = 0, else min(decay, (1 + k)
+    / (10 + k)), or with ``use_ema_warmup`` min(decay, 1 - (1 + k / inv_gamma)^-power), and ``min_decay`` at least.
 
-    ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: the origin's other rounding. DTensors and FSDP1's shards are averaged as they are; nothing but save_pretrained() and
-    from_pretrained(parameters=) of DTensors is collective.
+    ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: the origin's other rounding. DTensors and FSDP1's
+    shards are averaged as they are; nothing but save_pretrained() and from_pretrained(parameters=) of DTensors is collective.
     """
 
     def __init__(
-        self,
-        parameters: Parameters | nn.Module,
-        decay: float = 0.9999,
-        min_decay: float = 0.0,
-        update_after_step: int = 0,
-        use_ema_warmup: bool = False,
-        inv_gamma: float | int = 1.0,
-        power: float | int = 2 / 3,
-        foreach: bool = False,
-        model_cls: Any | None = None,
-        model_config: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, parameters: Parameters | nn.Module, decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0,
+        use_ema_warmup: bool = False, inv_gamma: float | int = 1.0, power: float | int = 2 / 3, foreach: bool = False,
+        model_cls: Any | None = None, model_config: Mapping[str, Any] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         use_ema_warmup = use_ema_warmup or isinstance(parameters, nn.Module)  # of the deprecated form
         decay, min_decay, device = _deprecated(kwargs, decay, min_decay)
-        self.decay, self.min_decay = _fraction("decay", decay), _fraction("min_decay", min_decay)
+        self.decay, self.min_decay = fraction("decay", decay), fraction("min_decay", min_decay)
         self.shadow_params = copies(_whole(_listed(parameters)))
         self.temp_stored_params: list[torch.Tensor] | None = None
         self.update_after_step = update_after_step
@@ -70,7 +63,8 @@ class EMAModel:
     ) -> EMAModel:
         """What save_pretrained() wrote, here or in diffusers, with its counters.
 
-        ``parameters``: of the model that is trained; where they are DTensors each rank reads its own slices, which is collective. Without them, the averages are whole, on the CPU.
+        ``parameters``: of the model that is trained; of DTensors each rank reads its own slices; collective. Without them the averages are
+        whole, on the CPU.
         """
         config, model_config, shadows = read(path, model_cls, None if parameters is None else copies(parameters))
         ema = cls([], model_cls=model_cls, model_config=model_config, foreach=foreach)
@@ -79,7 +73,8 @@ class EMAModel:
         return ema
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
-        """A directory that ``model_cls.from_pretrained()`` takes; the counters are in its config.json. Collective where the averages are DTensors: every rank writes its own bytes. Else for one rank alone."""
+        """A directory that ``model_cls.from_pretrained()`` takes; the counters are in its config.json. Collective where the averages are
+        DTensors: every rank writes its own bytes. Else for one rank alone."""
         if self.model_cls is None or self.model_config is None:
             missing = "model_cls" if self.model_cls is None else "model_config"
             raise invalid(f"save_pretrained() needs {missing}=, which was not given when this was made")
@@ -135,9 +130,10 @@ class EMAModel:
         self.temp_stored_params = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies a state, whole or in part. Of whole tensors, sharded averages take their part. Raises ValueError, before anything changes, for what does not fit."""
+        """Copies a state, whole or in part. Of whole tensors, sharded averages take their part. Raises ValueError, before anything changes,
+        for what does not fit."""
         counters = {name: state_dict.get(name, now) for name, now in self._counters().items()}
-        _fraction("decay", counters["decay"])
+        fraction("decay", counters["decay"])
         for name, kinds in _KINDS.items():
             if not isinstance(counters[name], kinds):
                 raise invalid(f"{name}={counters[name]!r}; it must be {' or '.join(kind.__name__ for kind in kinds)}")
@@ -151,7 +147,8 @@ class EMAModel:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    "min_decay": (float, int), "optimization_step": (int,), "update_after_step": (int,), "use_ema_warmup": (bool,), "inv_gamma": (float, int), "power": (float, int)
+    "min_decay": (float, int), "optimization_step": (int,), "update_after_step": (int,), "use_ema_warmup": (bool,),
+    "inv_gamma": (float, int), "power": (float, int),
 }  # fmt: skip
 
 
@@ -172,12 +169,6 @@ def _deprecated(kwargs: dict[str, Any], decay: float, min_decay: float) -> tuple
             warnings.warn(f"{name}= is deprecated; use {instead[name]}", FutureWarning, stacklevel=3)
     given = {name: value for name, value in kwargs.items() if value is not None}
     return given.get("max_value", decay), given.get("min_value", min_decay), given.get("device")
-
-
-def _fraction(name: str, value: Any) -> float:
-    if not 0.0 <= value <= 1.0:
-        raise invalid(f"{name}={value!r}; it must be between 0 and 1")
-    return value  # type: ignore[no-any-return]
 
 
 def _whole(parameters: list[torch.Tensor]) -> list[torch.Tensor]:

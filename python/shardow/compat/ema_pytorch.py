@@ -1,7 +1,8 @@
 """ema-pytorch's EMA (0.8): a module with a copy of a model in it, whose weights are the averages.
 
-Names, state and arithmetic are the origin's: torch.lerp with weight 1 - d, where d = clamp(1 - (1 + k / inv_gamma)^-power, min_value, beta) in float32 and k counts the steps past update_after_step. Better: one pass over all tensors;
-sharded models, which cannot be copied; integer buffers follow the model; forward_eval() evaluates; an EMA can be copied. Different: what is NaN or Inf in a weight is held.
+Names, state and arithmetic are the origin's: torch.lerp with weight 1 - d, where d = clamp(1 - (1 + k / inv_gamma)^-power, min_value, beta)
+in float32 and k counts the steps past update_after_step. Better: one pass over all tensors; sharded models, which cannot be copied; integer
+buffers follow the model; forward_eval() evaluates; an EMA can be copied. Different: what is NaN or Inf in a weight is held.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import nn
 from shardow import errors
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of, unsupported
-from shardow.compat._keepers import Keeper, keeper_of, stand_in_for
-from shardow.compat._stand_in import StandIn, needed
-from shardow.compat._twin import Fate, Kind
-from shardow.compat._whole import whole_averages, whole_state_dict
+from shardow.compat.files.whole import whole_state_dict
+from shardow.compat.ways.follower import Choose, Fate, Follower, Kind, everything
+from shardow.compat.ways.pairs import warn_of_rounding
+from shardow.compat.ways.stand_in import StandIn, behind, needed, stand_in_for, whole_averages
+from shardow.compat.ways.twin import Twin
 from shardow.model.names import walk
 
 
@@ -28,17 +30,18 @@ class EMA(nn.Module):
     """The averages of ``model``; call it as the model.
 
     Args:
-        ema_model: what to keep them in, or a function that makes it; by default a deep copy. Of an FSDP model, a stand-in: calls swap the averages into the model, and are collective.
+        ema_model: what to keep them in, or a function that makes it; by default a deep copy. Of an FSDP model, a stand-in, whose calls are
+            collective.
         beta: the greatest decay. ``min_value``: the least. ``inv_gamma``, ``power``: of the schedule.
         update_after_step: the averages are copies up to this step.
         update_every: steps between updates.
-        param_or_buffer_names_no_ema: names that are copied. ``ignore_names``, ``ignore_startswith_names``: left alone after update_after_step.
+        param_or_buffer_names_no_ema: names that are copied. ``ignore_names``, ``ignore_startswith_names``: left alone then.
         include_online_model: the model is a submodule, and in state_dict().
         update_model_with_ema_every: steps after which the model gets its averages, by ``update_model_with_ema_beta`` of its own weights.
         forward_method_names: methods of the averaged model that this has too.
         move_ema_to_online_device: where the model's first parameter is.
         lazy_init_ema: the copy is made at the first update.
-        allow_different_devices, coerce_dtype, use_foreach: accepted; devices and dtypes may differ in any case, and one pass is always made.
+        allow_different_devices, coerce_dtype, use_foreach: accepted; devices and dtypes may differ, and there is one pass.
         replicas: "split": under DDP, ranks divide the averages (ours).
     """
 
@@ -46,29 +49,13 @@ class EMA(nn.Module):
     step: torch.Tensor
 
     def __init__(
-        self,
-        model: nn.Module,
-        ema_model: nn.Module | Callable[[], nn.Module] | None = None,
-        beta: float = 0.9999,
-        update_after_step: int = 100,
-        update_every: int = 10,
-        inv_gamma: float = 1.0,
-        power: float = 2 / 3,
-        min_value: float = 0.0,
-        param_or_buffer_names_no_ema: Iterable[str] = (),
-        ignore_names: Iterable[str] = (),
-        ignore_startswith_names: Iterable[str] = (),
-        include_online_model: bool = True,
-        allow_different_devices: bool = False,
-        use_foreach: bool = False,
-        update_model_with_ema_every: int | None = None,
-        update_model_with_ema_beta: float = 0.0,
-        forward_method_names: tuple[str, ...] = (),
-        move_ema_to_online_device: bool = False,
-        coerce_dtype: bool = False,
-        lazy_init_ema: bool = False,
-        replicas: Replicas = "copy",
-    ) -> None:
+        self, model: nn.Module, ema_model: nn.Module | Callable[[], nn.Module] | None = None, beta: float = 0.9999,
+        update_after_step: int = 100, update_every: int = 10, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0,
+        param_or_buffer_names_no_ema: Iterable[str] = (), ignore_names: Iterable[str] = (), ignore_startswith_names: Iterable[str] = (),
+        include_online_model: bool = True, allow_different_devices: bool = False, use_foreach: bool = False,
+        update_model_with_ema_every: int | None = None, update_model_with_ema_beta: float = 0.0, forward_method_names: tuple[str, ...] = (),
+        move_ema_to_online_device: bool = False, coerce_dtype: bool = False, lazy_init_ema: bool = False, replicas: Replicas = "copy",
+    ) -> None:  # fmt: skip
         super().__init__()
         if not isinstance(model, nn.Module):
             raise unsupported(
@@ -90,7 +77,8 @@ class EMA(nn.Module):
         self.forward_method_names = forward_method_names
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = one_of("replicas", replicas, ("copy", "split"))
-        self._keeper: tuple[Any, Keeper] | None = None
+        self._made_for: Any = None
+        self._followers: dict[tuple[bool, bool], Follower] = {}
         self._raw_names: dict[str, str] = {}
         self.ema_model: Any = None
         if not lazy_init_ema:
@@ -116,7 +104,7 @@ class EMA(nn.Module):
 
     def _second_model(self) -> nn.Module:
         if needed(self.model, self._replicas):
-            return stand_in_for(self.model, self._replicas)
+            return stand_in_for(self.model, "lerp", everything, replicas=self._replicas)
         try:
             return copy.deepcopy(self.model)
         except Exception as error:
@@ -209,17 +197,19 @@ class EMA(nn.Module):
             ma_model.to(_device(current_model))
         decay = self.get_current_decay() if current_decay is None else current_decay
         if ma_model is self.ema_model and current_model is self.model:
-            self._averages().update(decay)
+            follower = self._follower(back=False)
         elif ma_model is self.model and current_model is self.ema_model:
-            self._averages().give(decay)
+            follower = self._follower(back=True)
         else:
-            keeper_of(ma_model, current_model, self._fate).update(decay)
+            _warn_of_rounding(ma_model)
+            follower = _following(ma_model, current_model, self._fate)
+        follower.update(current_model, decay, 1.0 - decay)
 
     def copy_params_from_model_to_ema(self) -> None:
-        self._averages().copy()
+        self._follower(back=False, whole=True).copy(self.model)
 
     def copy_params_from_ema_to_model(self) -> None:
-        self._averages().give(None)
+        self._follower(back=True, whole=True).copy(self.ema_model)
 
     def update_model_with_ema(self, decay: float | None = None) -> None:
         """From hare to tortoise (arXiv:2406.02596): the model goes on from its averages, keeping ``decay`` of its weights."""
@@ -229,15 +219,21 @@ class EMA(nn.Module):
         else:
             self.update_moving_average(self.model, self.ema_model, decay)
 
-    def _averages(self) -> Keeper:
-        """Made anew where the models or the rules of names have been changed."""
+    def _follower(self, back: bool, whole: bool = False) -> Follower:
+        """Of the averages, or on the way ``back`` of the model. ``whole``: names don't count. Made anew where models or names changed."""
         rules = (set(self.ignore_names), set(self.ignore_startswith_names), set(self.param_or_buffer_names_no_ema))
         made_for = (self.ema_model, self.model, rules)
-        if self._keeper is None or self._keeper[0] != made_for:
+        if self._made_for != made_for:
+            _warn_of_rounding(self.ema_model)
+            self._made_for, self._followers = made_for, {}
             modules = zip(walk(self.model), self.model.named_modules(remove_duplicate=False), strict=True)
             self._raw_names = {clean: raw for (clean, _), (raw, _) in modules}
-            self._keeper = (made_for, keeper_of(self.ema_model, self.model, self._fate))
-        return self._keeper[1]
+        if (back, whole) not in self._followers:
+            choose = everything if whole else self._fate
+            self._followers[back, whole] = (
+                _following(self.model, self.ema_model, _of_floating(choose)) if back else _following(self.ema_model, self.model, choose)
+            )
+        return self._followers[back, whole]
 
     def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
         """By the name, or by what it is with the names of wrappers."""
@@ -250,7 +246,7 @@ class EMA(nn.Module):
     # ---- state
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and {} elsewhere, under clean names."""
+        """state_dict() in fresh CPU tensors, whole also of sharded averages: then collective, on rank 0, clean names, {} elsewhere."""
         if not isinstance(self.ema_model, StandIn):
             return {name: tensor.detach().cpu().clone() for name, tensor in self.state_dict().items()}
         parts = {"ema_model": whole_averages(self.ema_model)}
@@ -268,7 +264,26 @@ class EMA(nn.Module):
         """Copies pair their models anew."""
         if isinstance(self.ema_model, StandIn):
             raise unsupported("averages of a sharded model are kept with it, and cannot be copied; save state_dict()")
-        return {**self.__dict__, "_keeper": None}
+        return {**self.__dict__, "_made_for": None, "_followers": {}}
+
+
+def _warn_of_rounding(module: nn.Module) -> None:
+    if not isinstance(module, StandIn):
+        warn_of_rounding(module.parameters(), "Give ema_model= a copy in float32", stacklevel=5)
+
+
+def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:
+    found = behind(module, model, choose)
+    return Twin(module, "lerp", choose) if found is None else found
+
+
+def _of_floating(choose: Choose) -> Choose:
+    """What is not floating follows the model, and is never given back."""
+
+    def back(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+        return choose(name, tensor, kind) if tensor.is_floating_point() or tensor.is_complex() else "leave"
+
+    return back
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -1,7 +1,8 @@
 """torch.optim.swa_utils: AveragedModel and all that is around it, for sharded models too.
 
-Signatures, keys and numbers are the origin's. Better: one pass over the weights instead of a loop over them; FSDP1 and FSDP2 models, and with ``replicas="split"`` DDP ones of whose averages each
-rank keeps a part; integer buffers are copied also where buffers are averaged, where torch truncates them or fails; names and shapes are compared before anything changes.
+Signatures, keys and numbers are the origin's. Better: one pass over the weights instead of a loop over them; FSDP1 and FSDP2 models, and
+with ``replicas="split"`` DDP ones of whose averages each rank keeps a part; integer buffers are copied also where buffers are averaged,
+where torch truncates them or fails; names and shapes are compared before anything changes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from shardow import errors
 from shardow.averages.options import Replicas, Rule
-from shardow.compat._module import Averaged, follow
-from shardow.compat._pairs import Tensors
-from shardow.compat._stand_in import StandIn
-from shardow.compat._twin import Fate, Kind
+from shardow.base.checks import fraction
+from shardow.compat.ways.averaged import Averaged, follow
+from shardow.compat.ways.follower import Fate, Kind, everything
+from shardow.compat.ways.pairs import Tensors
+from shardow.compat.ways.stand_in import StandIn
 
 AvgFn = Callable[[Tensor, Tensor, "Tensor | int"], Tensor]
 MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
@@ -42,7 +44,7 @@ _KNOWN = "shardow_arithmetic"  # the attribute of such a function
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
     """torch.lerp(e, p, 1 - decay) of lists. ValueError where decay is outside [0, 1]."""
-    update: MultiAvgFn = origin.get_ema_multi_avg_fn(_checked(decay))
+    update: MultiAvgFn = origin.get_ema_multi_avg_fn(fraction("decay", decay))
     return _known(update, "lerp", lambda _: (decay, 1 - decay))
 
 
@@ -54,7 +56,7 @@ def get_swa_multi_avg_fn() -> MultiAvgFn:
 
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
     """decay * e + (1 - decay) * p. ValueError where decay is outside [0, 1]."""
-    update: AvgFn = origin.get_ema_avg_fn(_checked(decay))
+    update: AvgFn = origin.get_ema_avg_fn(fraction("decay", decay))
     return _known(update, "two_products", lambda _: (decay, 1 - decay))
 
 
@@ -62,12 +64,6 @@ def get_swa_avg_fn() -> AvgFn:
     """e + (p - e) / (n_averaged + 1): the mean of all weights."""
     update: AvgFn = origin.get_swa_avg_fn()
     return _known(update, "quotient", _of_count)
-
-
-def _checked(decay: float) -> float:
-    if not 0.0 <= decay <= 1.0:
-        raise errors.make("invalid_argument", f"decay={decay}; it is the weight kept on the old average, in [0, 1]")
-    return decay
 
 
 def _of_mean(num_averaged: Tensor) -> tuple[float, float]:
@@ -96,10 +92,12 @@ class AveragedModel(Averaged):
     Args:
         device: where the copy lives, by default with the model.
         avg_fn: (average, weight, n_averaged) -> average, called for every tensor.
-        multi_avg_fn: (averages, weights, n_averaged) -> None, writes lists of tensors of one device and dtype. By default the mean. Those of this module run in the engine; any other is
-            called as torch calls it. Of a sharded model it sees this rank's parts, in one dimension: it must work element by element.
+        multi_avg_fn: (averages, weights, n_averaged) -> None, writes lists of tensors of one device and dtype. By default the mean. Those
+            of this module run in the engine; any other is called as torch calls it. Of a sharded model it sees this rank's parts, 1-D:
+            element by element.
         use_buffers: buffers are averaged, else copied; integer ones are copied.
-        replicas: "split": under DDP each rank keeps a part of the averages; ``module`` is a stand-in then, as it is for FSDP's modules, and calling it is collective.
+        replicas: "split": under DDP each rank keeps a part of the averages; ``module`` is a stand-in then, as for FSDP; its calls are
+            collective.
 
     Raises:
         AssertionError: both functions are given.
@@ -108,15 +106,9 @@ class AveragedModel(Averaged):
     n_averaged: Tensor
 
     def __init__(
-        self,
-        model: nn.Module,
-        device: int | torch.device | str | None = None,
-        avg_fn: AvgFn | None = None,
-        multi_avg_fn: MultiAvgFn | None = None,
-        use_buffers: bool = False,
-        *,
-        replicas: Replicas = "copy",
-    ) -> None:
+        self, model: nn.Module, device: int | torch.device | str | None = None, avg_fn: AvgFn | None = None,
+        multi_avg_fn: MultiAvgFn | None = None, use_buffers: bool = False, *, replicas: Replicas = "copy",
+    ) -> None:  # fmt: skip
         super().__init__()
         if avg_fn is not None and multi_avg_fn is not None:
             raise errors.make_also(
@@ -127,11 +119,11 @@ class AveragedModel(Averaged):
         self.use_buffers = use_buffers
         known = self._arithmetic(model)
         self._rule = known.rule if known is not None else "lerp"
-        self._begin(follow(model, self._rule, _everything if use_buffers else _parameters, device=device, replicas=replicas))
+        self._begin(follow(model, self._rule, everything if use_buffers else _parameters, device=device, replicas=replicas))
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
     def update_parameters(self, model: nn.Module) -> None:
-        """The first time a copy. Raises RuntimeError and ValueError, before anything changes, where ``model`` differs in names or shapes."""
+        """The first time a copy. Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
         follower = self._follow()
         known = self._arithmetic(model)
         if self.n_averaged == 0:
@@ -169,10 +161,6 @@ def _is_of_lists(device: torch.device | None) -> bool:
     return device is not None and device.type in _get_foreach_kernels_supported_devices()
 
 
-def _everything(name: str, tensor: Tensor, kind: Kind) -> Fate:
-    return "average"
-
-
 def _parameters(name: str, tensor: Tensor, kind: Kind) -> Fate:
     return "average" if kind == "parameter" else "copy"
 
@@ -180,39 +168,29 @@ def _parameters(name: str, tensor: Tensor, kind: Kind) -> Fate:
 def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.device | None = None) -> None:
     """Statistics of BatchNorm layers from one pass over ``loader``, whose batches are tensors or begin with one; as in torch.
 
-    Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively; statistics and modes that it trains with come back. Counters of batches stay its own.
+    Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively; statistics and modes that it
+    trains with come back. Counters of batches stay its own.
     """
     stand_in = next((module for module in model.modules() if isinstance(module, StandIn)), None)
     if stand_in is None:
         origin.update_bn(loader, model, device)
         return
-    with stand_in.ema.swapped(), _lent(stand_in.__dict__["_model"]) as lent:
-        origin.update_bn(loader, lent, device)
+    with _kept(stand_in.core.view.model) as model:
+        stand_in.run(origin.update_bn, loader, model, device)
 
 
 @contextlib.contextmanager
-def _lent(model: nn.Module) -> Iterator[nn.Module]:
-    """What update_bn() changes and swapped() does not bring back."""
-    modes = [(module, module.training) for module in model.modules()]
+def _kept(model: nn.Module) -> Iterator[nn.Module]:
+    """What update_bn() changes and a stand-in does not bring back."""
     norms = [(module, module.momentum) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     counts = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_floating_point()]
     try:
         yield model
     finally:
-        for module, mode in modes:
-            module.training = mode
         for norm, momentum in norms:
             norm.momentum = momentum
         for buffer, count in counts:
             buffer.copy_(count)
 
 
-__all__ = [
-    "SWALR",
-    "AveragedModel",
-    "get_ema_avg_fn",
-    "get_ema_multi_avg_fn",
-    "get_swa_avg_fn",
-    "get_swa_multi_avg_fn",
-    "update_bn",
-]
+__all__ = ["SWALR", "AveragedModel", "get_ema_avg_fn", "get_ema_multi_avg_fn", "get_swa_avg_fn", "get_swa_multi_avg_fn", "update_bn"]

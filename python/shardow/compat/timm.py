@@ -1,8 +1,9 @@
 """timm's averages of a model: ModelEma, ModelEmaV2, ModelEmaV3 (timm.utils.model_ema, 1.0.31), and the checkpoints that they are saved in.
 
-Signatures, attributes, keys and numbers are the origin's. Better: one pass over the weights; FSDP1 and FSDP2 models, and with ``replicas="split"`` DDP ones of whose averages each rank keeps a
-part; integer buffers are copied, where V1 and V2 truncate them; tied weights are averaged once; names and shapes are compared before anything changes; what is NaN or Inf is held; a checkpoint
-that has no averages, or others, is an error.
+Signatures, attributes, keys and numbers are the origin's. Better: one pass over the weights; FSDP1 and FSDP2 models, and with
+``replicas="split"`` DDP ones of whose averages each rank keeps a part; integer buffers are copied, where V1 and V2 truncate them; tied
+weights are averaged once; names and shapes are compared before anything changes; what is NaN or Inf is held; a checkpoint without averages,
+or with others, is an error.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from torch import nn
 from shardow import errors
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import unsupported
-from shardow.compat._module import NARROW, Averaged, Follower, follow, load
-from shardow.compat._teams import team_of
-from shardow.compat._twin import Fate, Kind, Twin
-from shardow.compat._whole import whole_averages
+from shardow.compat.ways.averaged import Averaged, follow, load
+from shardow.compat.ways.follower import Fate, Follower, Kind
+from shardow.compat.ways.stand_in import NARROW, whole_averages
+from shardow.compat.ways.teams import team_of
+from shardow.compat.ways.twin import Twin
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
 
 
 class ModelEma:
-    """``ema``: a copy of ``model``, in eval mode, whose state is averaged: e * decay + (1 - decay) * p. ``device``: where it lives, by default with the model. ``resume``: a checkpoint's path.
+    """``ema``: a copy of ``model``, in eval mode, whose state is averaged: e * decay + (1 - decay) * p. ``device``: where it lives, by
+    default with the model. ``resume``: a checkpoint's path.
 
-    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a stand-in then, as it is for FSDP's modules, and calling it is collective.
+    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a stand-in then, as for FSDP; its calls are
+    collective.
     """
 
     def __init__(
@@ -86,36 +90,25 @@ class ModelEmaV2(Averaged):
 
 
 class ModelEmaV3(Averaged):
-    """``module``: as ``ema`` of ModelEma; torch.lerp, and e.mul_(1 - w).add_(p, alpha=w) where ``foreach`` meets dtypes that differ, with w = 1 - get_decay(step).
+    """``module``: as ``ema`` of ModelEma; torch.lerp, e.mul_(1 - w).add_(p, alpha=w) where ``foreach`` meets two dtypes; w = 1 -
+    get_decay(step).
 
     Args:
         min_decay, update_after_step, use_warmup, warmup_gamma, warmup_power: of the decay where update() is given a step, see get_decay().
         device, dtype: of the averages, by default the model's.
-        stochastic_rounding: 16-bit averages are rounded stochastically, without bias, float16 ones too; the noise is not timm's. It comes from ``stochastic_rounding_seed``, the step and the
-            element's place, so that it is the same on every rank and at any world size.
+        stochastic_rounding: 16-bit averages are rounded stochastically, without bias, float16 ones too; the noise is not timm's. It comes
+            from ``stochastic_rounding_seed``, the step and the element's place, so that it is the same on every rank and at any world size.
         foreach: has no cost here, but tells the arithmetic.
         exclude_buffers: buffers are copied, all of them, and only parameters are averaged.
         replicas: as in ModelEma.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        decay: float = 0.9999,
-        min_decay: float = 0.0,
-        update_after_step: int = 0,
-        use_warmup: bool = False,
-        warmup_gamma: float = 1.0,
-        warmup_power: float = 2 / 3,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = True,
-        stochastic_rounding_seed: int = 0,
-        foreach: bool = True,
-        exclude_buffers: bool = False,
-        *,
+        self, model: nn.Module, decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0, use_warmup: bool = False,
+        warmup_gamma: float = 1.0, warmup_power: float = 2 / 3, device: Any = None, dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = True, stochastic_rounding_seed: int = 0, foreach: bool = True, exclude_buffers: bool = False, *,
         replicas: Replicas = "copy",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         first = next(model.parameters(), None)
         if device is not None and first is not None and device != first.device:
@@ -147,8 +140,8 @@ class ModelEmaV3(Averaged):
         self.exclude_buffers = exclude_buffers
 
     def get_decay(self, step: int | None = None) -> float:
-        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else ``decay``, and in a warm-up 1 - (1 + n / warmup_gamma) ** -warmup_power between
-        ``min_decay`` and ``decay``."""
+        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else ``decay``, and in a warm-up 1
+        - (1 + n / warmup_gamma) ** -warmup_power between ``min_decay`` and ``decay``."""
         if step is None:
             return self.decay
         counted = step - self.update_after_step - 1
@@ -181,9 +174,10 @@ class ModelEmaV3(Averaged):
             return own
         if not isinstance(own, Twin):
             raise unsupported(
-                f"these averages were made with exclude_buffers={self.exclude_buffers}, and keep their buffers so; make others with the other"
+                f"these averages were made with exclude_buffers={self.exclude_buffers}, and keep their buffers so; make others with the "
+                "other"
             )
-        return Twin(self.module, own._rule, _parameters_alone if exclude_buffers else _saved_floats, **own._options)
+        return own.again(_parameters_alone if exclude_buffers else _saved_floats)
 
     def set(self, model: nn.Module) -> None:
         """The averages become the model's state."""
@@ -206,11 +200,12 @@ def _parameters_alone(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
 
 
 def load_ema_state_dict(module: nn.Module, checkpoint: str | Path | Mapping[str, Any], strict: bool = True) -> None:
-    """The averages of a training checkpoint (``{"state_dict_ema": ...}``, ``{"ema_state_dict": ...}``) into ``module``: a model, plain, wrapped or sharded, or what is averaged here (``ema`` of
-    ModelEma, ``module`` of the others). ``module.`` and other wrappers' names don't matter, here and there. Collective where ranks share the module.
+    """The averages of a training checkpoint (``{"state_dict_ema": ...}``, ``{"ema_state_dict": ...}``) into ``module``: a model, plain,
+    wrapped or sharded, or what is averaged here (``ema`` of ModelEma, ``module`` of the others). ``module.`` and other wrappers' names
+    don't matter, here and there. Collective where ranks share the module.
 
     Raises:
-        KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; where no name fits, always. Nothing has changed then.
+        KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; no name fits. Nothing has changed.
     """
     found = team_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
     load(module, found, strict, "load_ema_state_dict()")
@@ -229,7 +224,8 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
     if not isinstance(found, Mapping):
         raise errors.make_also(
             KeyError,
-            f"{where} has no averages: none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}; to begin with the model's weights, load nothing",
+            f"{where} has no averages: none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}; to begin with the "
+            "model's weights, load nothing",
         )
     return found
 

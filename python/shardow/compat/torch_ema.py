@@ -1,7 +1,8 @@
 """torch-ema's ExponentialMovingAverage (0.3): the averages of a list of parameters, with store() and restore() around an evaluation.
 
-Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are the origin's, bit for bit. Better: one pass over all tensors; sharded parameters; blocks of average_parameters() nest, and free their
-copy; a state that does not fit changes nothing. Different: what is NaN or Inf in a weight is held.
+Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are the origin's, bit for bit. Better: one
+pass over all tensors; sharded parameters; blocks of average_parameters() nest, and free their copy; a state that does not fit changes
+nothing. Different: what is NaN or Inf in a weight is held.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardow import errors
-from shardow.base.checks import invalid
-from shardow.compat._listed import Listed, assign, copies, loaded, moved
+from shardow.base.checks import fraction, invalid
+from shardow.compat.ways.listed import Listed, assign, copies, loaded, moved
 from shardow.model.owners import resharded
 
 Parameters = Iterable[torch.Tensor] | None
 
 
 class ExponentialMovingAverage:
-    """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes. DTensors go with the next call: torch swaps them where a model is moved or
-    cast, and refuses to swap what is weakly referenced.
+    """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes. DTensors go with
+    the next call: torch swaps them where a model is moved or cast, and refuses to swap what is weakly referenced.
 
-    ``decay``: in [0, 1]. ``use_num_updates``: the decay begins small, as min(decay, (1 + n) / (10 + n)) in update n. Methods take ``parameters`` in place of those of construction. DTensors and FSDP1's shards
-    are averaged as they are; nothing is collective.
+    ``decay``: in [0, 1]. ``use_num_updates``: the decay begins small, as min(decay, (1 + n) / (10 + n)) in update n. Methods take
+    ``parameters`` in place of those of construction. DTensors and FSDP1's shards are averaged as they are; nothing is collective.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], decay: float, use_num_updates: bool = True) -> None:
-        self.decay = _checked(decay)
+        self.decay = fraction("decay", decay)
         self.num_updates = 0 if use_num_updates else None
         found = list(parameters)
         self.shadow_params = copies(found)
@@ -83,14 +84,16 @@ class ExponentialMovingAverage:
             self.collected_params = moved(self.collected_params, device, dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"decay", "num_updates", "shadow_params", "collected_params"}; the tensors are this object's own. Of a sharded model, this rank's part."""
+        """{"decay", "num_updates", "shadow_params", "collected_params"}; its own tensors; of a sharded model this rank's part."""
         return {
-            "decay": self.decay, "num_updates": self.num_updates, "shadow_params": self.shadow_params, "collected_params": self.collected_params
+            "decay": self.decay, "num_updates": self.num_updates, "shadow_params": self.shadow_params,
+            "collected_params": self.collected_params,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies a state; devices and dtypes become the parameters' own. Of whole tensors, sharded parameters take their part. A state that does not fit changes nothing."""
-        decay, num_updates = _checked(state_dict["decay"]), state_dict["num_updates"]
+        """Copies a state, in the parameters' devices and dtypes; of whole tensors, sharded ones take their part. What does not fit changes
+        nothing."""
+        decay, num_updates = fraction("decay", state_dict["decay"]), state_dict["num_updates"]
         _require(num_updates is None or isinstance(num_updates, int), f"num_updates is {num_updates!r}; it must be an int or None")
         shadows = self._fitted("shadow_params", state_dict["shadow_params"])
         collected = state_dict["collected_params"]
@@ -114,7 +117,8 @@ class ExponentialMovingAverage:
         alive: list[torch.Tensor] = [p for p in found if p is not None]
         if len(alive) != len(found):
             raise invalid(
-                f"{len(found) - len(alive)} of {len(found)} parameters are gone with their model; keep it alive, or pass the parameters of another one"
+                f"{len(found) - len(alive)} of {len(found)} parameters are gone with their model; keep it alive, or pass the parameters of "
+                "another one"
             )
         return alive
 
@@ -142,12 +146,6 @@ _ALONE = _Held(object()).count()
 def _reference(parameter: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     swapped = torch.__future__.get_swap_module_params_on_conversion() or is_traceable_wrapper_subclass(parameter)
     return _Held(parameter) if swapped else weakref.ref(parameter)
-
-
-def _checked(decay: float) -> float:
-    if not 0.0 <= decay <= 1.0:
-        raise invalid(f"decay={decay!r}; it must be between 0 and 1")
-    return decay
 
 
 def _require(fine: bool, message: str) -> None:

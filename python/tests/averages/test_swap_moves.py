@@ -7,24 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from moves import CHANGES, assigned, data, to_and_back
 from test_swap import bits, same, trained
 from torch import nn
 
 import shardow
-
-
-def moved(model: nn.Sequential) -> None:
-    for p in model.parameters():
-        p.data = p.data.clone()
-
-
-def there_and_back(model: nn.Sequential) -> None:
-    model.double()
-    model.float()
-
-
-def assigned(model: nn.Sequential) -> None:
-    model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
 
 
 def replaced(model: nn.Sequential) -> None:
@@ -32,12 +19,8 @@ def replaced(model: nn.Sequential) -> None:
     model[0].weight = nn.Parameter(torch.zeros(7, 6))
 
 
-def shared(model: nn.Sequential) -> None:
-    model.share_memory()
-
-
-@pytest.mark.parametrize("move", [moved, there_and_back, assigned, replaced, shared])
-def test_weights_come_back_to_where_the_model_has_them(move: Callable[[nn.Sequential], None]) -> None:
+@pytest.mark.parametrize("move", [data, to_and_back, assigned, replaced, CHANGES["share_memory()"]])
+def test_weights_come_back_to_where_the_model_has_them(move: Callable[[nn.Module], object]) -> None:
     model, ema = trained()
     weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
     with ema.swapped():

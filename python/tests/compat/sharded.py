@@ -1,17 +1,20 @@
-"""Models shared among ranks in several ways, that take the same steps as a plain one: of tests/models.py by torch's own means, of walks into their memory, which is quicker."""
+"""Models shared among ranks in several ways, that take the same steps as a plain one: of tests/models.py by torch's own means, of walks
+into their memory, which is quicker."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import models
 import torch
 import torch.distributed as dist
 import walks
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardow.model.view import find
 from shardow.ranks.gather import take
@@ -83,3 +86,14 @@ def setter(model: nn.Module, wholes: nn.Module) -> Callable[[], None]:
             take(value, region, memory)
 
     return follow
+
+
+def by_layers(kind: str, model: Any) -> Any:
+    """The mlp of walks, shared by torch's own means; "fsdp1" has its original parameters, "fsdp1-flat" not."""
+    if kind == "fsdp2":
+        for layer in (model[0], model[3]):
+            fully_shard(layer)
+        return fully_shard(model)
+    if kind.startswith("ddp"):
+        return DistributedDataParallel(model)
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=kind == "fsdp1")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardow.compat.automodel import EMAManager, ShardedModelEMAManager
-from shardow.compat.causal_forcing import EMA_FSDP
+from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
 from shardow.compat.dist_ema import DistEMA
 from shardow.compat.timm import ModelEma
 
@@ -71,7 +71,7 @@ def test_a_copied_stand_in_averages_into_its_own_memory(way: str) -> None:
     ema = ModelEma(model, 0.5, replicas="split")
     copied = WAYS[way](ema)
     before = averages(ema.ema)
-    own = copied._follower._model
+    own = copied._follower.module._model
     wander(own, 1)
     copied.update(own)
     torch.testing.assert_close(averages(ema.ema), before, rtol=0, atol=0)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from shardow import EMA
-from shardow.compat._listed import Listed, copies
-from shardow.compat._pairs import _IN_TORCH, Pair, Pairs, flat
-from shardow.compat._stand_in import StandIn, needed
-from shardow.compat._twin import Twin
+from shardow.compat.ways.listed import Listed, copies
+from shardow.compat.ways.pairs import _IN_TORCH, Pair, Pairs, flat
+from shardow.compat.ways.stand_in import StandIn, needed
+from shardow.compat.ways.twin import Twin
 
 
 def _two_products(e: torch.Tensor, p: torch.Tensor, d: float, w: float) -> torch.Tensor:

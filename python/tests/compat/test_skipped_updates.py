@@ -1,4 +1,5 @@
-"""A rank that skips an update (`if rank == 0: ema.update(model)`): averages that are shared out would be of two ages. Every call that brings them together refuses, on all ranks."""
+"""A rank that skips an update (`if rank == 0: ema.update(model)`): averages that are shared out would be of two ages. Every call that
+brings them together refuses, on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from shardow import EMA
 from shardow.compat.automodel import EMAManager
-from shardow.compat.causal_forcing import EMA_FSDP
+from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
 from shardow.compat.dist_ema import DistEMA
 from shardow.compat.ema_pytorch import EMA as EmaPytorch
 from shardow.compat.swa_utils import AveragedModel

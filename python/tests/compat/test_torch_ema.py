@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import io
 import weakref
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import walks
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from shardow.compat.torch_ema import ExponentialMovingAverage
 
 origin = pytest.importorskip("torch_ema")
-
 OPTIONS = [{"decay": decay, "use_num_updates": counts} for decay in (0.0, 0.4, 0.95, 0.9999, 1.0) for counts in (True, False)]
 
 
@@ -94,7 +88,8 @@ def test_states_go_both_ways_and_the_training_goes_on(file: bool) -> None:
 
 
 def test_blocks_nest_and_free_their_copy() -> None:
-    """The origin's inner block overwrites what the outer one stored: the weights are lost. Its state keeps a whole model after the first block."""
+    """The origin's inner block overwrites what the outer one stored: the weights are lost. Its state keeps a whole model after the first
+    block."""
     model = walks.model("mlp")
     ema = ExponentialMovingAverage(model.parameters(), 0.5)
     with torch.no_grad():
@@ -205,93 +200,6 @@ def test_a_backward_through_replaced_weights_raises() -> None:
     ExponentialMovingAverage(model.parameters(), 0.5).copy_to()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def _shard(kind: str, model: Any) -> Any:
-    if kind == "fsdp2":
-        for layer in (model[0], model[3]):
-            fully_shard(layer)
-        return fully_shard(model)
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=kind == "fsdp1")
-
-
-def _on_ranks(kind: str) -> None:
-    """Elementwise as the origin on the local tensors, through evaluations that leave unsharded copies behind."""
-    model = _shard(kind, walks.model("mlp"))
-    local = [getattr(p, "_local_tensor", p) for p in model.parameters()]
-    ours, theirs = ExponentialMovingAverage(model.parameters(), 0.9), origin.ExponentialMovingAverage(local, 0.9)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(5))
-    for step in range(20):
-        if step % 5 == 0:  # an evaluation in every odd place
-            model.eval()
-            with torch.no_grad(), ours.average_parameters(model.parameters()):
-                averaged = model(x)
-            with torch.no_grad():
-                assert step == 0 or not torch.equal(averaged, model(x))  # nothing of the averages is left
-            model.train()
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ours.update(model.parameters() if step % 2 else None)
-        theirs.update(local)
-    assert all(torch.equal(getattr(a, "_local_tensor", a), b) for a, b in zip(ours.shadow_params, theirs.shadow_params, strict=True))
-    state = _through_a_file_of_shards(ours.state_dict())
-    resumed = ExponentialMovingAverage(model.parameters(), 0.1)
-    resumed.load_state_dict(state)
-    ours.update()
-    resumed.update()
-    assert all(
-        torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b))
-        for a, b in zip(ours.shadow_params, resumed.shadow_params, strict=True)
-    )
-
-
-def _after_a_forward_that_raised() -> None:
-    model = _shard("fsdp2", walks.model("mlp")).eval()
-    ema = ExponentialMovingAverage(model.parameters(), 0.5)
-    x = torch.ones(4, 6)
-    with torch.no_grad():
-        for p in model.parameters():
-            p._local_tensor.mul_(1.5)
-        before = model(x)
-        for wrong in (torch.ones(4, 5), x):
-            with contextlib.suppress(RuntimeError), ema.average_parameters(model.parameters()):
-                assert not torch.equal(before, model(wrong))
-            assert torch.equal(before, model(x))
-
-
-def test_weights_come_back_after_a_forward_that_raised() -> None:
-    ranks.run(2, _after_a_forward_that_raised)
-
-
-def _through_a_file_of_shards(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("fsdp2", 4), ("fsdp1", 2), ("fsdp1-flat", 2)])
-def test_shards_are_averaged_as_they_are(kind: str, world: int) -> None:
-    ranks.run(world, _on_ranks, kind)
-
-
-def _whole_into_shards() -> None:
-    plain = walks.model("mlp")
-    theirs = origin.ExponentialMovingAverage(plain.parameters(), 0.9)
-    for _ in walks.walk(plain, "mlp", 5):
-        theirs.update()
-    model = _shard("fsdp2", walks.model("mlp"))
-    ours = ExponentialMovingAverage(model.parameters(), 0.5)
-    ours.load_state_dict(theirs.state_dict())
-    assert all(torch.equal(a.full_tensor(), b) for a, b in zip(ours.shadow_params, theirs.shadow_params, strict=True))  # type: ignore[attr-defined]
-
-
-def test_sharded_parameters_take_their_part_of_a_whole_state() -> None:
-    ranks.run(2, _whole_into_shards)
 
 
 def test_a_state_of_another_model_is_called_so() -> None:

@@ -1,4 +1,5 @@
-"""compat.twinkle's AccelerateStrategy beside the native one, and the verbs that both have. accelerate does no FSDP on CPUs: tests tell it that it does, and look at what it was told."""
+"""compat.twinkle's AccelerateStrategy beside the native one, and the verbs that both have. accelerate does no FSDP on CPUs: tests tell it
+that it does, and look at what it was told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Three small models and a training that is none: weights and statistics wander by seeded noise, the same for every average that watches."""
+"""Three small models and a training that is none: weights and statistics wander by seeded noise, the same for every average that
+watches."""
 
 from __future__ import annotations
 

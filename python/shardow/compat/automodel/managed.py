@@ -1,0 +1,246 @@
+"""Managed: what the averages of NeMo Automodel have in common: checked states, checkpoint directories, files for inference."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardow import _core, errors
+from shardow.averages import state as _state
+from shardow.base.checks import invalid
+from shardow.compat.files import dcp, torch_files
+from shardow.model.dtensor import sharded_like
+from shardow.model.dtypes import floating
+from shardow.model.names import clean_file_key
+from shardow.model.parts import Held
+from shardow.model.piece import Piece
+from shardow.model.view import ModelView
+from shardow.ranks.gather import Part
+from shardow.ranks.team import Team
+from shardow.start.match import matched, unexpected
+
+T = TypeVar("T")
+
+
+class Unmatched(NamedTuple):
+    """As torch's load_state_dict() returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Managed(ABC):
+    """``decay`` may be changed between updates. ``updates``: how many there have been; save() keeps both beside the averages."""
+
+    use_distributed_checkpointing = True
+    decay: float
+    updates = 0
+    _team: Team
+    _refusal: type[Exception]  # what the origin raises for names that don't match
+
+    @abstractmethod
+    def _names(self) -> Mapping[str, object]:
+        """Of what is averaged."""
+
+    @abstractmethod
+    def _live(self) -> dict[str, torch.Tensor]:
+        """Everything that state_dict() has, in its own memory."""
+
+    @abstractmethod
+    def _held(self) -> Held:
+        """The same as this rank's memory, each tensor once."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """The averages become the weights."""
+
+    @abstractmethod
+    def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
+        """Everything that an averaged model saves, and all names of each."""
+
+    @abstractmethod
+    def swapped(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks share it."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what the implementation adds."""
+
+    @abstractmethod
+    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own bytes. Collective."""
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def __contains__(self, name: str) -> bool:
+        names = self._names()
+        return name in names or clean_file_key(name) in names
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Unmatched:
+        """Full tensors, DTensors or pieces of the same sharding, of any floating dtype. Collective where ranks share the model.
+
+        Everything is checked on every rank first. Names that don't match raise; without ``strict`` they are returned, with a warning.
+
+        Raises:
+            KeyError (EMAManager), RuntimeError (ShardedModelEMAManager): names. RuntimeError: the rest. All are ValueErrors.
+        """
+
+        def check() -> tuple[Held, list[_state.Copy], Unmatched]:
+            held = self._held()
+            keys = matched(held, state, "the state")
+            names = Unmatched([part.name for part in held.parts if part.name not in keys], unexpected(held, keys, state))
+            if strict and any(names):
+                what = (
+                    f"{type(self).__name__}.load_state_dict(): nothing was loaded: {_listed(names)}; strict=False leaves these as they are"
+                )
+                raise errors.make_also(self._refusal, what)
+            return held, _copies(held.parts, keys, state), names
+
+        held, copies, names = self._team.agree("load_state_dict()", check)
+        for target, value, region in copies:
+            _state.copy(target, value, region)
+        held.put_back()
+        _warn_of(names)
+        return names
+
+    def save(self, directory: str | Path) -> None:
+        """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads it. Collective.
+
+        It is published by one rename, and torch's cache of save plans, which other objects' saves may use, is left alone.
+        """
+        dcp.save(self._together("save()", self._live), self.decay, self.updates, Path(directory), self._team)
+
+    @torch.no_grad()
+    def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
+        """What save() or the origin's Checkpointer wrote, at any world size. Collective. Everything is checked first.
+
+        ``missing``: where the directory or some averages are not there, as when averaging is turned on in the middle of a training:
+        "error", or "init": they begin as the weights are now. The decay stays what it is; another one there is warned of.
+        """
+        if missing not in ("error", "init"):
+            raise invalid(f"missing={missing!r}; 'error', or 'init': averages that are not in the checkpoint begin as the weights are now")
+        found = self._team.agree("load()", lambda: self._planned(Path(directory), missing))
+        if found is None or found.missing:
+            self._begin()
+        counters = None if found is None else dcp.read(found, self._live(), self._team)
+        self._held().put_back()
+        self.updates = 0 if counters is None else counters[1]
+        if counters is not None and counters[0] != self.decay:
+            warnings.warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}", stacklevel=2)
+        names = Unmatched(list(self._live()), []) if found is None else Unmatched(found.missing, found.unexpected)
+        _warn_of(names)
+        return names
+
+    def _planned(self, directory: Path, missing: str) -> dcp.Plan | None:
+        found = dcp.plan(self._held(), directory)
+        if missing == "init":
+            return found
+        way_out = "load(..., missing='init') begins them as the weights are now"
+        if found is None:
+            raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
+        if found.missing:
+            raise errors.make_also(
+                KeyError, f"{directory}: nothing was loaded: {_listed(Unmatched(found.missing, found.unexpected))}; {way_out}"
+            )
+        return found
+
+    def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state dict for
+        load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time. Collective. ``dtype``: of floating tensors."""
+
+        def prepare() -> tuple[list[Part], dict[str, tuple[str, ...]], torch.dtype | None]:
+            parts, names = self._complete()
+            return parts, names, floating(dtype)
+
+        parts, names, kind = self._together("export_shadow()", prepare)
+        path = Path(directory) / "ema_shadow.pt"
+        torch_files.write_gathered("export_shadow()", path, parts, names, self._team, kind)
+        return path
+
+    def _together(self, what: str, fn: Callable[[], T]) -> T:
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
+        result = self._team.agree(what, fn)
+        self._team.same_updates(what, self.updates)
+        return result
+
+
+def checked_decay(decay: float) -> float:
+    if not 0.0 <= decay <= 1.0:
+        raise invalid(f"decay must be in [0, 1], got {decay}")
+    return float(decay)
+
+
+def _copies(parts: Sequence[Part], keys: Mapping[str, str], state: Mapping[str, torch.Tensor]) -> list[_state.Copy]:
+    copies: list[_state.Copy] = []
+    problems = []
+    for part in parts:
+        if part.name not in keys:
+            continue
+        value = state[keys[part.name]]
+        planned: _state.Copy | str
+        if not isinstance(value, torch.Tensor):
+            planned = f"'{part.name}' is a {type(value).__name__}, not a tensor"
+        elif tuple(value.size()) != tuple(part.region.shape):
+            planned = f"'{part.name}' has shape {tuple(value.size())} there and {tuple(part.region.shape)} here"
+        elif value.is_floating_point() != part.flat.is_floating_point() or value.is_complex() != part.flat.is_complex():
+            planned = f"'{part.name}' is {value.dtype} there and {part.flat.dtype} here"
+        else:
+            planned = _state.copy_of(part.name, part.flat, part.region, value)
+        if isinstance(planned, str):
+            problems.append(planned)
+        else:
+            copies.append(planned)
+    if problems:
+        raise errors.make_also(RuntimeError, f"the state does not fit, nothing was loaded: {_state.listed(problems)}")
+    return copies
+
+
+def _listed(names: Unmatched) -> str:
+    return "; ".join(
+        f"{what} {', '.join(map(repr, some[:8]))}{' ...' * (len(some) > 8)}"
+        for what, some in zip(("missing", "unexpected"), names, strict=True)
+        if some
+    )
+
+
+def _warn_of(names: Unmatched) -> None:
+    if any(names):
+        warnings.warn(f"not everything was loaded: {_listed(names)}; missing averages are as they were, or as the weights", stacklevel=3)
+
+
+def weights_of(view: ModelView) -> dict[str, torch.Tensor]:
+    """The modules' own parameters and buffers, by the names of view.parameters and view.buffers. FSDP1's have none."""
+    return {one.local.name: one.slot.recorded for one in [*view._found, *view._found_buffers] if not one.tied}
+
+
+def look(weight: torch.Tensor | None, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:
+    """``memory``: the elements of ``region``, in its order. The result shares it. ``weight``: what it is to look like."""
+    if isinstance(weight, DTensor) and weight._local_tensor.numel() == region.size and _torch_says(weight, region):
+        return sharded_like(weight, memory.view(weight._local_tensor.shape))
+    if region == _core.Region.whole(list(region.shape)):
+        return memory.view(region.shape)
+    return Piece(memory.reshape(-1), region)
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same look on memory of its own."""
+    if isinstance(tensor, DTensor):
+        return sharded_like(tensor, tensor._local_tensor.detach().clone())
+    return copy.deepcopy(tensor) if isinstance(tensor, Piece) else tensor.detach().clone()
+
+
+def _torch_says(tensor: Any, region: _core.Region) -> bool:
+    """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 not every version's is."""
+    chunks = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()]
+    return chunks == [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()] and (bool(chunks) or region.size == 0)

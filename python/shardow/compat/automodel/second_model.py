@@ -1,0 +1,131 @@
+"""ShardedModelEMAManager: the averages are a second model, sharded as the first one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow import errors
+from shardow.base.checks import invalid, unsupported
+from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
+from shardow.compat.ways.teams import everybody, joined
+from shardow.compat.ways.twin import TrainedTwin
+from shardow.files.checkpoint import save as save_file
+from shardow.model.groups import group_of_model
+from shardow.model.parts import Held, held_by
+from shardow.model.view import ModelView, find
+from shardow.ranks.gather import Part
+
+
+class ShardedModelEMAManager(Managed):
+    """Averages ``train_model``'s trained parameters in ``ema_model``, a second model sharded alike. Construction is collective.
+
+    It begins as the train model, frozen weights and buffers included; buffers follow with each update. Replaced parameters of either model
+    are found again by name. A parameter that is unfrozen later is averaged from then on. ``ema_model`` keeps its dtype: build it in
+    float32.
+    """
+
+    _refusal = RuntimeError
+
+    def __init__(self, ema_model: nn.Module, train_model: nn.Module, decay: float = 0.9999) -> None:
+        self.decay = checked_decay(decay)
+        self.ema_model, self._train_model = ema_model, train_model
+        self._twin = TrainedTwin(ema_model, keeps=True)
+        self._team = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
+        self._team.agree("ShardedModelEMAManager(...)", self._prepare)
+
+    def _prepare(self) -> None:
+        _check(find(self.ema_model, strided=True), find(self._train_model, strided=True))
+        self.ema_model.eval()
+        for parameter in self.ema_model.parameters():
+            parameter.requires_grad_(False)
+        self._twin.pair(self._train_model)
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With copies of both models. Raises NotImplementedError where ranks share them."""
+        if group_of_model(self._train_model, None) is not None:
+            raise unsupported("averages of a model that ranks share can't be copied or pickled: each has a part. Save them with save()")
+        return {name: value for name, value in self.__dict__.items() if name != "_team"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._team = everybody(None)
+
+    @property
+    def _tracked_names(self) -> list[str]:
+        return list(self._twin.names)
+
+    @property
+    def _param_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(average, weight): the parameters themselves, or FSDP1's memory of them."""
+        ours, theirs = (_weights(find(module, strided=True)) for module in (self.ema_model, self._train_model))
+        return [(ours[name], theirs[name]) for name in self._twin.names]
+
+    def update(self, model: nn.Module | None = None) -> None:
+        """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held.
+
+        Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has changed then.
+        """
+        self._twin.update(self._train_model if model is None else model, self.decay, 1.0 - self.decay)
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """As ema_model.state_dict(), without what wrappers put into names; in pieces where a rank's part is no DTensor. Not copies."""
+        return self._live()
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[nn.Module]:
+        yield self.ema_model
+
+    def stats(self) -> dict[str, float]:
+        return {"decay": self.decay, "updates": self.updates, "parameters": len(self), "held_nonfinite": self._twin.held()}
+
+    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        path = Path(directory) / "ema.safetensors"
+        self._together("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        save_file(self.ema_model, path, dtype, group=self._team.process_group)
+        return path
+
+    def _names(self) -> Mapping[str, object]:
+        return self._twin.names
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        view = find(self.ema_model, strided=True)
+        view.reshard()
+        weights, found = weights_of(view), {}
+        for one in [*view.parameters, *view.buffers]:
+            found.update(dict.fromkeys((one.name, *one.aliases), look(weights.get(one.name), one.tensor, one.region)))
+        return found
+
+    def _held(self) -> Held:
+        return held_by(self.ema_model, self._team.process_group, saving=False)
+
+    def _begin(self) -> None:
+        self._twin.begin(self._train_model)
+
+    def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
+        held = self._held()
+        return held.parts, held.names
+
+
+def _weights(view: ModelView) -> dict[str, torch.Tensor]:
+    return {**{one.name: one.tensor for one in view.parameters}, **weights_of(view)}
+
+
+def _check(ours: ModelView, theirs: ModelView) -> None:
+    """The origin's exceptions for models that differ."""
+    here = {one.name: one for one in ours.parameters}
+    trained = [one for one in theirs.parameters if one.requires_grad]
+    missing = [one.name for one in trained if one.name not in here]
+    if missing:
+        raise errors.make_also(KeyError, f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {missing[:5]}")
+    for one in trained:
+        shapes = [tuple(local.region.shape) for local in (one, here[one.name])]
+        if shapes[0] != shapes[1]:
+            raise invalid(f"ShardedModelEMAManager: shapes differ for {one.name}: train={shapes[0]} ema={shapes[1]}")

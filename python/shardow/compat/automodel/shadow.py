@@ -1,0 +1,172 @@
+"""EMAManager: averages of what is trained, beside the model, on shardow.EMA."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow import errors
+from shardow.averages.options import Replicas
+from shardow.base.checks import invalid
+from shardow.compat.automodel.managed import Managed, checked_decay, clone, look, weights_of
+from shardow.compat.ways.teams import everybody, joined
+from shardow.ema import EMA
+from shardow.files import engine
+from shardow.model.parts import Held
+from shardow.model.view import ModelView, find
+from shardow.ranks.gather import Part
+from shardow.ranks.team import Team
+
+_AGAIN = "freeze it again, or make a new manager and load the old one's state_dict() into it with strict=False"
+
+
+class EMAManager(Managed):
+    """Averages of ``model``'s trainable parameters beside it: plain, DDP, FSDP1, FSDP2, HSDP, TP. Construction is collective.
+
+    The averages are float32, float64 where all the weights are. ``_shadow`` looks as in the origin: DTensors like the weights under FSDP2,
+    whole tensors under DDP; pieces where neither says what a rank has (FSDP1, a part of a replica). ``replicas="split"``: ranks that hold
+    the same weights divide the averages among them. ``group``: as in shardow.EMA.
+    """
+
+    _refusal = KeyError
+
+    def __init__(
+        self, model: nn.Module, decay: float = 0.9999, *, replicas: Replicas = "copy", group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.decay = checked_decay(decay)
+        self._options = {"replicas": replicas, "group": group}
+        trained = [p.dtype for p in model.parameters() if p.requires_grad]
+        self._dtype = torch.float64 if trained and set(trained) == {torch.float64} else torch.float32
+        self._bind(model, self._averages_of(model, "trainable"))
+        self._everybody = everybody() if self._is_shared() else joined("EMAManager", {"decay": self.decay})
+
+    def _averages_of(self, model: nn.Module, params: Any) -> EMA:
+        options: dict[str, Any] = self._options
+        return EMA(model, self.decay, dtype=self._dtype, params=params, rule="mul_add", stochastic=False, **options)
+
+    def _bind(self, model: nn.Module, ema: EMA) -> None:
+        self._model, self._ema, self._core = model, ema, ema._core
+        weights = weights_of(ema._core.view)
+        self._shadow: dict[str, torch.Tensor] = {one.name: look(weights.get(one.name), one.flat, one.region) for one in ema._core.parts()}
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+
+    def _is_shared(self) -> bool:
+        return self._core.team.process_group is not None
+
+    @property
+    def _team(self) -> Team:  # type: ignore[override]
+        return self._core.team if self._is_shared() else self._everybody
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """After each optimizer step. Local, unless the model's parameters have been replaced or wrapped since: all ranks find them by name
+        then.
+
+        What is NaN or Inf is held. Raises ValueError for a parameter that is trained and has no average.
+        """
+        if model is not self._model or not self._core.view.unchanged():
+            self._follow(model)
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._refuse_new(find(model))
+        self._core.update_by(self.decay, 1.0 - self.decay)
+        self.updates += 1
+
+    def _follow(self, model: nn.Module) -> None:
+        view = self._core.view
+        self._core.not_swapped("update()")
+        view.reshard()
+        if model is self._model and view.unchanged():
+            return
+        theirs = find(model, group=self._options["group"])  # type: ignore[arg-type]
+        self._refuse_new(theirs)
+        if self._core.follow_moves() and _places(view) == _places(theirs):
+            self._model = model
+            return
+        missing = self._shadow.keys() - {one.name for one in theirs.parameters}
+        if missing:
+            raise errors.make_also(
+                KeyError,
+                f"the model has no '{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged; make a new manager of it",
+            )
+        new = self._averages_of(model, functools.partial(_is_in, frozenset(self._shadow)))
+        new._core.load_averages(self._core.averages())
+        self._bind(model, new)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        self._core.to_copy("copied")
+        names = ("decay", "updates", "_options", "_dtype", "_model", "_ema")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _everybody=everybody())
+        self._bind(self._model, self._ema)
+
+    def _refuse_new(self, view: ModelView) -> None:
+        new = [one.name for one in view.parameters if one.requires_grad and one.name not in self._shadow]
+        if new:
+            raise invalid(
+                f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or not there when the averages were made; {_AGAIN}"
+            )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies, by name."""
+        return {name: clone(tensor) for name, tensor in self._live().items()}
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[nn.Module]:
+        with self._ema.swapped():
+            yield self._model
+
+    def stats(self) -> dict[str, float]:
+        return {**self._ema.stats(), "decay": self.decay, "updates": self.updates}
+
+    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        path = Path(directory) / "ema.safetensors"
+
+        def prepare() -> tuple[list[Part], dict[str, Any]]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            view = self._core.view
+            mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
+            return [part for part in self._complete()[0] if part.name in mine], engine.dtype_and_limit(dtype, None)
+
+        parts, options = self._together("export_safetensors()", prepare)
+        engine.write([engine.FileParts("", parts)], path, self._team, **options)
+        return path
+
+    def _names(self) -> Mapping[str, object]:
+        return self._shadow
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        self._core.not_swapped("state_dict()")
+        return self._shadow
+
+    def _held(self) -> Held:
+        self._core.not_swapped("loading")
+        names = {one.name: (one.name, *one.local.aliases) for one in self._core.tracked}
+        return Held(self._core.parts(), names, self._team.process_group)
+
+    def _begin(self) -> None:
+        self._core.begin()
+
+    def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
+        self._core.not_swapped("an export")
+        names = {one.name: (one.name, *one.aliases) for one in [*self._core.view.parameters, *self._core.view.buffers]}
+        self._core.rebind()
+        others = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._core.others()]
+        return [*self._core.parts(), *others], names
+
+
+def _is_in(names: frozenset[str], name: str, _: object) -> bool:
+    return name in names
+
+
+def _places(view: ModelView) -> dict[str, tuple[int, Any]]:
+    return {one.name: (one.tensor.data_ptr(), one.region) for one in view.parameters}

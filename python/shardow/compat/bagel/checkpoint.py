@@ -1,0 +1,223 @@
+"""BAGEL's checkpoints: five files in a directory that is named after the step."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from shardow import errors
+from shardow.base.checks import invalid
+from shardow.compat.bagel.sharding import HYBRID, FSDPConfig, strategy_of
+from shardow.compat.files import torch_files
+from shardow.compat.files.published import publish
+from shardow.compat.ways.teams import everybody
+from shardow.compat.ways.twin import TrainedTwin
+from shardow.files.checkpoint import save
+from shardow.model.parts import Held, held_by
+from shardow.ranks.team import Team
+from shardow.start import fill, meta
+
+_FIXED = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")  # sinusoids, which the model has for its own resolution
+
+
+class FSDPCheckpoint:
+    """``{ckpt_dir}/{step:07d}/``: ema.safetensors, model.safetensors, optimizer.{i:05d}-of-{n:05d}.pt, scheduler.pt, data_status.pt."""
+
+    @staticmethod
+    def fsdp_save_ckpt(
+        ckpt_dir: str | Path, train_steps: int, model: nn.Module, ema_model: nn.Module | None, optimizer: torch.optim.Optimizer,
+        scheduler: Any, data_status: Any, logger: Any, fsdp_config: FSDPConfig,
+    ) -> None:  # fmt: skip
+        """Collective over all ranks. Each writes its own bytes of the weights and its shard of the optimizer's state.
+
+        The directory appears by one rename when it is whole. Until then it lies beside ``ckpt_dir``, where auto_resume does not look;
+        inside, where another file system begins at ``ckpt_dir``.
+        """
+        path = Path(ckpt_dir).resolve() / f"{train_steps:07d}"
+        logger.info(f"Saving checkpoint to {path}.")
+        team = everybody()
+        shard = _shard_of(fsdp_config)
+
+        def fill(partial: Path) -> None:
+            for name, one in (("ema", ema_model), ("model", model)):
+                if one is not None:
+                    save(one, partial / f"{name}.safetensors", group=team.process_group)
+            team.agree("fsdp_save_ckpt()", lambda: write_rest(partial))
+
+        def write_rest(partial: Path) -> None:
+            if shard.writes:
+                torch_files.write(optimizer.state_dict(), partial / shard.name)
+            if team.rank == 0 and scheduler is not None:
+                torch_files.write(scheduler.state_dict(), partial / "scheduler.pt")
+            if team.rank == 0 and data_status is not None:
+                torch_files.write(data_status, partial / "data_status.pt")
+
+        publish("fsdp_save_ckpt()", path, _beside(path, team), team, fill)
+
+    @staticmethod
+    def try_load_ckpt(
+        resume_from: str | Path | None, logger: Any, model: nn.Module, ema_model: nn.Module | None = None, resume_from_ema: bool = False,
+        missing_ema: str = "error",
+    ) -> tuple[nn.Module, nn.Module | None]:  # fmt: skip
+        """Weights into ``model`` and ``ema_model``, wrapped or not; of what is sharded each rank reads its own bytes. Collective.
+
+        Everything that fits by name is loaded, the rest is told to ``logger``, as in the origin; tensors of another shape, and files of
+        which nothing fits, are refused before anything changes. ``missing_ema``: for a checkpoint without ema.safetensors: "error", or
+        "model": the averages begin as the weights of the file that ``model`` is loaded from. Where there is no checkpoint, an ``ema_model``
+        without values (made on meta) begins as ``model``.
+        """
+        if missing_ema not in ("error", "model"):
+            raise invalid(f"missing_ema={missing_ema!r}; 'error', or 'model': the averages begin as the weights")
+        team = everybody()
+        folder = _existing(resume_from, team)
+        if folder is None:
+            logger.info("Training from scratch.")
+            if ema_model is not None and meta.valueless(ema_model):
+                TrainedTwin(ema_model, keeps=False).begin(model)
+                meta.have_values(ema_model)
+            return model, ema_model
+        logger.info(f"Loading checkpoint from {folder}.")
+        source = folder / ("ema.safetensors" if resume_from_ema else "model.safetensors")
+        wanted = [(model, source)]
+        if ema_model is not None:
+            wanted.append((ema_model, team.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger))))
+        for check_only in (True, False):
+            for one, path in wanted:
+                _load(one, path, team, logger, check_only)
+        return model, ema_model
+
+    @staticmethod
+    def try_load_train_state(
+        resume_from: str | Path | None, optimizer: torch.optim.Optimizer, scheduler: Any, fsdp_config: FSDPConfig
+    ) -> tuple[torch.optim.Optimizer, Any, int, Any]:
+        """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before anything is loaded.
+
+        Raises FileNotFoundError where the optimizer's state was saved in another number of shards, naming both.
+        """
+        team = everybody()
+        folder = _existing(resume_from, team)
+        if folder is None:
+            return optimizer, scheduler, 0, None
+        shard = _shard_of(fsdp_config)
+
+        def read() -> tuple[Any, Any, int, Any]:
+            step = os.path.basename(os.path.normpath(folder))
+            if not step.isdigit():
+                raise invalid(f"{folder} is not named after its step, e.g. 0001000; the step to go on with can't be told")
+            status = _read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
+            schedule = _read(folder / "scheduler.pt") if scheduler is not None else None
+            return _read_shard(folder, shard), schedule, int(step) + 1, status[team.rank] if team.rank < len(status) else None
+
+        state, schedule, step, status = team.agree("try_load_train_state()", read)
+        team.agree("try_load_train_state()", lambda: optimizer.load_state_dict(state))
+        if scheduler is not None:
+            scheduler.load_state_dict(schedule)
+        return optimizer, scheduler, step, status
+
+
+def _load(model: nn.Module, path: Path, team: Team, logger: Any, check_only: bool) -> None:
+    valueless = meta.valueless(model)
+    fixed = set(_FIXED) - valueless
+
+    def prepare() -> Held:
+        held = held_by(model, team.process_group, saving=False)
+        held.parts = [part for part in held.parts if part.name not in fixed]
+        return held
+
+    held = team.agree("try_load_ckpt()", prepare)
+    names = [part.name for part in held.parts]
+    job = fill.Job("try_load_ckpt()", held, team, names, valueless, strict=False, verify=True, progress=None)
+    report = fill.from_file(job, path, check_only)
+    if len(report["missing"]) == len(names):
+        raise invalid(
+            f"try_load_ckpt(): {path} has nothing of this model: it has {', '.join(report['unexpected'][:5])} ..., the model "
+            f"{', '.join(names[:5])} ..."
+        )
+    if not check_only:
+        held.put_back()
+        meta.have_values(model)
+        unexpected = [name for name in report["unexpected"] if name not in fixed]
+        fits = not (report["missing"] or unexpected)
+        logger.info(f"{path.name}: " + ("all names fit" if fits else f"missing in the file: {report['missing']}; not wanted: {unexpected}"))
+
+
+def _ema_file(folder: Path, source: Path, missing_ema: str, logger: Any) -> Path:
+    path = folder / "ema.safetensors"
+    if path.exists():
+        return path
+    if missing_ema == "error":
+        raise errors.make("not_found", f"{path} is missing; missing_ema='model' begins the averages as {source.name}")
+    logger.info(f"{path.name} is missing: the averages begin as {source}.")
+    return source
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Of the optimizer's state on this rank. ``writes``: of ranks that have the same one, the first does."""
+
+    index: int
+    count: int
+    writes: bool
+
+    @property
+    def name(self) -> str:
+        return f"optimizer.{self.index:05d}-of-{self.count:05d}.pt"
+
+
+def _shard_of(config: FSDPConfig) -> _Shard:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if strategy_of(config) == ShardingStrategy.NO_SHARD:
+        return _Shard(0, 1, rank == 0)
+    if config.sharding_strategy in HYBRID:
+        return _Shard(rank % config.num_shard, config.num_shard, rank < config.num_shard)
+    return _Shard(rank, world, True)
+
+
+def _read_shard(folder: Path, shard: _Shard) -> Any:
+    if (folder / shard.name).exists():
+        return _read(folder / shard.name)
+    counts = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("optimizer.*-of-*.pt")})
+    there = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
+    raise errors.make(
+        "not_found",
+        f"{folder} has no {shard.name}: this run has {shard.count} shards of the optimizer's state, the checkpoint {there}. Resume with as "
+        "many, or from the weights alone, which fit any number",
+    )
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _existing(resume_from: str | Path | None, team: Team) -> Path | None:
+    if resume_from is None:
+        return None
+    path = Path(resume_from)
+    team.same(f"resuming from {path}", {"it is there": path.exists()})
+    if path.exists():
+        return path
+    warnings.warn(f"{path}, to resume from, does not exist", stacklevel=3)
+    return None
+
+
+def _beside(path: Path, team: Team) -> Path:
+    """Where rank 0 finds room for what is not whole yet."""
+    folder = path.parent
+
+    def choose() -> Path:
+        if team.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            if folder.stat().st_dev == folder.parent.stat().st_dev and os.access(folder.parent, os.W_OK):
+                return folder.parent / f".{folder.name}-{path.name}.partial"
+        return folder / f".{path.name}.partial"
+
+    chosen = team.agree("fsdp_save_ckpt()", choose)
+    return Path(os.fsdecode(team.gather("fsdp_save_ckpt()", os.fsencode(chosen))[0]))

@@ -1,0 +1,207 @@
+"""EMA_FSDP: averages under the origin's names, on shardow.EMA."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow import Schedule, errors
+from shardow.averages.core import Averages
+from shardow.averages.options import Replicas
+from shardow.base.checks import invalid, one_of
+from shardow.compat.causal_forcing.copying import Copier
+from shardow.compat.files.whole import whole_state_dict
+from shardow.compat.ways.names import called, model_and_root
+from shardow.ema import EMA
+from shardow.files.decay_keys import keys_of
+from shardow.model.parts import Held
+from shardow.ranks.gather import Part
+from shardow.schedules import as_schedules
+from shardow.start.match import matched, unexpected
+
+
+class EMA_FSDP:
+    """Averages of every parameter of ``fsdp_module``, frozen ones too, or of its ``.module``. Collective where ranks share it.
+
+    Args:
+        decay: weight kept on the old average, in [0, 1]; or a Schedule of shardow.schedules.
+        start_step: until then updates copy the weights: in place of making the average late, at an ``ema_start_step``.
+        replicas: "split": ranks that hold the same weights (HSDP, DDP) divide averages and work; "copy": as in the origin.
+        group, timeout: as in shardow.EMA.
+
+    ``ema`` is the shardow.EMA behind it, for stats(), distance(), export() and attach().
+    """
+
+    def __init__(
+        self, fsdp_module: Any, decay: float | Schedule = 0.999, *, start_step: int = 0, replicas: Replicas = "split",
+        group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
+    ) -> None:  # fmt: skip
+        self._model, root = model_and_root(fsdp_module)
+        self.ema = EMA(
+            self._model, decay, rule="mul_add", params="all", stochastic=False, start_step=start_step, replicas=replicas, group=group,
+            timeout=timeout,
+        )  # fmt: skip
+        name_of = called(root)
+        self._names = {name: name_of(name) for name in self._core.averages()}  # {clean: the origin's}
+        self._copier: Copier | None = None
+        self._is_copy = False
+
+    @property
+    def _core(self) -> Averages:
+        return self.ema._core
+
+    @property
+    def decay(self) -> float:
+        """Of the next update; may be set to a number or a Schedule at any time."""
+        return self._core.decays()[0]
+
+    @decay.setter
+    def decay(self, decay: float | Schedule) -> None:
+        schedules = as_schedules(decay)
+        state = json.loads(self._core.engine.state())
+        state["schedules"] = [json.loads(schedule.to_json()) for schedule in schedules]
+        self._core.engine.set_state(json.dumps(state))
+        self._core.keys = keys_of(schedules)
+
+    @property
+    def shadow(self) -> dict[str, torch.Tensor]:
+        """This rank's float32 part of each average, by the names of ``fsdp_module.module.named_parameters()``: the memory itself. A part
+        that is not the whole is 1-D, in the order of the weight's own memory."""
+        return Shadow(self.state_dict())
+
+    @shadow.setter
+    def shadow(self, shadow: Mapping[str, torch.Tensor]) -> None:
+        """As load_state_dict(), collective too."""
+        self.load_state_dict(shadow)
+
+    @torch.no_grad()
+    def update(self, fsdp_module: Any = None) -> None:
+        """After an optimizer step; no communication. Raises ValueError and KeyError where the module or a parameter is another one."""
+        if fsdp_module is not None:
+            self._refuse_other(fsdp_module)
+        try:
+            self.ema.update()
+        except errors.InvalidArgumentError as error:
+            raise errors.make_also(KeyError, str(error)) from None
+
+    def _refuse_other(self, given: Any) -> None:
+        model = self._model if given is self._model else model_and_root(given)[0]
+        if self._is_copy and model is not self._model:
+            self._follow(model)
+        if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
+            raise errors.make_also(
+                KeyError,
+                "update(): this is not the module that the averages are of; make an EMA_FSDP of it and load this one's state_dict()",
+            )
+
+    def _follow(self, model: nn.Module) -> None:
+        """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its place."""
+        made = EMA(model, self._core.engine.schedules, **self._core.arguments)
+        made.load_state_dict(self.ema.state_dict())
+        self.ema, self._model, self._is_copy = made, model, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        self._core.to_copy("copied")
+        return {**self.__dict__, "_copier": None, "_is_copy": True}
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's parts, without a copy, as ``shadow``; for load_state_dict() of the same sharding, and for
+        torch.distributed.checkpoint. For the whole: full_state_dict(), save()."""
+        return {self._names[name]: tensor for name, tensor in self._core.averages().items()}
+
+    def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
+        """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises ValueError, on every
+        rank, with everything that does not fit, before anything changes."""
+        found = self._core.team.agree("load_state_dict()", lambda: self._renamed(sd))
+        self._core.load_averages(found)
+
+    def _renamed(self, sd: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By clean names. What is a buffer of the model is passed over."""
+        aliases = {one.name: one.aliases for one in self._core.view.parameters}
+        parts = self._core.parts() + [Part(one.name, one.tensor.reshape(-1), one.region) for one in self._core.view.buffers]
+        names = {part.name: (part.name, self._names.get(part.name, part.name), *aliases.get(part.name, ())) for part in parts}
+        held = Held(parts, names, None)
+        keys = matched(held, sd.keys(), "the state")
+        if wrong := [f"unexpected '{key}'" for key in unexpected(held, keys, sd.keys())]:
+            raise invalid(f"the state does not fit these averages, nothing was loaded: {'; '.join(wrong[:20])}")
+        return {name: _floating(name, sd[key]) for name, key in keys.items() if name in self._names}
+
+    def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:
+        """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it; one tensor at a time
+        travels.
+
+        ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the unwrapped model's.
+        """
+        names = self._core.team.agree("full_state_dict()", lambda: self._keys_of(key_style))
+        return {names[name]: tensor for name, tensor in self.ema.full_state_dict(complete=False).items()}
+
+    def _keys_of(self, key_style: str) -> dict[str, str]:
+        return self._names if one_of("key_style", key_style, ("wrapped", "clean")) == "wrapped" else {name: name for name in self._names}
+
+    def save(self, path: str | Path) -> None:
+        """Resumable, every rank writing its own bytes; see shardow.EMA.save(). Collective."""
+        self.ema.save(path)
+
+    def load(self, path: str | Path) -> None:
+        """What save() wrote, with its decay and step, at any world size and sharding. Collective."""
+        self.ema.load(path)
+
+    # ---- the averages in a model
+
+    def copy_to(self, fsdp_module: Any) -> None:
+        """The averages, cast, into the parameters of a module with the same names: the live one, or another, sharded or not. Collective;
+        without communication where both are sharded alike and no replicas share the work.
+
+        Raises ValueError and KeyError, before anything changes, where a name is on one side only or a shape differs.
+        """
+        self._copier = self._core.together("copy_to()", lambda: self._ready_to_copy(fsdp_module))
+        self._copier.copy()
+
+    def _ready_to_copy(self, given: Any) -> Copier:
+        target = model_and_root(given)[0]
+        copier = self._copier if self._copier is not None and self._copier.target is target else Copier(self._core, target)
+        copier.ready()
+        return copier
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """``with ema.swapped():`` the live module holds the averages; afterwards its weights, bit for bit. Collective."""
+        return self.ema.swapped()
+
+
+class Shadow(dict[str, torch.Tensor]):
+    """What ``shadow`` gives: entries are the averages' memory, and can't be exchanged. It is pickled as a dict."""
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> NoReturn:
+        raise errors.make_also(
+            TypeError,
+            f"shadow[{name!r}] = ... would change a dict and no average; write shadow[{name!r}].copy_(...), or assign the whole: shadow = "
+            f"{{...}}",
+        )
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def fsdp_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole CPU tensors of the live model, parameters and persistent buffers, under clean names, on rank 0; {} elsewhere. Collective."""
+    return whole_state_dict(model)
+
+
+def _floating(name: str, tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        raise invalid(
+            f"'{name}' is {tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__} in the state; an average is "
+            "floating"
+        )
+    return tensor

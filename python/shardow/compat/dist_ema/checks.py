@@ -1,0 +1,80 @@
+"""What DistEMA checks before anything changes: its options, a saved ``config``, the tensors of a state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow import errors
+from shardow.averages import state as _state
+from shardow.base.checks import fraction, invalid, whole
+from shardow.compat.dist_ema.shares import Share
+from shardow.model.local import LocalTensor
+from shardow.model.parts import Held
+from shardow.ranks.gather import Part
+from shardow.start.match import matched, unexpected
+
+CONFIG = "shardow.dist_ema"  # key of ``config`` in a file's metadata
+PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def check_options(config: Mapping[str, Any], world_size: int, rank: int) -> None:
+    """Raises ValueError; also KeyError and TypeError, where the origin does."""
+    if config["dtype"] not in PRECISION_TO_TYPE:
+        raise errors.make_also(KeyError, f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}")
+    if config["warmup"] and config["power"] is None:
+        raise errors.make_also(
+            TypeError, "warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand"
+        )
+    if whole("rank", rank, 0) >= whole("world_size", world_size, 1):
+        raise invalid(f"rank={rank}; with world_size={world_size} it must be less")
+    for name in ("decay", "min_decay"):
+        fraction(name, config[name])
+    if config["warmup"] and not config["inv_gamma"] > 0:
+        raise invalid(f"inv_gamma={config['inv_gamma']}; it must be more than 0")
+
+
+def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
+    """decay_steps of a saved ``config``; raises ValueError where other options differ from those here."""
+    differs = [
+        f"{key}={saved.get(key)!r} (here {value!r})" for key, value in here.items() if key != "decay_steps" and saved.get(key) != value
+    ]
+    if differs:
+        raise invalid(
+            f"the averages were saved with {', '.join(differs)}; make DistEMA with the same options, or pass the averages alone and "
+            "set_decay_steps()"
+        )
+    return whole("decay_steps", saved.get("decay_steps"), 0)
+
+
+def config_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Of a file that DistEMA saved; raises ValueError for another one."""
+    if CONFIG not in metadata:
+        raise errors.make(
+            "corrupt", f"{path} is not a saved DistEMA: its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
+        )
+    config: dict[str, Any] = json.loads(metadata[CONFIG])
+    return config
+
+
+def fitting(
+    shares: Sequence[Share], buffers: Sequence[LocalTensor], called: Mapping[str, str], state: Mapping[str, Any]
+) -> list[tuple[Share, torch.Tensor]]:
+    """Shares with their whole tensors, without buffers. Raises KeyError with all that does not fit. ``called``: names in states."""
+    parts = [Part(one.name, one.average, one.region) for one in shares]
+    parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in buffers]
+    held = Held(parts, {part.name: (part.name, called[part.name]) for part in parts}, None)
+    keys = matched(held, state.keys(), "the state")
+    found = {one.name: state[keys[one.name]] for one in shares if one.name in keys}
+    wrong = [f"'{n}' is a {type(t).__name__}, not a whole tensor" for n, t in found.items() if type(t) not in (torch.Tensor, nn.Parameter)]
+    if not wrong:
+        wrong = _state.unfit(found, {one.name: one.shape for one in shares})
+        wrong += [f"unexpected '{key}'" for key in unexpected(held, keys, state.keys())]
+    if wrong:
+        raise errors.make_also(KeyError, f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
+    return [(one, found[one.name].detach()) for one in shares]

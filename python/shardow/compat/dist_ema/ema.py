@@ -1,0 +1,277 @@
+"""DistEMA: averages of all parameters, of which each rank keeps one stretch."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow import errors
+from shardow.averages import state as _state
+from shardow.base.checks import fraction, invalid, seconds, unsupported
+from shardow.compat.dist_ema.checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
+from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, shares, unlike
+from shardow.compat.ways.names import called
+from shardow.compat.ways.pairs import Pair, Pairs
+from shardow.files import engine
+from shardow.model.view import ModelView, find
+from shardow.ranks.gather import Gatherer, Part, take
+from shardow.ranks.team import Team
+
+T = TypeVar("T")
+
+
+def requires_grad(model: nn.Module, flag: bool = True) -> None:
+    """Sets it on every parameter."""
+    for p in model.parameters():
+        p.requires_grad = flag
+
+
+class DistEMA:
+    """Averages of all parameters of ``model``, of which this rank keeps one stretch. Collective over the ``world_size`` ranks that share
+    it.
+
+    Parameters lie one after another in the order of named_parameters(), P elements in all; with n = ceil(P / world_size), rank r averages
+    elements [r n, min(r n + n, P)). Of a model that is sharded, each rank averages the shards that it holds instead, which replicas divide.
+
+    Args:
+        world_size, rank: of the ranks that share the model: torch.distributed's, or ``group``'s.
+        dtype: of averages: "fp32"; "bf16" and "fp16" halve their memory, and are rounded stochastically by ``seed``: 0.5 to 1.6 % of noise
+            in bf16.
+        decay, warmup, power, min_decay, inv_gamma, update_after_step: see get_decay(). ``warmup`` needs a ``power``: 2 / 3 reaches a decay
+            of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand.
+        timeout: seconds or timedelta, the deadline of every collective call.
+
+    Attributes:
+        name_list, index_list, ema_param_list: of the parameters that this rank has a part of: the name, the (first, last) element, both
+            included, in the order of the parameter's memory (of what this rank holds of it, where it is sharded), and its average, 1-D, the
+            memory itself.
+        decay_steps: updates so far. torch_dtype: of averages. model: what they were made of.
+
+    Raises:
+        KeyError (no such dtype), TypeError (warmup without power), ValueError: each a ValueError too.
+    """
+
+    def __init__(
+        self, model: nn.Module, world_size: int, rank: int, dtype: str = "fp32", decay: float = 0.999, warmup: bool = False,
+        power: float | None = None, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0, *, seed: int = 0,
+        group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.world_size, self.rank, self.dtype = model, world_size, rank, dtype
+        self.decay, self.warmup, self.power = decay, warmup, power
+        self.min_decay, self.inv_gamma, self.update_after_step = min_decay, inv_gamma, update_after_step
+        self.decay_steps = 0
+        self._seed, self._group = seed, group
+        self._view = self._found(model)
+        among = group or self._view.process_group or (dist.group.WORLD if dist.is_initialized() and world_size != 1 else None)
+        self._team = Team(among, seconds(timeout))
+        self._team.agree("DistEMA(...)", self._start)
+        self._team.same("DistEMA(...)", self._facts(), "DistEMA")
+
+    def _start(self) -> None:
+        check_options(self.config, self.world_size, self.rank)
+        if dist.is_initialized() and (self.world_size, self.rank) != (self._team.size, self._team.rank):
+            raise invalid(
+                f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._team.rank} of the {self._team.size} "
+                "that share the model; "
+                "give these, or the ranks' own group="
+            )
+        self.torch_dtype = PRECISION_TO_TYPE[self.dtype]
+        self.build_ema_model()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        if self._team.process_group is not None:
+            raise unsupported(
+                f"averages of a model that {self._team.size} ranks share can't be copied or pickled: each has a part. Save them with "
+                "save(), or take state_dict()"
+            )
+        names = ("model", "world_size", "rank", *self.config, "_seed", "torch_dtype")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "_averages": [one.average for one in self._shares],
+            "_timeout": self._team.timeout,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = {name: value for name, value in state.items() if name not in ("_averages", "_timeout")}
+        self.__dict__.update(own, _group=None, _team=Team(None, state["_timeout"]))
+        self.build_ema_model()
+        for share, average in zip(self._shares, state["_averages"], strict=True):
+            share.average.copy_(average)
+
+    def _facts(self) -> dict[str, Any]:
+        tensors = {one.name: f"{one.shape} in the order {one.order}" for one in self._shares}
+        return {"world_size": self.world_size, "tensors": tensors, "order": list(tensors), "config": self.config}
+
+    @torch.no_grad()
+    def build_ema_model(self) -> None:
+        """Cuts ``self.model`` anew; averages become equal to its weights. Local."""
+        name_of = called(self.model)
+        self._bound, self._view = self.model, self._found(self.model)
+        self._shares = shares(self._view, self.world_size, self.rank, self.torch_dtype, is_sharded(self.model))
+        self._called = {one.name: name_of(one.name) for one in [*self._view.parameters, *self._view.buffers]}
+        own = [one for one in self._shares if one.region.size]
+        self.name_list = [self._called[one.name] for one in own]
+        self.index_list = [(one.begin, one.begin + one.region.size - 1) for one in own]
+        self.ema_param_list = [one.average for one in own]
+        self._pair()
+
+    def _found(self, model: nn.Module) -> ModelView:
+        return find(model, group=self._group, strided=True)
+
+    def _pair(self) -> None:
+        here = {one.name: one for one in self._view.parameters}
+        pairs = [Pair(one.name, one.source(here[one.name]), one.average, one.region) for one in self._shares if one.region.size]
+        self._pairs = Pairs(pairs, "mul_add" if self.dtype == "fp32" else "lerp", stochastic=True, seed=self._seed)
+        self._counted = self.decay_steps
+
+    # ---- training
+
+    def set_decay_steps(self, decay_steps: int) -> None:
+        """Updates so far, for the warm-up, and for the noise of 16-bit averages."""
+        self.decay_steps = decay_steps
+
+    def get_decay(self) -> float:
+        """Of the next update. With ``warmup``: s = max(0, decay_steps - update_after_step - 1), then 1 - (1 + s / inv_gamma)^-power into
+        [min_decay, decay]: the first two updates copy. Else ``decay``."""
+        if not self.warmup:
+            return self.decay
+        assert self.power is not None
+        steps = max(0, self.decay_steps - self.update_after_step - 1)
+        value: float = 1 - (1 + steps / self.inv_gamma) ** -self.power
+        return max(self.min_decay, min(value, self.decay))
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float | None = None) -> None:
+        """After an optimizer step: one pass over this rank's stretch; no communication. Raises KeyError (a ValueError too), before anything
+        changes, where ``model`` is not what the averages were made of."""
+        used = fraction("decay", self.get_decay() if decay is None else decay)
+        self._bind(model)
+        self._pairs.update(used, 1.0 - used, self.decay_steps + 1)
+        self.decay_steps += 1
+        self._counted = self.decay_steps
+
+    def _bind(self, model: nn.Module) -> None:
+        if model is not self._bound or not self._view.unchanged():
+            self._follow(model)
+        elif self._counted > self.decay_steps:  # the noise goes back with them
+            self._pair()
+
+    def _follow(self, model: nn.Module) -> None:
+        """Another model of the same names, or one whose tensors have been replaced or have moved."""
+        if model is self._bound:
+            self._view.reshard()
+            if self._view.unchanged():
+                return
+        view = self._found(model)
+        if wrong := unlike(self._shares, view):
+            raise errors.make_also(
+                KeyError, f"update(): the model is not what the averages were made of: {'; '.join(wrong[:20])}; make a DistEMA of it"
+            )
+        self._bound, self._view = model, view
+        self._pair()
+
+    # ---- state
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All options, and decay_steps."""
+        return {
+            "dtype": self.dtype, "decay": self.decay, "warmup": self.warmup, "power": self.power, "min_decay": self.min_decay,
+            "inv_gamma": self.inv_gamma, "update_after_step": self.update_after_step, "decay_steps": self.decay_steps,
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def state_dict(
+        self, cpu_group: dist.ProcessGroup | None = None, *, everywhere: bool = False, buffers: bool = False
+    ) -> OrderedDict[str, torch.Tensor]:
+        """Whole averages, CPU tensors, by the names of ``model.named_parameters()``, on rank 0, {} elsewhere; collective.
+
+        Args:
+            cpu_group: a gloo group of the same ranks, where the model's own group moves no CPU tensors.
+            everywhere: on every rank, as in the origin.
+            buffers: the model's persistent buffers too, of rank 0: what a complete model has.
+        """
+        parts = self._together("state_dict()", lambda: self._parts_to_gather(cpu_group, buffers))
+        self._team.same_updates("state_dict()", self.decay_steps)
+        stored = {one.name: one for one in self._shares}
+        team = self._team if cpu_group is None else Team(cpu_group, self._team.timeout)
+        gatherer = Gatherer("state_dict()", parts, team)
+        found: OrderedDict[str, torch.Tensor] = OrderedDict()
+        for part, (name, full) in zip(parts, gatherer.stream(), strict=True):
+            if everywhere and team.process_group is not None:
+                full = _state.broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), team, part.flat).cpu()
+            if full is not None:
+                found[self._called[name]] = stored[name].as_shaped(full) if name in stored else full
+        return found
+
+    def _parts_to_gather(self, cpu_group: dist.ProcessGroup | None, buffers: bool) -> list[Part]:
+        if cpu_group is not None and dist.get_world_size(cpu_group) != self.world_size:
+            raise invalid(f"state_dict(): cpu_group has {dist.get_world_size(cpu_group)} ranks, the averages are on {self.world_size}")
+        parts = [Part(one.name, one.average, one.region) for one in self._shares]
+        if buffers:
+            parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in self._view.buffers]
+        return parts if cpu_group is None else [Part(part.name, part.flat.cpu(), part.region) for part in parts]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Whole averages, on every rank; or ``{"model": averages, "config": config}``, with its decay_steps. Wrappers' names and buffers
+        are passed over.
+
+        Raises ValueError (KeyError where names are missing), on every rank and before anything changes, with all that does not fit, other
+        options too.
+        """
+        steps, values = self._together("load_state_dict()", lambda: self._fitting(state_dict), alone=True)
+        for share, value in values:
+            take(share.as_stored(value), share.region, share.average)
+        self.decay_steps = self.decay_steps if steps is None else steps
+
+    def _fitting(self, state: Mapping[str, Any]) -> tuple[int | None, list[tuple[Share, torch.Tensor]]]:
+        steps = None
+        if set(state) == {"model", "config"} and isinstance(state["model"], Mapping):
+            steps, state = steps_in(state["config"], self.config), state["model"]
+        return steps, fitting(self._shares, self._view.buffers, self._called, state)
+
+    def _together(self, what: str, fn: Callable[[], T], alone: bool = False) -> T:
+        """fn() on every rank, or an error on all. ``alone``: it can do without the others."""
+        if not alone and self._team.size != self.world_size:
+            raise invalid(
+                f"{what} needs the other {self.world_size - 1} ranks: call torch.distributed.init_process_group() before DistEMA(...)"
+            )
+        return self._team.agree(what, fn)
+
+    # ---- files
+
+    def save(self, path: str | Path) -> None:
+        """Averages and ``config`` into a .safetensors file, each rank writing its own bytes; for load(). Collective; nothing is
+        gathered."""
+        parts = self._together("save()", lambda: self._parts([]))
+        self._team.same_updates("save()", self.decay_steps)
+        engine.write([engine.FileParts("", parts, {CONFIG: json.dumps(self.config)})], path, self._team)
+
+    @torch.no_grad()
+    def load(self, path: str | Path) -> None:
+        """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective. Raises, before anything
+        changes, where names, shapes or options differ."""
+        copied: Copied = []
+        parts = self._together("load()", lambda: self._parts(copied, saving=False))
+        found = engine.catalog(path, self._team)
+        steps = self._team.agree("load()", lambda: steps_in(config_in(path, found.metadata), self.config))
+        engine.read_into(parts, found, self._team, check_only=True)
+        engine.read_into(parts, found, self._team)
+        for stretch, filled in copied:
+            stretch.copy_(filled)
+        self.decay_steps = steps
+
+    def _parts(self, copied: Copied, saving: bool = True) -> list[Part]:
+        """In a sharded model, what every rank holds whole is saved by rank 0."""
+        counted = [one for one in self._shares if not saving or not is_sharded(self.model) or one.local.counts_on(self._team.rank)]
+        return [part for one in counted for part in one.parts(copied)]

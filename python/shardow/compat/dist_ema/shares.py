@@ -1,0 +1,143 @@
+"""Shares: who averages which elements of which parameter, where parameters lie one after another, cut into equal stretches, one a rank,
+whatever their strides.
+
+A parameter whose memory has another order than its dimensions (channels_last) is cut in the order of its memory. Its share is no region of
+it then, but one of the tensor with its dimensions in that order; files, which know regions of the tensor itself, get its boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardow import _core
+from shardow.averages.tracked import divide
+from shardow.base.checks import unsupported
+from shardow.model.local import LocalTensor
+from shardow.model.owners import has_fsdp
+from shardow.model.view import ModelView
+from shardow.ranks.gather import Part
+
+Copied = list[tuple[torch.Tensor, torch.Tensor]]  # (a stretch of an average as its tensor goes, a copy of it, row-major)
+
+
+@dataclass(eq=False)
+class Share:
+    """Elements [begin, begin + region.size) of what this rank holds of a parameter, in the order of memory. ``order``: its dimensions, the
+    slowest in memory first; ``region`` is of a tensor with these."""
+
+    local: LocalTensor
+    order: tuple[int, ...]
+    region: _core.Region
+    begin: int
+    average: torch.Tensor  # 1-D, region.size
+
+    @property
+    def name(self) -> str:
+        return self.local.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.local.region.shape)
+
+    def source(self, local: LocalTensor | None = None) -> torch.Tensor:
+        """The live elements, 1-D, a view; of ``local``, which is the same parameter of another view."""
+        return _memory(local or self.local, self.order)[self.begin : self.begin + self.region.size]
+
+    def fits(self, local: LocalTensor) -> bool:
+        return local.region == self.local.region and self.order == _memory_order(local)
+
+    def as_stored(self, whole: torch.Tensor) -> torch.Tensor:
+        """The dimensions in the order of memory."""
+        return whole.permute(self.order)
+
+    def as_shaped(self, stored: torch.Tensor) -> torch.Tensor:
+        """The reverse."""
+        return stored.permute(_inverse(self.order))
+
+    def parts(self, copied: Copied) -> Iterator[Part]:
+        """The average as regions of the parameter: its own memory, or copies, which are noted."""
+        if self.order == tuple(range(len(self.order))):
+            yield Part(self.name, self.average, self.region)
+            return
+        inverse = _inverse(self.order)
+        for offsets, sizes, begin in self.region.boxes():
+            stretch = self.average[begin : begin + math.prod(sizes)].view(sizes).permute(inverse)
+            copied.append((stretch, stretch.contiguous()))
+            box = _core.Region.grid(self.shape, [[(offsets[d], offsets[d] + sizes[d])] for d in inverse])
+            yield Part(self.name, copied[-1][1].view(-1), box)
+
+
+def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: bool) -> list[Share]:
+    """One of each parameter, empty ones too, whose averages equal the weights. ``sharded``: what a rank holds, which replicas divide."""
+    if (odd := [one for one in view.parameters if one.tensor.is_complex()]) != []:
+        raise unsupported(f"'{odd[0].name}' is {odd[0].tensor.dtype}; averages of complex numbers are not kept here")
+    made, total, at = [], sum(one.region.size for one in view.parameters), 0
+    each = -(-total // world)
+    first, end = min(rank * each, total), min((rank + 1) * each, total)
+    for local in view.parameters:
+        if sharded:
+            region, begin = divide(local, "split")
+            made.append(_share(local, tuple(range(len(region.shape))), region, begin, dtype))
+            continue
+        order, size = _memory_order(local), local.region.size
+        begin, stop = min(max(first - at, 0), size), min(max(end - at, 0), size)
+        stored = _core.Region.whole([local.region.shape[d] for d in order])
+        made.append(_share(local, order, stored.window(begin, stop), begin, dtype))
+        at += size
+    return made
+
+
+def _share(local: LocalTensor, order: tuple[int, ...], region: _core.Region, begin: int, dtype: torch.dtype) -> Share:
+    average = _memory(local, order)[begin : begin + region.size].to(dtype, copy=True)
+    return Share(local, order, region, begin, average)
+
+
+def unlike(made: Sequence[Share], view: ModelView) -> list[str]:
+    """What of a model is not as in the one that shares were made of."""
+    there, known = {one.name: one for one in view.parameters}, {share.name for share in made}
+    wrong = [f"'{name}' has no average" for name in there if name not in known]
+    for share in made:
+        one = there.get(share.name)
+        if one is None:
+            wrong.append(f"'{share.name}' is gone")
+        elif not share.fits(one):
+            wrong.append(
+                f"'{share.name}' was {share.shape}, {share.local.region} in the order {share.order}, it is {tuple(one.region.shape)}, "
+                f"{one.region} in the order {_memory_order(one)}"
+            )
+    return wrong
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """The same on every rank, whatever each of them holds."""
+    return has_fsdp(model) or any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _memory_order(local: LocalTensor) -> tuple[int, ...]:
+    """The dimensions of a whole tensor, the slowest in memory first; those of a shard as they are. Raises where there are holes."""
+    tensor, plain = local.tensor, tuple(range(len(local.region.shape)))
+    if tensor.is_contiguous() or tensor.dim() != len(plain):  # a flat shard
+        return plain
+    strides = tensor.stride()
+    order = tuple(sorted(plain, key=lambda d: -strides[d]))
+    if tuple(tensor.shape) != tuple(local.region.shape) or not tensor.permute(order).is_contiguous():
+        raise unsupported(
+            f"'{local.name}' of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes in its memory; make it contiguous first"
+        )
+    return order
+
+
+def _memory(local: LocalTensor, order: tuple[int, ...]) -> torch.Tensor:
+    """1-D, a view."""
+    return local.tensor.view(-1) if local.tensor.is_contiguous() else local.tensor.permute(order).view(-1)
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)

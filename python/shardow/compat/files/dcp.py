@@ -1,0 +1,91 @@
+"""A torch.distributed.checkpoint directory of averages: {"<name>": tensor}, sharded, and beside it the decay and the number of updates."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from shardow import errors
+from shardow.compat.files.published import publish
+from shardow.model.parts import Held
+from shardow.ranks.team import Team
+from shardow.start.match import matched, unexpected
+
+_DECAY, _UPDATES = "shardow.decay", "shardow.updates"
+
+
+class EmaSavePlanner(DefaultSavePlanner):
+    """Torch keys its cache of plans by the planner's class, for the whole process: our own meets no others' plans. Nothing is cached."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be read: ``keys``: {name here: key there}."""
+
+    directory: Path
+    keys: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+    has_counters: bool
+
+
+def save(state: Mapping[str, torch.Tensor], decay: float, updates: int, directory: Path, team: Team) -> None:
+    """Every rank writes its own shards; the directory is there whole, or as before. Collective."""
+    entries = {**state, _DECAY: torch.tensor(decay, dtype=torch.float64), _UPDATES: torch.tensor(updates)}
+    publish("save()", directory, directory.with_name(f".{directory.name}.partial"), team, lambda partial: _write(entries, partial, team))
+
+
+def _write(entries: dict[str, torch.Tensor], directory: Path, team: Team) -> None:
+    with _quiet_alone():
+        dcp_save(entries, checkpoint_id=str(directory), planner=EmaSavePlanner(), process_group=team.process_group)
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Torch warns at each save and load of a process without a group; one process is no mistake here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def plan(held: Held, directory: Path) -> Plan | None:
+    """Compares names, shapes and dtypes with the directory's; nothing is changed. None: there is no checkpoint."""
+    if not (directory / ".metadata").exists():
+        return None
+    stored = FileSystemReader(str(directory)).read_metadata().state_dict_metadata
+    tensors = {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata) and key not in (_DECAY, _UPDATES)}
+    keys = matched(held, tensors, str(directory))
+    wrong = [
+        f"'{part.name}' is {tuple(one.size)} {one.properties.dtype} there and {tuple(part.region.shape)} {part.flat.dtype} here"
+        for part in held.parts
+        if (one := tensors.get(keys.get(part.name, ""))) is not None
+        and (tuple(one.size) != tuple(part.region.shape) or one.properties.dtype.is_floating_point != part.flat.is_floating_point())
+    ]
+    if wrong:
+        raise errors.make_also(RuntimeError, f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
+    missing = [part.name for part in held.parts if part.name not in keys]
+    return Plan(directory, keys, missing, unexpected(held, keys, tensors), {_DECAY, _UPDATES} <= stored.keys())
+
+
+def read(found: Plan, state: Mapping[str, torch.Tensor], team: Team) -> tuple[float, int] | None:
+    """Into ``state``'s tensors, cast, whatever sharding wrote them; (decay, updates) where they were saved. Collective."""
+    entries = {key: state[name] for name, key in found.keys.items()}
+    counters = {_DECAY: torch.zeros((), dtype=torch.float64), _UPDATES: torch.zeros((), dtype=torch.int64)}
+    if found.has_counters:
+        entries.update(counters)
+    with _quiet_alone():
+        dcp_load(entries, checkpoint_id=str(found.directory), process_group=team.process_group)
+    return (float(counters[_DECAY]), int(counters[_UPDATES])) if found.has_counters else None

@@ -1,0 +1,73 @@
+"""Files and directories that are there whole or not at all: made under another name, published by one rename."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from shardow.ranks.team import Team
+
+
+class NewFile:
+    """``file``, to be written, lies beside ``path`` until publish() puts it there. close() in any case: what was not published goes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self.file = self._temporary.open("wb")
+
+    def publish(self) -> None:
+        """It is on the disk when this returns."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self._temporary.replace(self._path)
+        sync_directory(self._path.parent)
+
+    def close(self) -> None:
+        try:
+            self.file.close()
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+
+def publish(what: str, directory: Path, partial: Path, team: Team, fill: Callable[[Path], None]) -> None:
+    """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes ``directory``. Collective.
+
+    Whatever fails on one rank is an error on all, and leaves nothing behind. A directory that was there is replaced.
+    """
+    team.agree(what, lambda: _make(partial) if team.rank == 0 else None)
+    try:
+        fill(partial)
+        team.agree(what, lambda: _rename(partial, directory) if team.rank == 0 else None)
+    except BaseException:
+        if team.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _make(partial: Path) -> None:
+    if partial.exists():  # of a run that was killed
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _rename(partial: Path, directory: Path) -> None:
+    sync_directory(partial)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    replaced = partial.with_name(partial.name + ".replaced")
+    if directory.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        directory.rename(replaced)
+    partial.rename(directory)
+    sync_directory(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

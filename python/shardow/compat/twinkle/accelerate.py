@@ -1,0 +1,149 @@
+"""AccelerateStrategy: twinkle's other strategy. accelerate shards and wraps; rank 0's weights come as in shardow.wrap()."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow import errors
+from shardow.base.checks import invalid
+from shardow.compat.files.pretrained import fsdp_pretrained_load_context, unchanged_environment
+from shardow.compat.twinkle.strategy import Strategy
+from shardow.compat.ways.teams import everybody
+from shardow.model import origins
+from shardow.start.materialize import materialize
+from shardow.start.wrap import own_weights, to_meta
+
+_Prepared = tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]
+
+
+class AccelerateStrategy(Strategy):
+    """``device_mesh``: twinkle's or torch's, with dimensions named "dp" and "fsdp" ("tp", "cp", "sp"); None: no FSDP. ``ddp_config``: of
+    accelerate's DistributedDataParallelKwargs. ``fsdp_config``: of its FullyShardedDataParallelPlugin, unchanged; ``fsdp_version`` is 2.
+
+    ``memory_efficient_init``: rank 0's weights count, and the others may have none, as after from_pretrained() in
+    pretrained_load_context(). ``accelerator`` is accelerate's own.
+
+    Raises NotImplementedError where accelerate is not installed; ValueError for another ``fsdp_version``.
+    """
+
+    def __init__(
+        self, device_mesh: Any = None, mixed_precision: str = "bf16", ddp_config: Mapping[str, Any] | None = None,
+        fsdp_config: Mapping[str, Any] | None = None, memory_efficient_init: bool = False,
+    ) -> None:  # fmt: skip
+        try:
+            from accelerate import Accelerator, DistributedDataParallelKwargs
+            from accelerate.utils import InitProcessGroupKwargs
+        except ImportError as error:
+            raise errors.make(
+                "unsupported", "AccelerateStrategy needs accelerate: pip install accelerate; NativeFSDPStrategy needs nothing"
+            ) from error
+        self.device_mesh, self.mixed_precision = device_mesh, mixed_precision
+        self._memory_efficient_init = memory_efficient_init
+        seconds = int(os.environ.get("TWINKLE_DIST_TIMEOUT_SECONDS", "7200"))
+        handlers: list[Any] = [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]
+        if ddp_config is not None:
+            handlers.append(DistributedDataParallelKwargs(**ddp_config))
+        sizes = _sizes(device_mesh)
+        with unchanged_environment():
+            self.fsdp_plugin = _plugin(sizes, mixed_precision, dict(fsdp_config or {}), memory_efficient_init)
+            self.accelerator = Accelerator(
+                mixed_precision=mixed_precision,
+                fsdp_plugin=self.fsdp_plugin,
+                parallelism_config=_parallelism(sizes),
+                kwargs_handlers=handlers,
+            )
+        if self.fsdp_plugin is not None and not self._shards():
+            warnings.warn(
+                f"accelerate does no FSDP here ({self.accelerator.distributed_type}, {self.accelerator.device}): models will be "
+                "replicated; NativeFSDPStrategy shards on CPUs too",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def pretrained_load_context(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, from_pretrained() loads weights on rank 0 alone, if ``memory_efficient_init``."""
+        return fsdp_pretrained_load_context(self._memory_efficient_init and self.device_mesh is not None)
+
+    def wrap_model(self, model: nn.Module, *args: Any) -> Any:
+        """accelerator.prepare(model, *args), with its result: (model, optimizer, ...), FSDP2's at once. Collective."""
+        if not (self._memory_efficient_init and self._shards()):
+            return self.accelerator.prepare(model, *args)
+        team = everybody()
+        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+
+        def ready() -> _Prepared:
+            for module in model.modules():
+                for key, param in module._parameters.items():
+                    if param is not None:
+                        origins.remember(module, key)
+            return [origins.bindings(one, model) for one in optimizers], own_weights(model) if team.rank == 0 else None
+
+        bindings, own = team.agree("wrap_model()", ready)
+        to_meta(model)
+        for optimizer, places in zip(optimizers, bindings, strict=True):
+            origins.bind(optimizer, places)  # it would keep the whole model
+        with self._not_loading():
+            prepared = self.accelerator.prepare(model, *args)
+        materialize(model, own)
+        for optimizer, places in zip(optimizers, bindings, strict=True):
+            origins.bind(optimizer, places)  # accelerate tells parameters by their addresses, and on meta there are none
+        return prepared
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)  # type: ignore[no-any-return]
+
+    def needs_wrapped_optimizer_state(self) -> bool:
+        return self._shards()
+
+    def _shards(self) -> bool:
+        return bool(self.accelerator.is_fsdp2)
+
+    @contextlib.contextmanager
+    def _not_loading(self) -> Iterator[None]:
+        """accelerate's own loading sends everything to every rank, and fails for persistent buffers."""
+        plugin = self.accelerator.state.fsdp_plugin
+        before, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+        try:
+            yield
+        finally:
+            plugin.cpu_ram_efficient_loading = before
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    """Of a mesh's dimensions, by name."""
+    names = None if mesh is None else getattr(mesh, "mesh_dim_names", None)
+    return dict(zip(names, torch.as_tensor(mesh.mesh).shape, strict=True)) if names else {}
+
+
+def _parallelism(sizes: Mapping[str, int]) -> Any:
+    """accelerate's ParallelismConfig where FSDP alone, or DDP alone, is not what the mesh says."""
+    from accelerate import ParallelismConfig
+
+    dp, fsdp, tp, cp, sp = (sizes.get(name, 1) for name in ("dp", "fsdp", "tp", "cp", "sp"))
+    if (dp == 1 or fsdp == 1) and tp == cp == sp == 1:
+        return None
+    return ParallelismConfig(dp_replicate_size=dp, dp_shard_size=fsdp, tp_size=tp, cp_size=cp, sp_size=sp)
+
+
+def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, Any], memory_efficient: bool) -> Any:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    version = config.pop("fsdp_version", config.pop("fsdp_config", 2))  # the origin reads the second, where a version is not looked for
+    if version != 2:
+        raise invalid(f"fsdp_config={{'fsdp_version': {version!r}}}; it must be 2")
+    if sizes.get("fsdp", 1) == 1:
+        return None
+    defaults: dict[str, Any] = {
+        "mixed_precision_policy": None if mixed_precision == "no" else mixed_precision, "auto_wrap_policy": "transformer_based_wrap",
+        "reshard_after_forward": True, "cpu_offload": False, "activation_checkpointing": False,
+        "cpu_ram_efficient_loading": memory_efficient,
+    }  # fmt: skip
+    return FullyShardedDataParallelPlugin(fsdp_version=2, **{**defaults, **config})

@@ -1,0 +1,89 @@
+"""NativeFSDPStrategy: twinkle's own strategy, on shardow.wrap()."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardow.base.checks import unsupported
+from shardow.compat.files.pretrained import fsdp_pretrained_load_context
+from shardow.compat.twinkle.strategy import Strategy
+from shardow.start.wrap import wrap
+
+
+class NativeFSDPStrategy(Strategy):
+    """``device_mesh``: twinkle's or torch's; None: nothing is wrapped. ``fsdp_config``: ``{"reshard_after_forward": bool}``."""
+
+    def __init__(
+        self, device_mesh: Any = None, mixed_precision: str = "bf16", fsdp_config: Mapping[str, Any] | None = None,
+        memory_efficient_init: bool = False, enable_ep: bool = True, ep_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.device_mesh = device_mesh
+        self.mixed_precision = mixed_precision
+        self.fsdp_config = dict(fsdp_config or {})
+        self.enable_ep = enable_ep
+        self._memory_efficient_init = memory_efficient_init
+        if enable_ep and (ep_size or getattr(device_mesh, "ep_size", None) or 1) > 1:
+            raise unsupported(
+                "expert parallelism is not applied here: shard the experts on their own mesh first, which wrap_model() leaves as they are"
+            )
+
+    def pretrained_load_context(self) -> contextlib.AbstractContextManager[None]:
+        return fsdp_pretrained_load_context(self._memory_efficient_init and self.device_mesh is not None)
+
+    def wrap_model(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+        """fully_shard() on decoder layers (``model.model.layers``) and on the model. With memory_efficient_init rank 0's weights count."""
+        mesh = _mesh_of(self.device_mesh)
+        if mesh is None:
+            return model, optimizer
+        return wrap(
+            model,
+            mesh,
+            optimizer,
+            units=_is_one_of(_decoder_layers(model)),
+            memory_efficient_init=self._memory_efficient_init,
+            reshard_after_forward=self.fsdp_config.get("reshard_after_forward", True),
+            mixed_precision=_policy(self.mixed_precision),
+        )
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def needs_wrapped_optimizer_state(self) -> bool:
+        return self.device_mesh is not None
+
+
+def _is_one_of(layers: list[nn.Module]) -> Any:
+    """Units of wrap(): none are the model alone."""
+    chosen = {id(layer) for layer in layers}
+    return (lambda name, module: id(module) in chosen) if chosen else ()
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    return list(layers) if isinstance(layers, nn.ModuleList) else []
+
+
+def _mesh_of(mesh: Any) -> DeviceMesh | None:
+    """All its ranks in one dimension; None where that is one rank."""
+    if mesh is None or getattr(mesh, "mesh_dim_names", None) is None:
+        return None
+    flat = torch.as_tensor(mesh.mesh).flatten()
+    return DeviceMesh(mesh.device_type or "cuda", flat, mesh_dim_names=("fsdp",)) if flat.numel() > 1 else None
+
+
+def _policy(mixed_precision: str) -> MixedPrecisionPolicy:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+    return (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype, cast_forward_inputs=True)
+        if dtype
+        else MixedPrecisionPolicy()
+    )

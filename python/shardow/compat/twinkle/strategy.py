@@ -1,0 +1,132 @@
+"""What twinkle's strategies have in common: whole states, adapters and the optimizer's checkpoint, with one model on many ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+from shardow import errors
+from shardow.compat.files import torch_files
+from shardow.compat.files.whole import whole_state_dict
+from shardow.compat.ways.teams import everybody, team_of
+from shardow.model.parts import held_by
+from shardow.start.materialize import Request, fill_model
+
+_LORA = ("lora_A", "lora_B", "lora_embedding")
+
+
+class Strategy(ABC):
+    @abstractmethod
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The model without what wrap_model() put around it."""
+
+    @abstractmethod
+    def needs_wrapped_optimizer_state(self) -> bool:
+        """True where the optimizer's state can only be saved and loaded after wrap_model()."""
+
+    # ---- expert parallelism, which is the model's own business here
+
+    def capture_pre_ep_state_if_needed(self, model: nn.Module, *, enable_ep: bool) -> None:
+        """Nothing: experts are sharded before wrap_model(), which leaves them as they are."""
+        return
+
+    def prepare_adapter_config(self, config_or_dir: Any, *, enable_ep: bool) -> Any:
+        """As it is."""
+        return config_or_dir
+
+    def get_ep_clip_kwargs(self, model: nn.Module) -> dict[str, Any]:
+        """{}: torch's clip_grad_norm_() deals with parameters of several meshes."""
+        return {}
+
+    def adjust_optimizer_kwargs(self, optimizer_cls: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """As they are."""
+        return kwargs
+
+    # ---- weights
+
+    def get_full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Whole CPU tensors of parameters and persistent buffers, under all their names, on rank 0; {} elsewhere. Collective."""
+        return whole_state_dict(self.unwrap_model(model))
+
+    def get_adapter_state_dict(self, model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
+        """The same of one LoRA adapter's parameters."""
+        return whole_state_dict(self.unwrap_model(model), lambda name: _is_of_adapter(name, adapter_name))
+
+    def load_peft_weights(self, model: nn.Module, adapter_weights: Mapping[str, torch.Tensor] | None, adapter_name: str) -> None:
+        """Whole weights of an adapter, under PEFT's names in files or the model's own, into the model, sharded or not: every rank's, or
+        rank 0's. Collective.
+
+        Raises KeyError (a ValueError too; PeerFailedError on ranks without weights), before anything changes, where a name fits nothing or
+        a weight is missing.
+        """
+        inner = self.unwrap_model(model)
+        team = team_of(inner)
+        found = team.agree(
+            "load_peft_weights()", lambda: _named(inner, adapter_weights, adapter_name) if adapter_weights or team.rank == 0 else None
+        )
+        fill_model(Request("load_peft_weights()", inner, found, strict=False))
+
+    # ---- the optimizer
+
+    def save_optimizer_checkpoint(self, model: nn.Module, optimizer: torch.optim.Optimizer, output_path: str | Path) -> None:
+        """The whole state into one file of torch.save(), which rank 0 writes; whole or not at all. Collective over all ranks."""
+        raw, team = _raw(optimizer), everybody()
+        if self.needs_wrapped_optimizer_state():
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state: Any = get_optimizer_state_dict(self.unwrap_model(model), raw, options=options)
+        else:
+            state = raw.state_dict()
+        team.agree("save_optimizer_checkpoint()", lambda: torch_files.write(state, output_path) if team.rank == 0 else None)
+
+    def load_optimizer_checkpoint(self, model: nn.Module, optimizer: torch.optim.Optimizer, input_path: str | Path) -> None:
+        """What save_optimizer_checkpoint() wrote, here or in twinkle, at any number of ranks. Collective. Raises for other files."""
+        raw, team = _raw(optimizer), everybody()
+        wrapped = self.needs_wrapped_optimizer_state()
+        state = team.agree("load_optimizer_checkpoint()", lambda: torch_files.read(input_path) if team.rank == 0 or not wrapped else {})
+        if wrapped:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=team.size > 1)
+            set_optimizer_state_dict(self.unwrap_model(model), raw, state, options=options)
+        else:
+            raw.load_state_dict(state)
+
+
+def _raw(optimizer: Any) -> torch.optim.Optimizer:
+    """Of accelerate's wrapper, what is in it."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _is_of_adapter(name: str, adapter: str) -> bool:
+    return adapter in name.split(".") and any(marker in name for marker in _LORA)
+
+
+def _named(model: nn.Module, weights: Mapping[str, torch.Tensor] | None, adapter: str) -> dict[str, torch.Tensor]:
+    """By the model's own names."""
+    names = {alias: part.name for held in [held_by(model, None, saving=False)] for part in held.parts for alias in held.names[part.name]}
+    found, unknown = {}, []
+    for key, tensor in (weights or {}).items():
+        name = next((names[one] for one in _called(key, adapter) if one in names), None)
+        if name is None:
+            unknown.append(key)
+        else:
+            found[name] = tensor
+    missing = sorted({name for name in names.values() if _is_of_adapter(name, adapter)} - found.keys())
+    if unknown or missing:
+        raise errors.make_also(
+            KeyError,
+            f"load_peft_weights(): adapter '{adapter}' does not fit, nothing was loaded: missing {', '.join(missing[:8]) or 'nothing'}; "
+            f"fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
+        )
+    return found
+
+
+def _called(key: str, adapter: str) -> Iterator[str]:
+    """What PEFT may call in the model what it calls ``key`` in a file."""
+    prefix, _, last = key.rpartition(".")
+    yield from (key, f"{prefix}.{adapter}.{last}", f"{key}.{adapter}", f"{prefix}.modules_to_save.{adapter}.{last}")

@@ -1,0 +1,154 @@
+"""Averaged: modules that are called as the average of a model, and how whole tensors or pieces are loaded into them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from shardow import errors
+from shardow.averages.options import Replicas
+from shardow.base.checks import one_of
+from shardow.compat.ways.follower import Choose, Follower, Rule, everything_saved
+from shardow.compat.ways.pairs import warn_of_rounding
+from shardow.compat.ways.stand_in import Behind, StandIn, needed, stand_in_for, whole_averages
+from shardow.compat.ways.teams import team_of
+from shardow.compat.ways.twin import Scripted, Twin
+from shardow.model.names import clean_file_key
+from shardow.model.piece import Piece
+from shardow.start.materialize import Request, fill_model
+
+
+def follow(
+    model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None, dtype: torch.dtype | None = None,
+    replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
+) -> Follower:  # fmt: skip
+    """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights keep a part of the
+    averages each. That is chosen once, and collective then.
+
+    ``rule``, ``choose``: as in Paired. ``device``, ``dtype``: of the averages, by default the model's. ``stochastic``: how 16 bits are
+    rounded.
+    """
+    one_of("replicas", replicas, ("split", "copy"))
+    if needed(model, replicas):
+        stand_in = stand_in_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic, seed=seed)
+        return Behind(stand_in, choose)
+    module = copy.deepcopy(model)
+    if device is not None:
+        module.to(device=device)
+    if dtype is not None:
+        module.to(dtype=dtype)
+    if not stochastic:
+        warn_of_rounding(
+            module.parameters(), "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or its stochastic rounding"
+        )
+    kind = Scripted if isinstance(model, torch.jit.ScriptModule) else Twin
+    return kind(module, rule, choose, stochastic=stochastic, seed=seed)
+
+
+class Averaged(nn.Module):
+    """Base of modules that are called as the average at ``module``: its averages have the keys ``module.*``."""
+
+    module: nn.Module
+
+    def _begin(self, follower: Follower) -> None:
+        self._follower, self.module = follower, follower.module
+
+    def _follow(self) -> Follower:
+        """``module`` may have been replaced since."""
+        self._follower.module = self.module
+        return self._follower
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and {} elsewhere."""
+        own = {name: tensor.detach().cpu().clone() for name, tensor in self._buffers.items() if tensor is not None}
+        averages = {f"module.{name}": tensor for name, tensor in whole_averages(self.module).items()}
+        return {**own, **averages} if averages else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any wrapping; everything is
+        checked on every rank first. Collective then."""
+        if not isinstance(self.module, StandIn):
+            refuse_unfit(self.state_dict(), state_dict, strict)
+            return super().load_state_dict(state_dict, strict, assign)
+        own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        given = {name: value for name, value in state_dict.items() if name not in own}
+        counters = {name: value for name, value in state_dict.items() if name in own}
+        self.module.core.team.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
+        load(self.module, {name.removeprefix("module."): value for name, value in given.items()}, strict)
+        for name, buffer in own.items():
+            buffer.copy_(counters.get(name, buffer))
+        return _IncompatibleKeys([], [])
+
+
+def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
+    """Torch finds the same, when half is loaded."""
+    wrong = [
+        f"size mismatch for '{name}': {tuple(state[name].shape)} there, {tuple(tensor.shape)} here"
+        for name, tensor in here.items()
+        if isinstance(state.get(name), torch.Tensor) and state[name].shape != tensor.shape
+    ]
+    if strict:
+        for what, names in (("Missing", [n for n in here if n not in state]), ("Unexpected", [n for n in state if n not in here])):
+            if names:
+                wrong.append(f"{what} key(s) in state_dict: {', '.join(map(repr, names[:20]))}")
+    if wrong:
+        raise errors.make_also(RuntimeError, f"nothing was loaded: {'; '.join(wrong[:20])}")
+
+
+def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
+    """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and there.
+
+    Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name is missing or unknown;
+    where no name fits, always. Collective where ranks share the module, which then may be sharded. ``what`` is for messages.
+    """
+    here = {clean_file_key(name) for name in module.state_dict()}
+    fitting = [name for name in state if clean_file_key(name) in here]
+    team_of(module).agree(what, lambda: _some_fit(fitting, state, here))
+    if not isinstance(module, StandIn):
+        team_of(module).agree(what, lambda: _all_whole(fitting, state))
+    try:
+        if isinstance(module, StandIn):
+            _load_averages(module, state, strict)
+        else:
+            fill_model(Request(what, module, state, strict=strict))
+    except errors.InvalidArgumentError as error:
+        raise errors.make_also(RuntimeError, str(error)) from None
+
+
+def _some_fit(fitting: list[str], state: Mapping[str, Any], here: set[str]) -> None:
+    if here and not fitting:
+        raise errors.make_also(
+            RuntimeError, f"none of the {len(state)} names fits, nothing was loaded: there '{next(iter(state), '')}', here '{min(here)}'"
+        )
+
+
+def _all_whole(names: list[str], state: Mapping[str, Any]) -> None:
+    for name in names:
+        value = state[name]
+        if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
+            raise errors.make_also(
+                RuntimeError,
+                f"'{name}' is one rank's piece of a sharded average, as state_dict() gives it, nothing was loaded; save full_state_dict() "
+                "instead (call it on all ranks; rank 0 has the whole)",
+            )
+
+
+def _load_averages(module: StandIn, state: Mapping[str, Any], strict: bool) -> None:
+    """What is not averaged is the model's own, and stays."""
+    view, averages = module.core.view, module.core.averages()
+    names = {clean_file_key(name): one.name for one in [*view.parameters, *view.buffers] for name in (one.name, *one.aliases)}
+    given: dict[str, Any] = {} if strict else dict(averages)
+    for key, value in state.items():
+        name = names.get(clean_file_key(key), key)
+        if name in averages or (strict and name not in names.values()):
+            given[name] = value
+    module.core.load_averages(given)

@@ -1,0 +1,154 @@
+"""Listed: averages of a list of parameters, as a list of tensors, for surfaces that know no names."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardow import _core, errors
+from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
+from shardow.model import origins
+from shardow.model.owners import resharded
+from shardow.model.storage import MARKS
+
+_requires_grad = operator.attrgetter("requires_grad")
+_OTHERS = "the state is another model's, or its parameters were in another order when it was saved"
+_MARKED = (torch.Tensor, torch.nn.Parameter)
+
+
+class Listed:
+    """Averages ``shadows`` of parameters, list beside list, by ``rule``. A shadow is like its parameter: plain, or sharded as it is
+    (DTensor; FSDP1's local views). ``copy_frozen``: parameters that want no gradient now are copied instead.
+
+    Both lists come with every update, since their owners may replace them: the same memory costs less than a microsecond a tensor, other
+    memory is paired anew. Parameters are neither kept alive nor referred to, since torch does not swap what is weakly referenced, as FSDP2
+    wants.
+    """
+
+    def __init__(self, rule: str, copy_frozen: bool = False, **options: Any) -> None:
+        self._rule, self._copy_frozen, self._options = rule, copy_frozen, options
+        self._pairs: Pairs | None = None
+        self._warned = False
+
+    @torch.no_grad()
+    def update(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], decay: float, weight: float) -> None:
+        """Raises ValueError and RuntimeError, before anything changes, where a shadow and its parameter differ in shape."""
+        if not self._unchanged(shadows, parameters):
+            parameters = resharded(parameters)
+            if not self._unchanged(shadows, parameters):
+                self._bind(shadows, parameters)
+        assert self._pairs is not None
+        self._pairs.take(parameters)
+        try:
+            self._pairs.update(decay, weight)
+        finally:
+            self._pairs.let_go()
+
+    def _unchanged(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> bool:
+        return (
+            self._pairs is not None
+            and _same(shadows, self._shadows)
+            and self._watch.memory_same()
+            and self._marks_of(parameters) == self._marks
+            and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
+        )
+
+    def _bind(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        self._pairs = None
+        check(shadows, parameters)
+        self._trained = list(map(_requires_grad, parameters))
+        pairs = [
+            Pair(f"parameter {i}", p, e, copied=self._copy_frozen and not trained)
+            for i, (e, p, trained) in enumerate(zip(shadows, parameters, self._trained, strict=True))
+        ]
+        if not self._warned:
+            self._warned = True
+            warn_of_rounding((pair.average for pair in pairs if not pair.copied), "Keep them in float32: to(dtype=torch.float32)")
+        bound = Pairs(pairs, self._rule, **self._options)
+        self._sharded = any(map(_is_sharded, parameters))
+        self._shadows, self._marks = list(shadows), self._marks_of(parameters)
+        self._watch = _core.Watch([], [t for t in shadows if not _is_sharded(t)], [t for t in shadows if _is_sharded(t)], MARKS, [])
+        self._pairs = bound
+
+    def _marks_of(self, parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
+        """Of subclasses the marks tell no more than addresses."""
+        memory = _locals(parameters) if self._sharded else list(parameters)
+        return MARKS.of(memory), [(tuple(t.shape), t.stride(), t.dtype) for t in memory if type(t) not in _MARKED]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies pair anew."""
+        return {"_rule": self._rule, "_copy_frozen": self._copy_frozen, "_options": self._options, "_pairs": None, "_warned": self._warned}
+
+
+def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Shadows, equal to their parameters."""
+    return [parameter.detach().clone() for parameter in resharded(parameters)]
+
+
+def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """The parameters ``targets`` become the values, cast and moved; a backward through the old ones raises. Raises as check()."""
+    targets = resharded(targets)
+    check(values, targets)
+    with torch.no_grad():
+        copy_all(_locals(targets), _locals(values))
+    torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
+
+
+def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises as check()."""
+    fitting = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(values[len(likes) :])
+    check(fitting, likes, loading=True)
+    return [value.detach().clone() for value in fitting]
+
+
+def moved(
+    tensors: Sequence[torch.Tensor], device: torch.device | str | None, dtype: torch.dtype | None, non_blocking: bool = False
+) -> list[torch.Tensor]:
+    """To the device, and floating ones to the dtype."""
+    return [t.to(device=device, dtype=dtype if t.is_floating_point() else None, non_blocking=non_blocking) for t in tensors]
+
+
+def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], loading: bool = False) -> None:
+    """Raises what is ValueError and RuntimeError where lengths or shapes differ. ``loading``: the shadows are a state's."""
+    if len(shadows) != len(parameters):
+        differ = (
+            f"the state has {len(shadows)} averages; the averages were made of {len(parameters)} parameters here: it is another model's"
+            if loading
+            else f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
+        )
+        raise errors.make_also(RuntimeError, differ)
+    for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
+        if shadow.shape == parameter.shape and _is_sharded(parameter) != _is_sharded(shadow):
+            whole, shards = ("average", "parameter") if _is_sharded(parameter) else ("parameter", "average")
+            raise errors.make_also(
+                RuntimeError,
+                f"{whole} {i} is whole, its {shards} is sharded; make the averages of the parameters that are given here, then load into "
+                "them (diffusers: from_pretrained(..., parameters=))",
+            )
+        if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
+            raise errors.make_also(
+                RuntimeError,
+                f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; "
+                f"{_OTHERS if loading else 'pass the parameters in the order of construction'}",
+            )
+
+
+def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [getattr(t, "_local_tensor", t) for t in tensors]
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "_local_tensor")
+
+
+def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
+    """The global shape, and where the tensor is sharded the local one."""
+    local = getattr(tensor, "_local_tensor", None)
+    return tensor.shape if local is None else (tuple(tensor.shape), tuple(local.shape))
+
+
+def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))

@@ -1,0 +1,45 @@
+"""What an origin calls a parameter: the name that named_parameters() gives it, with whatever wrappers have put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardow import errors
+from shardow.model.names import join, walk, wrapped_child
+
+
+def called(root: nn.Module) -> Callable[[str], str]:
+    """The function from a clean name (shardow.model.names) to the name in ``root.named_parameters()``; for parts of flat ones too."""
+    pairs = zip(walk(root), nn.Module.named_modules(root, remove_duplicate=False), strict=True)
+    prefixes = {clean: wrapped for (clean, _), (wrapped, _) in pairs}  # of a module and its wrappers the innermost, which comes last
+
+    def name_of(clean: str) -> str:
+        prefix, _, key = clean.rpartition(".")
+        return join(prefixes[prefix], key)
+
+    return name_of
+
+
+def model_and_root(given: object) -> tuple[nn.Module, nn.Module]:
+    """(what is averaged, what names it), of a module or of an object with ``.module``, which names them then."""
+    module = getattr(given, "module", None)
+    if not isinstance(given, nn.Module):
+        if isinstance(module, nn.Module):
+            return module, module
+        raise errors.make_also(AttributeError, f"{type(given).__name__} is no nn.Module, and has none as .module")
+    if not isinstance(module, nn.Module):
+        return given, given
+    if _is_wrapper_of(given, module):
+        return given, module
+    whole = {*map(id, given.parameters())} == {*map(id, module.parameters())} and not isinstance(given, FSDPModule)
+    return (module, module) if whole else (given, given)
+
+
+def _is_wrapper_of(given: nn.Module, module: nn.Module) -> bool:
+    """True where nothing but wrappers lies around ``module``."""
+    while given is not module and (name := wrapped_child(given)) is not None:
+        given = given._modules[name]  # type: ignore[assignment]
+    return given is module

@@ -1,0 +1,236 @@
+"""Pairs: averages beside the tensors that they follow, both of somebody else's making. What twins and lists are made of.
+
+The engine averages what it can reach in one pass; the rest (low-precision averages rounded to nearest, complex numbers, tensors on two
+devices, or with holes) goes through torch by the same formula.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardow import _core
+from shardow.averages.options import DTYPES
+from shardow.model.storage import engine_view
+
+Tensors = list[torch.Tensor]
+_NOTHING = torch.empty(0)
+
+
+@dataclass(eq=False)
+class Pair:
+    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors.
+
+    ``region``: what they are of a global tensor, by whose elements stochastic rounding draws, so that it is the same however they are
+    shared out; None: all of one. ``copied``: each update copies it, though it is floating.
+    """
+
+    name: str
+    source: torch.Tensor
+    average: torch.Tensor
+    region: _core.Region | None = None
+    copied: bool = False
+
+
+class Pairs:
+    """``rule``: as in shardow.EMA. ``stochastic``: bfloat16 and float16 averages follow "lerp", rounded by ``seed``; else as torch rounds.
+
+    Averages that are not floating are copies. What is NaN or Inf in a source is held: the average keeps its value, in the engine. Addresses
+    are those of construction.
+    """
+
+    def __init__(self, pairs: Iterable[Pair], rule: str, stochastic: bool = False, seed: int = 0) -> None:
+        self._rule, self._stochastic, self._seed = rule, stochastic, seed
+        self._warned = False
+        engine: dict[torch.dtype, list[Pair]] = {}
+        self._copies: list[Pair] = []
+        self._others: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Pair]] = {}
+        self._apart: list[Pair] = []  # on two devices
+        self._averages: list[torch.Tensor] = []  # that the engine writes
+        self._averaged: list[Pair] = []
+        self._staged: list[Pair] = []
+        self._in_torch: list[tuple[int, Pair]] = []  # (place among all, pair) of what torch reads
+        for at, pair in enumerate(replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs):
+            if pair.copied or not (pair.average.is_floating_point() or pair.average.is_complex()):
+                self._copies.append(pair)
+                self._in_torch.append((at, pair))
+                continue
+            self._averaged.append(pair)
+            if stochastic and pair.average.dtype.itemsize == 2 and not self._engine_takes(pair):
+                staged = replace(pair, source=torch.empty_like(pair.average))
+                if self._engine_takes(staged):  # torch has no such rounding: beside the average the engine can do it
+                    self._staged.append(replace(pair, average=staged.source))
+                    self._in_torch.append((at, self._staged[-1]))
+                    pair = staged
+            if self._engine_takes(pair):
+                engine.setdefault(pair.average.dtype, []).append(pair)
+                self._averages.append(pair.average)
+                continue
+            self._in_torch.append((at, pair))
+            if pair.source.device != pair.average.device:
+                self._apart.append(pair)
+            else:
+                self._others.setdefault((pair.average.device, pair.average.dtype, pair.source.dtype), []).append(pair)
+        self._engines = [self._engine(dtype, some) for dtype, some in engine.items()]
+
+    def let_go(self) -> None:
+        """Keeps no source alive; take() brings them again before each update(), which is all that can be called then."""
+        self._averaged = []
+        for _, pair in self._in_torch:
+            pair.source = _NOTHING
+
+    def take(self, sources: Sequence[torch.Tensor]) -> None:
+        """Those of construction, all of them, in its order and where they were then: the engine reads addresses alone."""
+        for at, pair in self._in_torch:
+            pair.source = _memory(sources[at])
+
+    def update(self, decay: float, weight: float, step: int | None = None) -> None:
+        """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average. ``step``, more than at
+        the last update, draws the noise; None: one more."""
+        self._copy(self._staged)
+        held = sum(engine.update_by([(decay, weight)], step) for engine in self._engines)
+        torch.autograd.graph.increment_version(self._averages)
+        for pairs in self._others.values():
+            _IN_TORCH[self._rule]([pair.average for pair in pairs], [pair.source for pair in pairs], decay, weight)
+        for pair in self._apart:  # one by one: together they would be another copy of the model
+            _IN_TORCH[self._rule]([pair.average], [pair.source.to(pair.average.device)], decay, weight)
+        self._copy(self._copies)
+        if held and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{held} weights are NaN or Inf; their averages keep their last values. This warning is given once",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def apply(self, change: Callable[[Tensors, Tensors], None]) -> None:
+        """change(averages, sources) in the rule's place: lists of what is averaged, in their order, each source on its average's device."""
+        if self._averaged:
+            change([pair.average for pair in self._averaged], [pair.source.to(pair.average.device) for pair in self._averaged])
+        self._copy(self._copies)
+
+    def copy(self) -> None:
+        """The averages become what they follow."""
+        self._copy(self._staged)
+        for engine in self._engines:
+            engine.reset()
+        torch.autograd.graph.increment_version(self._averages)
+        self._copy([*self._copies, *self._apart, *(pair for pairs in self._others.values() for pair in pairs)])
+
+    def held(self) -> int:
+        """Elements kept because what they follow was NaN or Inf, since construction."""
+        return sum(engine.stats()["held_nonfinite"] for engine in self._engines)
+
+    def _copy(self, pairs: Sequence[Pair]) -> None:
+        copy_all([pair.average for pair in pairs], [pair.source for pair in pairs])
+
+    def _engine_takes(self, pair: Pair) -> bool:
+        source, average = pair.source, pair.average
+        if source.device != average.device or not (average.is_cpu or (average.is_cuda and _core.cuda_available())):
+            return False
+        if source.dtype not in DTYPES or average.dtype not in DTYPES or flat(source) is None or _strides(source) != _strides(average):
+            return False
+        if average.dtype.itemsize == 2:
+            return self._stochastic
+        if source.dtype.itemsize > average.dtype.itemsize:
+            return False
+        return self._rule != "two_products" or source.dtype == average.dtype  # torch rounds w * p to the source's dtype
+
+    def _engine(self, dtype: torch.dtype, pairs: Sequence[Pair]) -> _core.Average:
+        narrow = dtype.itemsize == 2
+        options = _core.AverageOptions(
+            schedules=[_core.Schedule.make("constant", {"decay": 1.0})],  # never asked: update_by() brings its own
+            dtype=DTYPES[dtype], rule=_core.Rule.lerp if narrow else getattr(_core.Rule, self._rule),
+            rounding=_core.Rounding.stochastic if narrow else _core.Rounding.nearest,
+            non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0, keep_values=True,
+        )  # fmt: skip
+        return _core.Average([_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options)
+
+
+def copy_all(targets: Tensors, values: Tensors) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)
+
+
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str, stacklevel: int = 4) -> bool:
+    """That 16-bit averages which are rounded to nearest stand still where weights move little. Tells whether there are any."""
+    narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None)
+    if narrow is not None:
+        warnings.warn(
+            f"averages in {narrow} are rounded to nearest, as in the library that this stands for: with a decay near 1 most increments are "
+            f"lost. {way_out}",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )
+    return narrow is not None
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements in the order of memory, 1-D, a view; None where they have holes between them, or overlap."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    expected = 1
+    for stride, size in sorted(zip(_strides(tensor), (size for size in tensor.shape if size != 1), strict=True)):
+        if stride != expected:
+            return None
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of the dimensions that have any."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1) if tensor.numel() else ()
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def _view(pair: Pair, tensor: torch.Tensor) -> _core.TensorView:
+    memory = flat(tensor)
+    assert memory is not None
+    return engine_view(pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()]))
+
+
+def _lerp(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    torch._foreach_lerp_(averages, [source.to(average.dtype) for average, source in zip(averages, sources, strict=True)], weight)
+
+
+def _mul_add(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    for average in averages:
+        average.mul_(decay)
+    torch._foreach_add_(averages, sources, alpha=weight)
+
+
+def _two_products(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    for average, source in zip(averages, sources, strict=True):
+        average.copy_(average * decay + weight * source)
+
+
+def _difference(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    torch._foreach_sub_(averages, [difference.mul_(weight) for difference in torch._foreach_sub(averages, sources)])
+
+
+def _fused_difference(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    torch._foreach_sub_(averages, torch._foreach_sub(averages, sources), alpha=weight)
+
+
+def _quotient(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    whole = round(1 / weight)  # as in the engine: 1 / n is rounded, and n is meant
+    divisor = whole if abs(1 / weight - whole) < 1e-9 * whole else 1 / weight
+    for average, source in zip(averages, sources, strict=True):
+        average.copy_(average + (source - average) / divisor)
+
+
+#: The rules of shardow.EMA, in torch, on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds them first.
+_IN_TORCH: dict[str, Callable[[Tensors, Tensors, float, float], None]] = {
+    "lerp": _lerp, "mul_add": _mul_add, "two_products": _two_products, "difference": _difference,
+    "fused_difference": _fused_difference, "quotient": _quotient,
+}  # fmt: skip

@@ -1,0 +1,265 @@
+"""StandIn: looks like an averaged second model where none can be had: the first one, with an EMA's averages in it while it is called."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow import errors
+from shardow.averages.core import Averages
+from shardow.averages.options import Replicas
+from shardow.averages.tracked import Tracked, gather, scatter
+from shardow.base.checks import invalid, unsupported
+from shardow.compat.ways.follower import Change, Choose, Follower, Kind, Rule
+from shardow.compat.ways.pairs import copy_all
+from shardow.ema import EMA
+from shardow.model.local import LocalTensor
+from shardow.model.owners import has_fsdp
+from shardow.model.view import find
+
+
+def needed(model: nn.Module, replicas: Replicas) -> bool:
+    """True where no second model can be had: FSDP's cannot be copied; ``replicas="split"`` asks for parts on each rank."""
+    return replicas == "split" or has_fsdp(model)
+
+
+class StandIn(nn.Module):
+    """A module without parameters of its own, that acts as ``model`` with the averages of ``ema``.
+
+    Calling it is collective, as calling a sharded model is: it swaps the averages in, and out again. state_dict() and load_state_dict() are
+    of the averages, in pieces as this rank has them, under the model's clean names, and of the model's buffers. It has its own train() and
+    eval(). Other attributes are the model's, whose weights are not averaged outside of a call: use ``with ema.swapped()`` for them.
+    """
+
+    ema: EMA
+    _model: nn.Module
+
+    def __init__(self, ema: EMA, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(ema=ema, _model=model)  # not submodules
+
+    @property
+    def core(self) -> Averages:
+        return self.ema._core
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Backward through the result raises, since the weights have changed by then."""
+        return self.run(self._model, *args, **kwargs)
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the model, with the averages in it and in this module's mode."""
+        modes = [(module, module.training) for module in self._model.modules()]
+        with self.ema.swapped():
+            self._model.train(self.training)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        found = OrderedDict() if destination is None else destination
+        found.update({prefix + name: tensor for name, tensor in self._entries()})
+        return found
+
+    def _entries(self) -> Iterator[tuple[str, torch.Tensor]]:
+        averages = self.core.averages()
+        yield from averages.items()
+        yield from ((one.name, one.tensor.view(one.region.shape)) for one in self.core.view.buffers if one.name not in averages)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str]
+    ) -> None:
+        given = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        names = self.core.averages()
+        missing += [prefix + name for name in names if name not in given]
+        unexpected += [prefix + name for name in given if name not in dict(self._entries())]
+        self.core.load_averages({**names, **{name: value for name, value in given.items() if name in names}})
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
+        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in self.core.averages().items())
+
+    def __getattr__(self, name: str) -> Any:
+        raise errors.make_also(
+            AttributeError,
+            f"'{name}': this stands in for the averaged model, and can be called, saved and loaded; for anything else enter `with "
+            "ema.swapped():` and use the model itself",
+            "unsupported",
+        )
+
+
+def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict() of a module in fresh CPU tensors; of a stand-in on rank 0, {} elsewhere. Collective then."""
+    if isinstance(module, StandIn):
+        return module.ema.full_state_dict(complete=True)
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def stand_in_for(
+    model: nn.Module, rule: Rule, choose: Choose, *, device: Any = None, dtype: torch.dtype | None = None, replicas: Replicas = "copy",
+    stochastic: bool = False, seed: int = 0,
+) -> StandIn:  # fmt: skip
+    """With averages of everything floating that ``model`` saves, whatever ``choose`` will make of it; they are float32 (float64 of such
+    weights, ``dtype`` if given; 16-bit ones only where they are rounded stochastically). Buffers that are not saved are the model's own.
+    Collective over the ranks that share the model."""
+    view = find(model, odd=True)
+    kinds: list[tuple[LocalTensor, Kind]] = [(one, "parameter") for one in view.parameters]
+    kinds += [(one, "buffer") for one in view.buffers]
+    weights = [one.tensor.dtype for one, kind in kinds if _is_averaged(choose, one, kind)]
+    chosen = _dtype_of(weights, dtype, stochastic)
+    ema = EMA(
+        model, dtype=chosen, device=device, replicas=replicas, params=_is_real, buffers="average", stochastic=chosen in NARROW, seed=seed,
+        rule=rule if isinstance(rule, str) else rule([(one, chosen) for one in weights]),
+    )  # fmt: skip
+    return StandIn(ema, model)
+
+
+def _is_averaged(choose: Choose, one: LocalTensor, kind: Kind) -> bool:
+    chosen = choose(one.name, one.tensor, kind) == "average"
+    if chosen and one.tensor.is_complex():
+        raise unsupported(
+            f"'{one.name}' is {one.tensor.dtype}; averages that ranks share are of real numbers: keep it as two of them "
+            "(torch.view_as_real)"
+        )
+    return chosen and _is_real("", one.tensor)
+
+
+def _is_real(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point()
+
+
+def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic: bool) -> torch.dtype:
+    narrow = wanted if wanted is not None else weights[0] if len(set(weights)) == 1 else None
+    if narrow in NARROW:
+        return narrow if stochastic and narrow is not None else torch.float32
+    return wanted or (torch.float64 if torch.float64 in weights else torch.float32)
+
+
+class _Sorted(Follower):
+    """What is averaged, copied and left alone of a stand-in's EMA."""
+
+    def __init__(self, stand_in: StandIn, choose: Choose) -> None:
+        self._stand_in, self._choose = stand_in, choose
+        self._sort()
+
+    @property
+    def _core(self) -> Averages:
+        return self._stand_in.core
+
+    def _sort(self) -> None:
+        buffers = {one.name for one in self._core.view.buffers}
+        fates: dict[str, list[Tracked]] = {"average": [], "copy": [], "leave": []}
+        for one in self._core.tracked:
+            fates[self._choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")].append(one)
+        self._averaged, self._copied, self._left = fates.values()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_averaged", "_copied", "_left")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._sort()
+
+
+class Behind(_Sorted):
+    """``module``: the stand-in, whose averages follow its model. copy() is of all averages."""
+
+    def __init__(self, stand_in: StandIn, choose: Choose) -> None:
+        super().__init__(stand_in, choose)
+        self.module: nn.Module = stand_in
+        self._seen = self._core.view.model
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float, weight: float) -> None:
+        self._check(model)
+        left = [average.clone() for average in _memory(self._left)]  # the engine averages all, in one pass
+        self._core.update_by(decay, weight)
+        copy_all(_memory(self._left), left)
+        self._copy_rest()
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, change: Change) -> None:
+        self._check(model)
+        self._core.ready_to_update()
+        change(_memory(self._averaged), [one.sources() for one in self._averaged])
+        self._copy_rest()
+
+    @torch.no_grad()
+    def copy(self, model: nn.Module) -> None:
+        self._check(model)
+        self._core.update_by(0.0, 1.0)
+        self._copy_rest()
+
+    def _copy_rest(self) -> None:
+        copy_all(_memory(self._copied), [one.sources() for one in self._copied])
+
+    def _check(self, model: nn.Module) -> None:
+        if model is not self._seen:
+            if [*map(id, model.parameters())] != [*map(id, self._core.view.model.parameters())]:
+                raise errors.make_also(
+                    RuntimeError,
+                    "the averages of a sharded model follow the one that they were made of, and this is another; make them anew after the "
+                    "model has its final form",
+                )
+            self._seen = model
+
+
+class Returning(_Sorted):
+    """The way back: ``module``, the model, follows the averages of its stand-in. Collective where they are divided. copy() is of all."""
+
+    def __init__(self, stand_in: StandIn, choose: Choose) -> None:
+        super().__init__(stand_in, choose)
+        self.module = self._core.view.model
+
+    def update(self, model: nn.Module, decay: float, weight: float) -> None:
+        def change(weights: list[torch.Tensor], averages: list[torch.Tensor]) -> None:
+            for one, average in zip(weights, averages, strict=True):
+                one.copy_(torch.lerp(one.to(average.dtype), average, weight))
+
+        self.apply(model, change)
+
+    def apply(self, model: nn.Module, change: Change) -> None:
+        def write() -> None:
+            change([one.weights() for one in self._averaged], _memory(self._averaged))
+            copy_all([one.weights() for one in self._copied], _memory(self._copied))
+
+        self._write(write)
+
+    def copy(self, model: nn.Module) -> None:
+        tracked = self._core.tracked
+        self._write(lambda: copy_all([one.weights() for one in tracked], _memory(tracked)))
+
+    @torch.no_grad()
+    def _write(self, write: Callable[[], None]) -> None:
+        """write() fills ``weights()`` of what is tracked; afterwards the model has them, on every replica."""
+        core, what = self._core, "update_model_with_ema()"
+        core.together(what, lambda: core.swap.ready(what))
+        core.view.reshard()
+        gather(core.swap.strided)
+        write()
+        scatter(core.swap.strided)
+        core.share(core.tracked)
+        core.view.bump_versions()
+        core.view.reshard()
+
+
+def _memory(tracked: list[Tracked]) -> list[torch.Tensor]:
+    """The averages' own."""
+    return [one.averages[0] for one in tracked]
+
+
+def behind(module: nn.Module, model: nn.Module, choose: Choose) -> Follower | None:
+    """The follower where one of the two stands in for the other; None: neither is a stand-in."""
+    stand_in, other = (module, model) if isinstance(module, StandIn) else (model, module)
+    if not isinstance(stand_in, StandIn):
+        return None
+    if stand_in.core.view.model is not other:
+        raise invalid("these averages are of another model: a sharded model's are kept with it, and cannot be given to a second one")
+    return Behind(stand_in, choose) if stand_in is module else Returning(stand_in, choose)

@@ -1,0 +1,235 @@
+"""Twin: a second model whose weights are the averages of the first one's, for surfaces that promise a module to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow import errors
+from shardow.compat.ways.follower import Fate, Kind, Paired
+from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
+from shardow.model.local import LocalTensor
+from shardow.model.names import walk
+from shardow.model.view import ModelView, find
+
+
+class _MissingError(RuntimeError, KeyError):
+    """What torch and timm raise where a name is missing."""
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """The same buffer's place in both modules, and what was there when pairs were made."""
+
+    name: str
+    theirs: dict[str, torch.Tensor | None]
+    ours: dict[str, torch.Tensor | None]
+    key: str
+    fate: Fate
+    was: tuple[Any, ...] = ()
+
+    def now(self) -> tuple[Any, ...]:
+        a, b = self.theirs.get(self.key), self.ours.get(self.key)
+        return () if a is None or b is None else (a, a.data_ptr(), b, b.data_ptr())
+
+    def unchanged(self) -> bool:
+        return len(now := self.now()) == len(self.was) and all(
+            x is y or (isinstance(x, int) and x == y) for x, y in zip(now, self.was, strict=True)
+        )
+
+
+class Twin(Paired):
+    """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers put into them.
+
+    Replaced or moved tensors of either model, and another ``module``, are found at the next update, and paired again.
+    """
+
+    _model: nn.Module | None = None
+
+    def held(self) -> int:
+        return self._pairs.held() if self._model is not None else 0
+
+    def _copy_rest(self) -> None:
+        pairs = [(buffer.ours[buffer.key], buffer.theirs[buffer.key]) for buffer in self._buffers if buffer.fate == "copy"] + self._copied
+        copy_all([ours for ours, _ in pairs if ours is not None], [theirs for _, theirs in pairs if theirs is not None])
+
+    def _bind(self, model: nn.Module) -> None:
+        if self._model is not None and self.module is not self._followed:
+            self._model = None
+        if model is self._model and self._unchanged():
+            return
+        if self._model is not None:
+            self._ours.reshard()
+            self._theirs.reshard()
+        if model is not self._model or not self._unchanged():
+            self._pair(model)
+
+    def _unchanged(self) -> bool:
+        return self._ours.unchanged() and self._theirs.unchanged() and all(buffer.unchanged() for buffer in self._buffers)
+
+    def _pair(self, model: nn.Module) -> None:
+        self._model = None  # nothing is known until all is
+        ours = find(self.module, strided=True)
+        inner, theirs = _unwrapped(model, ours)
+        ours.reshard()
+        theirs.reshard()
+        weights = [(one.name, p, e, self._choose(one.name, p, "parameter")) for one, p, e in _matched(ours, theirs)]
+        self._copied: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(e, p) for _, p, e, fate in weights if fate == "copy"]
+        pairs = [Pair(name, p, e) for name, p, e, fate in weights if fate == "average"]
+        self._buffers = list(self._found_buffers(inner))
+        for buffer in self._buffers:
+            buffer.was = buffer.now()
+            if buffer.fate == "average":
+                pairs.append(Pair(buffer.name, buffer.was[0].detach(), buffer.was[2].detach()))
+        self._pairs = self._paired(pairs)
+        self._ours, self._theirs, self._model, self._followed = ours, theirs, model, self.module
+
+    def _found_buffers(self, model: nn.Module) -> Iterator[_Buffer]:
+        theirs = dict(_slots(model))
+        seen: set[int] = set()
+        for name, (module, key) in _slots(self.module):
+            buffer = module._buffers[key]
+            fate = "leave" if buffer is None or id(buffer) in seen else self._choose(name, buffer, _kind(module, key))
+            if buffer is None or fate == "leave":
+                continue
+            seen.add(id(buffer))
+            there = theirs[name][0]._buffers[key] if name in theirs else None
+            if there is None or there.shape != buffer.shape:
+                raise _differ(f"buffer '{name}'", buffer, there)
+            floating = buffer.is_floating_point() or buffer.is_complex()
+            yield _Buffer(name, theirs[name][0]._buffers, module._buffers, key, fate if floating else "copy")
+
+
+def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
+    """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for it."""
+    known = {one.name for one in ours.parameters}
+    inner: Any = model
+    theirs = find(inner, strided=True)
+    while known and known.isdisjoint(one.name for one in theirs.parameters) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+        theirs = find(inner, strided=True)
+    return inner, theirs
+
+
+def _kind(module: nn.Module, key: str) -> Kind:
+    return "temporary" if key in module._non_persistent_buffers_set else "buffer"
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """Every buffer's clean name and place."""
+    for prefix, one in walk(module):
+        for key, buffer in one._buffers.items():
+            if buffer is not None:
+                yield f"{prefix}.{key}" if prefix else key, (one, key)
+
+
+def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, torch.Tensor, torch.Tensor]]:
+    """(the model's parameter, its memory, the twin's)."""
+    known = {one.name: one for one in theirs.parameters}
+    extra = [name for name in known if name not in {one.name for one in ours.parameters}]
+    if extra:
+        raise errors.make_also(
+            RuntimeError, f"the model has '{extra[0]}', which its average has not; make the average anew after the model has its final form"
+        )
+    for one in ours.parameters:
+        other = known.get(one.name)
+        if other is None or other.region != one.region:
+            raise _differ(f"'{one.name}'", one.tensor, None if other is None else other.tensor, one, other)
+        yield other, other.tensor, one.tensor
+
+
+def _differ(
+    name: str, ours: torch.Tensor, theirs: torch.Tensor | None, here: LocalTensor | None = None, there: LocalTensor | None = None
+) -> Exception:
+    if theirs is None:
+        return errors.make_also(
+            _MissingError, f"{name} is averaged, but the model has it no more; make the average anew after the model has its final form"
+        )
+    shapes = (
+        (tuple(ours.shape), tuple(theirs.shape)) if here is None or there is None else (tuple(here.region.shape), tuple(there.region.shape))
+    )
+    parts = (
+        ""
+        if here is None or there is None or shapes[0] != shapes[1]
+        else f": this rank has {here.region} of the average and {there.region} of the weight"
+    )
+    return errors.make_also(RuntimeError, f"{name} is {shapes[0]} in the average and {shapes[1]} in the model{parts}")
+
+
+class TrainedTwin(Twin):
+    """Trained parameters are averaged, persistent buffers copied, the rest is left as it is. What is trained may change from update to
+    update; ``keeps``: a parameter that was trained once is averaged for good."""
+
+    _parameters: list[nn.Parameter]
+    _flags: list[bool]
+    _warned = False
+
+    def __init__(self, module: nn.Module, keeps: bool) -> None:
+        super().__init__(module, "mul_add", self._fate)
+        self._keeps = keeps
+        self.names: dict[str, None] = {}  # of what is averaged, in the model's order
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_keeps": self._keeps, "_warned": self._warned, "names": self.names}
+
+    def begin(self, model: nn.Module) -> None:
+        """Everything that both models save becomes the model's: frozen weights and buffers too."""
+        Twin(self.module, "mul_add", lambda name, tensor, kind: "leave" if kind == "temporary" else "copy").copy(model)
+
+    def pair(self, model: nn.Module) -> None:
+        """What the next update would do first: raises where the models differ."""
+        self._bind(model)
+
+    def _unchanged(self) -> bool:
+        return [parameter.requires_grad for parameter in self._parameters] == self._flags and super()._unchanged()
+
+    def _pair(self, model: nn.Module) -> None:
+        self._model = None  # nothing is known until all is
+        view = find(model, strided=True)
+        view.reshard()
+        self._parameters = list(model.parameters())
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        trained = {one.name: None for one in view.parameters if one.requires_grad or (self._keeps and one.name in self.names)}
+        before, self.names = self.names, trained
+        try:
+            super()._pair(model)
+        except BaseException:
+            self.names = before
+            raise
+        averages = (one.tensor for one in self._ours.parameters if one.name in self.names)
+        way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
+        self._warned = self._warned or warn_of_rounding(averages, way_out, stacklevel=6)
+
+    def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+        if kind == "parameter":
+            return "average" if name in self.names else "leave"
+        return "copy" if kind == "buffer" else "leave"
+
+
+class Scripted(Paired):
+    """state_dict() is asked for at every update; a name's absence, or another shape, is a RuntimeError before anything changes."""
+
+    _bound: list[tuple[int, torch.dtype, torch.Size]] | None = None
+
+    def _bind(self, model: nn.Module) -> None:
+        ours, theirs = self.module.state_dict(), model.state_dict()
+        now = [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in [*ours.values(), *theirs.values()]]
+        if now == self._bound:
+            return
+        self._bound = None
+        for name in [*ours, *theirs]:
+            here, there = (tuple(state[name].shape) if name in state else "missing" for state in (ours, theirs))
+            if here != there:
+                raise errors.make_also(RuntimeError, f"'{name}' is {here} in the average and {there} in the model")
+        parameters = {name for name, _ in self.module.named_parameters()}
+        fates = {name: self._choose(name, tensor, "parameter" if name in parameters else "buffer") for name, tensor in ours.items()}
+        averaged, copied = ([Pair(name, theirs[name], ours[name]) for name in ours if fates[name] == fate] for fate in ("average", "copy"))
+        self._pairs, self._copied = self._paired(averaged), Pairs(copied, "lerp")
+        self._bound = now
+
+    def _copy_rest(self) -> None:
+        self._copied.copy()

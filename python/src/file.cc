@@ -3,6 +3,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -33,25 +34,28 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-/// A Python callback for the engine: what it raises is everybody's error, and the caller's own exception on this rank.
-class Progress {
+/// Python that the engine calls: what it raises is everybody's error, and its own exception on this rank.
+class Callbacks {
  public:
-  explicit Progress(nb::object told) : told_(std::move(told)) {}
-
-  ProgressFn fn() {
-    if (told_.is_none()) return {};
-    return [this](int64_t done, int64_t total) {
-      nb::gil_scoped_acquire gil;
-      try {
-        told_(done, total);
-      } catch (const nb::python_error& error) {
-        raised_ = std::current_exception();
-        throw Error(Code::kPeerFailed, "progress= raised " + without_stack(error));
-      }
-    };
+  /// fn(), with the GIL; `what` it is, for other ranks' messages.
+  template <class Fn>
+  auto call(const char* what, Fn fn) {
+    const nb::gil_scoped_acquire gil;
+    try {
+      return fn();
+    } catch (const nb::python_error& error) {
+      raised_ = std::current_exception();
+      throw_if_ours(error);
+      throw Error(Code::kPeerFailed, what + without_stack(error));
+    }
   }
 
-  /// work(), without the GIL; throws what the callback raised, if it did.
+  ProgressFn progress(const nb::object& told) {
+    if (told.is_none()) return {};
+    return [this, told = &told](int64_t done, int64_t total) { call("progress= raised ", [&] { (*told)(done, total); }); };
+  }
+
+  /// work(), without the GIL; throws what was raised by what it called.
   template <class Fn>
   void run(Fn work) {
     raised_ = nullptr;
@@ -65,7 +69,6 @@ class Progress {
   }
 
  private:
-  nb::object told_;
   std::exception_ptr raised_;
 };
 
@@ -84,7 +87,7 @@ class Save {
  public:
   Save(nb::object group, const std::vector<SaveFile>& files, const base::Path& path, const std::optional<std::string>& dtype,
        int64_t max_shard_size, const Strings& metadata, bool checksums, bool sequential, double timeout, nb::object progress)
-      : group_(std::move(group)), progress_(std::move(progress)) {
+      : group_(std::move(group)), told_(std::move(progress)) {
     SaveOptions options;
     if (dtype) options.dtype = dtype_from_name(*dtype);
     options.max_shard_size = max_shard_size;
@@ -92,7 +95,7 @@ class Save {
     options.checksums = checksums;
     options.sequential = sequential;
     options.timeout = milliseconds(timeout);
-    options.progress = progress_.fn();
+    options.progress = callbacks_.progress(told_);
     Group& ranks = nb::cast<Group&>(group_);
     const nb::gil_scoped_release release;
     save_ = std::make_unique<StagedSave>(ranks, files, path, options);
@@ -109,27 +112,26 @@ class Save {
 
   nb::dict write() {
     SaveReport report;
-    progress_.run([&] { report = save_->write(); });
+    callbacks_.run([&] { report = save_->write(); });
     return as_dict(report);
   }
 
  private:
-  nb::object group_;
-  Progress progress_;
+  nb::object group_, told_;
+  Callbacks callbacks_;
   std::unique_ptr<StagedSave> save_;
 };
 
-nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const file::Catalog& catalog, bool strict, bool verify,
-                     bool check_only, double timeout, const nb::object& progress) {
+LoadOptions load_options(bool strict, bool verify, bool check_only, double timeout) {
   LoadOptions options;
   options.strict = strict;
   options.verify = verify;
   options.check_only = check_only;
   options.timeout = milliseconds(timeout);
-  Progress told(progress);
-  options.progress = told.fn();
-  LoadReport report;
-  told.run([&] { report = file::load_from(group, tensors, catalog, options); });
+  return options;
+}
+
+nb::dict as_dict(const LoadReport& report) {
   nb::dict result;
   result["missing"] = report.missing;
   result["unexpected"] = report.unexpected;
@@ -137,6 +139,33 @@ nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const
   result["bytes_read"] = report.bytes_read;
   result["seconds"] = report.seconds;
   return result;
+}
+
+nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const file::Catalog& catalog, bool strict, bool verify,
+                     bool check_only, double timeout, const nb::object& progress) {
+  Callbacks callbacks;
+  LoadOptions options = load_options(strict, verify, check_only, timeout);
+  options.progress = callbacks.progress(progress);
+  LoadReport report;
+  callbacks.run([&] { report = file::load_from(group, tensors, catalog, options); });
+  return as_dict(report);
+}
+
+nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& choose, bool verify, bool check_only, double timeout,
+                     const nb::object& progress) {
+  Callbacks callbacks;
+  LoadOptions options = load_options(true, verify, check_only, timeout);
+  options.progress = callbacks.progress(progress);
+  const auto chosen = [&](const std::shared_ptr<const file::Catalog>& catalog) {
+    return callbacks.call("", [&] {
+      auto [views, strict] =
+          nb::cast<std::pair<std::vector<TensorView>, bool>>(choose(nb::cast(std::const_pointer_cast<file::Catalog>(catalog))));
+      return file::Chosen{std::move(views), strict};
+    });
+  };
+  LoadReport report;
+  callbacks.run([&] { report = file::load_chosen(group, path, chosen, options); });
+  return as_dict(report);
 }
 
 nb::dict tensors_in(const file::Catalog& catalog) {
@@ -196,6 +225,9 @@ void bind_file(nb::module_& m) {
         "Fills a view from the tensor of its name; no other rank takes part.");
   m.def("load", &load_python, "group"_a, "tensors"_a, "catalog"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
         "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
+  m.def("load_chosen", &load_chosen, "group"_a, "path"_a, "choose"_a, "verify"_a = true, "check_only"_a = false, "timeout"_a = 600.0,
+        "progress"_a = nb::none(),
+        "load() from a path. choose(catalog) -> (tensors, strict), on every rank; what it raises is raised on all. Collective.");
   m.def(
       "is_local", [](const base::Path& directory) { return base::space_at(directory).local; }, "directory"_a,
       "Whether its storage is of a kind that one machine alone mounts.");

@@ -78,45 +78,57 @@ std::string machine() {
   return boot.empty() || error ? "" : boot + mounts.string();
 }
 
-/// Rank 0's bytes, on every rank.
-std::string from_first(Group& group, std::string bytes, std::chrono::milliseconds timeout) {
-  const auto deadline = [&] { return std::chrono::steady_clock::now() + timeout; };
-  uint64_t size = bytes.size();
-  group.all_reduce(std::span(&size, 1), Group::Op::kMax, deadline());
-  bytes.resize(size);
-  group.broadcast(std::as_writable_bytes(std::span(bytes)), 0, deadline());
-  return bytes;
-}
+constexpr size_t kFewBytes = 64 << 10;  // of a fact, which goes through one store; what is longer travels by itself
 
-/// One version for all ranks, or nothing where some rank came too late for it.
-std::optional<Raw> share_raw(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout) {
+/// (1) Rank 0 reads what is there, for all.
+Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout,
+                 std::string& machine_of_first) {
   Raw raw;
-  together(group, timeout, [&] {
-    if (group.rank() == 0) raw = read_raw(path, names);
-  });
-  if (group.size() == 1) return raw;
-  Sender out;
-  if (group.rank() == 0) {
+  std::string long_text;
+  const std::string first = gather_together(group, timeout, [&] {
+    if (group.rank() != 0) return std::string();
+    raw = read_raw(path, names);
+    if (group.size() == 1) return std::string();
+    std::string text = pack(raw);
+    Sender out;
     out.text(machine());
-    out.text(pack(raw));
+    out.number(static_cast<int64_t>(text.size()));
+    if (text.size() <= kFewBytes) out.text(text);
+    if (text.size() > kFewBytes) long_text = std::move(text);
+    return out.bytes();
+  })[0];
+  if (group.size() == 1) return raw;
+  Receiver in(first);
+  machine_of_first = in.text();
+  const auto size = static_cast<size_t>(in.number());
+  if (size > kFewBytes) {
+    long_text.resize(size);
+    group.broadcast(std::as_writable_bytes(std::span(long_text)), 0, std::chrono::steady_clock::now() + timeout);
   }
-  uint64_t others = 0;
-  const std::string bytes = from_first(group, out.bytes(), timeout);
-  together(group, timeout, [&] {
-    if (group.rank() == 0) return;
-    Receiver in(bytes);
-    const std::string where = in.text();
-    raw = unpack(in.text());
-    others = open_same(path, raw, !where.empty() && where == machine()) ? 0 : 1;
-  });
-  group.all_reduce({&others, 1}, Group::Op::kMax, std::chrono::steady_clock::now() + timeout);
-  return others == 0 ? std::optional(std::move(raw)) : std::nullopt;
+  return group.rank() == 0 ? std::move(raw) : unpack(size > kFewBytes ? long_text : in.text());
 }
 
-Raw share_one_version(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout) {
+/// One version for all ranks, and everybody's words; nothing where some rank came too late for it.
+std::optional<std::vector<std::string>> try_version(Group& group, const Path& path, const std::vector<std::string>& names,
+                                                    std::chrono::milliseconds timeout, const std::function<std::string(const Raw&)>& told) {
+  std::string first;
+  Raw raw = read_for_all(group, path, names, timeout, first);
+  std::vector<std::string> words = gather_together(group, timeout, [&] {  // (2) every rank opens the same
+    if (group.rank() != 0 && !open_same(path, raw, !first.empty() && first == machine())) return std::string();
+    return "+" + told(raw);
+  });
+  for (std::string& one : words) {
+    if (one.empty()) return std::nullopt;
+    one.erase(0, 1);
+  }
+  return words;
+}
+
+std::vector<std::string> with_one_version(Group& group, const Path& path, const std::vector<std::string>& names,
+                                          std::chrono::milliseconds timeout, const std::function<std::string(const Raw&)>& told) {
   constexpr int kAttempts = 50;
   for (int left = kAttempts; left > 0; --left) {
-    if (std::optional<Raw> raw = share_raw(group, path, names, timeout)) return std::move(*raw);
+    if (auto words = try_version(group, path, names, timeout, told)) return std::move(*words);
   }
   const std::string message =
       fmt::format("{}: the ranks found different versions of it, {} times; is it replaced all the time, or another file on some machine?",
@@ -126,16 +138,33 @@ Raw share_one_version(Group& group, const Path& path, const std::vector<std::str
 
 }  // namespace
 
+Discussed discuss_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout,
+                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told) {
+  Discussed found;
+  found.words = with_one_version(group, path, {}, timeout, [&](const Raw& raw) {
+    found.catalog = std::make_shared<const Catalog>(to_catalog(raw, path.string(), 0, raw.files.size()));
+    return told(found.catalog);
+  });
+  return found;
+}
+
 Catalog share_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout) {
-  const Raw raw = share_one_version(group, path, {}, timeout);
-  return to_catalog(raw, path.string(), 0, raw.files.size());
+  Catalog catalog;
+  with_one_version(group, path, {}, timeout, [&](const Raw& raw) {
+    catalog = to_catalog(raw, path.string(), 0, raw.files.size());
+    return std::string();
+  });
+  return catalog;
 }
 
 std::vector<Catalog> share_catalogs(Group& group, const Path& directory, const std::vector<std::string>& names,
                                     std::chrono::milliseconds timeout) {
-  const Raw raw = share_one_version(group, directory, names, timeout);
   std::vector<Catalog> catalogs;
-  for (size_t f = 0; f < raw.files.size(); ++f) catalogs.push_back(to_catalog(raw, raw.files[f].path, f, f + 1));
+  with_one_version(group, directory, names, timeout, [&](const Raw& raw) {
+    catalogs.clear();
+    for (size_t f = 0; f < raw.files.size(); ++f) catalogs.push_back(to_catalog(raw, raw.files[f].path, f, f + 1));
+    return std::string();
+  });
   return catalogs;
 }
 

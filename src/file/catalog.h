@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -37,7 +38,16 @@ struct Catalog {
 /// path that never stands still, on every rank.
 Catalog share_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout);
 
-/// The same for files of one directory that belong together, in the order of `names`.
+/// The same, and what every rank has to say of what is there: what `told` gave on each, by rank, in the round that finds out whether all
+/// have the same version. What it throws on one rank is thrown on all; it is called again where some rank came too late for a version.
+struct Discussed {
+  std::shared_ptr<const Catalog> catalog;
+  std::vector<std::string> words;
+};
+Discussed discuss_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout,
+                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told);
+
+/// share_catalog() for files of one directory that belong together, in the order of `names`.
 std::vector<Catalog> share_catalogs(Group& group, const base::Path& directory, const std::vector<std::string>& names,
                                     std::chrono::milliseconds timeout);
 

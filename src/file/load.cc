@@ -3,11 +3,16 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
+#include <set>
+#include <utility>
 
 #include "base/errors.h"
 #include "file/plan.h"
 #include "file/reader.h"
+#include "file/sums.h"
 #include "file/together.h"
+#include "file/wire.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -29,14 +34,6 @@ std::string difference(const Entry& entry, const Shape& shape, DType dtype) {
   if (!can_cast(entry.dtype, dtype))
     return fmt::format("'{}' is {} in the file and {} here", entry.name, dtype_name(entry.dtype), dtype_name(dtype));
   return {};
-}
-
-std::string listed(const std::vector<std::string>& names) {
-  constexpr size_t kMost = 20;
-  std::string out =
-      fmt::format("{}", fmt::join(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(std::min(names.size(), kMost)), ", "));
-  if (names.size() > kMost) out += fmt::format(" and {} more", names.size() - kMost);
-  return out;
 }
 
 /// Everything that does not fit, in one message, before anything is read. The same on every rank.
@@ -61,107 +58,95 @@ LoadReport compare(const Catalog& catalog, const std::vector<Shared>& wanted, co
   return report;
 }
 
-/// Which tensors' checksums can be compared: those of which the ranks together read everything, each element counted by one rank.
-std::vector<bool> verifiable(const Catalog& catalog, const std::vector<Shared>& wanted) {
-  std::vector<bool> result;
-  for (const Shared& tensor : wanted) {
-    const auto found = catalog.tensors.find(tensor.name);
-    result.push_back(found != catalog.tensors.end() && found->second.crc && covers_once(regions_of(tensor)));
-  }
-  return result;
+/// What a rank asks for, for all ranks: what one of them asks for, all do.
+struct Asked {
+  bool strict, verify, check_only, told;
+
+  static Asked by(const LoadOptions& options) { return {options.strict, options.verify, options.check_only, options.progress != nullptr}; }
+};
+
+std::string pack(const LoadOptions& options, std::span<const TensorView> views) {
+  const Asked asked = Asked::by(options);
+  Sender out;
+  for (const bool one : {asked.strict, asked.verify, asked.check_only, asked.told}) out.number(one ? 1 : 0);
+  return out.bytes() + describe(views);
 }
 
-/// What the ranks find out about the bytes that they read: the checksum of every tensor, from one holder of each piece, and of every piece
-/// with several holders the first one's part of it, with which the others compare their own.
-class Sums {
- public:
-  Sums(const Catalog& catalog, const std::vector<Shared>& wanted)
-      : catalog_(catalog), wanted_(wanted), verified_(verifiable(catalog, wanted)) {
-    for (size_t t = 0; t < wanted.size(); ++t) {
-      replicas_.emplace_back(wanted[t].pieces.size());
-      for (size_t p = 0; verified_[t] && p < wanted[t].pieces.size(); ++p) {
-        if (wanted[t].pieces[p].holders.size() > 1) replicas_[t][p] = wanted.size() + num_replicas_++;
-      }
-    }
+/// Everybody's: what is asked for, and who holds what.
+std::pair<Asked, std::vector<Shared>> unpack(std::span<const std::string> words) {
+  Asked all{};
+  constexpr size_t kFlagBytes = 4 * sizeof(int64_t);
+  std::vector<std::string> described;
+  for (const std::string& one : words) {
+    Receiver in(one);
+    for (bool* flag : {&all.strict, &all.verify, &all.check_only, &all.told}) *flag |= in.number() != 0;
+    described.push_back(one.substr(kFlagBytes));
   }
+  return {all, shared_from(described)};
+}
 
-  bool of(size_t tensor) const { return verified_[tensor]; }
-
-  /// `tensors` and `sums`: of this rank's jobs. Collective.
-  void check(Group& group, std::chrono::milliseconds timeout, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) {
-    std::vector<uint64_t> all(wanted_.size() + num_replicas_, 0);
-    std::vector<std::string> wrong;
-    for_each(jobs, [&](size_t j, size_t t, size_t p) {
-      if (wanted_[t].pieces[p].holders[0] != group.rank()) return;
-      all[t] ^= sums[j];
-      if (replicas_[t][p]) all[*replicas_[t][p]] = sums[j];
-    });
-    group.all_reduce(all, Group::Op::kXor, Clock::now() + timeout);
-    for (size_t t = 0; t < wanted_.size(); ++t) {
-      if (verified_[t] && *catalog_.tensors.at(wanted_[t].name).crc != all[t]) wrong.push_back("'" + wanted_[t].name + "'");
-    }
-    if (!wrong.empty()) fail_changed(wrong);
-    if (num_replicas_ == 0) return;
-    together(group, timeout, [&] {
-      for_each(jobs, [&](size_t j, size_t t, size_t p) {
-        if (replicas_[t][p] && all[*replicas_[t][p]] != sums[j]) wrong.push_back("'" + wanted_[t].name + "'");
-      });
-      if (!wrong.empty()) fail_changed(wrong);
-    });
+/// Bytes that all ranks together will read, as they are in the file.
+int64_t bytes_in_all(const Catalog& catalog, const std::vector<Shared>& wanted) {
+  int64_t total = 0;
+  for (const Shared& tensor : wanted) {
+    const auto found = catalog.tensors.find(tensor.name);
+    if (found == catalog.tensors.end()) continue;
+    for (const Shared::Piece& piece : tensor.pieces)
+      total += piece.region.size() * dtype_bits(found->second.entry.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
   }
+  return total;
+}
 
- private:
-  /// Calls fn(job, tensor, piece).
-  template <class Fn>
-  void for_each(std::span<const Reader::Job> jobs, Fn fn) const {
-    for (size_t j = 0; j < jobs.size(); ++j) {
-      const size_t t = *find(wanted_, jobs[j].view->name);
-      if (!verified_[t]) continue;
-      const auto& pieces = wanted_[t].pieces;
-      const auto piece =
-          std::find_if(pieces.begin(), pieces.end(), [&](const Shared::Piece& p) { return p.region == jobs[j].view->region; });
-      if (piece != pieces.end()) fn(j, t, static_cast<size_t>(piece - pieces.begin()));
-    }
+/// What every rank has said is known: it fits, or throws the same on all ranks; then each reads its own. One step, if all are done within
+/// the time of a part.
+LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog, std::span<const std::string> words,
+                       LoadOptions options) {
+  const auto begin = Clock::now();
+  const auto [asked, wanted] = unpack(words);
+  options.strict = asked.strict;
+  LoadReport report = compare(catalog, wanted, options);
+  if (asked.check_only) return report;
+  std::optional<Sums> sums;
+  if (asked.verify) sums.emplace(catalog, wanted);
+  std::vector<Reader::Job> jobs;
+  for (const TensorView& view : views) {
+    const auto stored = catalog.tensors.find(view.name);
+    if (stored == catalog.tensors.end()) continue;
+    jobs.push_back({&view, &stored->second, sums && sums->of(*find(wanted, view.name))});
   }
-
-  [[noreturn]] void fail_changed(const std::vector<std::string>& names) const {
-    fail(Code::kCorrupt,
-         "{}: the data of {} is not what was saved (checksums differ); the tensors that were loaded into hold it: load another checkpoint",
-         catalog_.path, listed(names));
-  }
-
-  const Catalog& catalog_;
-  const std::vector<Shared>& wanted_;
-  const std::vector<bool> verified_;
-  std::vector<std::vector<std::optional<size_t>>> replicas_;  // by tensor and piece: where its sum lies behind those of the tensors
-  size_t num_replicas_ = 0;
-};
+  Reader reader(catalog, jobs);
+  Parts parts(group, options.timeout, bytes_in_all(catalog, wanted), options.progress);
+  const std::vector<std::string> found = parts.run([&] {
+    Part part = reader.part();
+    if (part.last && sums) part.words = sums->words(group.rank(), jobs, reader.sums());
+    return part;
+  });
+  if (asked.told) together(group, options.timeout, [&] { parts.tell(); });
+  if (sums) sums->check(found);
+  report.bytes_read = reader.bytes();
+  report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  return report;
+}
 
 }  // namespace
 
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options) {
   const auto begin = Clock::now();
-  const std::chrono::milliseconds timeout = options.timeout;
-  const std::vector<Shared> wanted = share(group, views, Clock::now() + timeout);
-  LoadReport report = compare(catalog, wanted, options);
-  if (options.check_only) return report;
-  std::optional<Sums> sums;
-  if (options.verify) sums.emplace(catalog, wanted);
-  std::vector<Reader::Job> jobs;
-  uint64_t total = 0;
-  for (const TensorView& view : views) {
-    const auto stored = catalog.tensors.find(view.name);
-    if (stored == catalog.tensors.end()) continue;
-    jobs.push_back({&view, &stored->second, sums && sums->of(*find(wanted, view.name))});
-    total += static_cast<uint64_t>(view.region.size() * dtype_bits(stored->second.entry.dtype) / 8);
-  }
-  group.all_reduce({&total, 1}, Group::Op::kSum, Clock::now() + timeout);
-  Reader reader(catalog, jobs);
-  Parts parts(group, timeout, static_cast<int64_t>(total), options.progress);
-  parts.run([&] { return reader.part(); });
-  together(group, timeout, [&] { parts.tell(); });
-  if (sums) sums->check(group, timeout, jobs, reader.sums());
-  report.bytes_read = reader.bytes();
+  const std::vector<std::string> words = group.all_gather(pack(options, views), begin + options.timeout);
+  LoadReport report = load_agreed(group, views, catalog, words, options);
+  report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  return report;
+}
+
+LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choose, LoadOptions options) {
+  const auto begin = Clock::now();
+  Chosen chosen;
+  const Discussed found = discuss_catalog(group, path, options.timeout, [&](const std::shared_ptr<const Catalog>& catalog) {
+    chosen = choose(catalog);
+    options.strict = chosen.strict;
+    return pack(options, chosen.views);
+  });
+  LoadReport report = load_agreed(group, chosen.views, *found.catalog, found.words, options);
   report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   return report;
 }
@@ -182,7 +167,8 @@ void read_one(const Catalog& catalog, const TensorView& view) {
 }  // namespace file
 
 LoadReport load(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const LoadOptions& options) {
-  return file::load_from(group, views, file::share_catalog(group, path, options.timeout), options);
+  const auto all = [&](const auto&) { return file::Chosen{{views.begin(), views.end()}, options.strict}; };
+  return file::load_chosen(group, path, all, options);
 }
 
 }  // namespace shardow

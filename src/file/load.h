@@ -1,7 +1,10 @@
 // Loading from a catalog that has been read before.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <span>
+#include <vector>
 
 #include "file/catalog.h"
 #include "shardow/checkpoint.h"
@@ -10,6 +13,18 @@ namespace shardow::file {
 
 /// As shardow::load(). The catalog is the same on every rank: share_catalog() gave it.
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options);
+
+/// What a rank wants of a checkpoint. `strict`: as LoadOptions::strict, in place of it.
+struct Chosen {
+  std::vector<TensorView> views;
+  bool strict;
+};
+using Choose = std::function<Chosen(const std::shared_ptr<const Catalog>&)>;
+
+/// The same from a path, where a rank says what it wants when it knows what is there. What `choose` throws on one rank is thrown on all,
+/// and nothing has been changed; it is called again where the path has been replaced meanwhile. Three steps, if nobody asks for progress
+/// and everybody is done within the time of a part: what is there, who wants what, the bytes.
+LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choose, LoadOptions options);
 
 /// Fills `view` from the tensor of its name, converting its dtype; compares the checksum where the file carries one and all is read. Local.
 /// Throws kNotFound, kInvalidArgument, kCorrupt, and kIo with ESTALE where the file was written over.

@@ -14,16 +14,6 @@ using base::fail;
 
 constexpr int64_t kDivideBytes = int64_t{1} << 20;  // pieces below are written by one holder
 
-std::string describe(std::span<const TensorView> views) {
-  Sender out;
-  for (const TensorView& view : views) {
-    out.text(view.name);
-    out.number(static_cast<int64_t>(view.dtype));
-    out.text(view.region.encode());
-  }
-  return out.bytes();
-}
-
 void add(std::map<std::string, Shared>& all, int rank, const std::string& name, DType dtype, const Region& region) {
   const auto [found, is_new] = all.try_emplace(name, Shared{name, dtype, region.shape(), {}});
   Shared& tensor = found->second;
@@ -58,9 +48,18 @@ std::string where_text(const Shape& shape, int64_t element) {
 
 }  // namespace
 
-std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline) {
+std::string describe(std::span<const TensorView> views) {
+  Sender out;
+  for (const TensorView& view : views) {
+    out.text(view.name);
+    out.number(static_cast<int64_t>(view.dtype));
+    out.text(view.region.encode());
+  }
+  return out.bytes();
+}
+
+std::vector<Shared> shared_from(std::span<const std::string> described) {
   std::map<std::string, Shared> all;
-  const std::vector<std::string> described = group.all_gather(describe(views), deadline);
   for (size_t rank = 0; rank < described.size(); ++rank) {
     Receiver in(described[rank]);
     while (!in.done()) {
@@ -73,6 +72,10 @@ std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadl
   tensors.reserve(all.size());
   for (auto& [name, tensor] : all) tensors.push_back(std::move(tensor));
   return tensors;
+}
+
+std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline) {
+  return shared_from(group.all_gather(describe(views), deadline));
 }
 
 void check_whole(const std::vector<Shared>& tensors) {

@@ -29,6 +29,11 @@ struct Shared {
 /// differ in a tensor's dtype or shape, or one has a name twice.
 std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline);
 
+/// The two halves of share(), for calls that exchange more than views: what a rank tells of its own, and what comes of everybody's, by
+/// rank.
+std::string describe(std::span<const TensorView> views);
+std::vector<Shared> shared_from(std::span<const std::string> described);
+
 /// Throws kInvalidArgument where regions of a tensor overlap, or no rank holds some element.
 void check_whole(const std::vector<Shared>& tensors);
 

@@ -53,7 +53,7 @@ Reader::Reader(const Catalog& catalog, std::vector<Job> jobs)
     : catalog_(catalog), jobs_(std::move(jobs)), order_(in_file_order(jobs_)), lanes_(lanes_for(jobs_)), sums_(jobs_.size(), 0) {}
 
 Part Reader::part() {
-  const int64_t before = read_;
+  const int64_t before = done_;
   const PartTime time;
   std::vector<std::thread> others;
   try {
@@ -69,7 +69,7 @@ Part Reader::part() {
     last = next_ == order_.size();
   }
   if (last) check_files();
-  return {read_ - before, last};
+  return {done_ - before, last};
 }
 
 void Reader::check_files() {
@@ -167,6 +167,7 @@ void Reader::perform(const Read& read, Lane& lane) {
     read_in_steps(read, destination(view, run.local_begin), lane);
   }
   read_ += read.end - read.begin;
+  for (const auto& [job, piece] : read.pieces) done_ += bytes_of(piece.length, jobs_[job].stored->entry);
 }
 
 /// Local memory has a job's runs one after another; on a device they are put together in pinned memory and copied in one.

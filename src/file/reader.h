@@ -32,12 +32,12 @@ class Reader {
 
   Reader(const Catalog& catalog, std::vector<Job> jobs);
 
-  /// Half a second's work. With the last of it, throws kIo where a file was written over meanwhile.
+  /// Half a second's work, in bytes that were wanted. With the last of it, throws kIo where a file was written over meanwhile.
   Part part();
 
   /// By job, when all is read: what its bytes contribute to the checksum of its tensor.
   const std::vector<uint64_t>& sums() const { return sums_; }
-  int64_t bytes() const { return read_; }
+  int64_t bytes() const { return read_; }  ///< read so far, gaps between runs included
 
  private:
   /// Bytes [begin, end) of a file, a chunk of them at most, and the runs in them, ascending.
@@ -76,8 +76,8 @@ class Reader {
   const std::vector<Job> jobs_;
   std::vector<size_t> order_;  // of the jobs, as they lie in the files
   int lanes_;
-  std::vector<uint64_t> sums_;  // changed through std::atomic_ref
-  std::atomic<int64_t> read_{0};
+  std::vector<uint64_t> sums_;              // changed through std::atomic_ref
+  std::atomic<int64_t> read_{0}, done_{0};  // bytes of the files; of them those that were wanted
 
   base::Mutex mutex_;
   std::optional<RunCursor> runs_ SHARDOW_GUARDED_BY(mutex_);  // of jobs_[order_[next_]]

@@ -15,11 +15,10 @@ namespace shardow::file {
 namespace {
 
 /// A rank's message about how a step went there.
-std::string success(const Part& part) {
+std::string success(std::string_view words) {
   Sender out;
   out.number(-1);
-  out.number(part.bytes);
-  out.number(part.last ? 1 : 0);
+  out.text(words);
   return out.bytes();
 }
 
@@ -43,20 +42,17 @@ std::string failure_of(const std::exception_ptr& thrown) {
   }
 }
 
-/// Every rank's part; throws the first failure.
-std::vector<Part> parts_of(const std::vector<std::string>& messages) {
-  std::vector<Part> parts;
+/// Every rank's words; throws the first failure.
+std::vector<std::string> words_of(const std::vector<std::string>& messages) {
+  std::vector<std::string> words;
   for (size_t rank = 0; rank < messages.size(); ++rank) {
     Receiver in(messages[rank]);
     const int64_t code = in.number();
-    if (code >= 0) {
-      const std::string message = in.text();
-      throw Error(static_cast<Code>(code), "rank " + std::to_string(rank) + ": " + message, static_cast<int>(in.number()));
-    }
-    const int64_t bytes = in.number();
-    parts.push_back({bytes, in.number() != 0});
+    std::string text = in.text();
+    if (code >= 0) throw Error(static_cast<Code>(code), "rank " + std::to_string(rank) + ": " + text, static_cast<int>(in.number()));
+    words.push_back(std::move(text));
   }
-  return parts;
+  return words;
 }
 
 /// What a rank that waits for a dead or late one gets, which differs from rank to rank.
@@ -70,8 +66,25 @@ bool is_about_others(const std::exception_ptr& thrown) {
   }
 }
 
+std::string packed(const Part& part) {
+  Sender out;
+  out.number(part.bytes);
+  out.number(part.last ? 1 : 0);
+  out.text(part.words);
+  return out.bytes();
+}
+
+Part unpacked(std::string_view bytes) {
+  Receiver in(bytes);
+  const int64_t done = in.number();
+  const bool last = in.number() != 0;
+  return {done, last, in.text()};
+}
+
+}  // namespace
+
 /// The timeout counts from the beginning, so that a rank whose `fn` waited in vain for another does not wait twice.
-std::vector<Part> step(Group& group, std::chrono::milliseconds timeout, const std::function<Part()>& fn) {
+std::vector<std::string> gather_together(Group& group, std::chrono::milliseconds timeout, const std::function<std::string()>& fn) {
   constexpr std::chrono::milliseconds kAtLeast{1000};
   const auto begin = std::chrono::steady_clock::now();
   std::string mine;
@@ -84,37 +97,39 @@ std::vector<Part> step(Group& group, std::chrono::milliseconds timeout, const st
   }
   try {
     const Deadline deadline = std::max(begin + timeout, std::chrono::steady_clock::now() + std::min(timeout, kAtLeast));
-    return parts_of(group.all_gather(mine, deadline));
+    return words_of(group.all_gather(mine, deadline));
   } catch (...) {
     if (thrown && !is_about_others(thrown)) std::rethrow_exception(thrown);
     throw;
   }
 }
 
-}  // namespace
-
 void together(Group& group, std::chrono::milliseconds timeout, const std::function<void()>& fn) {
-  step(group, timeout, [&] {
+  gather_together(group, timeout, [&] {
     fn();
-    return Part{0, true};
+    return std::string();
   });
 }
 
-void Parts::run(const std::function<Part()>& part) {
+std::vector<std::string> Parts::run(const std::function<Part()>& part) {
+  std::vector<std::string> words(static_cast<size_t>(group_.size()));
   bool here_done = false;
   for (bool all_done = false; !all_done;) {
-    const std::vector<Part> parts = step(group_, timeout_, [&] {
+    const std::vector<std::string> parts = gather_together(group_, timeout_, [&] {
       const Part found = here_done ? Part{0, true} : part();  // first: in an exchange others wait for it
       here_done = found.last;
       tell();
-      return found;
+      return packed(found);
     });
     all_done = true;
-    for (const Part& one : parts) {
+    for (size_t rank = 0; rank < parts.size(); ++rank) {
+      Part one = unpacked(parts[rank]);
       done_ += one.bytes;
       all_done = all_done && one.last;
+      if (!one.words.empty()) words[rank] = std::move(one.words);
     }
   }
+  return words;
 }
 
 void Parts::tell() {

@@ -4,7 +4,9 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "shardow/checkpoint.h"
 #include "shardow/group.h"
@@ -15,10 +17,14 @@ namespace shardow::file {
 /// code, errno and message. kTimeout or kPeerFailed where a rank does not come within `timeout`.
 void together(Group& group, std::chrono::milliseconds timeout, const std::function<void()>& fn);
 
-/// Bytes that a part of the work did; and whether all of it is done.
+/// The same, and tells every rank what fn() gave on each, by rank.
+std::vector<std::string> gather_together(Group& group, std::chrono::milliseconds timeout, const std::function<std::string()>& fn);
+
+/// Bytes that a part of the work did; whether all of it is done; and what the last part has for all ranks.
 struct Part {
   int64_t bytes;
   bool last;
+  std::string words = {};
 };
 
 /// How long a rank works before it tells the others: from its making until over().
@@ -36,9 +42,9 @@ class Parts {
   Parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, ProgressFn progress)
       : group_(group), timeout_(timeout), total_(total_bytes), progress_(std::move(progress)) {}
 
-  /// Calls `part`, which takes about a second at most, until it is done on every rank. Progress is told in the step after the one that it
-  /// is about, so that a callback that throws stops all ranks at once.
-  void run(const std::function<Part()>& part);
+  /// Calls `part`, which takes about a second at most, until it is done on every rank; returns the words of their last parts. Progress is
+  /// told in the step after the one that it is about, so that a callback that throws stops all ranks at once.
+  std::vector<std::string> run(const std::function<Part()>& part);
 
   /// What run() has not told yet; to be called in a step after it.
   void tell();

@@ -1,0 +1,107 @@
+// What a load costs between ranks, and what it says where they ask for different things.
+#include "file/load.h"
+
+#include "file/checkpoint_fixture.h"
+
+namespace shardow {
+namespace {
+
+/// Counts the rounds of the group that it stands for.
+class Counted : public Group {
+ public:
+  explicit Counted(Group& group) : group_(group) {}
+
+  int rank() const noexcept override { return group_.rank(); }
+  int size() const noexcept override { return group_.size(); }
+  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
+    ++rounds;
+    return group_.all_gather(mine, deadline);
+  }
+  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
+    ++rounds;
+    group_.all_reduce(values, op, deadline);
+  }
+  void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
+    ++rounds;
+    group_.broadcast(bytes, root, deadline);
+  }
+  void send(std::span<const std::byte> bytes, int to, Deadline deadline) override { group_.send(bytes, to, deadline); }
+  void recv(std::span<std::byte> bytes, int from, Deadline deadline) override { group_.recv(bytes, from, deadline); }
+
+  int rounds = 0;
+
+ private:
+  Group& group_;
+};
+
+class Load : public Checkpoint {
+ protected:
+  /// Of every rank, which loads all tensors as `sharding` has them.
+  std::vector<int> rounds(const Sharding& sharding, int ranks, const LoadOptions& options) {
+    std::vector<int> counted(static_cast<size_t>(ranks), 0);
+    const auto codes = on_ranks(ranks, [&](Group& group) {
+      Counted counting(group);
+      auto held = hold(sharding, group.rank(), ranks, false);
+      load(counting, views_of(held), path_, options);
+      counted[static_cast<size_t>(group.rank())] = counting.rounds;
+    });
+    EXPECT_EQ(codes, all(ranks, kFine));
+    return counted;
+  }
+
+  const fs::path path_ = folder_ / "a.safetensors";
+};
+
+TEST_F(Load, IsThreeRounds) {
+  ASSERT_EQ(save_as(path_, rows, 2), all(2, kFine));
+  for (const auto& [name, sharding] : kShardings) EXPECT_EQ(rounds(sharding, 3, {}), all(3, 3)) << name;
+  LoadOptions told;
+  told.progress = [](int64_t, int64_t) {};
+  EXPECT_EQ(rounds(rows, 3, told), all(3, 4));
+}
+
+TEST_F(Load, OfALongHeaderIsOneRoundMore) {
+  std::vector<Held> held;
+  for (int i = 0; i < 20'000; ++i)
+    held.emplace_back("a tensor with a long name, of which there are many: " + std::to_string(i), DType::kU8, Region::whole({1}));
+  save(*solo(), views_of(held), path_);
+  EXPECT_EQ(on_ranks(2,
+                     [&](Group& group) {
+                       Counted counting(group);
+                       Held one("none of them", DType::kU8, Region::whole({1}));
+                       LoadOptions options;
+                       options.strict = false;
+                       EXPECT_EQ(load(counting, std::span(&one.view, 1), path_, options).unexpected.size(), held.size());
+                       EXPECT_EQ(counting.rounds, 4);
+                     }),
+            all(2, kFine));
+}
+
+TEST_F(Load, ThatIsStrictOnOneRankIsStrictOnAll) {
+  ASSERT_EQ(save_as(path_, rows, 1), all(1, kFine));
+  EXPECT_EQ(on_ranks(3,
+                     [&](Group& group) {
+                       Held held("half", DType::kBF16, Region::whole({8, 5, 3}));
+                       LoadOptions options;
+                       options.strict = group.rank() == 1;
+                       options.timeout = std::chrono::seconds(5);
+                       load(group, std::span(&held.view, 1), path_, options);
+                     }),
+            all(3, static_cast<int>(Code::kInvalidArgument)));
+}
+
+TEST_F(Load, TellsWhatIsWantedAndNotWhatLiesBetween) {
+  ASSERT_EQ(save_as(path_, rows, 2), all(2, kFine));
+  int64_t last = 0, in_all = 0;
+  LoadOptions options;
+  options.progress = [&](int64_t done, int64_t total) {
+    EXPECT_LE(done, total);
+    last = done;
+    in_all = total;
+  };
+  rounds(columns, 3, options);  // short runs, with gaps that are read as well
+  EXPECT_EQ(last, in_all);
+}
+
+}  // namespace
+}  // namespace shardow

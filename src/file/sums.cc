@@ -1,0 +1,92 @@
+// One message of every rank has its sums, in an order that all know; each rank draws the same conclusion from all of them.
+#include "file/sums.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "base/errors.h"
+#include "file/wire.h"
+
+namespace shardow::file {
+namespace {
+
+/// Which tensors' checksums can be compared: those of which the ranks together read everything, each element counted by one rank.
+std::vector<bool> verifiable(const Catalog& catalog, const std::vector<Shared>& wanted) {
+  std::vector<bool> result;
+  for (const Shared& tensor : wanted) {
+    const auto found = catalog.tensors.find(tensor.name);
+    result.push_back(found != catalog.tensors.end() && found->second.crc && covers_once(regions_of(tensor)));
+  }
+  return result;
+}
+
+}  // namespace
+
+std::string listed(const std::vector<std::string>& names) {
+  constexpr size_t kMost = 20;
+  std::string out =
+      fmt::format("{}", fmt::join(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(std::min(names.size(), kMost)), ", "));
+  if (names.size() > kMost) out += fmt::format(" and {} more", names.size() - kMost);
+  return out;
+}
+
+Sums::Sums(const Catalog& catalog, const std::vector<Shared>& wanted)
+    : catalog_(catalog), wanted_(wanted), verified_(verifiable(catalog, wanted)) {}
+
+/// Calls fn(tensor, piece) for what a rank holds of tensors whose checksums are compared.
+template <class Fn>
+void Sums::for_each_of(int rank, Fn fn) const {
+  for (size_t t = 0; t < wanted_.size(); ++t) {
+    for (size_t p = 0; verified_[t] && p < wanted_[t].pieces.size(); ++p) {
+      if (const auto& holders = wanted_[t].pieces[p].holders; std::binary_search(holders.begin(), holders.end(), rank)) fn(t, p);
+    }
+  }
+}
+
+std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const {
+  std::vector<std::vector<uint64_t>> mine = by_piece();
+  for (size_t j = 0; j < jobs.size(); ++j) {
+    const size_t t = *find(wanted_, jobs[j].view->name);
+    for (size_t p = 0; verified_[t] && p < wanted_[t].pieces.size(); ++p) {
+      if (wanted_[t].pieces[p].region == jobs[j].view->region) mine[t][p] = sums[j];
+    }
+  }
+  Sender out;
+  for_each_of(rank, [&](size_t t, size_t p) { out.number(static_cast<int64_t>(mine[t][p])); });
+  return out.bytes();
+}
+
+void Sums::check(std::span<const std::string> words) const {
+  std::vector<uint64_t> all(wanted_.size(), 0);
+  std::vector<std::vector<uint64_t>> by_first = by_piece();
+  std::set<size_t> wrong;
+  for (size_t rank = 0; rank < words.size(); ++rank) {
+    Receiver in(words[rank]);
+    for_each_of(static_cast<int>(rank), [&](size_t t, size_t p) {
+      const auto sum = static_cast<uint64_t>(in.number());
+      if (wanted_[t].pieces[p].holders[0] == static_cast<int>(rank)) all[t] ^= by_first[t][p] = sum;  // before the others': ranks ascend
+      if (by_first[t][p] != sum) wrong.insert(t);
+    });
+  }
+  for (size_t t = 0; t < wanted_.size(); ++t) {
+    if (verified_[t] && *catalog_.tensors.at(wanted_[t].name).crc != all[t]) wrong.insert(t);
+  }
+  if (!wrong.empty()) fail_changed(wrong);
+}
+
+std::vector<std::vector<uint64_t>> Sums::by_piece() const {
+  std::vector<std::vector<uint64_t>> found;
+  for (const Shared& tensor : wanted_) found.emplace_back(tensor.pieces.size(), 0);
+  return found;
+}
+
+void Sums::fail_changed(const std::set<size_t>& tensors) const {
+  std::vector<std::string> names;
+  for (const size_t t : tensors) names.push_back("'" + wanted_[t].name + "'");
+  base::fail(
+      Code::kCorrupt,
+      "{}: the data of {} is not what was saved (checksums differ); the tensors that were loaded into hold it: load another checkpoint",
+      catalog_.path, listed(names));
+}
+
+}  // namespace shardow::file

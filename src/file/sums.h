@@ -1,0 +1,45 @@
+// Whether the bytes that all ranks have read are those that were saved.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "file/catalog.h"
+#include "file/plan.h"
+#include "file/reader.h"
+
+namespace shardow::file {
+
+/// The first of many names, for messages.
+std::string listed(const std::vector<std::string>& names);
+
+/// What the ranks find out about the bytes that they read: the checksum of every tensor, from one holder of each piece, and of every piece
+/// with several holders what each of them read. All ranks come to the same conclusion, from the same numbers.
+class Sums {
+ public:
+  Sums(const Catalog& catalog, const std::vector<Shared>& wanted);
+
+  /// Whether a tensor's checksum can be compared: the file has it, and the ranks together read everything, each element counted once.
+  bool of(size_t tensor) const { return verified_[tensor]; }
+
+  /// For all ranks: of this rank's jobs, in the order of tensors and pieces.
+  std::string words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const;
+
+  /// Throws kCorrupt where bytes are not what was saved; `words` are those of all ranks.
+  void check(std::span<const std::string> words) const;
+
+ private:
+  template <class Fn>
+  void for_each_of(int rank, Fn fn) const;
+  std::vector<std::vector<uint64_t>> by_piece() const;
+  [[noreturn]] void fail_changed(const std::set<size_t>& tensors) const;
+
+  const Catalog& catalog_;
+  const std::vector<Shared>& wanted_;
+  const std::vector<bool> verified_;
+};
+
+}  // namespace shardow::file

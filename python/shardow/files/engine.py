@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,15 @@ def catalog(path: StrPath, team: Team) -> _core.Catalog:
     """Of what the path is now: it stays that version for all who read from it. Collective."""
     settle(team.process_group)
     where = paths.to_read(path)
-    try:
+    with _several_said(where):
         return _core.read_catalog(team.group, where, team.timeout)
+
+
+@contextlib.contextmanager
+def _several_said(where: str) -> Iterator[None]:
+    """A path that is no checkpoint, but a directory of several: the error says so."""
+    try:
+        yield
     except FileNotFoundError:
         if several := averages_in(where):
             raise errors.make(
@@ -168,10 +176,38 @@ def read_into(parts: Sequence[Part], found: _core.Catalog, team: Team, **options
     reached = _for_engine(parts)
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
     report = _core.load(team.group, _views(reached), found, timeout=team.timeout, **told)
+    _bring_back(parts, reached)
+    return report
+
+
+Choose = Callable[[_core.Catalog], tuple[Sequence[Part], bool]]
+
+
+def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
+    """catalog() and read_into() in one. Collective.
+
+    ``choose(catalog)`` says what this rank wants, and whether that must be all. What it raises is raised on every rank, before anything
+    changes. It is called again where the path was replaced meanwhile."""
+    settle(team.process_group)
+    where = paths.to_read(path)
+    wanted: list[Sequence[Part]] = [[], []]  # what is asked for, and the memory that the engine fills
+
+    def views(found: _core.Catalog) -> tuple[list[_core.TensorView], bool]:
+        parts, strict = choose(found)
+        wanted[:] = parts, _for_engine(parts)
+        return _views(wanted[1]), strict
+
+    told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
+    with _several_said(where):
+        report = _core.load_chosen(team.group, where, views, timeout=team.timeout, **told)
+    _bring_back(*wanted)
+    return report
+
+
+def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:
     for part, filled in zip(parts, reached, strict=True):
         if filled is not part:
             part.flat.copy_(filled.flat)
-    return report
 
 
 def _for_engine(parts: Iterable[Part]) -> list[Part]:

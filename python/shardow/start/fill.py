@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardow import _core
 from shardow.base.checks import invalid
 from shardow.base.progress import Progress, shown
 from shardow.files import engine
@@ -47,28 +48,51 @@ class Job:
 
 
 def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, Any]:
-    """``check_only``: raises where something does not fit, and changes nothing."""
-    found = engine.catalog(path, job.team)
-    keys = job.team.agree(job.what, lambda: matched(job.held, found.tensors.keys(), str(path)))
-    lacking = [name for name in job.wanted if name not in keys]
-    if not job.strict:
-        job.team.agree(job.what, lambda: _refuse_lacking(job, lacking))
-    parts = [
-        Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
-    ]
-    extra = FromFile(job.held.extra, found)
-    job.team.agree(job.what, lambda: _refuse_other_extra(job, extra.values, extra.unexpected))
-    parts += extra.parts
-    surplus = unexpected(job.held, keys, [key for key in found.tensors if key not in extra.keys])
-    strict = job.strict and bool(lacking or surplus)  # the engine, which knows one name of each tensor, lists what does not fit
-    report = engine.read_into(parts, found, job.team, strict=strict, verify=job.verify, progress=job.progress, check_only=check_only)
+    """Each rank reads its own bytes. Raises where something does not fit, and changes nothing then.
+
+    ``check_only``: reads nothing either."""
+    choice: list[_Choice] = []
+
+    def choose(found: _core.Catalog) -> tuple[list[Part], bool]:
+        choice[:] = [_choose(job, found, str(path))]
+        return choice[0].parts, choice[0].strict
+
+    report = engine.read_chosen(path, choose, job.team, verify=job.verify, progress=job.progress, check_only=check_only)
+    extra = choice[0].extra
     missing, kept = _take_extra(job, extra.values)
     return {
         **report,
         "missing": [*report["missing"], *missing],
-        "unexpected": [*surplus, *extra.unexpected],
-        "kept": [*(part.name for part in job.held.parts if part.name not in keys and part.name not in lacking), *kept],
+        "unexpected": [*choice[0].surplus, *extra.unexpected],
+        "kept": [*choice[0].kept, *kept],
     }
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What this rank reads of a file. ``strict``: the engine, which knows one name of each tensor, lists what does not fit."""
+
+    parts: list[Part]
+    strict: bool
+    surplus: list[str]
+    kept: list[str]
+    extra: FromFile
+
+
+def _choose(job: Job, found: _core.Catalog, where: str) -> _Choice:
+    there = found.tensors
+    keys = matched(job.held, there.keys(), where)
+    lacking = {name for name in job.wanted if name not in keys}
+    if not job.strict:
+        _refuse_lacking(job, [name for name in job.wanted if name in lacking])
+    extra = FromFile(job.held.extra, found)
+    _refuse_other_extra(job, extra.values, extra.unexpected)
+    parts = [
+        Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
+    ]
+    surplus = unexpected(job.held, keys, [key for key in there if key not in extra.keys])
+    kept = [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking]
+    return _Choice([*parts, *extra.parts], job.strict and bool(lacking or surplus), surplus, kept, extra)
 
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:

@@ -85,3 +85,12 @@ def test_a_callback_that_raises_stops_its_own_call_on_all_ranks_at_once(tmp_path
         assert [how for how, _ in one] == ["PeerFailedError"] * 6
         assert all(message == "rank 0: progress= raised LookupError: stop it" for _, message in one)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_lies_between_the_wanted_bytes_is_not_progress(tmp_path: Path) -> None:
+    state = {f"{i}": torch.ones(100) for i in range(20)}
+    shardow.save(state, tmp_path / "a.safetensors")
+    calls: list[tuple[int, int]] = []
+    wanted = {name: torch.zeros(100) for name in list(state)[::2]}  # read at once, with what lies between them
+    shardow.load(wanted, tmp_path / "a.safetensors", strict=False, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (4000, 4000)

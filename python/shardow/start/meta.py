@@ -50,12 +50,14 @@ def on_meta(buffers: bool) -> Iterator[None]:
         register_parameter(module, name, param)
         if param is None:
             return
-        if not param.is_meta:
-            if param not in instead:
-                instead[param] = moved_to_meta(param)
-            module._parameters[name] = instead[param]
-        recorder.register(module, name, param, instead.get(param, param))
-        origins.remember(module, name)
+        # Our own looks at plain tensors are nobody's to record, and cost less so.
+        with torch._C.DisableTorchFunction() if type(param) is nn.Parameter else contextlib.nullcontext():
+            if not param.is_meta:
+                if param not in instead:
+                    instead[param] = moved_to_meta(param)
+                module._parameters[name] = instead[param]
+            recorder.register(module, name, param, instead.get(param, param))
+            origins.remember(module, name)
 
     def buffer_on_meta(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor, persistent)

@@ -14,6 +14,8 @@ Numbered, as the code below:
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import inspect
 import sys
 import types
@@ -29,6 +31,7 @@ MOST = 8 << 20  # bytes of a tensor that is kept as it is
 PATTERN = 0xAA  # of bytes that nobody wrote: -3e-13 in float32
 _KEY = "_shardow_recorded"  # of a module's dict
 _HEAD = 64  # bytes that tell memory without values
+_PATTERN_BYTES = bytes([PATTERN]) * _HEAD
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _WHOLE = {
     "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_",
@@ -169,7 +172,8 @@ class Recorder(TorchFunctionMode):
                 return  # one of several steps
             self._frame = init
             name, func = init.f_code.co_name, getattr(nn.init, init.f_code.co_name)
-            args, kwargs = (), {key: init.f_locals[key] for key in inspect.signature(func).parameters}
+            local = init.f_locals  # made anew at each look
+            args, kwargs = (), {key: local[key] for key in _parameters(func)}
             target = kwargs.get("tensor", target)
         elif not writes:
             return
@@ -206,13 +210,33 @@ def without_values(tensor: torch.Tensor) -> bool:
     """Memory as torch.empty() gave it, which nobody wrote since. The beginning mostly tells."""
     if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
         return False
+    if _has_plain_memory(tensor):
+        size = _head_bytes(tensor)
+        return ctypes.string_at(tensor.data_ptr(), size) == _PATTERN_BYTES[:size]
     head = tensor.detach().reshape(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8)
     return bool((head == PATTERN).all())
 
 
 def _mark(tensor: Any) -> None:
     if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.is_contiguous():
-        tensor.detach().view(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8).fill_(PATTERN)
+        if _has_plain_memory(tensor):
+            ctypes.memset(tensor.data_ptr(), PATTERN, _head_bytes(tensor))
+        else:
+            tensor.detach().view(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8).fill_(PATTERN)
+
+
+def _has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Memory of its own, so that a look at it need not be a call of torch, which costs a hundred times as much."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0 and tensor.data_ptr() != 0
+
+
+def _head_bytes(tensor: torch.Tensor) -> int:
+    return min(max(_HEAD // tensor.itemsize, 1), tensor.numel()) * tensor.itemsize
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def _kept(given: torch.Tensor) -> Call:

@@ -249,3 +249,19 @@ def test_a_table_that_was_made_on_meta_is_an_error_that_names_it() -> None:
         ValueError, match=r"on meta, without values: rotary.original, rotary.table; build the model under shardow\.meta_init\(\)"
     ):
         shardow.materialize(model, {})
+
+
+def test_what_it_sees_of_constructors_is_what_they_do_and_not_its_own_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardow.start.recorded import Recorder
+
+    calls = []
+    see = Recorder.__torch_function__
+
+    def seen(self: Recorder, func: Any, *rest: Any) -> Any:
+        calls.append(func)
+        return see(self, func, *rest)
+
+    monkeypatch.setattr(Recorder, "__torch_function__", seen)
+    with shardow.meta_init():
+        nn.Linear(4, 4)
+    assert len(calls) <= 20

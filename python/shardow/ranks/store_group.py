@@ -34,26 +34,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import _core, errors
 from shardow.base.signals import put_off
+from shardow.ranks.process_group import has_cpu
+from shardow.ranks.store_values import get, put
 from shardow.ranks.transfers import begun, finish
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")
 
 _ALL_THERE = "ok"
-_MOST = 4 << 20  # bytes of one value; torch's TCPStore drops a client that sends 8 MiB
 ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 _LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
-
 _FIRST_TAG = 64  # smaller ones are channels
-
 MISSING = "did not take part"
 _LATER = "a later step of "
-
-
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -75,7 +71,7 @@ class StoreGroup(_core.Group):
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
         self._process_group = weakref.ref(process_group)
         self.ranks: list[int] = dist.get_process_group_ranks(process_group)
-        self.moves_blocks = _has_cpu(process_group)
+        self.moves_blocks = has_cpu(process_group)
         self.joined = 0  # the highest number of those who act on these ranks; see Team.same()
         self._tag = channel
         self._prefix = f"shardow/{process_group.group_name}/{channel}"
@@ -153,8 +149,8 @@ class StoreGroup(_core.Group):
             return [], []
         self._store = store
         keys = self._keys(this)
-        written = [key for to, letter in letters.items() for key in self._set(store, f"{this}/{self.rank}/to/{to}", letter)]
-        written += self._set(store, keys[self.rank], len(call).to_bytes(4, "little") + call + mine)
+        written = [key for to, letter in letters.items() for key in put(store, f"{this}/{self.rank}/to/{to}", letter)]
+        written += put(store, keys[self.rank], len(call).to_bytes(4, "little") + call + mine)
         seen = _ALL_THERE
         try:
             store.wait(keys, timedelta(seconds=seconds))
@@ -171,8 +167,8 @@ class StoreGroup(_core.Group):
 
     def _answers(self, store: Any, this: int, sources: Sequence[int]) -> tuple[list[bytes], list[bytes]]:
         """(4), of a good round."""
-        everybody = self._bytes_of(self._get(store, self._keys(this)))
-        return everybody, self._get(store, [f"{this}/{source}/to/{self.rank}" for source in sources])
+        everybody = self._bytes_of(get(store, self._keys(this)))
+        return everybody, get(store, [f"{this}/{source}/to/{self.rank}" for source in sources])
 
     def _keys(self, this: int) -> list[str]:
         return [f"{this}/{rank}" for rank in range(self.size)]
@@ -283,27 +279,6 @@ class StoreGroup(_core.Group):
         otherwise = f"a block between ranks {self.ranks} did not arrive"
         finish(begun(begin, otherwise), seconds, otherwise)
 
-    @staticmethod
-    def _set(store: Any, key: str, value: bytes) -> list[str]:
-        """Long values take several keys; the first, which others wait for, is written last and says how long it all is.
-
-        Returns the keys.
-        """
-        keys = [key, *(f"{key}/{at}" for at in range(_MOST, len(value), _MOST))]
-        for i, one in reversed(list(enumerate(keys))):
-            part = value[i * _MOST : (i + 1) * _MOST]
-            store.set(one, part if i else len(value).to_bytes(8, "little") + part)
-        return keys
-
-    @staticmethod
-    def _get(store: Any, keys: list[str]) -> list[bytes]:
-        values = []
-        for key, first in zip(keys, store.multi_get(keys) if keys else (), strict=True):
-            length, parts = int.from_bytes(first[:8], "little"), [bytes(first[8:])]
-            parts += [bytes(store.get(f"{key}/{at}")) for at in range(_MOST, length, _MOST)]
-            values.append(b"".join(parts))
-        return values
-
     def _forget(self, store: Any, past: int, written: list[str]) -> None:
         """Everybody has ended the round before the last one."""
         for key in self._mine:
@@ -319,26 +294,5 @@ def _connection() -> Any:
     return store.clone()
 
 
-def _has_cpu(process_group: dist.ProcessGroup) -> bool:
-    try:
-        process_group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return False
-    return True
-
-
 def _tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
-
-
-def default_timeout(process_group: dist.ProcessGroup | None) -> float:
-    """Seconds: the process group's own."""
-    if process_group is None:
-        return 1800.0
-    try:
-        options = process_group._get_backend(
-            next(iter(process_group._device_types))
-        ).options  # no public reader of a group's timeout exists
-        return float(options._timeout.total_seconds())
-    except (AttributeError, RuntimeError, StopIteration):
-        return float(_get_default_timeout(dist.get_backend(process_group)).total_seconds())

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardow import _core, errors
-from shardow.ranks.store_group import MISSING, StoreGroup, default_timeout, store_group
+from shardow.ranks.process_group import default_timeout
+from shardow.ranks.store_group import MISSING, StoreGroup, store_group
 
 T = TypeVar("T")
 

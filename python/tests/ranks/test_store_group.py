@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 import shardow
 from shardow import _core
-from shardow.ranks import store_group
+from shardow.ranks import store_group, store_values
 
 
 def long_texts() -> bool:
     """Longer than a value of the store may be, of different lengths, some at the edges of its parts."""
-    group, most = store_group.store_group(dist.group.WORLD), store_group._MOST
+    group, most = store_group.store_group(dist.group.WORLD), store_values.MOST
     for lengths in [(0, 3 * most + 1, 7), (most, most - 1, most + 1), (1, 2 * most, 0)]:
         expected = [bytes([65 + i]) * length for i, length in enumerate(lengths)]
         assert group.all_gather(expected[dist.get_rank()], 60) == expected

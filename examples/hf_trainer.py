@@ -57,11 +57,11 @@ def windows(size: int = 128) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": window, "labels": window} for window in text[: len(text) // size * size].view(-1, size)]
 
 
-def train(steps: int, out: Path) -> dict[str, float]:
+def train(steps: int, out: Path, save_every: int = 100) -> dict[str, float]:
     """The Trainer's metrics, of the averages."""
     config = LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4)
     arguments = TrainingArguments(
-        str(out), max_steps=steps, eval_strategy="steps", eval_steps=100, save_steps=100, logging_steps=100, save_total_limit=2,
+        str(out), max_steps=steps, eval_strategy="steps", eval_steps=save_every, save_steps=save_every, save_total_limit=2,
         learning_rate=1e-3, lr_scheduler_type="constant", per_device_train_batch_size=16, use_cpu=not torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
     )  # fmt: skip
@@ -78,6 +78,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path("out/hf_trainer"))
+    parser.add_argument("--save-every", type=int, default=100)
     print(train(**vars(parser.parse_args())))
     gc.collect()
     if dist.is_initialized():

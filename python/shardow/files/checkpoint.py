@@ -22,7 +22,6 @@ from shardow.files.engine import FileParts
 from shardow.files.paths import StrPath
 from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
 from shardow.model.extra_state import for_file
-from shardow.model.groups import group_of_model
 from shardow.model.parts import Held, Saveable, group_of, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer
@@ -138,8 +137,7 @@ def prepared(
     what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool
 ) -> tuple[Held, Team]:
     """What this rank holds of ``state``, and who shares it, when all ranks have looked at theirs. Collective."""
-    ranks = group_of_model(state, group) if isinstance(state, nn.Module) else group_of(state, group)
-    team = Team(ranks, seconds(timeout))
+    team = Team(group_of(state, group), seconds(timeout))
 
     def hold() -> Held:
         held = held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving)

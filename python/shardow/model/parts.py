@@ -13,6 +13,7 @@ from torch import nn
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
 from shardow.model.extra_state import KEY, extra_states, give
+from shardow.model.groups import group_of_model
 from shardow.model.piece import Piece
 from shardow.model.regions import region_of
 from shardow.model.view import ModelView, find
@@ -51,7 +52,9 @@ class Held:
 
 
 def group_of(state: Saveable, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that share a mapping's tensors: all, where one of them is a part of something."""
+    """The ranks that share a module, or a mapping's tensors: all, where one of them is a part of something."""
+    if isinstance(state, nn.Module):
+        return group_of_model(state, group)
     shared = isinstance(state, Mapping) and any(map(_is_shared, state.values()))
     return dist.group.WORLD if group is None and shared and dist.is_initialized() else group
 

@@ -19,7 +19,7 @@ from shardow.averages.core import Averages
 from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
 from shardow.averages.saved import Saved
 from shardow.averages.states import Decay
-from shardow.averages.swap_block import Block
+from shardow.averages.swap import Block
 from shardow.base.checks import invalid
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose

@@ -16,8 +16,10 @@ where they are, and says so; restore() is step 6 then.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import torch
 
@@ -25,7 +27,6 @@ from shardow import _core, errors
 from shardow.averages import tracked as _tracked
 from shardow.averages.cuda_streams import Streams
 from shardow.averages.replicas import Exchange
-from shardow.averages.swap_block import Block
 from shardow.averages.swap_meeting import LEAVING, Meeting, Status, noted_in, text_of
 from shardow.averages.swap_memory import SwapMemory
 from shardow.averages.swap_moves import Move, find_moves, warn_of_casts, warn_of_writes
@@ -38,6 +39,19 @@ from shardow.ranks.team import Team
 _RESTORE = "to have the weights back, call restore() of the EMA on every rank that shares the model"
 
 Together = Callable[[str, Callable[[], None]], None]
+
+
+class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
+    """The context manager of swapped(); no generator, since one that is interrupted ends when it is collected, at any time."""
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[BaseException | None], None]) -> None:
+        self._enter, self._leave = enter, leave
+
+    def __enter__(self) -> None:
+        self._enter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leave(error)
 
 
 class Swap(SwapMemory):

@@ -34,6 +34,3 @@ class Unfrozen:
             "weights as they "
             "are. To average them, make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
         )
-
-
-__all__ = ["Unfrozen"]

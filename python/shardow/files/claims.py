@@ -227,6 +227,3 @@ def _machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return platform.node()
-
-
-__all__ = ["Save", "claimed"]

@@ -124,6 +124,3 @@ def _survives_json(value: Any) -> bool:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
         return False
-
-
-__all__ = ["FromFile", "extra_states", "for_file", "give", "split"]

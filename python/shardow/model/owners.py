@@ -62,6 +62,3 @@ def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 def _shown(module: Any) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters(remove_duplicate=False))
-
-
-__all__ = ["has_fsdp", "resharded"]

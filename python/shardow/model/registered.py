@@ -35,6 +35,3 @@ def refuse_of_one_rank(depth: int | None = None) -> None:
 def _keeps_every_rank(frame: FrameType) -> bool:
     """``save_on_each_node``, of nodes with one rank each."""
     return bool(frame.f_locals.get("save_on_each_node")) and os.environ.get("LOCAL_WORLD_SIZE") == "1"
-
-
-__all__ = ["refuse_of_one_rank"]

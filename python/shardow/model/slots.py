@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from shardow.base.checks import invalid
 from shardow.model.names import join, walk
 
 Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is not persistent: no file has it
@@ -55,3 +57,15 @@ def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:
     for slot in found:
         known.setdefault(id(slot.recorded), []).append(slot)
     return known
+
+
+def refuse_valueless(model: nn.Module) -> None:
+    """On meta, or waiting for their first batch: there is nothing to average or to write in such models."""
+    tensors = [(slot.name, slot.recorded) for slot in slots(model)]
+    for what, names in (
+        ("not initialised yet", [name for name, tensor in tensors if is_lazy(tensor)]),
+        ("on meta, without values", [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_meta]),
+    ):
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            raise invalid(f"{what}: {', '.join(names[:8])}{more}; give the model its weights before making an EMA")

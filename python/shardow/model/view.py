@@ -19,9 +19,8 @@ from shardow.model.groups import group_of_model
 from shardow.model.local import Adapter, Form, LocalTensor, oddity
 from shardow.model.names import walk
 from shardow.model.plain import PlainAdapter
-from shardow.model.slots import Slot, slots
+from shardow.model.slots import Slot, refuse_valueless, slots
 from shardow.model.storage import MARKS, address_of, objects_behind, overlaps
-from shardow.model.valueless import refuse_valueless
 
 
 class ModelView:

@@ -176,6 +176,3 @@ def kind_of(source: object) -> str:
     if callable(source):
         return "a function"
     raise invalid(f"source is a {type(source).__name__}; give a path, a mapping of tensors or a function of a module")
-
-
-__all__ = ["materialize"]

@@ -112,6 +112,3 @@ def have_values(model: nn.Module) -> None:
     for module in model.modules():
         _valueless.pop(module, None)
         recorded.forget(module)
-
-
-__all__ = ["meta_init", "to_empty"]

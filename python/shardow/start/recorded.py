@@ -273,6 +273,3 @@ def _callers(modules: list[nn.Module]) -> tuple[types.FrameType | None, bool]:
 
 def _is_public(name: str) -> bool:
     return not name.startswith("_") and hasattr(nn.init, name)
-
-
-__all__ = ["Record", "Recorder", "forget", "records_of"]

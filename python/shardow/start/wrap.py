@@ -209,6 +209,3 @@ def to_meta(model: nn.Module) -> None:
         slot.owner[slot.key] = moved[id(whole)]
         if slot.kind == "parameter":
             origins.remember(slot.module, slot.key)
-
-
-__all__ = ["wrap"]

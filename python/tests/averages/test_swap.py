@@ -21,7 +21,6 @@ from shardow.compat.files.whole import whole_state_dict
 Weights = dict[str, torch.Tensor]
 PARTS = (
     "averages/swap.py",
-    "averages/swap_block.py",
     "model/swap_guard.py",
     "averages/swap_meeting.py",
     "averages/swap_memory.py",

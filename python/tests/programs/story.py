@@ -24,7 +24,10 @@ DELAYS = (0.0, 0.002, 0.005, 0.01, 0.03)  # seconds after which a rank is killed
 
 @dataclass(frozen=True)
 class Program:
-    """``parts``: each runs on its own number of ranks, with a new model and new EMAs, and begins with what a file has kept. A part that ends in a line "killed" ends so."""
+    """``parts``: each runs on its own number of ranks, with a new model and new EMAs, and begins with what a file has kept.
+
+    A part that ends in a line "killed" ends so.
+    """
 
     kind: str
     parts: tuple[tuple[int, tuple[Line, ...]], ...]
@@ -93,7 +96,10 @@ def weights_at(seed: int, like: Mapping[str, torch.Tensor]) -> Tensors:
 
 @dataclass
 class Oracle:
-    """What the model, both EMAs and every file hold. ``files[path]``: (the averages, or None of a file that nobody has written, the number of steps)."""
+    """What the model, both EMAs and every file hold.
+
+    ``files[path]``: (the averages, or None of a file that nobody has written, the number of steps).
+    """
 
     weights: Tensors
     averages: list[Tensors] = field(default_factory=list)

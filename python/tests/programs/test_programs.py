@@ -1,4 +1,7 @@
-"""Random programs on real ranks beside a plain oracle: never a difference that nobody says, never a hang. A program that fails is printed in the fewest lines that still fail."""
+"""Random programs on real ranks beside a plain oracle: never a difference that nobody says, never a hang.
+
+A program that fails is printed in the fewest lines that still fail.
+"""
 
 from __future__ import annotations
 

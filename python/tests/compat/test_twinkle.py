@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardow.compat import twinkle
 
+accelerate = pytest.importorskip("accelerate")
+
 
 class Inner(nn.Module):
     def __init__(self) -> None:
@@ -90,6 +92,30 @@ def wrapped(efficient: bool) -> bool:
 @pytest.mark.parametrize("efficient", [True, False])
 def test_training_after_wrap_model_is_that_of_a_model_which_every_rank_had(efficient: bool) -> None:
     assert ranks.run(2, wrapped, efficient) == [True, True]
+
+
+def begun_empty() -> bool:
+    """As twinkle's own models begin where use_rank0_pretrained_broadcast() says so."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    results = []
+    for efficient in (False, True):
+        strategy = twinkle.NativeFSDPStrategy(mesh, "no", memory_efficient_init=efficient)
+        if strategy.use_rank0_pretrained_broadcast() and dist.get_rank():
+            with accelerate.init_empty_weights(include_buffers=False):
+                model = made(1)
+            model.head.weight = model.model.embed.weight
+            assert all(p.is_meta for p in model.parameters())
+        else:
+            model = made(1)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        strategy.wrap_model(model, optimizer)
+        results.append([*steps(model, optimizer), *strategy.get_full_state_dict(model).values()])
+    assert not twinkle.NativeFSDPStrategy(None, memory_efficient_init=True).use_rank0_pretrained_broadcast()
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_ranks_that_are_told_so_build_the_model_without_weights_and_train_alike() -> None:
+    assert ranks.run(2, begun_empty) == [True, True]
 
 
 def helpers(_: object) -> bool:

@@ -136,19 +136,20 @@ def legitimate(path: str) -> None:
         by(0, content)
     for saver in (1, 2, 0):  # the same of all ranks, as with ddp.module
         by(saver, 1)
-    for saver in (0, 2, 1):  # who have shared it before, with something new
+    for saver in (2, 0, 1):  # who have shared it before, with something new
         by(saver, 2)
     shardow.save(stage(3), path, group=dist.group.WORLD)  # all together
-    by(1, 4)  # what was there is not anybody's alone
-    for gone in (shutil.rmtree, lambda where: os.rename(where, f"{where}-{time.monotonic_ns()}")):
-        if rank == 0:
-            gone(path)
-        dist.barrier()
-        by(2, 5)
-        if rank == 0:
-            gone(path)
-        dist.barrier()
-        by(0, 6)
+    strangers = [f"{path}-{turn}" for turn in range(3)]  # to ranks that have shared nothing there
+    by(0, 4, strangers[0])
+    shardow.save(stage(3), strangers[0], group=dist.group.WORLD)
+    by(1, 6, strangers[0])  # what was rank 0's is not there any more
+    for where, gone in zip(strangers[1:], (shutil.rmtree, lambda where: os.rename(where, f"{where}-moved")), strict=True):
+        for saver in (0, 1, 2):
+            by(saver, 5 + saver, where)
+            if rank == 0:
+                gone(where)
+                shutil.rmtree(f"{where}-moved", ignore_errors=True)
+            dist.barrier()
     if rank == 1:
         shardow.EMA(stage(7), [0.5, 0.9]).save(path)  # beside a model
     dist.barrier()

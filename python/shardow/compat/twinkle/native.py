@@ -34,8 +34,12 @@ class NativeFSDPStrategy(Strategy):
                 "expert parallelism is not applied here: shard the experts on their own mesh first, which wrap_model() leaves as they are"
             )
 
+    def use_rank0_pretrained_broadcast(self) -> bool:
+        """True where ranks but the first may build the model on meta, as twinkle's own models do then: wrap_model() sends them rank 0's weights."""
+        return self._memory_efficient_init and self.device_mesh is not None
+
     def pretrained_load_context(self) -> contextlib.AbstractContextManager[None]:
-        return fsdp_pretrained_load_context(self._memory_efficient_init and self.device_mesh is not None)
+        return fsdp_pretrained_load_context(self.use_rank0_pretrained_broadcast())
 
     def wrap_model(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None

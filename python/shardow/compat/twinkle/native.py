@@ -35,7 +35,7 @@ class NativeFSDPStrategy(Strategy):
             )
 
     def use_rank0_pretrained_broadcast(self) -> bool:
-        """True where ranks but the first may build the model on meta, as twinkle's own models do then: wrap_model() sends them rank 0's weights."""
+        """True where ranks but the first may build the model on meta, as twinkle's own do: wrap_model() sends them rank 0's weights."""
         return self._memory_efficient_init and self.device_mesh is not None
 
     def pretrained_load_context(self) -> contextlib.AbstractContextManager[None]:

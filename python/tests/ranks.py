@@ -13,6 +13,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -106,6 +107,7 @@ def _serve(pipe: Connection, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "2"
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning of a timeout looks up names too
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     while True:
         try:
             name, rank, world, fn, args = pipe.recv()

@@ -33,7 +33,8 @@ Tensors = dict[str, torch.Tensor]
 
 HOME = str(Path(shardow.__file__).parent)
 KINDS = [("ddp", "split"), ("ddp", "copy"), ("hsdp", "split"), ("fsdp1", "split"), ("fsdp2", "split"), ("tp+fsdp2", "split")]
-STRIDE = 1 if os.environ.get("SHARDOW_ALL") else 31
+EVERY = bool(os.environ.get("SHARDOW_ALL"))
+STRIDE = 1 if EVERY else 31
 OFTEN = 3
 TIMEOUT = 3.0
 LATE = TIMEOUT + 2.0
@@ -211,7 +212,7 @@ def stopped(kind: str, replicas: str, folder: str) -> list[Any]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kind", "replicas"), KINDS)
 def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(kind: str, replicas: str, tmp_path: Path) -> None:
-    (wrong0, points), (wrong1, _) = ranks.run(2, stopped, kind, replicas, str(tmp_path), timeout=3000)
+    (wrong0, points), (wrong1, _) = ranks.run(2, stopped, kind, replicas, str(tmp_path), timeout=3000 if EVERY else 400)
     assert wrong0 + wrong1 == []
     assert min(points) > 2, points
-    assert os.environ.get("SHARDOW_ALL") is None or points[0] > 500, points
+    assert not EVERY or points[0] > 300, points

@@ -57,7 +57,7 @@ struct AverageOptions {
   bool keep_values = false;  ///< the averages begin with what their memory holds, not equal to the parameters
   int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow
   Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
-  std::chrono::milliseconds timeout{600'000};  ///< of the exchanges with `replicas` in a swap
+  std::chrono::milliseconds timeout{600'000};  ///< of what `replicas` send each other in a swap
 };
 
 /// Whose options an Average goes on with after set_state().

@@ -16,7 +16,7 @@
 #include "core.h"
 #include "kernels/cuda.h"
 #include "kernels/kernels.h"
-#include "kernels/limits.h"
+#include "kernels/roofline.h"
 #include "tensor/dtype.h"
 
 namespace nb = nanobind;
@@ -217,7 +217,7 @@ void bind_average(nb::module_& m) {
           },
           "parameters"_a, "averages"_a)
       .def(
-          "update", [](const Limit& self) { kernels::limits::update(self.chunks, self.num_averages); },
+          "update", [](const Limit& self) { kernels::roofline::update(self.chunks, self.num_averages); },
           nb::call_guard<nb::gil_scoped_release>());
   m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
   m.def("cuda_built", &kernels::cuda::built);

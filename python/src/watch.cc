@@ -17,7 +17,7 @@ namespace shardow::python {
 namespace {
 
 /// Of DLPack's C exchange interface, version 1, what is used here.
-struct Exchange {
+struct DlpackApi {
   uint32_t major_version, minor_version;
   void *previous, *allocate, *from_object, *to_object;
   int (*describe)(void* object, nb::dlpack::dltensor* out);  ///< 0: done; else an exception is set. The description borrows.
@@ -31,16 +31,16 @@ class Marks {
   Marks(nb::type_object tensor, nb::type_object parameter) : tensor_(tensor), parameter_(parameter), data_ptr_(tensor.attr("data_ptr")) {
     const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
     if (capsule.is_none()) return;
-    const auto* found = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    const auto* found = static_cast<const DlpackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (found == nullptr) nb::raise_python_error();
-    if (found->major_version == 1) exchange_ = found;
+    if (found->major_version == 1) dlpack_ = found;
   }
 
   uint64_t of(nb::handle tensor) const {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
-    if (exchange_ != nullptr && (type == tensor_.ptr() || type == parameter_.ptr())) {
+    if (dlpack_ != nullptr && (type == tensor_.ptr() || type == parameter_.ptr())) {
       nb::dlpack::dltensor found;
-      if (exchange_->describe(tensor.ptr(), &found) == 0) return mark(found);
+      if (dlpack_->describe(tensor.ptr(), &found) == 0) return mark(found);
       PyErr_Clear();  // a layout that DLPack does not know
     }
     const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(data_ptr_.ptr(), tensor.ptr(), nullptr));
@@ -62,7 +62,7 @@ class Marks {
 
   nb::type_object tensor_, parameter_;
   nb::object data_ptr_;
-  const Exchange* exchange_ = nullptr;
+  const DlpackApi* dlpack_ = nullptr;
 };
 
 class Watch {

@@ -84,11 +84,11 @@ void check_devices(std::span<const TensorView> parameters, bool replicated) {
   for (const TensorView& view : parameters) {
     if (view.device.kind == Device::Kind::kCpu) continue;
     if (replicated) {
-      fail(
-          Code::kUnsupported,
-          "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself, and exchange the parts "
-          "with the collectives of your framework",
-          view.name, view.device.index);
+      fail(Code::kUnsupported,
+           "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself, and all-gather the "
+           "parts "
+           "with the collectives of your framework",
+           view.name, view.device.index);
     }
     const TensorView& other = *first.emplace(view.device.index, &view).first->second;
     if (other.device.stream != view.device.stream) {

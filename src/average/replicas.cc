@@ -1,4 +1,4 @@
-// A part is a window of the region, so it is one contiguous stretch of the view's memory: dividing and exchanging never copies more than
+// A part is a window of the region, so it is one contiguous stretch of the view's memory: dividing and gathering never copies more than
 // the bytes that move.
 #include "average/replicas.h"
 
@@ -23,7 +23,7 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
   return parts;
 }
 
-void exchange_parts(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
+void all_gather_parts(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
   for (const TensorView& view : views) {
     for (int owner = 0; owner < replicas.size(); ++owner) {
       const TensorView part = part_of(view, owner, replicas.size());

@@ -14,6 +14,6 @@ TensorView part_of(const TensorView& view, int index, int count);
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);
 
 /// Collective. Each member's part of every view is copied into the other members'; host memory only.
-void exchange_parts(Group& replicas, std::span<const TensorView> views, Deadline deadline);
+void all_gather_parts(Group& replicas, std::span<const TensorView> views, Deadline deadline);
 
 }  // namespace shardow::average

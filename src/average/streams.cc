@@ -1,4 +1,4 @@
-// CUDA streams and graphs. The engine follows the stream that it is told, on every view: casts and exchanges read it from there, tables
+// CUDA streams and graphs. The engine follows the stream that it is told, on every view: casts and swaps read it from there, tables
 // keep their own, and the first use of a stream waits for the last one on the device.
 #include <algorithm>
 

@@ -84,7 +84,7 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   if (options.replicas == nullptr) return;
   swap->shared = true;
   step_done();
-  average::exchange_parts(*options.replicas, swap->whole, deadline);
+  average::all_gather_parts(*options.replicas, swap->whole, deadline);
 }
 
 /// All memory that a swap needs.
@@ -148,7 +148,7 @@ void Average::Impl::swap_out() {
   }
   if (swap) exchange_out();
   step_done();
-  if (shared && options.replicas != nullptr) average::exchange_parts(*options.replicas, swap ? swap->whole : whole, deadline);
+  if (shared && options.replicas != nullptr) average::all_gather_parts(*options.replicas, swap ? swap->whole : whole, deadline);
   step_done();
   swap.reset();
 }

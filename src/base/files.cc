@@ -72,7 +72,7 @@ int Syscalls::fsync(int fd) {
 int Syscalls::rename(const char* from, const char* to) {
   return ::rename(from, to);
 }
-int Syscalls::exchange(const char* a, const char* b) {
+int Syscalls::rename_exchange(const char* a, const char* b) {
   return static_cast<int>(::syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE));
 }
 int Syscalls::mkdir(const char* path, mode_t mode) {
@@ -208,8 +208,8 @@ void rename(const Path& from, const Path& to) {
   if (syscalls().rename(from.c_str(), to.c_str()) != 0) fail_io(errno, to, "cannot be put in place");
 }
 
-bool exchange(const Path& a, const Path& b) {
-  if (syscalls().exchange(a.c_str(), b.c_str()) == 0) return true;
+bool rename_exchange(const Path& a, const Path& b) {
+  if (syscalls().rename_exchange(a.c_str(), b.c_str()) == 0) return true;
   if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) return false;
   fail_io(errno, b, "cannot be exchanged");
 }

@@ -26,7 +26,7 @@ std::string missing(const Lane& lane, const std::vector<std::optional<std::strin
 
 }  // namespace
 
-std::shared_ptr<const Rounds::Bytes> Rounds::exchange(int rank, const Lane& lane, Offer offer, Deadline deadline) {
+std::shared_ptr<const Rounds::Bytes> Rounds::meet(int rank, const Lane& lane, Offer offer, Deadline deadline) {
   const base::Lock lock(mutex_);
   const Key key{lane, next_round_[static_cast<size_t>(rank)][lane]++};
   std::shared_ptr<Round>& kept = rounds_[key];

@@ -42,7 +42,7 @@ class Rounds {
   explicit Rounds(int num_ranks) : next_round_(static_cast<size_t>(num_ranks)), gone_(static_cast<size_t>(num_ranks), false) {}
 
   /// The next round of the lane for `rank`, one of its members. Throws the verdict, unless that is complete.
-  std::shared_ptr<const Bytes> exchange(int rank, const Lane& lane, Offer offer, Deadline deadline);
+  std::shared_ptr<const Bytes> meet(int rank, const Lane& lane, Offer offer, Deadline deadline);
 
   /// The rank will come to no further round.
   void leave(int rank);

@@ -26,21 +26,21 @@ TEST(Rounds, ARankThatCameDidItsPartAndLeftFailsNobody) {
   std::atomic<pid_t> waiting = 0;
   std::jthread one([&] {
     waiting = ::gettid();
-    EXPECT_EQ(rounds.exchange(1, kAll, {"call", "of 1"}, far())->size(), 3u);
+    EXPECT_EQ(rounds.meet(1, kAll, {"call", "of 1"}, far())->size(), 3u);
   });
   while (waiting == 0 || !sleeps(waiting)) std::this_thread::yield();  // it has come, and waits for the others
   rounds.leave(1);
-  std::jthread two([&] { EXPECT_EQ(rounds.exchange(2, kAll, {"call", "of 2"}, far())->at(1), "of 1"); });
-  EXPECT_EQ(*rounds.exchange(0, kAll, {"call", "of 0"}, far()), (std::vector<std::string>{"of 0", "of 1", "of 2"}));
-  EXPECT_EQ(caught([&] { rounds.exchange(0, kAll, {"call", ""}, far()); }).message, "call: rank 1 is gone");
+  std::jthread two([&] { EXPECT_EQ(rounds.meet(2, kAll, {"call", "of 2"}, far())->at(1), "of 1"); });
+  EXPECT_EQ(*rounds.meet(0, kAll, {"call", "of 0"}, far()), (std::vector<std::string>{"of 0", "of 1", "of 2"}));
+  EXPECT_EQ(caught([&] { rounds.meet(0, kAll, {"call", ""}, far()); }).message, "call: rank 1 is gone");
 }
 
 TEST(Rounds, WhatHasBeenDecidedStaysSoWhenAMemberLeaves) {
   const Lane pair{Lane::Kind::kPair, {0, 1}};
   for (int again = 0; again < 200; ++again) {
     Rounds rounds(2);
-    std::jthread zero([&] { EXPECT_EQ(caught([&] { rounds.exchange(0, pair, {"call", ""}, far()); }).message, ""); });
-    rounds.exchange(1, pair, {"call", ""}, far());
+    std::jthread zero([&] { EXPECT_EQ(caught([&] { rounds.meet(0, pair, {"call", ""}, far()); }).message, ""); });
+    rounds.meet(1, pair, {"call", ""}, far());
     rounds.leave(1);  // before the other has seen that the round is complete, most times
   }
 }

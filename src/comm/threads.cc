@@ -1,4 +1,4 @@
-// The ranks of one process: every operation is an exchange of bytes in a round (rounds.h), and what is computed from them is computed by
+// The ranks of one process: every operation is a round in which each brings bytes (rounds.h), and what is computed from them is computed by
 // each rank for itself. A call is described in full, so that ranks that disagree about length, root or operation are told so instead of
 // being served.
 #include <cstring>
@@ -52,12 +52,12 @@ class ThreadGroup final : public Group {
   int size() const noexcept override { return static_cast<int>(all_.members.size()); }
 
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
-    return *rounds_->exchange(rank_, all_, {"all_gather()", std::string(mine)}, deadline);
+    return *rounds_->meet(rank_, all_, {"all_gather()", std::string(mine)}, deadline);
   }
 
   void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
     const std::string call = fmt::format("all_reduce({}, {} values)", op_name(op), values.size());
-    const auto all = rounds_->exchange(rank_, all_, {call, copy_of(std::as_bytes(values))}, deadline);
+    const auto all = rounds_->meet(rank_, all_, {call, copy_of(std::as_bytes(values))}, deadline);
     std::vector<uint64_t> theirs(values.size());
     copy_into(std::as_writable_bytes(values), all->front());
     for (size_t rank = 1; rank < all->size(); ++rank) {
@@ -68,7 +68,7 @@ class ThreadGroup final : public Group {
 
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
     const std::string call = fmt::format("broadcast({} bytes from rank {})", bytes.size(), root);
-    const auto all = rounds_->exchange(rank_, all_, {call, rank_ == root ? copy_of(bytes) : std::string()}, deadline);
+    const auto all = rounds_->meet(rank_, all_, {call, rank_ == root ? copy_of(bytes) : std::string()}, deadline);
     // After the round: every rank learns of a wrong root, and none is left waiting.
     if (root < 0 || root >= size()) base::fail(Code::kInvalidArgument, "{} in a group of {}", call, size());
     if (rank_ != root) copy_into(bytes, (*all)[static_cast<size_t>(root)]);
@@ -76,13 +76,13 @@ class ThreadGroup final : public Group {
 
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
     check_peer(to);
-    rounds_->exchange(rank_, {Lane::Kind::kPair, {rank_, to}}, {describe(bytes.size(), rank_, to), copy_of(bytes)}, deadline);
+    rounds_->meet(rank_, {Lane::Kind::kPair, {rank_, to}}, {describe(bytes.size(), rank_, to), copy_of(bytes)}, deadline);
   }
 
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
     check_peer(from);
     copy_into(bytes,
-              rounds_->exchange(rank_, {Lane::Kind::kPair, {from, rank_}}, {describe(bytes.size(), from, rank_), {}}, deadline)->front());
+              rounds_->meet(rank_, {Lane::Kind::kPair, {from, rank_}}, {describe(bytes.size(), from, rank_), {}}, deadline)->front());
   }
 
  private:
@@ -92,7 +92,7 @@ class ThreadGroup final : public Group {
 
   void check_peer(int peer) const {
     if (peer < 0 || peer >= size() || peer == rank_)
-      base::fail(Code::kInvalidArgument, "rank {} of {} exchanges a block with rank {}", rank_, size(), peer);
+      base::fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank_, size(), peer);
   }
 
   const int rank_;

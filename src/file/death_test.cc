@@ -23,9 +23,9 @@ class Death : public base::Syscalls {
   int ftruncate(int fd, off_t length) override { return (step(), Syscalls::ftruncate(fd, length)); }
   int fsync(int fd) override { return (step(), Syscalls::fsync(fd)); }
   int rename(const char* from, const char* to) override { return (step(), Syscalls::rename(from, to)); }
-  int exchange(const char* a, const char* b) override {
+  int rename_exchange(const char* a, const char* b) override {
     step();
-    return can_exchange_ ? Syscalls::exchange(a, b) : (errno = EINVAL, -1);
+    return can_exchange_ ? Syscalls::rename_exchange(a, b) : (errno = EINVAL, -1);
   }
   int mkdir(const char* path, mode_t mode) override { return (step(), Syscalls::mkdir(path, mode)); }
   int unlink(const char* path) override { return (step(), Syscalls::unlink(path)); }

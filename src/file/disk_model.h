@@ -100,11 +100,11 @@ class Recorder : public base::Syscalls {
     if (result == 0) set_names({{parent(from), name(from), -1}, {parent(to), name(to), node}});
     return result;
   }
-  int exchange(const char* a, const char* b) override {
+  int rename_exchange(const char* a, const char* b) override {
     if (!can_exchange_) return (errno = EINVAL, -1);
     const std::lock_guard lock(mutex_);
     const int at_a = node_at(a), at_b = node_at(b);
-    const int result = Syscalls::exchange(a, b);
+    const int result = Syscalls::rename_exchange(a, b);
     if (result == 0) set_names({{parent(a), name(a), at_b}, {parent(b), name(b), at_a}});
     return result;
   }

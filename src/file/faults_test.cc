@@ -30,7 +30,7 @@ class BadDisk : public base::Syscalls {
   int ftruncate(int fd, off_t length) override { return fails(Call::kTruncate) ? -1 : Syscalls::ftruncate(fd, length); }
   int fsync(int fd) override { return fails(Call::kSync) ? -1 : Syscalls::fsync(fd); }
   int rename(const char* from, const char* to) override { return fails(Call::kRename) ? -1 : Syscalls::rename(from, to); }
-  int exchange(const char* a, const char* b) override { return fails(Call::kRename) ? -1 : Syscalls::exchange(a, b); }
+  int rename_exchange(const char* a, const char* b) override { return fails(Call::kRename) ? -1 : Syscalls::rename_exchange(a, b); }
   int mkdir(const char* path, mode_t mode) override { return fails(Call::kMkdir) ? -1 : Syscalls::mkdir(path, mode); }
   int statfs(const char* path, struct statfs* out) override { return fails(Call::kSpace) ? -1 : Syscalls::statfs(path, out); }
 
@@ -84,7 +84,7 @@ TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
 /// A machine that does what its name says.
 class NoExchange : public base::Syscalls {
  public:
-  int exchange(const char*, const char*) override { return (errno = EINVAL, -1); }
+  int rename_exchange(const char*, const char*) override { return (errno = EINVAL, -1); }
 };
 class Interrupted : public base::Syscalls {
  public:

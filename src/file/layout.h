@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "file/header.h"
-#include "file/plan.h"
+#include "file/ownership.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow::file {

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "file/plan.h"
+#include "file/ownership.h"
 #include "file/reader.h"
 #include "file/sums.h"
 #include "file/together.h"

@@ -23,8 +23,8 @@ class Others {
   /// Whether there was anything that was not there before.
   bool keep();
 
-  /// After the exchange: what appeared in the old directory, or was renamed into place there, moves to the current one; then the old one
-  /// is removed. What cannot be moved stays in the old one. Throws nothing.
+  /// After the new one is in place: what appeared in the old directory, or was renamed into place there, moves to the current one; then the
+  /// old one is removed. What cannot be moved stays in the old one. Throws nothing.
   void move_from(const base::Path& old) noexcept;
 
  private:

@@ -108,13 +108,13 @@ Storage probe(const Draft& draft, const Sizes& files, bool merges) {
 
 void put_in_place(Draft& draft, Others& others, const Path& old) {
   const Path parent = parent_of(draft.target);
-  if (base::exchange(draft.temporary, draft.target)) {
+  if (base::rename_exchange(draft.temporary, draft.target)) {
     try {
       base::rename(draft.temporary, old);  // from here on a dead save's leftover tells which of the two it is
       base::sync(parent);
     } catch (...) {
       const Path at = look_at_itself(old) ? old : draft.temporary;
-      base::exchange(at, draft.target);
+      base::rename_exchange(at, draft.target);
       if (at == old) base::rename(old, draft.temporary);
       throw;
     }

@@ -46,10 +46,10 @@ TEST_F(Saving, OfNamedFilesLeavesAModelBesideThemAlone) {
 class Busy : public base::Syscalls {
  public:
   Busy(fs::path directory, bool can_exchange, bool before) : directory_(std::move(directory)), can_(can_exchange), before_(before) {}
-  int exchange(const char* a, const char* b) override {
+  int rename_exchange(const char* a, const char* b) override {
     if (!can_) return (errno = EINVAL, -1);
     if (before_) work(b);
-    const int result = Syscalls::exchange(a, b);
+    const int result = Syscalls::rename_exchange(a, b);
     if (!before_) work(a);
     return result;
   }

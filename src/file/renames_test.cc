@@ -11,7 +11,7 @@ namespace {
 class FailingRename : public base::Syscalls {
  public:
   explicit FailingRename(int fatal) : left_(fatal) {}
-  int exchange(const char*, const char*) override { return (errno = EINVAL, -1); }
+  int rename_exchange(const char*, const char*) override { return (errno = EINVAL, -1); }
   int rename(const char* from, const char* to) override { return left_-- == 0 ? (errno = EIO, -1) : Syscalls::rename(from, to); }
   bool failed() const { return left_ < 0; }
 
@@ -95,7 +95,7 @@ TEST_F(Saving, BringsBackWhatADeadSaveHadNotYetMoved) {
 class NoRename : public base::Syscalls {
  public:
   int rename(const char*, const char*) override { return (errno = ENOSYS, -1); }
-  int exchange(const char*, const char*) override { return (errno = ENOSYS, -1); }
+  int rename_exchange(const char*, const char*) override { return (errno = ENOSYS, -1); }
 };
 
 TEST_F(Saving, OfNamedFilesIsNotWrittenOverOthersWhereNothingCanBeRenamed) {
@@ -118,7 +118,7 @@ class Fixed : public base::Syscalls {
   int rename(const char* from, const char* to) override {
     return from == path_.string() ? (errno = error_, -1) : Syscalls::rename(from, to);
   }
-  int exchange(const char*, const char*) override { return (errno = error_, -1); }
+  int rename_exchange(const char*, const char*) override { return (errno = error_, -1); }
   ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
     written += bytes;
     return Syscalls::pwrite(fd, data, bytes, offset);

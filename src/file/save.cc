@@ -43,7 +43,7 @@ void write_index(const Draft& draft, const Layout& layout) {
 }
 
 /// What this rank writes: its views, found again in the layout, as far as it owns them.
-std::vector<Mine> parts_of(int rank, const Layout& layout, const std::vector<Volume>& volumes, std::span<const SaveFile> files) {
+std::vector<Mine> owned_by(int rank, const Layout& layout, const std::vector<Volume>& volumes, std::span<const SaveFile> files) {
   std::vector<std::vector<const TensorView*>> views(layout.tensors().size());
   size_t first = 0;
   for (size_t v = 0; v < files.size(); ++v) {
@@ -108,7 +108,7 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
     base::check_path(path);
     return draft_for(path, directory, plan.hugging_face, plan.call.nonce);
   });
-  plan.mine = parts_of(group.rank(), *plan.layout, volumes, files);
+  plan.mine = owned_by(group.rank(), *plan.layout, volumes, files);
 }
 
 StagedSave::~StagedSave() = default;

@@ -47,7 +47,7 @@ class ObjectStore : public base::Syscalls {
   }
   int ftruncate(int, off_t) override { return refuse(EOPNOTSUPP); }
   int rename(const char* from, const char* to) override { return renames_ ? Syscalls::rename(from, to) : refuse(ENOSYS); }
-  int exchange(const char*, const char*) override { return refuse(ENOSYS); }
+  int rename_exchange(const char*, const char*) override { return refuse(ENOSYS); }
 
   bool failed() const { return left_ < 0; }
 

@@ -18,7 +18,7 @@ class Replaced : public base::Syscalls {
     const ssize_t done = Syscalls::pread(fd, data, bytes, offset);
     const size_t next = next_++;
     if (next < versions_.size() && fs::is_directory(path_))
-      Syscalls::exchange(versions_[next].c_str(), path_.c_str());
+      Syscalls::rename_exchange(versions_[next].c_str(), path_.c_str());
     else if (next < versions_.size())
       fs::rename(versions_[next], path_);
     return done;

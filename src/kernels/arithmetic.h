@@ -41,7 +41,7 @@ using Computing = std::conditional_t<std::is_same_v<S, double>, double, float>;
 enum class Op : uint8_t { kCopy, kLerp, kLerpFromParameter, kMulAdd, kTwoProducts, kDifference, kQuotient, kStochastic, kIntegerStep };
 
 template <class T>
-struct Rule {
+struct Formula {
   Op op;
   T weight;  ///< W; W - 1 for kLerpFromParameter, D for kQuotient
   T decay;
@@ -58,7 +58,7 @@ SHARDOW_HD double divisor(double weight) {
 }
 
 template <class S>
-SHARDOW_HD Rule<Computing<S>> resolve(const Step::One& one) {
+SHARDOW_HD Formula<Computing<S>> resolve(const Step::One& one) {
   using T = Computing<S>;
   const T weight = static_cast<T>(one.weight), decay = static_cast<T>(one.decay);
   if (one.form == Form::kCopy) return {Op::kCopy, weight, decay};
@@ -183,8 +183,8 @@ SHARDOW_HD auto with_op(Op op, Visit&& visit) {
 }
 
 template <class S, class T = Computing<S>>
-SHARDOW_HD S next(const Rule<T>& rule, T p, S average, uint32_t noise) {
-  return with_op(rule.op, [&]<Op kOp>() { return next_as<kOp, S>(rule.weight, rule.decay, p, average, noise); });
+SHARDOW_HD S next(const Formula<T>& formula, T p, S average, uint32_t noise) {
+  return with_op(formula.op, [&]<Op kOp>() { return next_as<kOp, S>(formula.weight, formula.decay, p, average, noise); });
 }
 
 }  // namespace shardow::kernels

@@ -6,7 +6,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/kernels.h"
-#include "kernels/limits.h"
+#include "kernels/roofline.h"
 #include "kernels/test_data.h"
 
 namespace shardow::kernels::testing {
@@ -224,7 +224,7 @@ TEST_P(Cpu, TheLimitTouchesEveryElement) {
     std::memset(problem.averages[0].data(), 0, problem.averages[0].bytes());
     const Problem before = problem;
     const Chunk chunk = problem.chunk();
-    limits::update({&chunk, 1}, 1);
+    roofline::update({&chunk, 1}, 1);
     for (int64_t i = 0; i < count; ++i) {
       const float p = static_cast<const float*>(chunk.parameter)[i];
       ASSERT_EQ(static_cast<const float*>(chunk.averages[0])[i], p > 0 ? p : 0) << i << " of " << count;

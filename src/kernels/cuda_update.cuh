@@ -2,7 +2,7 @@
 // thousands of tiny tensors fill the machine as well as one large one, and everything that differs between chunks (dtypes, pointers, noise
 // keys) is uniform in a warp.
 //
-//   1. The warp reads its tile and chunk, and its first lanes resolve the rules and draw the keys into shared memory.
+//   1. The warp reads its tile and chunk, and its first lanes resolve the formulas and draw the keys into shared memory.
 //   2. Groups of 256 elements, eight per lane: the parameters are loaded and converted once; then per average one switch. The next average
 //   is on its way
 //      while one is computed, so that a lane always has 32 bytes or more of averages in flight, a multiprocessor 64 KB.
@@ -101,8 +101,8 @@ struct Body {
 #pragma unroll 1
     for (int k = 0; k < num_averages; ++k) {
       S& e = average(k)[i];
-      const Rule<T> rule{tile.ops[k], static_cast<T>(tile.weights[k]), static_cast<T>(tile.decays[k])};
-      e = next<S>(rule, p, e, draws(rule.op) ? noise_bits(tile.keys[k], low + static_cast<uint32_t>(i)) : 0);
+      const Formula<T> formula{tile.ops[k], static_cast<T>(tile.weights[k]), static_cast<T>(tile.decays[k])};
+      e = next<S>(formula, p, e, draws(formula.op) ? noise_bits(tile.keys[k], low + static_cast<uint32_t>(i)) : 0);
     }
     return finite ? 0 : 1;
   }
@@ -127,12 +127,12 @@ __device__ bool prepare(const Chunk& chunk, const Tile& tile, const Step& step, 
     good = aligned(out.parameter);
   }
   if (lane < step.num_averages) {
-    const Rule<Computing<S>> rule = resolve<S>(step.averages.data()[lane]);
+    const Formula<Computing<S>> formula = resolve<S>(step.averages.data()[lane]);
     void* const average = static_cast<S*>(chunk.averages.data()[lane]) + tile.begin;
     out.averages[lane] = average;
-    out.ops[lane] = rule.op;
-    out.weights[lane] = static_cast<double>(rule.weight);
-    out.decays[lane] = static_cast<double>(rule.decay);
+    out.ops[lane] = formula.op;
+    out.weights[lane] = static_cast<double>(formula.weight);
+    out.decays[lane] = static_cast<double>(formula.decay);
     out.keys[lane] = noise_key(step.seed, step.step, chunk.tensor, lane, static_cast<uint32_t>(chunk.global_begin >> 32));
     good = good && aligned(average);
   }

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
-#include "kernels/limits.h"
+#include "kernels/roofline.h"
 #include "kernels/row.h"
 
 namespace shardow::kernels {
@@ -103,7 +103,7 @@ void update(benchmark::State& state, const std::vector<int64_t>& tensors, int nu
   for (auto _ : state) {
     ++step.step;
     const double begin = seconds();
-    limits::update(model.chunks, num_averages);
+    roofline::update(model.chunks, num_averages);
     const double middle = seconds();
     benchmark::DoNotOptimize(cpu::update(model.chunks, step));
     const double end = seconds();

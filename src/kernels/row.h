@@ -1,6 +1,6 @@
-// A chunk made ready for the body of one (parameter dtype, average dtype) pair: rules resolved, noise keys drawn. The bodies are templates
-// on the storage types; with_dtype() is the one place where a DType becomes a type. update_elements() is the scalar body: all of the
-// reference, and what the vector kernels do with a block that holds a parameter that is not finite.
+// A chunk made ready for the body of one (parameter dtype, average dtype) pair: formulas resolved, noise keys drawn. The bodies are
+// templates on the storage types; with_dtype() is the one place where a DType becomes a type. update_elements() is the scalar body: all of
+// the reference, and what the vector kernels do with a block that holds a parameter that is not finite.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,9 @@ struct Row {
         hold(step.hold) {
     for (int k = 0; k < num_averages; ++k) {
       averages[k] = static_cast<S*>(chunk.averages[static_cast<size_t>(k)]);
-      rules[k] = resolve<S>(step.averages[static_cast<size_t>(k)]);
-      if (draws(rules[k].op)) keys[k] = noise_key(step.seed, step.step, chunk.tensor, k, static_cast<uint32_t>(chunk.global_begin >> 32));
+      formulas[k] = resolve<S>(step.averages[static_cast<size_t>(k)]);
+      if (draws(formulas[k].op))
+        keys[k] = noise_key(step.seed, step.step, chunk.tensor, k, static_cast<uint32_t>(chunk.global_begin >> 32));
     }
   }
 
@@ -32,7 +33,7 @@ struct Row {
   int num_averages;
   bool hold;
   S* averages[kMaxAverages];
-  Rule<T> rules[kMaxAverages];
+  Formula<T> formulas[kMaxAverages];
   NoiseKey keys[kMaxAverages];
 };
 
@@ -47,8 +48,8 @@ inline int64_t update_elements(const Row<P, S>& row, int64_t begin, int64_t end)
       if (row.hold) continue;
     }
     for (int k = 0; k < row.num_averages; ++k) {
-      const uint32_t noise = draws(row.rules[k].op) ? noise_bits(row.keys[k], row.low + static_cast<uint32_t>(i)) : 0;
-      row.averages[k][i] = next<S>(row.rules[k], p, row.averages[k][i], noise);
+      const uint32_t noise = draws(row.formulas[k].op) ? noise_bits(row.keys[k], row.low + static_cast<uint32_t>(i)) : 0;
+      row.averages[k][i] = next<S>(row.formulas[k], p, row.averages[k][i], noise);
     }
   }
   return non_finite;

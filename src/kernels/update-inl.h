@@ -117,11 +117,11 @@ HWY_INLINE void store_value(D d, A access, hn::Vec<D> v, S* to) {
 
 /// next_as() for one block: e becomes the new averages. `low` is the global index of the first lane.
 template <int kVectors, class S, class D>
-HWY_INLINE void next_block(D d, const Rule<hn::TFromD<D>>& rule, NoiseKey key, uint32_t low, const hn::Vec<D> (&p)[kVectors],
+HWY_INLINE void next_block(D d, const Formula<hn::TFromD<D>>& formula, NoiseKey key, uint32_t low, const hn::Vec<D> (&p)[kVectors],
                            hn::Vec<D> (&e)[kVectors]) {
   const hn::Rebind<uint32_t, D> du;
   const auto lanes = static_cast<uint32_t>(hn::Lanes(d));
-  const auto weight = hn::Set(d, rule.weight), decay = hn::Set(d, rule.decay);
+  const auto weight = hn::Set(d, formula.weight), decay = hn::Set(d, formula.decay);
   if constexpr (is_16_bit<S>) {
     for (int j = 0; j < kVectors; ++j) {
       const auto noise = noise_lanes(du, key, low + static_cast<uint32_t>(j) * lanes);
@@ -130,7 +130,7 @@ HWY_INLINE void next_block(D d, const Rule<hn::TFromD<D>>& rule, NoiseKey key, u
     }
     return;
   }
-  switch (rule.op) {
+  switch (formula.op) {
     case Op::kLerpFromParameter:
       for (int j = 0; j < kVectors; ++j) e[j] = hn::MulAdd(weight, hn::Sub(p[j], e[j]), p[j]);
       break;
@@ -182,10 +182,10 @@ HWY_INLINE int64_t update_block(const Row<P, S>& row, A access, int64_t begin, i
   for (int j = 0; j < kVectors; ++j) old[j] = load(d, access, row.averages[0] + begin + static_cast<size_t>(j) * lanes);
   for (int k = 0; k < row.num_averages; ++k) {
     for (int j = 0; j < kVectors; ++j) e[j] = old[j];
-    if (row.rules[k].op == Op::kCopy) {
+    if (row.formulas[k].op == Op::kCopy) {
       copy_block<kVectors, S>(d, p, e);
     } else {
-      next_block<kVectors, S>(d, row.rules[k], row.keys[k], row.low + static_cast<uint32_t>(begin), p, e);
+      next_block<kVectors, S>(d, row.formulas[k], row.keys[k], row.low + static_cast<uint32_t>(begin), p, e);
     }
     // The next average is loaded before this one is stored: arenas often lie a multiple of 4 KiB apart, where a load waits for an earlier
     // store.

@@ -6,10 +6,10 @@
 
 #include "kernels/kernels.h"
 
-namespace shardow::kernels::limits {
+namespace shardow::kernels::roofline {
 
 /// Reads every parameter, reads and writes every average (the values are changed: to the larger one), in cpu::update()'s order and with its
 /// instruction set. Averages of 16 bits are not measured: their chunks are passed over.
 void update(std::span<const Chunk> chunks, int num_averages) noexcept;
 
-}  // namespace shardow::kernels::limits
+}  // namespace shardow::kernels::roofline

@@ -1,4 +1,4 @@
-#include "file/plan.h"
+#include "file/ownership.h"
 
 #include <algorithm>
 #include <map>

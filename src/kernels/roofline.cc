@@ -1,8 +1,8 @@
-// update-inl.h's walk without its arithmetic, tests and rules.
-#include "kernels/limits.h"
+// update-inl.h's walk without its arithmetic, tests and formulas.
+#include "kernels/roofline.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "kernels/limits.cc"
+#define HWY_TARGET_INCLUDE "kernels/roofline.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
 #include "kernels/row.h"
@@ -76,7 +76,7 @@ namespace shardow::kernels {
 
 HWY_EXPORT(limit);
 
-void limits::update(std::span<const Chunk> chunks, int num_averages) noexcept {
+void roofline::update(std::span<const Chunk> chunks, int num_averages) noexcept {
   HWY_DYNAMIC_DISPATCH(limit)(chunks, num_averages);
 }
 

@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 #include <nanobind/trampoline.h>
 
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -31,6 +32,10 @@ Deadline in_seconds(double seconds) {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
+std::chrono::milliseconds in_milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
 template <class Fn>
 auto in_python(Fn fn) {
   const nb::gil_scoped_acquire gil;
@@ -42,7 +47,8 @@ auto in_python(Fn fn) {
   }
 }
 
-/// What a Python subclass provides: its rank and size to the constructor, all_gather(bytes, seconds) -> list of bytes, broadcast and so on
+/// What a Python subclass provides: its rank and size to the constructor, begin(call, seconds) where it has names for rounds,
+/// all_gather(bytes, seconds) -> list of bytes, broadcast and so on
 /// over buffers.
 struct PyGroup final : Group {
   NB_TRAMPOLINE(Group, 2);
@@ -53,6 +59,13 @@ struct PyGroup final : Group {
   int size() const noexcept override { return size_; }
   bool moves_blocks() const noexcept override { return moves_blocks_; }
   void set_moves_blocks(bool moves) { moves_blocks_ = moves; }
+
+  void begin(std::string_view call, std::chrono::milliseconds timeout) override {
+    in_python([&] {
+      const nb::object named = nb::getattr(self(), "begin", nb::none());
+      if (!named.is_none()) named(nb::str(call.data(), call.size()), std::chrono::duration<double>(timeout).count());
+    });
+  }
 
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return in_python([&] {
@@ -107,21 +120,32 @@ std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double ti
   return result;
 }
 
-void agree_python(Group& group, double timeout, const nb::callable& fn) {
+/// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once, and are told to nobody.
+nb::object agree_python(Group& group, const std::string& call, double timeout, const nb::callable& fn, double behind) {
+  constexpr double kToTell = 1;
+  nb::object result;
   std::exception_ptr mine;
+  std::string told;
+  double patience = timeout + behind;
   try {
-    agree(group, in_seconds(timeout), [&] {
-      try {
-        fn();
-      } catch (const nb::python_error& error) {
-        mine = std::current_exception();
-        throw std::runtime_error(without_stack(error));
-      }
+    result = fn();
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    mine = std::current_exception();
+    told = without_stack(error);
+    if (error.matches(PyExc_TimeoutError)) patience = std::min(timeout, kToTell);  // it has waited for others already
+  }
+  try {
+    const nb::gil_scoped_release release;
+    group.begin(call, in_milliseconds(timeout));
+    agree(group, in_seconds(patience), [&] {
+      if (mine) throw std::runtime_error(told);
     });
   } catch (...) {
     if (mine) std::rethrow_exception(mine);
     throw;
   }
+  return result;
 }
 
 }  // namespace
@@ -143,9 +167,10 @@ void bind_group(nb::module_& m) {
       },
       "n"_a, "n ranks in this process, for one thread each.");
   m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a, "Every rank's bytes, indexed by rank. Collective.");
-  m.def("agree", &agree_python, "group"_a, "timeout"_a, "fn"_a,
-        "Runs fn on every rank, then raises on all ranks if it raised on any: its own error where it did, ConnectionError elsewhere. "
-        "Collective; timeout in seconds.");
+  m.def("agree", &agree_python, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
+        "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error where it did, "
+        "ConnectionError elsewhere. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank that does wait; one "
+        "whose fn raised TimeoutError waits a second at most. Collective; `call` is its name in messages.");
 }
 
 }  // namespace shardow::python

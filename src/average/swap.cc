@@ -78,7 +78,12 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
   std::optional<Swap> prepared;
   const auto prepare = [&] { prepared = prepare_swap(weights, k); };
-  options.replicas != nullptr ? agree(*options.replicas, deadline, prepare) : prepare();
+  if (options.replicas != nullptr) {
+    options.replicas->begin("swap_in()", options.timeout);
+    agree(*options.replicas, deadline, prepare);
+  } else {
+    prepare();
+  }
   swap = std::move(prepared);
   exchange_in();
   if (options.replicas == nullptr) return;
@@ -142,6 +147,7 @@ void Average::Impl::swap_out() {
   const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
   bool shared = swap && swap->shared;
   if (options.replicas != nullptr) {
+    options.replicas->begin("swap_out()", options.timeout);
     uint64_t anybody = shared ? 1 : 0;  // one whose own swap failed early is needed by those that went on
     options.replicas->all_reduce({&anybody, 1}, Group::Op::kMax, deadline);
     shared = anybody != 0;

@@ -3,12 +3,17 @@
 
 #include <gtest/gtest.h>
 
+#include <cerrno>
+#include <filesystem>
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "base/errors.h"
+#include "comm/agree.h"
 #include "comm/conformance.h"
 #include "shardow/group.h"
 
@@ -36,12 +41,11 @@ inline void check_agree(Group& group, const std::function<bool(int)>& failing) {
     });
   });
   ASSERT_TRUE(got.thrown);
+  EXPECT_EQ(got.code, Code::kCorrupt) << "one code for all";
   if (failing(group.rank())) {
-    EXPECT_EQ(got.code, Code::kCorrupt);
     EXPECT_EQ(got.message, own);
   } else {
-    EXPECT_EQ(got.code, Code::kPeerFailed);
-    const std::string first = fmt::format("file of rank {} (corrupt)", failed.front());
+    const std::string first = fmt::format("file of rank {}", failed.front());
     EXPECT_EQ(got.message, failed.size() == 1 ? fmt::format("rank {} of {} failed: {}", failed[0], group.size(), first)
                                               : fmt::format("ranks {} of {} failed; rank {}: {}", fmt::join(failed, ", "), group.size(),
                                                             failed[0], first));
@@ -76,6 +80,7 @@ inline void agree_carries_exceptions_of_any_type(Group& group) {
     }
   });
   if (group.rank() != last) {
+    EXPECT_EQ(standard.code, Code::kPeerFailed);
     EXPECT_EQ(standard.message, fmt::format("rank {} of {} failed: index 9", last, group.size()));
   }
   const Caught other = caught([&] {
@@ -92,6 +97,65 @@ inline void agree_carries_exceptions_of_any_type(Group& group) {
   if (group.rank() != last) {
     EXPECT_EQ(other.code, Code::kPeerFailed);
   }
+}
+
+inline void agree_carries_errno(Group& group) {
+  const int last = group.size() - 1;
+  try {
+    agree(group, far(), [&] {
+      if (group.rank() == last) throw Error(Code::kOutOfSpace, "the disk of one", ENOSPC);
+    });
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kOutOfSpace);
+    EXPECT_EQ(error.os_errno(), ENOSPC);
+  }
+}
+
+inline void agree_takes_an_error_of_the_file_system_for_what_it_means(Group& group) {
+  const Caught got = caught([&] {
+    agree(group, far(), [&] {
+      if (group.rank() == 0)
+        throw std::filesystem::filesystem_error("status", "a", std::make_error_code(std::errc::too_many_symbolic_link_levels));
+    });
+  });
+  EXPECT_EQ(got.code, Code::kIo) << got.message;
+}
+
+/// A rank that waited in vain learns of the failure that made it wait, whatever its type.
+inline void what_is_about_others_gives_way_to_what_they_say(Group& group) {
+  const int last = group.size() - 1;
+  for (const bool foreign : {false, true}) {
+    for (const Code waited : {Code::kTimeout, Code::kPeerFailed}) {
+      const Caught got = caught([&] {
+        try {
+          agree(group, far(), [&] {
+            if (group.rank() < last) throw Error(waited, "nothing came");
+            if (foreign) throw std::out_of_range("index 9");
+            throw Error(Code::kCorrupt, "not what was saved");
+          });
+        } catch (const std::out_of_range&) {
+          EXPECT_TRUE(foreign && group.rank() == last);
+          throw Error(Code::kPeerFailed, "index 9");
+        }
+      });
+      EXPECT_EQ(got.code, foreign ? Code::kPeerFailed : Code::kCorrupt);
+      EXPECT_NE(got.message.find(foreign ? "index 9" : "not what was saved"), std::string::npos) << got.message;
+    }
+  }
+  const Caught all = caught([&] { agree(group, far(), [&] { throw Error(Code::kTimeout, fmt::format("of rank {}", group.rank())); }); });
+  EXPECT_EQ(all.code, Code::kTimeout);
+  EXPECT_NE(all.message.find("of rank 0"), std::string::npos) << all.message;
+}
+
+/// A step that took longer than its deadline is told all the same, and what each rank returned arrives.
+inline void agree_tells_after_the_deadline_and_what_was_returned(Group& group) {
+  const Deadline passed = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
+  const std::vector<std::string> all = agree_on(group, passed, [&] {
+    std::this_thread::sleep_until(passed + std::chrono::milliseconds(5));
+    return fmt::format("of {}", group.rank());
+  });
+  for (int rank = 0; rank < group.size(); ++rank) EXPECT_EQ(all.at(static_cast<size_t>(rank)), fmt::format("of {}", rank));
 }
 
 inline void agree_takes_an_empty_message_for_a_failure(Group& group) {
@@ -151,6 +215,10 @@ inline std::vector<Conformance> agree_cases() {
       SHARDOW_CASE(agree_names_all_ranks_that_failed),
       SHARDOW_CASE(agree_leaves_every_rank_its_own_error_when_all_fail),
       SHARDOW_CASE(agree_carries_exceptions_of_any_type),
+      SHARDOW_CASE(agree_carries_errno),
+      SHARDOW_CASE(agree_takes_an_error_of_the_file_system_for_what_it_means),
+      SHARDOW_CASE(what_is_about_others_gives_way_to_what_they_say),
+      SHARDOW_CASE(agree_tells_after_the_deadline_and_what_was_returned),
       SHARDOW_CASE(agree_takes_an_empty_message_for_a_failure),
       SHARDOW_CASE(agree_shortens_long_messages_between_characters),
       SHARDOW_CASE(agree_times_out_together),

@@ -47,9 +47,9 @@ TEST(Rounds, WhatHasBeenDecidedStaysSoWhenAMemberLeaves) {
 
 TEST(Rounds, AVerdictStaysAsItIsWhenTheMissingMemberLeaves) {
   Rounds rounds(3);
-  const Caught first = caught([&] { rounds.exchange(0, kAll, {"call", ""}, near()); });
+  const Caught first = caught([&] { rounds.meet(0, kAll, {"call", ""}, near()); });
   rounds.leave(2);  // for whom rank 0 has waited in vain
-  const Caught late = caught([&] { rounds.exchange(1, kAll, {"call", ""}, far()); });
+  const Caught late = caught([&] { rounds.meet(1, kAll, {"call", ""}, far()); });
   EXPECT_EQ(late.code, Code::kTimeout);
   EXPECT_EQ(late.message, first.message);
 }

@@ -51,12 +51,14 @@ class ThreadGroup final : public Group {
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return static_cast<int>(all_.members.size()); }
 
+  void begin(std::string_view call, std::chrono::milliseconds) override { call_ = fmt::format("{}: ", call); }
+
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
-    return *rounds_->meet(rank_, all_, {"all_gather()", std::string(mine)}, deadline);
+    return *rounds_->meet(rank_, all_, {next("all_gather()"), std::string(mine)}, deadline);
   }
 
   void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    const std::string call = fmt::format("all_reduce({}, {} values)", op_name(op), values.size());
+    const std::string call = next(fmt::format("all_reduce({}, {} values)", op_name(op), values.size()));
     const auto all = rounds_->meet(rank_, all_, {call, copy_of(std::as_bytes(values))}, deadline);
     std::vector<uint64_t> theirs(values.size());
     copy_into(std::as_writable_bytes(values), all->front());
@@ -67,7 +69,7 @@ class ThreadGroup final : public Group {
   }
 
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
-    const std::string call = fmt::format("broadcast({} bytes from rank {})", bytes.size(), root);
+    const std::string call = next(fmt::format("broadcast({} bytes from rank {})", bytes.size(), root));
     const auto all = rounds_->meet(rank_, all_, {call, rank_ == root ? copy_of(bytes) : std::string()}, deadline);
     // After the round: every rank learns of a wrong root, and none is left waiting.
     if (root < 0 || root >= size()) base::fail(Code::kInvalidArgument, "{} in a group of {}", call, size());
@@ -86,6 +88,14 @@ class ThreadGroup final : public Group {
   }
 
  private:
+  /// The round's name: what it does, and for which call.
+  std::string next(const std::string& operation) {
+    std::string name = call_ + operation;
+    constexpr std::string_view kLater = "a later step of ";
+    if (!call_.empty() && !call_.starts_with(kLater)) call_.insert(0, kLater);
+    return name;
+  }
+
   static std::string describe(size_t bytes, int from, int to) {
     return fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to);
   }
@@ -97,6 +107,7 @@ class ThreadGroup final : public Group {
 
   const int rank_;
   Lane all_;
+  std::string call_;  // under way, as it stands before a round's operation
   const std::shared_ptr<Rounds> rounds_;
 };
 

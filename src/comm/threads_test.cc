@@ -155,6 +155,28 @@ TEST(Threads, CallsThatDoNotFitAreRefusedOnEveryRank) {
   }
 }
 
+TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
+  constexpr std::chrono::seconds kTimeout{60};
+  Groups groups = threads(3);
+  on_every_rank(groups, [&](auto& group) {
+    group->begin(group->rank() == 1 ? "load()" : "save()", kTimeout);
+    for (const char* const later : {"", "a later step of "}) {
+      const Caught got = caught([&] { agree(*group, far(), [] {}); });
+      EXPECT_EQ(got.code, Code::kInvalidArgument);
+      EXPECT_EQ(got.message, fmt::format("rank 1 calls {0}load(): all_gather() where rank 0 calls {0}save(): all_gather()", later));
+    }
+    group->begin("save()", kTimeout);
+    if (group->rank() == 2) {
+      EXPECT_EQ(caught([&] { agree(*group, far(), [] {}); }).message, "");
+      group->begin("save()", kTimeout);  // another one, where the others go on with theirs
+    } else {
+      agree(*group, far(), [] {});
+    }
+    const Caught got = caught([&] { agree(*group, far(), [] {}); });
+    EXPECT_EQ(got.message, "rank 2 calls save(): all_gather() where rank 0 calls a later step of save(): all_gather()");
+  });
+}
+
 TEST(Threads, BlocksOfDifferentLengthAreRefusedOnBothSides) {
   Groups groups = threads(2);
   on_every_rank(groups, [&](auto& group) {

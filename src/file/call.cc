@@ -8,13 +8,15 @@
 
 #include "base/errors.h"
 #include "base/files.h"
-#include "file/wire.h"
+#include "comm/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
+using comm::Receiver;
+using comm::Sender;
 
 void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
   if (options.dtype && !is_floating(*options.dtype))

@@ -6,17 +6,19 @@
 #include <span>
 
 #include "base/errors.h"
+#include "comm/agree.h"
+#include "comm/wire.h"
 #include "file/layout.h"
 #include "file/members.h"
 #include "file/raw.h"
-#include "file/together.h"
-#include "file/wire.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
 using base::Path;
+using comm::Receiver;
+using comm::Sender;
 namespace fs = std::filesystem;
 
 std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std::string& where) {
@@ -85,7 +87,7 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
                  std::string& machine_of_first) {
   Raw raw;
   std::string long_text;
-  const std::string first = gather_together(group, timeout, [&] {
+  const std::string first = comm::agree_on(group, std::chrono::steady_clock::now() + timeout, [&] {
     if (group.rank() != 0) return std::string();
     raw = read_raw(path, names);
     if (group.size() == 1) return std::string();
@@ -113,7 +115,7 @@ std::optional<std::vector<std::string>> try_version(Group& group, const Path& pa
                                                     std::chrono::milliseconds timeout, const std::function<std::string(const Raw&)>& told) {
   std::string first;
   Raw raw = read_for_all(group, path, names, timeout, first);
-  std::vector<std::string> words = gather_together(group, timeout, [&] {  // (2) every rank opens the same
+  std::vector<std::string> words = comm::agree_on(group, std::chrono::steady_clock::now() + timeout, [&] {  // (2) every rank opens the same
     if (group.rank() != 0 && !open_same(path, raw, !first.empty() && first == machine())) return std::string();
     return "+" + told(raw);
   });

@@ -17,8 +17,8 @@ Direct::Direct(const std::vector<Mine>& mine, const Layout& layout, Output& outp
   std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return where(a) < where(b); });
 }
 
-Part Direct::part() {
-  const PartTime time;
+comm::Part Direct::part() {
+  const comm::PartTime time;
   const int64_t before = done_;
   while (next_ < mine_.size() && !time.over()) {
     const Mine& mine = mine_[order_[next_]];

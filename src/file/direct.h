@@ -4,9 +4,9 @@
 #include <optional>
 #include <vector>
 
+#include "comm/parts.h"
 #include "file/feed.h"
 #include "file/output.h"
-#include "file/together.h"
 
 namespace shardow::file {
 
@@ -15,7 +15,7 @@ class Direct {
   /// `mine` outlives it. `count_only`: checksums, nothing is written.
   Direct(const std::vector<Mine>& mine, const Layout& layout, Output& output, bool count_only);
 
-  Part part();  ///< half a second's work
+  comm::Part part();  ///< half a second's work
 
  private:
   void chunk(const Mine& mine);

@@ -8,11 +8,11 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "comm/parts.h"
+#include "comm/wire.h"
 #include "file/ownership.h"
 #include "file/reader.h"
 #include "file/sums.h"
-#include "file/together.h"
-#include "file/wire.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -21,6 +21,8 @@ namespace file {
 namespace {
 
 using base::fail;
+using comm::Receiver;
+using comm::Sender;
 using Clock = std::chrono::steady_clock;
 
 bool can_cast(DType from, DType to) {
@@ -115,13 +117,13 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
     jobs.push_back({&view, &stored->second, sums && sums->of(*find(wanted, view.name))});
   }
   Reader reader(catalog, jobs);
-  Parts parts(group, options.timeout, bytes_in_all(catalog, wanted), options.progress);
+  comm::Parts parts(group, options.timeout, bytes_in_all(catalog, wanted), options.progress);
   const std::vector<std::string> found = parts.run([&] {
-    Part part = reader.part();
+    comm::Part part = reader.part();
     if (part.last && sums) part.words = sums->words(group.rank(), jobs, reader.sums());
     return part;
   });
-  if (asked.told) together(group, options.timeout, [&] { parts.tell(); });
+  if (asked.told) agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
   if (sums) sums->check(found);
   report.bytes_read = reader.bytes();
   report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
@@ -167,6 +169,7 @@ void read_one(const Catalog& catalog, const TensorView& view) {
 }  // namespace file
 
 LoadReport load(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const LoadOptions& options) {
+  group.begin("load()", options.timeout);
   const auto all = [&](const auto&) { return file::Chosen{{views.begin(), views.end()}, options.strict}; };
   return file::load_chosen(group, path, all, options);
 }

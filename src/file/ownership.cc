@@ -4,13 +4,15 @@
 #include <map>
 
 #include "base/errors.h"
-#include "file/wire.h"
+#include "comm/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
+using comm::Receiver;
+using comm::Sender;
 
 constexpr int64_t kDivideBytes = int64_t{1} << 20;  // pieces below are written by one holder
 

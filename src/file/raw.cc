@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "comm/wire.h"
 #include "file/header.h"
 #include "file/names.h"
-#include "file/wire.h"
 
 namespace shardow::file {
 namespace {
@@ -14,6 +14,8 @@ namespace {
 using base::fail;
 using base::File;
 using base::Path;
+using comm::Receiver;
+using comm::Sender;
 
 /// Also where a save died, or is, between the two renames that replace a directory.
 File open_standing(const Path& path) {

@@ -52,9 +52,9 @@ std::vector<size_t> in_file_order(const std::vector<Reader::Job>& jobs) {
 Reader::Reader(const Catalog& catalog, std::vector<Job> jobs)
     : catalog_(catalog), jobs_(std::move(jobs)), order_(in_file_order(jobs_)), lanes_(lanes_for(jobs_)), sums_(jobs_.size(), 0) {}
 
-Part Reader::part() {
+comm::Part Reader::part() {
   const int64_t before = done_;
-  const PartTime time;
+  const comm::PartTime time;
   std::vector<std::thread> others;
   try {
     for (int lane = 1; lane < lanes_; ++lane) others.emplace_back([&] { work(time); });
@@ -78,7 +78,7 @@ void Reader::check_files() {
   for (const size_t file : files) catalog_.files[file].file->check_unchanged();
 }
 
-void Reader::work(const PartTime& time) {
+void Reader::work(const comm::PartTime& time) {
   try {
     Lane lane;
     Read read;

@@ -13,10 +13,10 @@
 
 #include "base/files.h"
 #include "base/mutex.h"
+#include "comm/parts.h"
 #include "file/catalog.h"
 #include "file/crc.h"
 #include "file/device.h"
-#include "file/together.h"
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"
 
@@ -33,7 +33,7 @@ class Reader {
   Reader(const Catalog& catalog, std::vector<Job> jobs);
 
   /// Half a second's work, in bytes that were wanted. With the last of it, throws kIo where a file was written over meanwhile.
-  Part part();
+  comm::Part part();
 
   /// By job, when all is read: what its bytes contribute to the checksum of its tensor.
   const std::vector<uint64_t>& sums() const { return sums_; }
@@ -63,7 +63,7 @@ class Reader {
   bool find_run() SHARDOW_REQUIRES(mutex_);
   bool fits(const Read& read) const SHARDOW_REQUIRES(mutex_);
   void take_run(Read& read) SHARDOW_REQUIRES(mutex_);
-  void work(const PartTime& time);
+  void work(const comm::PartTime& time);
   void check_files();
 
   void perform(const Read& read, Lane& lane);

@@ -3,12 +3,12 @@
 #include <chrono>
 
 #include "base/errors.h"
+#include "comm/parts.h"
 #include "file/call.h"
 #include "file/direct.h"
-#include "file/exchange.h"
 #include "file/index.h"
 #include "file/publish.h"
-#include "file/together.h"
+#include "file/stripe_writer.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -91,7 +91,7 @@ struct StagedSave::Plan {
 StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options)
     : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}, 0, Clock::now()}) {
   Plan& plan = *plan_;
-  together(group, options.timeout, [&] { check_call(files, options); });
+  agree(group, Clock::now() + options.timeout, [&] { check_call(files, options); });
   plan.call = same_call(group, files, path, options, plan.deadline());
   std::vector<Volume> volumes;  // (1)
   for (size_t i = 0; i < files.size(); ++i) {
@@ -143,7 +143,7 @@ void StagedSave::stage(std::span<std::byte> memory) {
 /// (2)
 Storage StagedSave::Plan::storage() {
   uint64_t missing = 0;
-  together(group, options.timeout, [&] {
+  agree(group, deadline(), [&] {
     if (group.rank() != 0) return;
     std::vector<std::pair<std::string, int64_t>> sizes;
     for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
@@ -157,20 +157,20 @@ Storage StagedSave::Plan::storage() {
 /// (3), (4), (5)
 void StagedSave::Plan::write_anywhere() {
   Output output(*layout, *draft, options.checksums);
-  Parts parts(group, options.timeout, layout->total(), options.progress);
+  comm::Parts parts(group, options.timeout, layout->total(), options.progress);
   const std::vector<bool> shared = group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
   std::vector<Mine> alone;
   std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone), [&](const Mine& one) { return !shared[one.tensor]; });
   Direct direct(alone, *layout, output, false);
   parts.run([&] { return direct.part(); });
-  Exchange exchange(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false), false);
-  parts.run([&] { return exchange.round(); });
-  together(group, options.timeout, [&] {
+  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false), false);
+  parts.run([&] { return stripes.round(); });
+  agree(group, deadline(), [&] {
     parts.tell();
     output.finish();
   });
   if (options.checksums) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
-  together(group, options.timeout, [&] {
+  agree(group, deadline(), [&] {
     if (group.rank() != 0) return;
     if (options.checksums) layout->set_checksums(output.crcs());
     for (const FilePlan& file : layout->files()) write_header(draft->file(file.name), file.header);
@@ -189,15 +189,15 @@ void StagedSave::Plan::write_in_sequence() {
   Output output(*layout, *draft, options.checksums);
   if (options.checksums) {
     Direct count(mine, *layout, output, true);
-    Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
+    comm::Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
     group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
     layout->set_checksums(output.crcs());
   }
   const std::vector<bool> all(layout->tensors().size(), true);
-  Exchange exchange(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true), true);
-  Parts parts(group, options.timeout, layout->total(), options.progress);
-  parts.run([&] { return exchange.round(); });
-  together(group, options.timeout, [&] {
+  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true), true);
+  comm::Parts parts(group, options.timeout, layout->total(), options.progress);
+  parts.run([&] { return stripes.round(); });
+  agree(group, deadline(), [&] {
     parts.tell();
     output.finish();
   });
@@ -230,7 +230,7 @@ SaveReport StagedSave::write() {
     if (!storage.rename) {
       plan.draft->in_place = true;
       if (plan.hugging_face && plan.draft->directory) plan.layout->rename_files(plan.call.nonce);
-      together(plan.group, plan.options.timeout, [&] {
+      agree(plan.group, plan.deadline(), [&] {
         std::vector<std::string> names;
         for (const FilePlan& file : plan.layout->files()) names.push_back(file.name);
         if (plan.group.rank() == 0) prepare_in_place(*plan.draft, names, plan.patience());
@@ -241,7 +241,7 @@ SaveReport StagedSave::write() {
     } else {
       plan.write_in_sequence();
     }
-    together(plan.group, plan.options.timeout, [&] {
+    agree(plan.group, plan.deadline(), [&] {
       if (plan.group.rank() == 0) plan.commit();
     });
   } catch (...) {
@@ -252,6 +252,7 @@ SaveReport StagedSave::write() {
 }
 
 SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options) {
+  group.begin("save()", options.timeout);
   return StagedSave(group, files, path, options).write();
 }
 

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "base/errors.h"
-#include "file/wire.h"
+#include "comm/wire.h"
 
 namespace shardow::file {
 namespace {
@@ -51,7 +51,7 @@ std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::
       if (wanted_[t].pieces[p].region == jobs[j].view->region) mine[t][p] = sums[j];
     }
   }
-  Sender out;
+  comm::Sender out;
   for_each_of(rank, [&](size_t t, size_t p) { out.number(static_cast<int64_t>(mine[t][p])); });
   return out.bytes();
 }
@@ -61,7 +61,7 @@ void Sums::check(std::span<const std::string> words) const {
   std::vector<std::vector<uint64_t>> by_first = by_piece();
   std::set<size_t> wrong;
   for (size_t rank = 0; rank < words.size(); ++rank) {
-    Receiver in(words[rank]);
+    comm::Receiver in(words[rank]);
     for_each_of(static_cast<int>(rank), [&](size_t t, size_t p) {
       const auto sum = static_cast<uint64_t>(in.number());
       if (wanted_[t].pieces[p].holders[0] == static_cast<int>(rank)) all[t] ^= by_first[t][p] = sum;  // before the others': ranks ascend

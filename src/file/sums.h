@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "file/catalog.h"
-#include "file/plan.h"
+#include "file/ownership.h"
 #include "file/reader.h"
 
 namespace shardow::file {

@@ -15,8 +15,6 @@ from shardow.ranks.store_group import MISSING, StoreGroup, store_group
 
 T = TypeVar("T")
 
-_AT_LEAST = 1.0  # seconds, to report what one has waited for in vain
-
 
 class Team:
     """``process_group`` None: this process alone, where nothing waits and nothing is exchanged."""
@@ -36,21 +34,14 @@ class Team:
         begun this call together, so that who is missing did not forget it. ``behind``: seconds beyond the timeout for a rank that does
         wait.
         """
-        result: list[T] = []
-        failed: list[Exception] = []
+        done: list[T] = []
         try:
-            result.append(fn())
-        except Exception as error:
-            failed.append(error)
-        waited = bool(failed) and isinstance(failed[0], TimeoutError)
-        try:
-            self._begin(what)
-            _core.agree(self.group, min(self.timeout, _AT_LEAST) if waited else self.timeout + behind, lambda: _raise(failed))
+            _core.agree(self.group, what + self._whose, self.timeout, lambda: done.append(fn()), behind)
         except TimeoutError as error:
-            if result and self.size > 1:
+            if done and self.size > 1:
                 raise _told(what, error, begun) from None
             raise
-        return result[0]
+        return done[0]
 
     def same(self, what: str, facts: dict[str, Any], joins: str = "") -> None:
         """Raises on every rank where ranks differ in ``facts`` (JSON values), naming the first fact that differs and what each has.
@@ -132,11 +123,6 @@ def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
         else "Call it on all ranks (not under `if rank == 0`), or look for the rank that died"
     )
     return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
-
-
-def _raise(failed: list[Exception]) -> None:
-    for error in failed:
-        raise error
 
 
 def _difference(everybody: list[dict[str, Any]]) -> str:

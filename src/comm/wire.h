@@ -8,7 +8,7 @@
 
 #include "base/errors.h"
 
-namespace shardow::file {
+namespace shardow::comm {
 
 class Sender {
  public:
@@ -46,4 +46,4 @@ class Receiver {
   std::string_view left_;
 };
 
-}  // namespace shardow::file
+}  // namespace shardow::comm

@@ -1,4 +1,4 @@
-// Steps that every rank takes: an error on one is the same error on all, and slow work shows that it goes on.
+// Work that all ranks do part by part: slow work shows that it goes on, and stops on all ranks where it fails on one.
 #pragma once
 
 #include <chrono>
@@ -8,17 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "shardow/checkpoint.h"
 #include "shardow/group.h"
 
-namespace shardow::file {
-
-/// Runs `fn` here; then, if it threw on any rank, throws on every rank: its own exception where it threw, else the first failing rank's
-/// code, errno and message. kTimeout or kPeerFailed where a rank does not come within `timeout`.
-void together(Group& group, std::chrono::milliseconds timeout, const std::function<void()>& fn);
-
-/// The same, and tells every rank what fn() gave on each, by rank.
-std::vector<std::string> gather_together(Group& group, std::chrono::milliseconds timeout, const std::function<std::string()>& fn);
+namespace shardow::comm {
 
 /// Bytes that a part of the work did; whether all of it is done; and what the last part has for all ranks.
 struct Part {
@@ -36,14 +28,17 @@ class PartTime {
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
-/// Work of all ranks that goes on: the timeout counts from one part to the next, not for all of it.
+/// The timeout counts from one part to the next, not for all of the work.
 class Parts {
  public:
+  using ProgressFn = std::function<void(int64_t done, int64_t total)>;
+
   Parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, ProgressFn progress)
       : group_(group), timeout_(timeout), total_(total_bytes), progress_(std::move(progress)) {}
 
-  /// Calls `part`, which takes about a second at most, until it is done on every rank; returns the words of their last parts. Progress is
-  /// told in the step after the one that it is about, so that a callback that throws stops all ranks at once.
+  /// Calls `part`, which takes about a second at most, until it is done on every rank, and agree()s on each; returns the words of the last
+  /// parts, by rank. Progress is told on rank 0 in the step after the one that it is about, so that a callback that throws stops all ranks
+  /// at once.
   std::vector<std::string> run(const std::function<Part()>& part);
 
   /// What run() has not told yet; to be called in a step after it.
@@ -56,4 +51,4 @@ class Parts {
   ProgressFn progress_;
 };
 
-}  // namespace shardow::file
+}  // namespace shardow::comm

@@ -1,0 +1,143 @@
+// One all_gather of statuses: what a rank's step returned, or its error's code, errno and message. The verdict needs no second round,
+// because a round of a Group succeeds or fails for all of its ranks; each rank reads it from the same statuses:
+//
+//   1. nobody threw: what everybody returned
+//   2. somebody did: the error of the first rank whose error is its own; where all are about others (kTimeout, kPeerFailed), of the first
+//   3. a rank that threw keeps its exception, unless that is about others: then the verdict says more
+#include "comm/agree.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/files.h"
+#include "comm/wire.h"
+
+namespace shardow {
+namespace comm {
+namespace {
+
+constexpr size_t kLongestMessage = 4096;  // a status is a fact, and travels to every rank
+constexpr int64_t kNothingThrown = -1;
+constexpr std::chrono::milliseconds kToTell{1000};  // that a rank has at least, when its step is done, to tell the others
+
+/// Cut between characters of UTF-8.
+std::string shortened(std::string message) {
+  if (message.size() <= kLongestMessage) return message;
+  size_t end = kLongestMessage;
+  while (end > 0 && (static_cast<unsigned char>(message[end]) & 0xc0) == 0x80) --end;
+  message.resize(end);
+  return message + "...";
+}
+
+/// What a rank that waits for a dead or late one gets, which differs from rank to rank.
+bool is_about_others(Code code) {
+  return code == Code::kTimeout || code == Code::kPeerFailed;
+}
+
+/// How the step went here.
+struct Outcome {
+  std::string status;
+  std::exception_ptr thrown;
+  bool about_others = false;
+};
+
+std::string failure(Code code, bool about_others, int error, const std::string& message) {
+  Sender out;
+  out.number(static_cast<int64_t>(code));
+  out.number(about_others ? 1 : 0);
+  out.number(error);
+  out.text(shortened(message));
+  return out.bytes();
+}
+
+Outcome outcome_of(const std::function<std::string()>& fn) {
+  try {
+    Sender out;
+    out.number(kNothingThrown);
+    out.text(base::in_our_words(fn));
+    return {out.bytes(), nullptr};
+  } catch (const Error& error) {
+    const bool about_others = is_about_others(error.code());
+    return {failure(error.code(), about_others, error.os_errno(), error.what()), std::current_exception(), about_others};
+  } catch (const std::exception& error) {
+    return {failure(Code::kPeerFailed, false, 0, error.what()), std::current_exception()};
+  } catch (...) {
+    return {failure(Code::kPeerFailed, false, 0, "an exception that is no std::exception"), std::current_exception()};
+  }
+}
+
+struct Failure {
+  int rank;
+  Code code;
+  bool about_others;
+  int error;
+  std::string message;
+};
+
+/// What everybody returned, and who threw.
+std::pair<std::vector<std::string>, std::vector<Failure>> read(const std::vector<std::string>& statuses) {
+  std::vector<std::string> returned;
+  std::vector<Failure> failed;
+  for (const std::string& status : statuses) {
+    Receiver in(status);
+    const int64_t code = in.number();
+    if (code == kNothingThrown) {
+      returned.push_back(in.text());
+    } else {
+      const bool about_others = in.number() != 0;
+      const auto error = static_cast<int>(in.number());
+      failed.push_back({static_cast<int>(returned.size() + failed.size()), static_cast<Code>(code), about_others, error, in.text()});
+    }
+  }
+  return {std::move(returned), std::move(failed)};
+}
+
+/// The one whose error is everybody's.
+const Failure& first_of(const std::vector<Failure>& failed) {
+  const auto own = std::find_if(failed.begin(), failed.end(), [](const Failure& one) { return !one.about_others; });
+  return own == failed.end() ? failed.front() : *own;
+}
+
+[[noreturn]] void fail_for_others(const std::vector<Failure>& failed, int size) {
+  const Failure& first = first_of(failed);
+  std::vector<int> ranks;
+  for (const Failure& one : failed) ranks.push_back(one.rank);
+  const std::string message =
+      failed.size() == 1 ? fmt::format("rank {} of {} failed: {}", first.rank, size, first.message)
+                         : fmt::format("ranks {} of {} failed; rank {}: {}", fmt::join(ranks, ", "), size, first.rank, first.message);
+  throw Error(first.code, message, first.error);
+}
+
+}  // namespace
+
+std::vector<std::string> agree_on(Group& group, Deadline deadline, const std::function<std::string()>& fn) {
+  const auto begin = std::chrono::steady_clock::now();
+  const Outcome mine = outcome_of(fn);
+  // A rank whose step waited for another in vain does not wait a second time as long.
+  const Deadline to_tell = std::chrono::steady_clock::now() + std::min<Deadline::duration>(std::max(deadline - begin, {}), kToTell);
+  std::vector<std::string> statuses;
+  try {
+    statuses = group.all_gather(mine.status, std::max(deadline, to_tell));
+  } catch (...) {
+    if (mine.thrown && !mine.about_others) std::rethrow_exception(mine.thrown);  // says more than that nobody could be told
+    throw;
+  }
+  auto [returned, failed] = read(statuses);
+  if (failed.empty()) return std::move(returned);
+  const bool is_first = first_of(failed).rank == group.rank();
+  if (mine.thrown && (is_first || !mine.about_others)) std::rethrow_exception(mine.thrown);
+  fail_for_others(failed, group.size());
+}
+
+}  // namespace comm
+
+void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {
+  comm::agree_on(group, deadline, [&] {
+    fn();
+    return std::string();
+  });
+}
+
+}  // namespace shardow

@@ -1,0 +1,85 @@
+#include "file/stripe_writer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "comm/pairs.h"
+
+namespace shardow::file {
+namespace {
+
+StripeMemory memory_for(Group& group, bool has_stripes, std::chrono::milliseconds timeout) {
+  if (!has_stripes) return StripeMemory(0);
+  if (group.size() == 1) return StripeMemory(static_cast<size_t>(kStripeBytes));
+  return StripeMemory(group, static_cast<size_t>(kStripeBytes), timeout);
+}
+
+const Stripe* owned_by(int rank, const std::vector<Stripe>& stripes) {
+  const auto found = std::find_if(stripes.begin(), stripes.end(), [&](const Stripe& one) { return one.owner == rank; });
+  return found == stripes.end() ? nullptr : &*found;
+}
+
+}  // namespace
+
+StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine, const Layout& layout,
+                           Output& output, std::vector<std::vector<Stripe>> rounds, bool sequential)
+    : group_(group),
+      timeout_(timeout),
+      layout_(layout),
+      output_(output),
+      rounds_(std::move(rounds)),
+      sequential_(sequential),
+      parts_(group.rank(), group.size(), mine, layout),
+      memory_(memory_for(group, !rounds_.empty(), timeout)) {}
+
+comm::Part StripeWriter::round() {
+  if (next_ == rounds_.size()) return {0, true};
+  deadline_ = std::chrono::steady_clock::now() + timeout_ * 3 / 4;  // who waited in vain is in time to say so
+  const std::vector<Stripe>& stripes = rounds_[next_++];
+  const Stripe* const own = owned_by(group_.rank(), stripes);
+  if (own != nullptr) parts_.deposit(*own, memory_.own());
+  const std::vector<int64_t> expected =
+      own != nullptr ? parts_.bytes_by_rank(*own) : std::vector<int64_t>(static_cast<size_t>(group_.size()), 0);
+  comm::with_each_partner(
+      group_.rank(), group_.size(),
+      [&](int to) {
+        if (const Stripe* const stripe = owned_by(to, stripes)) give(*stripe);
+      },
+      [&](int from) {
+        if (const int64_t bytes = expected[static_cast<size_t>(from)]; bytes > 0) take(*own, from, bytes);
+      });
+  if (own != nullptr) write(*own);
+  return {own != nullptr ? own->bytes : 0, next_ == rounds_.size()};
+}
+
+/// What this rank has of another's stripe: into its memory, followed by a word that it is there, or as a message.
+void StripeWriter::give(const Stripe& stripe) {
+  if (parts_.bytes_by_rank(stripe)[static_cast<size_t>(group_.rank())] == 0) return;
+  if (const auto target = memory_.of(stripe.owner)) {
+    parts_.deposit(stripe, *target);
+    message_.assign(1, std::byte{1});
+  } else {
+    parts_.pack(stripe, message_);
+  }
+  group_.send(message_, stripe.owner, deadline_);
+}
+
+void StripeWriter::take(const Stripe& stripe, int rank, int64_t bytes) {
+  const bool is_there = memory_.is_reached_by(rank);
+  message_.resize(is_there ? 1 : static_cast<size_t>(bytes));
+  group_.recv(message_, rank, deadline_);
+  if (!is_there) parts_.unpack(stripe, rank, message_, memory_.own());
+}
+
+void StripeWriter::write(const Stripe& stripe) {
+  if (sequential_) output_.begin_file(stripe.file);
+  for (const Segment& segment : stripe.segments) {
+    const Entry& entry = layout_.place(segment.tensor).entry;
+    const int64_t begin = bytes_of(segment.begin, entry), bytes = bytes_of(segment.end, entry) - begin;
+    const auto data = memory_.own().subspan(static_cast<size_t>(segment.at), static_cast<size_t>(bytes));
+    if (!sequential_) output_.count(segment.tensor, begin, data);
+    output_.write(segment.tensor, begin, data);
+  }
+}
+
+}  // namespace shardow::file

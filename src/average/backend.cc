@@ -2,8 +2,6 @@
 #include "average/backend.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 #include <optional>
 #include <utility>
 
@@ -21,7 +19,6 @@ using kernels::Step;
 using kernels::Tally;
 
 constexpr int64_t kSerialElements = 1 << 20;
-constexpr size_t kAlignment = 64;
 
 void add(NonFiniteCount& total, const Tally& tally, std::span<const Chunk> chunks) {
   total.elements += tally.non_finite;
@@ -248,34 +245,6 @@ void swap(const TensorView& parameter, const TensorView& average, kernels::Direc
 int threads_for(int64_t elements, int num_threads) {
   if (elements < kSerialElements) return 1;
   return num_threads > 0 ? num_threads : base::allowed_threads();
-}
-
-Memory::Memory(size_t bytes, Device device) : bytes_(bytes), device_(device) {
-  if (bytes == 0) return;
-  if (on_cuda(device)) {
-    data_ = static_cast<std::byte*>(kernels::cuda::allocate(bytes, device.index));
-  } else {
-    data_ = static_cast<std::byte*>(::operator new (bytes, std::align_val_t{kAlignment}));
-  }
-}
-
-Memory::Memory(Memory&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)), device_(other.device_) {}
-
-Memory& Memory::operator=(Memory&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  std::swap(device_, other.device_);
-  return *this;
-}
-
-Memory::~Memory() {
-  if (data_ == nullptr) return;
-  if (on_cuda(device_)) {
-    kernels::cuda::release(data_, device_.index);
-  } else {
-    ::operator delete (data_, std::align_val_t{kAlignment});
-  }
 }
 
 }  // namespace shardow::average

@@ -1,7 +1,6 @@
 // Backend: where averages live and are computed, one per device. The rest of the layer speaks of views and never asks which device.
 #pragma once
 
-#include <cstddef>
 #include <memory>
 #include <span>
 #include <vector>
@@ -54,22 +53,5 @@ void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool);
 
 /// Exchanges a parameter with its average; kernels::swaps_in_place(dtypes) must hold.
 void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction, base::ThreadPool& pool);
-
-/// Memory of a device, aligned to 64 bytes or more, uninitialised; released with the object.
-class Memory {
- public:
-  Memory() = default;
-  Memory(size_t bytes, Device device);
-  Memory(Memory&& other) noexcept;
-  Memory& operator=(Memory&& other) noexcept;
-  ~Memory();
-  std::byte* data() const noexcept { return data_; }
-  size_t bytes() const noexcept { return bytes_; }
-
- private:
-  std::byte* data_ = nullptr;  // null if and only if empty
-  size_t bytes_ = 0;
-  Device device_;
-};
 
 }  // namespace shardow::average

@@ -79,7 +79,7 @@ void Average::Impl::allocate() {
   }
   const auto count = static_cast<int64_t>(options.schedules.size());
   const int64_t stride = device.kind == Device::Kind::kCpu ? average::arena_stride(bytes, static_cast<int>(count)) : bytes;
-  memory = average::Memory(static_cast<size_t>((count - 1) * stride + bytes), device);
+  memory = kernels::Memory(static_cast<size_t>((count - 1) * stride + bytes), device);
   averages.assign(options.schedules.size(), parts);
   for (size_t k = 0; k < averages.size(); ++k) {
     for (size_t i = 0; i < parts.size(); ++i) {

@@ -8,6 +8,7 @@
 
 #include "average/backend.h"
 #include "average/counters.h"
+#include "kernels/memory.h"
 #include "shardow/average.h"
 
 namespace shardow {
@@ -19,7 +20,7 @@ struct Average::Impl {
   std::vector<TensorView> whole;                  // parameters as bound
   std::vector<TensorView> parts;                  // what this rank averages of them
   std::vector<std::vector<TensorView>> averages;  // [k][parameter]
-  average::Memory memory;                         // of the averages, where they are our own
+  kernels::Memory memory;                         // of the averages, where they are our own
   std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU; never null
   std::vector<std::unique_ptr<average::Backend>> backends;
 
@@ -29,7 +30,7 @@ struct Average::Impl {
     size_t k;                           // which averages are in the weights' memory
     std::vector<TensorView> whole;      // the weights' memory, with the parts that other replicas own
     std::vector<TensorView> weights;    // this rank's parts of it; parallel to parts
-    std::vector<average::Memory> kept;  // parallel to parts: weights whose dtype does not swap in place, else empty
+    std::vector<kernels::Memory> kept;  // parallel to parts: weights whose dtype does not swap in place, else empty
     size_t exchanged = 0;
     bool shared = false;
   };

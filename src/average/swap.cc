@@ -16,9 +16,9 @@
 
 namespace shardow {
 
-using average::Memory;
 using base::fail;
 using kernels::Direction;
+using kernels::Memory;
 
 namespace {
 

@@ -7,125 +7,34 @@
 //
 // How streams follow one another: a table knows the stream that it used last; the first use of another one waits, on the device, for what
 // the last one had to do. A capture can't wait for what is outside of it: whoever captures has synchronised before, as torch does.
-//
-// Contexts: a process that uses one device of eight must not get contexts on the others, half a gigabyte each. Making a device current
-// makes its context, so the guard makes the previous one current again only where that one has a context already (torch does the same).
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <new>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/cuda.h"
+#include "kernels/cuda_calls.h"
 #include "kernels/cuda_move.cuh"
 #include "kernels/cuda_update.cuh"
+#include "kernels/memory.h"
 #include "kernels/row.h"
 #include "shardow/error.h"
 
 namespace shardow::kernels::cuda {
 namespace {
 
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // an error that is not sticky must not be reported twice
-  const Code code = status == cudaErrorMemoryAllocation ? Code::kOutOfMemory : Code::kInternal;
-  throw Error(code, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
-}
-
-void require_device() {
-  if (!available()) throw Error(Code::kUnsupported, why_not());
-}
-
-/// Asked of the driver, since every question to the runtime would make the context.
-bool has_context(int index) {
-  using GetState = int (*)(int, unsigned*, int*);
-  static const auto get_state = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    constexpr unsigned kSince = 7000;  // of CUDA, where the function came
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found, kSince, cudaEnableDefault, &result);
-    return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<GetState>(found) : nullptr;
-  }();
-  unsigned flags = 0;
-  int active = 0;
-  return get_state != nullptr && get_state(index, &flags, &active) == 0 && active != 0;
-}
-
-/// Makes a device current, and the previous one on the way out if that has a context.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int index) : index_(index) {
-    require_device();
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    check(cudaSetDevice(index), "cudaSetDevice");  // also where it is current already: a thread's first call makes it so
-  }
-  /// For destructors, which go on without.
-  DeviceGuard(int index, std::nothrow_t) noexcept : index_(index) {
-    static_cast<void>(cudaGetDevice(&previous_));
-    static_cast<void>(cudaSetDevice(index));
-  }
-  ~DeviceGuard() {
-    if (previous_ != index_ && has_context(previous_)) static_cast<void>(cudaSetDevice(previous_));
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int index_;
-  int previous_ = 0;
-};
-
-/// Of the current device, which is current too when it goes.
+/// Memory as an array of T.
 template <class T>
-class DeviceArray {
+class Array {
  public:
-  explicit DeviceArray(size_t count) {
-    void* memory = nullptr;
-    check(cudaMalloc(&memory, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
-    data_ = static_cast<T*>(memory);
-  }
-  ~DeviceArray() { static_cast<void>(cudaFree(data_)); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  T* get() const { return data_; }
+  explicit Array(Memory memory) : memory_(std::move(memory)) {}
+  T* get() const { return reinterpret_cast<T*>(memory_.data()); }
 
  private:
-  T* data_ = nullptr;
-};
-
-template <class T>
-class PinnedArray {
- public:
-  explicit PinnedArray(size_t count) {
-    void* memory = nullptr;
-    check(cudaMallocHost(&memory, count * sizeof(T)), "cudaMallocHost");
-    data_ = static_cast<T*>(memory);
-  }
-  ~PinnedArray() { static_cast<void>(cudaFreeHost(data_)); }
-  PinnedArray(const PinnedArray&) = delete;
-  PinnedArray& operator=(const PinnedArray&) = delete;
-  T* get() const { return data_; }
-
- private:
-  T* data_ = nullptr;
-};
-
-/// A thread that waits for it sleeps: a spinning one would take a core from the training.
-class Event {
- public:
-  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreate"); }
-  ~Event() { static_cast<void>(cudaEventDestroy(event_)); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
-  void wait() { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
-  void wait_on(cudaStream_t stream) { check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent"); }
-
- private:
-  cudaEvent_t event_ = nullptr;
+  Memory memory_;
 };
 
 /// Elements per tile: enough tiles to give every warp of the device one, but none so small that its preparation shows.
@@ -180,25 +89,25 @@ class TableImpl final : public Table {
     const std::vector<Tile> tiles = make_tiles(chunks, tile_elements(chunks, multiprocessors(device.index)));
     if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
     num_tiles_ = static_cast<uint32_t>(tiles.size());
-    memory_ = std::make_unique<Memory>(chunks.size(), tiles.size());
-    check(cudaMemcpy(memory_->chunks.get(), chunks.data(), chunks.size_bytes(), cudaMemcpyHostToDevice), "copy of the chunks");
-    check(cudaMemcpy(memory_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice), "copy of the tiles");
-    check(cudaMemset(memory_->tally.get(), 0, sizeof(DeviceTally)), "reset of the tally");
-    check(cudaMemset(memory_->step.get(), 0, sizeof(Step)), "reset of the step");
+    resources_ = std::make_unique<Resources>(Device{Device::Kind::kCuda, device.index}, chunks.size(), tiles.size());
+    check(cudaMemcpy(resources_->chunks.get(), chunks.data(), chunks.size_bytes(), cudaMemcpyHostToDevice), "copy of the chunks");
+    check(cudaMemcpy(resources_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice), "copy of the tiles");
+    check(cudaMemset(resources_->tally.get(), 0, sizeof(DeviceTally)), "reset of the tally");
+    check(cudaMemset(resources_->step.get(), 0, sizeof(Step)), "reset of the step");
     check(cudaDeviceSynchronize(), "upload");  // before anything on a stream that does not wait for the default one
   }
 
   ~TableImpl() override {
     const DeviceGuard guard(device_.index, std::nothrow);
-    memory_.reset();
+    resources_.reset();
   }
 
   void update(const Step& step) override {
     if (num_tiles_ == 0 || step.num_averages == 0) return;
     const DeviceGuard guard(device_.index);
-    const Work work{memory_->chunks.get(), memory_->tiles.get(), num_tiles_, memory_->tally.get()};
+    const Work work{resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()};
     const unsigned blocks = (num_tiles_ + kWarps - 1) / kWarps;
-    kernel_<<<blocks, kThreads, 0, stream()>>>(work, step, capturing(device_) ? memory_->step.get() : nullptr);
+    kernel_<<<blocks, kThreads, 0, stream()>>>(work, step, capturing(device_) ? resources_->step.get() : nullptr);
     check(cudaGetLastError(), "launch of update");
   }
 
@@ -207,21 +116,21 @@ class TableImpl final : public Table {
     if (capturing(device_))
       throw Error(Code::kInvalidArgument, "set_step() belongs before a replay, not into the capture: it would be replayed with it");
     const size_t slot = next_slot_++ % kSlots;
-    Event& written = memory_->written[slot];
+    Event& written = resources_->written[slot];
     written.wait();
-    Step* const pinned = memory_->pinned.get() + slot;
+    Step* const pinned = resources_->pinned.get() + slot;
     std::memcpy(pinned, &step, sizeof(Step));
-    check(cudaMemcpyAsync(memory_->step.get(), pinned, sizeof(Step), cudaMemcpyHostToDevice, stream()), "copy of the step");
+    check(cudaMemcpyAsync(resources_->step.get(), pinned, sizeof(Step), cudaMemcpyHostToDevice, stream()), "copy of the step");
     written.record(stream());
   }
 
   Tally read_tally() override {
     const DeviceGuard guard(device_.index);
-    DeviceTally* const read = memory_->read.get();
-    check(cudaMemcpyAsync(read, memory_->tally.get(), sizeof(DeviceTally), cudaMemcpyDeviceToHost, stream()), "copy of the tally");
-    check(cudaMemsetAsync(memory_->tally.get(), 0, sizeof(DeviceTally), stream()), "reset of the tally");
-    memory_->done.record(stream());
-    memory_->done.wait();
+    DeviceTally* const read = resources_->read.get();
+    check(cudaMemcpyAsync(read, resources_->tally.get(), sizeof(DeviceTally), cudaMemcpyDeviceToHost, stream()), "copy of the tally");
+    check(cudaMemsetAsync(resources_->tally.get(), 0, sizeof(DeviceTally), stream()), "reset of the tally");
+    resources_->done.record(stream());
+    resources_->done.wait();
     return {static_cast<int64_t>(read->non_finite), read->non_finite > 0 ? static_cast<int64_t>(0xffffffffu - read->last_chunk) : -1};
   }
 
@@ -231,8 +140,8 @@ class TableImpl final : public Table {
     Device next = device_;
     next.stream = stream;
     if (!capturing(device_) && !capturing(next)) {
-      memory_->done.record(static_cast<cudaStream_t>(device_.stream));
-      memory_->done.wait_on(static_cast<cudaStream_t>(stream));
+      resources_->done.record(static_cast<cudaStream_t>(device_.stream));
+      resources_->done.wait_on(static_cast<cudaStream_t>(stream));
     }
     device_ = next;
   }
@@ -240,16 +149,22 @@ class TableImpl final : public Table {
  private:
   static constexpr size_t kSlots = 16;
 
-  struct Memory {
-    Memory(size_t num_chunks, size_t num_tiles)
-        : chunks(num_chunks), tiles(num_tiles), tally(1), step(1), pinned(kSlots), read(1), written(kSlots) {}
+  struct Resources {
+    Resources(const Device& device, size_t num_chunks, size_t num_tiles)
+        : chunks(Memory(std::max<size_t>(num_chunks, 1) * sizeof(Chunk), device)),
+          tiles(Memory(std::max<size_t>(num_tiles, 1) * sizeof(Tile), device)),
+          tally(Memory(sizeof(DeviceTally), device)),
+          step(Memory(sizeof(Step), device)),
+          pinned(Memory::pinned(kSlots * sizeof(Step), device)),
+          read(Memory::pinned(sizeof(DeviceTally), device)),
+          written(kSlots) {}
 
-    DeviceArray<Chunk> chunks;
-    DeviceArray<Tile> tiles;
-    DeviceArray<DeviceTally> tally;
-    DeviceArray<Step> step;
-    PinnedArray<Step> pinned;
-    PinnedArray<DeviceTally> read;
+    Array<Chunk> chunks;
+    Array<Tile> tiles;
+    Array<DeviceTally> tally;
+    Array<Step> step;
+    Array<Step> pinned;
+    Array<DeviceTally> read;
     std::vector<Event> written;
     Event done;  // of what the host or another stream waits for
   };
@@ -259,7 +174,7 @@ class TableImpl final : public Table {
   Device device_;
   Kernel kernel_;
   uint32_t num_tiles_;
-  std::unique_ptr<Memory> memory_;
+  std::unique_ptr<Resources> resources_;
   size_t next_slot_ = 0;
 };
 
@@ -268,38 +183,7 @@ unsigned blocks_for(int64_t count) {
   return static_cast<unsigned>(std::clamp<int64_t>((count + kThreads * kPerLane - 1) / (kThreads * kPerLane), 1, 4096));
 }
 
-/// Empty where a device answers.
-std::string reason() {
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status == cudaSuccess && count > 0) return {};
-  static_cast<void>(cudaGetLastError());
-  return std::string("no CUDA device answers: ") + (status == cudaSuccess ? "none is installed" : cudaGetErrorString(status));
-}
-
-const std::string& cached_reason() {
-  static const std::string text = reason();
-  return text;
-}
-
 }  // namespace
-
-bool built() noexcept {
-  return true;
-}
-bool available() noexcept {
-  return cached_reason().empty();
-}
-const char* why_not() noexcept {
-  return cached_reason().c_str();
-}
-
-bool capturing(const Device& device) {
-  if (device.kind != Device::Kind::kCuda || device.stream == nullptr) return false;  // the default stream can't be captured
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(device.stream), &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
 
 std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
   const DeviceGuard guard(device.index);
@@ -336,60 +220,6 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
     });
   });
   check(cudaGetLastError(), "launch of cast");
-}
-
-void* allocate(size_t bytes, int index) {
-  const DeviceGuard guard(index);
-  void* memory = nullptr;
-  check(cudaMalloc(&memory, bytes), "cudaMalloc");
-  return memory;
-}
-
-void release(void* memory, int index) noexcept {
-  const DeviceGuard guard(index, std::nothrow);
-  static_cast<void>(cudaFree(memory));
-}
-
-void* pin(size_t bytes, int index) {
-  const DeviceGuard guard(index);
-  void* memory = nullptr;
-  check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable), "cudaHostAlloc");
-  return memory;
-}
-
-void unpin(void* memory, int index) noexcept {
-  const DeviceGuard guard(index, std::nothrow);
-  static_cast<void>(cudaFreeHost(memory));
-}
-
-namespace {
-
-class EventCopy final : public Copy {
- public:
-  EventCopy(void* to, const void* from, size_t bytes, Device device) : index_(device.index), event_(std::make_unique<Event>()) {
-    auto* const stream = static_cast<cudaStream_t>(device.stream);
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "copy between host and device");
-    event_->record(stream);
-  }
-  ~EventCopy() override {
-    const DeviceGuard guard(index_, std::nothrow);
-    event_.reset();
-  }
-  void wait() override {
-    const DeviceGuard guard(index_);
-    event_->wait();
-  }
-
- private:
-  int index_;
-  std::unique_ptr<Event> event_;
-};
-
-}  // namespace
-
-std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device) {
-  const DeviceGuard guard(device.index);
-  return std::make_unique<EventCopy>(to, from, bytes, device);
 }
 
 }  // namespace shardow::kernels::cuda

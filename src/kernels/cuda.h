@@ -1,4 +1,5 @@
-// The same kernels on CUDA devices. cuda.cu fills this where a toolkit is found, no_cuda.cc elsewhere: callers have no #ifdef.
+// The same kernels on CUDA devices. cuda.cu and cuda_device.cc fill this where a toolkit is found, no_cuda.cc elsewhere: callers have no
+// #ifdef.
 //
 // Everything is enqueued on the given stream; nothing waits except read_tally(). Functions throw kUnsupported without a toolkit or a
 // device, kOutOfMemory where the device or pinned memory has none left, kInternal with the runtime's message when a launch fails.

@@ -1,4 +1,4 @@
-// The twin of cuda.cu in builds without a CUDA toolkit: it has no device and says how to get one.
+// The twin of cuda.cu and cuda_device.cc in builds without a CUDA toolkit: it has no device and says how to get one.
 #include "kernels/cuda.h"
 #include "shardow/error.h"
 

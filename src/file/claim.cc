@@ -11,7 +11,7 @@
 namespace shardow::file {
 namespace {
 
-using base::Lock;
+using base::FileLock;
 using base::Path;
 using Clock = std::chrono::steady_clock;
 
@@ -28,8 +28,8 @@ constexpr std::chrono::seconds kGate{5};  // of waiting for the parent, which ot
 /// The draft of a save that lives.
 std::optional<Path> living(const Path& target) {
   for (const Leftover& one : leftovers_of(target)) {
-    Lock lock;
-    if (lock.take(one.path) == Lock::Result::kOthers) return one.path;
+    FileLock lock;
+    if (lock.take(one.path) == FileLock::Result::kOthers) return one.path;
   }
   return std::nullopt;
 }
@@ -43,18 +43,18 @@ void put_back_old(const Path& target) {
 
 }  // namespace
 
-Lock claim(const Path& target, const Path& draft, const std::function<void()>& make, Until until) {
+FileLock claim(const Path& target, const Path& draft, const std::function<void()>& make, Until until) {
   const Path parent = base::parent_of(target);
   for (std::optional<Path> other;;) {
     {
-      Lock gate;  // between looking for others and being one
+      FileLock gate;  // between looking for others and being one
       const Until patience = std::min(until, Clock::now() + kGate);
-      while (gate.take(parent) == Lock::Result::kOthers && Clock::now() < patience) std::this_thread::sleep_for(kPause);
+      while (gate.take(parent) == FileLock::Result::kOthers && Clock::now() < patience) std::this_thread::sleep_for(kPause);
       other = living(target);
       if (!other) {
         put_back_old(target);
         make();
-        Lock lock;
+        FileLock lock;
         lock.take(draft);
         return lock;
       }
@@ -64,9 +64,9 @@ Lock claim(const Path& target, const Path& draft, const std::function<void()>& m
   }
 }
 
-Lock claim_directory(const Path& directory, Until until) {
-  Lock lock;
-  while (lock.take(directory) == Lock::Result::kOthers) {
+FileLock claim_directory(const Path& directory, Until until) {
+  FileLock lock;
+  while (lock.take(directory) == FileLock::Result::kOthers) {
     if (Clock::now() >= until) fail_busy(directory, directory);
     std::this_thread::sleep_for(kPause);
   }
@@ -90,10 +90,10 @@ void clear_leftovers(const Path& target, const Path& draft, bool local) noexcept
   try {
     for (const Leftover& one : leftovers_of(target)) {
       if (one.path == draft) continue;
-      Lock lock;
-      const Lock::Result result = lock.take(one.path);
-      const bool dead = result == Lock::Result::kHeld && local;
-      if (result == Lock::Result::kOthers || result == Lock::Result::kGone || (!dead && is_young(one.path, draft))) continue;
+      FileLock lock;
+      const FileLock::Result result = lock.take(one.path);
+      const bool dead = result == FileLock::Result::kHeld && local;
+      if (result == FileLock::Result::kOthers || result == FileLock::Result::kGone || (!dead && is_young(one.path, draft))) continue;
       const auto found = base::look_at_itself(one.path);
       if (found && found->directory() && base::leads_to_directory(target)) {
         rescue(one.path, target, one.kind == Temporary::kOld);

@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-#include "base/lock.h"
+#include "base/file_lock.h"
 #include "file/names.h"
 
 namespace shardow::file {
@@ -15,10 +15,10 @@ using Until = std::chrono::steady_clock::time_point;
 /// Puts back an old directory that stands beside a target that is missing. Then waits until no living save works on `target`, calls
 /// `make`, which makes the draft, and locks it. Throws kTimeout with the draft of the other save at `until`. Two processes that come at the
 /// same time are told apart where directories can be locked.
-base::Lock claim(const base::Path& target, const base::Path& draft, const std::function<void()>& make, Until until);
+base::FileLock claim(const base::Path& target, const base::Path& draft, const std::function<void()>& make, Until until);
 
 /// Locks `directory` itself, in which a save works in place; waits as claim() does.
-base::Lock claim_directory(const base::Path& directory, Until until);
+base::FileLock claim_directory(const base::Path& directory, Until until);
 
 /// Removes what dead saves to `target` left, after what is others' in it was moved to the target. On storage that other machines may write
 /// too, what is younger than an hour stays.

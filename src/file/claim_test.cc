@@ -28,8 +28,8 @@ TEST_F(Saving, WaitsForALivingSaveToTheSamePathAndSaysSoWhereThatDoesNotEnd) {
   const auto draft = file::temporary_path(path, kNonce, file::Temporary::kDraft);
   write(draft, "of a save that goes on");
   {
-    base::Lock living;
-    ASSERT_EQ(living.take(draft), base::Lock::Result::kHeld);
+    base::FileLock living;
+    ASSERT_EQ(living.take(draft), base::FileLock::Result::kHeld);
     version = 2;
     EXPECT_EQ(save_as(path, rows, 2, {.timeout = std::chrono::milliseconds(400)}), all(2, static_cast<int>(Code::kTimeout)));
     EXPECT_EQ(bytes_of(draft), "of a save that goes on");

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "base/lock.h"
+#include "base/file_lock.h"
 #include "file/claim.h"
 #include "file/names.h"
 
@@ -20,7 +20,7 @@ struct Draft {
   bool hugging_face;      ///< files are named by us, and have an index where there are several
   bool in_place = false;  ///< where nothing can be renamed: files have their own names from the beginning
 
-  std::vector<base::Lock> locks = {};       ///< rank 0's, while it saves
+  std::vector<base::FileLock> locks = {};   ///< rank 0's, while it saves
   std::set<std::string> replaced = {};      ///< in place: what a directory has of the old checkpoint
   std::vector<std::string> made_here = {};  ///< in place: what is removed after a failure
 

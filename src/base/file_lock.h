@@ -6,19 +6,19 @@
 
 namespace shardow::base {
 
-class Lock {
+class FileLock {
  public:
   enum class Result {
     kHeld,
-    kOthers,   ///< somebody else holds it: another process, or another Lock of this one
+    kOthers,   ///< somebody else holds it: another process, or another FileLock of this one
     kGone,     ///< there is nothing at the path
     kUnknown,  ///< the storage has no such locks, or the path may not be opened
   };
 
-  Lock() = default;
-  Lock(Lock&& other) noexcept;
-  Lock& operator=(Lock&& other) noexcept;
-  ~Lock() { release(); }
+  FileLock() = default;
+  FileLock(FileLock&& other) noexcept;
+  FileLock& operator=(FileLock&& other) noexcept;
+  ~FileLock() { release(); }
 
   Result take(const Path& path);  ///< at once
   bool held() const noexcept { return fd_ >= 0; }

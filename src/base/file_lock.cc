@@ -1,4 +1,4 @@
-#include "base/lock.h"
+#include "base/file_lock.h"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -8,19 +8,19 @@
 
 namespace shardow::base {
 
-Lock::Lock(Lock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+FileLock::FileLock(FileLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
 
-Lock& Lock::operator=(Lock&& other) noexcept {
+FileLock& FileLock::operator=(FileLock&& other) noexcept {
   std::swap(fd_, other.fd_);
   return *this;
 }
 
-Lock::Result Lock::take(const Path& path) {
+FileLock::Result FileLock::take(const Path& path) {
   const Result result = take(path, O_RDONLY);
   return result == Result::kUnknown ? take(path, O_RDWR) : result;  // NFS locks files that are open for writing
 }
 
-Lock::Result Lock::take(const Path& path, int flags) {
+FileLock::Result FileLock::take(const Path& path, int flags) {
   release();
   int fd = -1;
   do fd = syscalls().open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0);
@@ -38,7 +38,7 @@ Lock::Result Lock::take(const Path& path, int flags) {
   return others ? Result::kOthers : Result::kUnknown;
 }
 
-void Lock::release() noexcept {
+void FileLock::release() noexcept {
   if (fd_ < 0) return;
   syscalls().flock(fd_, LOCK_UN);  // closing alone leaves it to a child that was forked meanwhile
   syscalls().close(std::exchange(fd_, -1));

@@ -8,10 +8,11 @@
 
 namespace shardow::base {
 
-FileLock::FileLock(FileLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+FileLock::FileLock(FileLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)), calls_(other.calls_) {}
 
 FileLock& FileLock::operator=(FileLock&& other) noexcept {
   std::swap(fd_, other.fd_);
+  std::swap(calls_, other.calls_);
   return *this;
 }
 
@@ -22,26 +23,27 @@ FileLock::Result FileLock::take(const Path& path) {
 
 FileLock::Result FileLock::take(const Path& path, int flags) {
   release();
+  calls_ = &syscalls();
   int fd = -1;
-  do fd = syscalls().open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0);
+  do fd = calls_->open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0);
   while (fd < 0 && errno == EINTR);
   if (fd < 0) return errno == ENOENT ? Result::kGone : Result::kUnknown;
   int result = -1;
-  do result = syscalls().flock(fd, LOCK_EX | LOCK_NB);
+  do result = calls_->flock(fd, LOCK_EX | LOCK_NB);
   while (result != 0 && errno == EINTR);
   if (result == 0) {
     fd_ = fd;
     return Result::kHeld;
   }
   const bool others = errno == EWOULDBLOCK || errno == EACCES;
-  syscalls().close(fd);
+  calls_->close(fd);
   return others ? Result::kOthers : Result::kUnknown;
 }
 
 void FileLock::release() noexcept {
   if (fd_ < 0) return;
-  syscalls().flock(fd_, LOCK_UN);  // closing alone leaves it to a child that was forked meanwhile
-  syscalls().close(std::exchange(fd_, -1));
+  calls_->flock(fd_, LOCK_UN);  // closing alone leaves it to a child that was forked meanwhile
+  calls_->close(std::exchange(fd_, -1));
 }
 
 }  // namespace shardow::base

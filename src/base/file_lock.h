@@ -27,6 +27,7 @@ class FileLock {
  private:
   Result take(const Path& path, int flags);
   int fd_ = -1;
+  Syscalls* calls_ = nullptr;  // that it was taken through
 };
 
 }  // namespace shardow::base

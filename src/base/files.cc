@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <limits>
 #include <system_error>
@@ -22,8 +21,6 @@ namespace shardow::base {
 namespace {
 
 constexpr size_t kMostBytes = size_t{1} << 30;  // per call: Linux moves 0x7ffff000 at most
-
-std::atomic<Syscalls*> replaced{nullptr};
 
 /// Calls `call` until it is not interrupted.
 template <class Call>
@@ -97,16 +94,6 @@ int Syscalls::statfs(const char* path, struct statfs* out) {
   return ::statfs(path, out);
 }
 
-Syscalls& syscalls() noexcept {
-  static Syscalls kernel;
-  Syscalls* const replacement = replaced.load(std::memory_order_acquire);
-  return replacement != nullptr ? *replacement : kernel;
-}
-
-Syscalls* replace_syscalls(Syscalls* replacement) noexcept {
-  return replaced.exchange(replacement, std::memory_order_acq_rel);
-}
-
 void fail_io(int error, const Path& path, const char* what) {
   const Code code = error == ENOENT || error == ENOTDIR  ? Code::kNotFound
                     : error == ENOSPC || error == EDQUOT ? Code::kOutOfSpace
@@ -125,9 +112,11 @@ File File::open(const Path& path) {
 File File::open_in(const File& directory, const std::string& name) {
   const Path path = directory.path() / name;
   check_path(path);
-  const int fd = uninterrupted([&] { return syscalls().openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
+  const int fd = uninterrupted([&] { return directory.calls_->openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
   if (fd < 0) fail_io(errno, path, "cannot open");
-  return {fd, path};
+  File found(fd, path);
+  found.calls_ = directory.calls_;
+  return found;
 }
 File File::open_for_writing(const Path& path) {
   return {open_or_fail(path, O_WRONLY, "cannot open for writing"), path};
@@ -140,16 +129,17 @@ File File::replace(const Path& path) {
   return {open_or_fail(path, O_WRONLY | O_CREAT | O_TRUNC, "cannot create"), path};
 }
 
-File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), calls_(other.calls_), path_(std::move(other.path_)) {}
 
 File& File::operator=(File&& other) noexcept {
   std::swap(fd_, other.fd_);
+  std::swap(calls_, other.calls_);
   std::swap(path_, other.path_);
   return *this;
 }
 
 File::~File() {
-  if (fd_ >= 0) syscalls().close(fd_);
+  if (fd_ >= 0) calls_->close(fd_);
 }
 
 int64_t File::size() const {
@@ -170,7 +160,7 @@ bool File::is_directory() const {
 void File::read(std::span<std::byte> data, int64_t offset) const {
   while (!data.empty()) {
     const size_t most = std::min(data.size(), kMostBytes);
-    const ssize_t done = uninterrupted([&] { return syscalls().pread(fd_, data.data(), most, offset); });
+    const ssize_t done = uninterrupted([&] { return calls_->pread(fd_, data.data(), most, offset); });
     if (done < 0) fail_io(errno, path_, "cannot read");
     if (done == 0)
       fail(Code::kCorrupt, "{} ends at byte {}, {} bytes short: it became shorter while it was read", path_.string(), offset, data.size());
@@ -182,7 +172,7 @@ void File::read(std::span<std::byte> data, int64_t offset) const {
 void File::write(std::span<const std::byte> data, int64_t offset) {
   while (!data.empty()) {
     const size_t most = std::min(data.size(), kMostBytes);
-    const ssize_t done = uninterrupted([&] { return syscalls().pwrite(fd_, data.data(), most, offset); });
+    const ssize_t done = uninterrupted([&] { return calls_->pwrite(fd_, data.data(), most, offset); });
     if (done < 0) fail_io(errno, path_, "cannot write");
     if (done == 0) fail_io(EIO, path_, "nothing was written");
     data = data.subspan(static_cast<size_t>(done));
@@ -191,17 +181,17 @@ void File::write(std::span<const std::byte> data, int64_t offset) {
 }
 
 void File::set_size(int64_t bytes) {
-  if (uninterrupted([&] { return syscalls().ftruncate(fd_, bytes); }) != 0) fail_io(errno, path_, "cannot set its size");
+  if (uninterrupted([&] { return calls_->ftruncate(fd_, bytes); }) != 0) fail_io(errno, path_, "cannot set its size");
 }
 
 void File::sync() {
-  if (uninterrupted([&] { return syscalls().fsync(fd_); }) != 0) fail_io(errno, path_, "cannot flush");
+  if (uninterrupted([&] { return calls_->fsync(fd_); }) != 0) fail_io(errno, path_, "cannot flush");
 }
 
 /// Not repeated after EINTR: on Linux the descriptor is gone by then.
 void File::close() {
   const int fd = std::exchange(fd_, -1);
-  if (fd >= 0 && syscalls().close(fd) != 0 && errno != EINTR) fail_io(errno, path_, "cannot close");
+  if (fd >= 0 && calls_->close(fd) != 0 && errno != EINTR) fail_io(errno, path_, "cannot close");
 }
 
 void rename(const Path& from, const Path& to) {

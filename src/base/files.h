@@ -1,6 +1,7 @@
 // Files: handles that close themselves, calls that finish what they began, errors that say path and reason.
 //
-// Syscalls is the one seam between shardow and the kernel's files: tests put a failing disk behind it.
+// Syscalls is the one seam between shardow and the kernel's files (seam.h): tests pass in a failing disk. A file stays with the one that it
+// was opened through.
 #pragma once
 
 #include <sys/types.h>
@@ -11,6 +12,8 @@
 #include <filesystem>
 #include <span>
 #include <string>
+
+#include "base/seam.h"
 
 namespace shardow::base {
 
@@ -38,8 +41,9 @@ class Syscalls {
   virtual int statfs(const char* path, struct statfs* out);
 };
 
-Syscalls& syscalls() noexcept;                               ///< the kernel's, unless a test has put something before them
-Syscalls* replace_syscalls(Syscalls* replacement) noexcept;  ///< for tests; nullptr: the kernel's. Returns what was there
+inline Syscalls& syscalls() noexcept {  ///< where this thread's calls go
+  return Seam<Syscalls>::here();
+}
 
 /// Throws what `error` means: kNotFound, kOutOfSpace (disk or quota) or kIo, with "path: what: strerror".
 [[noreturn]] void fail_io(int error, const Path& path, const char* what);
@@ -80,6 +84,7 @@ class File {
  private:
   File(int fd, Path path) noexcept : fd_(fd), path_(std::move(path)) {}
   int fd_;
+  Syscalls* calls_ = &syscalls();
   Path path_;
 };
 

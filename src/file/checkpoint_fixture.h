@@ -11,7 +11,7 @@
 #include <set>
 #include <thread>
 
-#include "base/files.h"
+#include "file/environment.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
 #include "tensor/dtype.h"
@@ -111,12 +111,13 @@ inline std::vector<TensorView> views_of(std::vector<Held>& held) {
 
 /// Runs fn(group) on `ranks` threads; the code with which each ended, kInternal + 1 for none.
 constexpr int kFine = -1;
-inline std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn) {
+inline std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn, const Environment& machine = {}) {
   auto groups = threads(ranks);
   std::vector<int> codes(static_cast<size_t>(ranks), kFine);
   std::vector<std::thread> running;
   for (int rank = 0; rank < ranks; ++rank) {
     running.emplace_back([&, rank] {
+      const file::InEnvironment here(&machine);
       try {
         fn(*groups[static_cast<size_t>(rank)]);
       } catch (const Error& error) {
@@ -143,10 +144,10 @@ class Checkpoint : public testing::Test {
     fs::remove_all(folder_);
     fs::create_directories(folder_);
   }
-  ~Checkpoint() override {
-    base::replace_syscalls(nullptr);
-    fs::remove_all(folder_);
-  }
+  ~Checkpoint() override { fs::remove_all(folder_); }
+
+  /// On machine_.
+  std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn) const { return shardow::on_ranks(ranks, fn, machine_); }
 
   std::vector<int> save_as(const fs::path& path, const Sharding& sharding, int ranks, const SaveOptions& options = {}) {
     return on_ranks(ranks, [&](Group& group) {
@@ -172,6 +173,7 @@ class Checkpoint : public testing::Test {
   }
 
   fs::path folder_;
+  Environment machine_;  ///< of all ranks
 };
 
 inline const std::vector<std::pair<const char*, Sharding>> kShardings = {

@@ -183,7 +183,7 @@ TEST_F(Checkpoint, OfSmallTensorsIsWrittenAndReadInFewCalls) {
   };
   for (const int ranks : {1, 2}) {
     Counted calls;
-    base::replace_syscalls(&calls);
+    machine_.syscalls = &calls;
     ASSERT_EQ(on_ranks(ranks,
                        [&](Group& group) {
                          auto held = small(true);
@@ -199,7 +199,7 @@ TEST_F(Checkpoint, OfSmallTensorsIsWrittenAndReadInFewCalls) {
                        }),
               all(ranks, kFine));
     EXPECT_LT(calls.reads, 20);
-    base::replace_syscalls(nullptr);
+    machine_.syscalls = nullptr;
   }
 }
 

@@ -105,9 +105,9 @@ TEST_F(Saving, OnStorageThatOtherMachinesMountLeavesWhatIsYoung) {
   write(aged, "a dead one's");
   fs::last_write_time(aged, fs::file_time_type::clock::now() - std::chrono::hours(2));
   Network network;
-  base::replace_syscalls(&network);
+  machine_.syscalls = &network;
   save_version(1, path);
-  base::replace_syscalls(nullptr);
+  machine_.syscalls = nullptr;
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", young.filename().string()}));
 }
 

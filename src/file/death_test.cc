@@ -53,7 +53,7 @@ TEST_F(Checkpoint, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
       ASSERT_GE(child, 0);
       if (child == 0) {
         Death death(deaths, can_exchange);
-        base::replace_syscalls(&death);
+        machine_.syscalls = &death;
         version = 2;
         ::_exit(save_as(path, rows, 3, {.max_shard_size = limit}) == all(3, kFine) ? 0 : 1);
       }

@@ -1,7 +1,6 @@
 #include "file/device.h"
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "base/mutex.h"
@@ -9,8 +8,6 @@
 
 namespace shardow::file {
 namespace {
-
-std::atomic<Devices*> replaced{nullptr};
 
 /// Chunks of pinned memory that nobody uses. Never freed: when a process ends, the runtime may be gone before them.
 class Spare {
@@ -56,22 +53,12 @@ void Devices::unpin(void* memory, int index) noexcept {
   if (!Spare::instance().keep(memory, index)) kernels::cuda::unpin(memory, index);
 }
 
-Devices& devices() noexcept {
-  static Devices cuda;
-  Devices* const replacement = replaced.load(std::memory_order_acquire);
-  return replacement != nullptr ? *replacement : cuda;
-}
-
-Devices* replace_devices(Devices* replacement) noexcept {
-  return replaced.exchange(replacement, std::memory_order_acq_rel);
-}
-
 Pinned::~Pinned() {
   try {
     if (copy_) copy_->wait();
   } catch (...) {  // the device has failed: nothing is copied any more
   }
-  if (memory_ != nullptr) devices().unpin(memory_, index_);
+  if (memory_ != nullptr) devices_->unpin(memory_, index_);
 }
 
 void Pinned::finish() {
@@ -81,7 +68,8 @@ void Pinned::finish() {
 std::byte* Pinned::data(const Device& device) {
   finish();
   if (memory_ == nullptr) {
-    memory_ = static_cast<std::byte*>(devices().pin(static_cast<size_t>(kChunkBytes), device.index));
+    devices_ = &devices();
+    memory_ = static_cast<std::byte*>(devices_->pin(static_cast<size_t>(kChunkBytes), device.index));
     index_ = device.index;
   }
   return memory_;
@@ -89,12 +77,12 @@ std::byte* Pinned::data(const Device& device) {
 
 void Pinned::copy_from(const std::byte* device_memory, size_t bytes, const Device& device) {
   std::byte* const to = data(device);
-  copy_ = devices().begin_copy(to, device_memory, bytes, device);
+  copy_ = devices_->begin_copy(to, device_memory, bytes, device);
 }
 
 void Pinned::copy_to(std::byte* device_memory, size_t bytes, const Device& device) {
   const std::byte* const from = data(device);
-  copy_ = devices().begin_copy(device_memory, from, bytes, device);
+  copy_ = devices_->begin_copy(device_memory, from, bytes, device);
 }
 
 }  // namespace shardow::file

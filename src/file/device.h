@@ -6,12 +6,13 @@
 #include <span>
 #include <utility>
 
+#include "base/seam.h"
 #include "kernels/cuda.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::file {
 
-/// What devices are asked for; tests put memory of their own behind it.
+/// What devices are asked for (base/seam.h); tests pass in memory of their own.
 class Devices {
  public:
   virtual ~Devices() = default;
@@ -23,8 +24,9 @@ class Devices {
   }
 };
 
-Devices& devices() noexcept;                              ///< CUDA's, unless a test has put something before them
-Devices* replace_devices(Devices* replacement) noexcept;  ///< for tests; nullptr: CUDA's. Returns what was there
+inline Devices& devices() noexcept {  ///< those of this thread's work
+  return base::Seam<Devices>::here();
+}
 
 inline bool on_device(const Device& device) noexcept {
   return device.kind != Device::Kind::kCpu;
@@ -44,6 +46,7 @@ class Pinned {
   void copy_to(std::byte* device_memory, size_t bytes, const Device& device);
 
  private:
+  Devices* devices_ = nullptr;  // that the memory is from
   std::byte* memory_ = nullptr;
   int index_ = 0;  // of the device that it was made for
   std::unique_ptr<kernels::cuda::Copy> copy_;

@@ -54,7 +54,7 @@ std::vector<Held> hold_much(const Sharding& sharding, int rank, int ranks, bool 
 
 TEST_F(Checkpoint, OfDeviceMemoryPassesThroughPinnedChunks) {
   FakeDevice device;
-  file::replace_devices(&device);
+  machine_.devices = &device;
   for (const auto& [name, sharding] : kShardings) {
     for (const auto& dtype : {std::optional<DType>(), std::optional(DType::kF64)}) {
       if (kSlow && (std::string(name) != "columns" || dtype)) continue;
@@ -79,7 +79,7 @@ TEST_F(Checkpoint, OfDeviceMemoryPassesThroughPinnedChunks) {
                 all(2, kFine));
     }
   }
-  file::replace_devices(nullptr);
+  machine_.devices = nullptr;
   EXPECT_EQ(device.pinned(), 0);
   EXPECT_LE(device.most(),
             3 * 4);  // two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that load
@@ -87,7 +87,7 @@ TEST_F(Checkpoint, OfDeviceMemoryPassesThroughPinnedChunks) {
 
 TEST_F(Checkpoint, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
   FakeDevice device;
-  file::replace_devices(&device);
+  machine_.devices = &device;
   const auto save_both = [&](const fs::path& path, bool from_device) {
     return on_ranks(1, [&](Group& group) {
       Held held("wide", DType::kF32, Region::whole({3 << 20}));
@@ -99,7 +99,7 @@ TEST_F(Checkpoint, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
   ASSERT_EQ(save_both(folder_ / "host.safetensors", false), all(1, kFine));
   ASSERT_EQ(save_both(folder_ / "device.safetensors", true), all(1, kFine));
   EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
-  file::replace_devices(nullptr);
+  machine_.devices = nullptr;
 }
 
 }  // namespace

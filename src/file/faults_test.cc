@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <mutex>
 
+#include "base/errors.h"
 #include "file/checkpoint_fixture.h"
 
 namespace shardow {
@@ -65,9 +66,9 @@ TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
       for (int after = 0;; ++after) {
         SCOPED_TRACE(std::to_string(static_cast<int>(call)) + " fails with " + std::to_string(error) + " after " + std::to_string(after));
         BadDisk disk(call, after, error);
-        base::replace_syscalls(&disk);
+        machine_.syscalls = &disk;
         const std::vector<int> codes = save_as(path, rows, 3, options);
-        base::replace_syscalls(nullptr);
+        machine_.syscalls = nullptr;
         if (!disk.failed()) break;  // every such call has failed once
         const std::set<int> different(codes.begin(), codes.end());
         EXPECT_EQ(different.size(), 1u);
@@ -79,6 +80,56 @@ TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
       }
     }
   }
+}
+
+/// One rank's disk fails at its n-th call; the others' are well.
+TEST_F(Checkpoint, OfOneRankWhoseDiskFailsIsTheOldOneWithOneErrorForAll) {
+  using Call = BadDisk::Call;
+  const auto path = folder_ / "model";
+  ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = 1 << 20}), all(3, kFine));
+  const std::string before = bytes_of(path / "model-00001-of-00003.safetensors");
+  version = 5;
+  for (const int bad : {0, 1, 2}) {
+    std::set<Call> failed;
+    for (const Call call : {Call::kOpen, Call::kWrite, Call::kSync, Call::kClose}) {
+      for (const int error : {EIO, ENOSPC}) {
+        for (int after = 0;; ++after) {
+          SCOPED_TRACE(fmt::format("rank {}: call {} fails with {} after {}", bad, static_cast<int>(call), error, after));
+          BadDisk disk(call, after, error);
+          const Environment machine{&disk};
+          std::atomic<int> right{0};
+          const std::vector<int> codes = on_ranks(3, [&](Group& group) {
+            auto held = hold(rows, group.rank(), 3, true);
+            SaveOptions options{.max_shard_size = 1 << 20};
+            if (group.rank() == bad) options.environment = &machine;
+            try {
+              save(group, views_of(held), path, options);
+            } catch (const Error& one) {
+              const bool named = group.rank() == bad || std::string(one.what()).starts_with(fmt::format("rank {} of 3 failed: ", bad));
+              right += named && one.os_errno() == error;
+              throw;
+            }
+          });
+          if (codes == all(3, kFine)) {  // what was only looked for, or read, may fail unheard
+            EXPECT_EQ(load_as(path, whole, 1), all(1, kFine));
+            version = 0;
+            ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = 1 << 20}), all(3, kFine));
+            version = 5;
+            if (disk.failed()) continue;
+            break;  // every such call has failed once
+          }
+          failed.insert(call);
+          EXPECT_EQ(codes, all(3, static_cast<int>(error == EIO ? Code::kIo : Code::kOutOfSpace)));
+          EXPECT_EQ(right, 3) << "errno, and the rank's name elsewhere";
+          EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+          EXPECT_TRUE(bytes_of(path / "model-00001-of-00003.safetensors") == before);
+        }
+      }
+    }
+    EXPECT_EQ(failed, (std::set<Call>{Call::kOpen, Call::kWrite, Call::kSync, Call::kClose})) << "rank " << bad;
+  }
+  version = 0;
+  EXPECT_EQ(load_as(path, whole, 1), all(1, kFine));
 }
 
 /// A machine that does what its name says.
@@ -140,16 +191,16 @@ TEST_F(Checkpoint, OfRanksThatShareNoMemoryHasTheSameBytes) {
   ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
   for (const bool can_make : {true, false}) {
     Apart machine(can_make);
-    base::replace_syscalls(&machine);
+    machine_.syscalls = &machine;
     ASSERT_EQ(save_as(folder_ / "a.safetensors", columns, 5), all(5, kFine));
-    base::replace_syscalls(nullptr);
+    machine_.syscalls = nullptr;
     EXPECT_TRUE(bytes_of(folder_ / "a.safetensors") == bytes_of(folder_ / "reference.safetensors"));
   }
 }
 
 TEST_F(Checkpoint, ReplacesADirectoryWhereTwoCannotBeExchanged) {
   NoExchange machine;
-  base::replace_syscalls(&machine);
+  machine_.syscalls = &machine;
   for (version = 1; version < 4; ++version) {
     ASSERT_EQ(save_as(folder_ / "model", rows, 3, {.max_shard_size = 1 << 20}), all(3, kFine));
     EXPECT_EQ(load_as(folder_ / "model", whole, 2), all(2, kFine));
@@ -160,14 +211,14 @@ TEST_F(Checkpoint, ReplacesADirectoryWhereTwoCannotBeExchanged) {
 
 TEST_F(Checkpoint, GoesOnAfterInterruptions) {
   Interrupted machine;
-  base::replace_syscalls(&machine);
+  machine_.syscalls = &machine;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", columns, 3), all(3, kFine));
   EXPECT_EQ(load_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
 }
 
 TEST_F(Checkpoint, OfAReadOnlyDirectoryIsOneErrorForAll) {
   ReadOnly machine;
-  base::replace_syscalls(&machine);
+  machine_.syscalls = &machine;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", rows, 3), all(3, static_cast<int>(Code::kIo)));
   EXPECT_EQ(save_as(folder_ / "a", rows, 3), all(3, static_cast<int>(Code::kIo)));
   EXPECT_TRUE(names().empty());
@@ -176,13 +227,13 @@ TEST_F(Checkpoint, OfAReadOnlyDirectoryIsOneErrorForAll) {
 TEST_F(Checkpoint, OfAFileThatShrinksWhileItIsReadIsOneErrorForAll) {
   ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   Shrinking machine(folder_ / "a.safetensors");
-  base::replace_syscalls(&machine);
+  machine_.syscalls = &machine;
   EXPECT_EQ(load_as(folder_ / "a.safetensors", columns, 2, false), all(2, static_cast<int>(Code::kCorrupt)));
 }
 
 TEST_F(Checkpoint, OfADiskThatDoesHalfOfWhatItIsAskedIsWhole) {
   BadDisk disk(BadDisk::Call::kOpen, 0, 0);
-  base::replace_syscalls(&disk);
+  machine_.syscalls = &disk;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   EXPECT_EQ(load_as(folder_ / "a.safetensors", flat, 3), all(3, kFine));
 }
@@ -191,9 +242,9 @@ TEST_F(Checkpoint, ThatCannotBeReadIsOneErrorForAll) {
   ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   for (int after = 0;; ++after) {
     BadDisk disk(BadDisk::Call::kRead, after, EIO);
-    base::replace_syscalls(&disk);
+    machine_.syscalls = &disk;
     const std::vector<int> codes = load_as(folder_ / "a.safetensors", rows, 2, false);
-    base::replace_syscalls(nullptr);
+    machine_.syscalls = nullptr;
     if (!disk.failed()) break;
     EXPECT_EQ(codes, all(2, static_cast<int>(Code::kIo)));
   }

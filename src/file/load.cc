@@ -10,6 +10,7 @@
 #include "base/errors.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
+#include "file/environment.h"
 #include "file/ownership.h"
 #include "file/reader.h"
 #include "file/sums.h"
@@ -133,6 +134,7 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
 }  // namespace
 
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options) {
+  const InEnvironment here(options.environment);
   const auto begin = Clock::now();
   const std::vector<std::string> words = group.all_gather(pack(options, views), begin + options.timeout);
   LoadReport report = load_agreed(group, views, catalog, words, options);
@@ -141,6 +143,7 @@ LoadReport load_from(Group& group, std::span<const TensorView> views, const Cata
 }
 
 LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choose, LoadOptions options) {
+  const InEnvironment here(options.environment);
   const auto begin = Clock::now();
   Chosen chosen;
   const Discussed found = discuss_catalog(group, path, options.timeout, [&](const std::shared_ptr<const Catalog>& catalog) {

@@ -85,9 +85,9 @@ class PowerCut : public Checkpoint {
     if (!way.first) save_version(1, way);
     if (!way.first && way.directory) std::ofstream(folder_ / "live" / "model" / "config.json") << "mine";
     Recorder recorder(folder_ / "live", way.exchange);
-    base::replace_syscalls(&recorder);
+    machine_.syscalls = &recorder;
     save_version(2, way);
-    base::replace_syscalls(nullptr);
+    machine_.syscalls = nullptr;
     return std::move(recorder.recording);
   }
 

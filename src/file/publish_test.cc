@@ -87,9 +87,9 @@ TEST_F(Saving, KeepsWhatAppearsInItsDirectoryWhileItIsPublished) {
       write(path / "runs" / "old", "as it was");
       ASSERT_EQ(::mkfifo((path / "pipe").c_str(), 0600), 0);
       Busy busy(path, can_exchange, before);
-      base::replace_syscalls(&busy);
+      machine_.syscalls = &busy;
       save_version(2, path);
-      base::replace_syscalls(nullptr);
+      machine_.syscalls = nullptr;
       expect_version(2, path);
       EXPECT_EQ(bytes_of(path / "optimizer.pt"), "appeared");
       EXPECT_EQ(bytes_of(path / "runs" / "new" / "events"), "appeared too");
@@ -165,9 +165,9 @@ TEST_F(Saving, TakesMoreFilesThanAProcessMayOpen) {
     }
     int most = 0;
   } counting;
-  base::replace_syscalls(&counting);
-  save(*solo(), views_of(held), folder_ / "model", {.max_shard_size = 16});
-  base::replace_syscalls(nullptr);
+  machine_.syscalls = &counting;
+  save(*solo(), views_of(held), folder_ / "model", {.max_shard_size = 16, .environment = &machine_});
+  machine_.syscalls = nullptr;
   EXPECT_LT(counting.most, 200);
   EXPECT_EQ(in(folder_ / "model").size(), kTensors + 1u);
   for (const int i : {0, 1, 500, kTensors - 1}) {

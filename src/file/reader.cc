@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "file/environment.h"
 #include "file/feed.h"
 #include "file/layout.h"
 #include "kernels/kernels.h"
@@ -55,9 +56,14 @@ Reader::Reader(const Catalog& catalog, std::vector<Job> jobs)
 comm::Part Reader::part() {
   const int64_t before = done_;
   const comm::PartTime time;
+  const Environment here = environment_here();
   std::vector<std::thread> others;
   try {
-    for (int lane = 1; lane < lanes_; ++lane) others.emplace_back([&] { work(time); });
+    for (int lane = 1; lane < lanes_; ++lane)
+      others.emplace_back([&] {
+        const InEnvironment too(&here);
+        work(time);
+      });
   } catch (const std::system_error&) {  // no more threads: fewer reads in flight
   }
   work(time);

@@ -26,10 +26,10 @@ TEST_F(Saving, WithoutAnExchangeGoesBackWhereARenameFails) {
   int failures = 0;
   for (int fatal = 0;; ++fatal) {
     FailingRename machine(fatal);
-    base::replace_syscalls(&machine);
+    machine_.syscalls = &machine;
     version = 2;
     const std::vector<int> codes = save_as(path, rows, 2, kShards);
-    base::replace_syscalls(nullptr);
+    machine_.syscalls = nullptr;
     if (!machine.failed()) break;
     if (codes == all(2, kFine)) {  // it was no rename that matters
       save_version(1, path, kShards);
@@ -58,10 +58,10 @@ TEST_F(Saving, ThatDiedBetweenTwoRenamesLeavesTheOldOneForTheNextLoadAndTheNextS
       return result;
     }
   } full;
-  base::replace_syscalls(&full);
+  machine_.syscalls = &full;
   version = 2;
   EXPECT_EQ(save_as(path, rows, 2), all(2, static_cast<int>(Code::kOutOfSpace)));
-  base::replace_syscalls(nullptr);
+  machine_.syscalls = nullptr;
   expect_version(1, path);
   EXPECT_EQ(names(), (std::set<std::string>{"model"}));
   save_version(3, path);
@@ -100,12 +100,12 @@ class NoRename : public base::Syscalls {
 
 TEST_F(Saving, OfNamedFilesIsNotWrittenOverOthersWhereNothingCanBeRenamed) {
   NoRename storage;
-  base::replace_syscalls(&storage);
+  machine_.syscalls = &storage;
   version = 1;
   ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
   version = 2;
   EXPECT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, static_cast<int>(Code::kUnsupported)));
-  base::replace_syscalls(nullptr);
+  machine_.syscalls = nullptr;
   expect_version(1, folder_ / "model" / "ema-0.9.safetensors");
   expect_version(1, folder_ / "model" / "ema-0.99.safetensors");
   EXPECT_EQ(names(), (std::set<std::string>{"model"}));
@@ -134,10 +134,10 @@ TEST_F(Saving, OntoADirectoryThatCannotBeMovedIsRefusedBeforeAnythingIsWritten) 
   save_version(1, folder_ / "model", kShards);
   for (const int error : {EBUSY, EXDEV}) {
     Fixed machine(folder_ / "model", error);
-    base::replace_syscalls(&machine);
+    machine_.syscalls = &machine;
     version = 2;
     EXPECT_EQ(save_as(folder_ / "model", rows, 2), all(2, static_cast<int>(Code::kUnsupported)));
-    base::replace_syscalls(nullptr);
+    machine_.syscalls = nullptr;
     EXPECT_EQ(machine.written, 0u);
   }
   expect_version(1, folder_ / "model");

@@ -6,6 +6,7 @@
 #include "comm/parts.h"
 #include "file/call.h"
 #include "file/direct.h"
+#include "file/environment.h"
 #include "file/index.h"
 #include "file/publish.h"
 #include "file/stripe_writer.h"
@@ -90,6 +91,7 @@ struct StagedSave::Plan {
 
 StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options)
     : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}, 0, Clock::now()}) {
+  const InEnvironment here(options.environment);
   Plan& plan = *plan_;
   agree(group, Clock::now() + options.timeout, [&] { check_call(files, options); });
   plan.call = same_call(group, files, path, options, plan.deadline());
@@ -128,6 +130,7 @@ std::vector<std::pair<std::string, Shape>> StagedSave::tensors() const {
 void StagedSave::stage(std::span<std::byte> memory) {
   if (static_cast<int64_t>(memory.size()) < staging_bytes())
     base::fail(Code::kInvalidArgument, "{} bytes of staging memory; {} are needed", memory.size(), staging_bytes());
+  const InEnvironment here(plan_->options.environment);
   Feed feed;
   std::byte* to = memory.data();
   for (Mine& mine : plan_->mine) {
@@ -225,6 +228,7 @@ SaveReport StagedSave::Plan::report() const {
 
 SaveReport StagedSave::write() {
   Plan& plan = *plan_;
+  const InEnvironment here(plan.options.environment);
   try {
     const Storage storage = plan.storage();
     if (!storage.rename) {

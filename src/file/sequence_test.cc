@@ -76,7 +76,7 @@ TEST_F(Checkpoint, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
       if (kSlow && std::string(name) != "columns") continue;
       SCOPED_TRACE(std::string(name) + (renames ? ", renaming" : ", not renaming"));
       ObjectStore store(renames);
-      base::replace_syscalls(&store);
+      machine_.syscalls = &store;
       for (int round = 0; round < 2; ++round) {
         EXPECT_EQ(save_as(folder_ / "one.safetensors", sharding, 3), all(3, kFine));
         EXPECT_EQ(save_as(folder_ / "model", sharding, 3, {.max_shard_size = 1 << 20}), all(3, kFine));
@@ -84,7 +84,7 @@ TEST_F(Checkpoint, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
         EXPECT_EQ(load_as(folder_ / "model", whole, 1), all(1, kFine));
         EXPECT_EQ(std::distance(fs::directory_iterator(folder_ / "model"), {}), 4);  // three files and the index
       }
-      base::replace_syscalls(nullptr);
+      machine_.syscalls = nullptr;
     }
   }
   EXPECT_EQ(names(), (std::set<std::string>{"reference.safetensors", "one.safetensors", "model"}));
@@ -98,18 +98,18 @@ TEST_F(Checkpoint, OfADirectoryThatCannotBeRenamedIsTheOldOneUntilItsIndexIsTher
     version = 1;
     ASSERT_EQ(save_as(path, rows, 3, options), all(3, kFine));
     ObjectStore store(false, after);
-    base::replace_syscalls(&store);
+    machine_.syscalls = &store;
     version = 2;
     const std::vector<int> codes = save_as(path, columns, 3, options);
-    base::replace_syscalls(nullptr);
+    machine_.syscalls = nullptr;
     if (!store.failed()) break;
     EXPECT_EQ(codes, all(3, static_cast<int>(Code::kIo))) << after;
     version = 1;
     EXPECT_EQ(load_as(path, whole, 1), all(1, kFine)) << after;
     ObjectStore healthy(false);
-    base::replace_syscalls(&healthy);
+    machine_.syscalls = &healthy;
     EXPECT_EQ(save_as(path, rows, 3, options), all(3, kFine));  // clears away what the failed one left
-    base::replace_syscalls(nullptr);
+    machine_.syscalls = nullptr;
     EXPECT_EQ(std::distance(fs::directory_iterator(path), {}), 4);
   }
   version = 2;

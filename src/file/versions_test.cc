@@ -66,7 +66,7 @@ TEST_F(Versions, OfAFileThatIsReplacedMeanwhileAreNotMixed) {
   for (int i = 1; i < 6; ++i) save_version(i, newer.emplace_back(folder_ / (std::to_string(i) + ".safetensors")));
   save_version(0, folder_ / "a.safetensors");
   Replaced disk(folder_ / "a.safetensors", newer);
-  base::replace_syscalls(&disk);
+  machine_.syscalls = &disk;
   EXPECT_EQ(loaded_version(folder_ / "a.safetensors", 3, 6), 5);
 }
 
@@ -77,7 +77,7 @@ TEST_F(Versions, OfADirectoryThatIsReplacedMeanwhileAreNotMixed) {
   for (int i = 1; i < 4; ++i) save_version(i, newer.emplace_back(folder_ / std::to_string(i)), options);
   save_version(0, folder_ / "model", options);
   Replaced disk(folder_ / "model", newer);
-  base::replace_syscalls(&disk);
+  machine_.syscalls = &disk;
   EXPECT_EQ(loaded_version(folder_ / "model", 2, 4), 3);
 }
 
@@ -124,7 +124,7 @@ class BadMemory : public base::Syscalls {
 TEST_F(Versions, ThatOneHolderOfAReplicaReadsWronglyAreCorruptOnAll) {
   save_version(0, folder_ / "a.safetensors");
   BadMemory disk;
-  base::replace_syscalls(&disk);
+  machine_.syscalls = &disk;
   LoadOptions options;
   options.strict = false;
   for (const int bad : {0, 1, 2}) {

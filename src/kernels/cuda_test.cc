@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/memory.h"
 #include "kernels/test_data.h"
 #include "shardow/error.h"
 
@@ -56,18 +57,15 @@ class Cuda : public ::testing::Test {
 /// A buffer's twin in device memory, guards and misalignment included.
 class Twin {
  public:
-  explicit Twin(Buffer& host) : host_(host), memory_(static_cast<std::byte*>(cuda::allocate(host.whole_bytes(), 0))) {
-    must(cudaMemcpy(memory_, host.whole(), host.whole_bytes(), cudaMemcpyHostToDevice));
+  explicit Twin(Buffer& host) : host_(host), memory_(host.whole_bytes(), Device{Device::Kind::kCuda, 0}) {
+    must(cudaMemcpy(memory_.data(), host.whole(), host.whole_bytes(), cudaMemcpyHostToDevice));
   }
-  ~Twin() { cuda::release(memory_, 0); }
-  Twin(const Twin&) = delete;
-  Twin& operator=(const Twin&) = delete;
-  void* data() { return memory_ + (host_.data() - host_.whole()); }
-  void fetch() { must(cudaMemcpy(host_.whole(), memory_, host_.whole_bytes(), cudaMemcpyDeviceToHost)); }
+  void* data() { return memory_.data() + (host_.data() - host_.whole()); }
+  void fetch() { must(cudaMemcpy(host_.whole(), memory_.data(), host_.whole_bytes(), cudaMemcpyDeviceToHost)); }
 
  private:
   Buffer& host_;
-  std::byte* memory_;
+  Memory memory_;
 };
 
 /// Problems on the device, and the chunks that point there.

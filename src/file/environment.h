@@ -1,0 +1,37 @@
+// The machine that a save or a load works on, passed in with its options, so that one rank's disk can fail in a test.
+#pragma once
+
+#include "base/files.h"
+#include "base/seam.h"
+#include "file/device.h"
+#include "shardow/checkpoint.h"
+
+namespace shardow {
+
+/// nullptr: the machine's own. What is given outlives the files that were opened through it.
+struct Environment {
+  base::Syscalls* syscalls = nullptr;
+  file::Devices* devices = nullptr;
+};
+
+namespace file {
+
+/// What this thread does until the end of the scope is done in `environment`, where there is one.
+class InEnvironment {
+ public:
+  explicit InEnvironment(const Environment* environment) noexcept
+      : syscalls_(environment != nullptr ? environment->syscalls : nullptr),
+        devices_(environment != nullptr ? environment->devices : nullptr) {}
+
+ private:
+  base::Seam<base::Syscalls>::Scope syscalls_;
+  base::Seam<Devices>::Scope devices_;
+};
+
+/// For threads that work for this one.
+inline Environment environment_here() noexcept {
+  return {&base::syscalls(), &devices()};
+}
+
+}  // namespace file
+}  // namespace shardow

@@ -1,6 +1,20 @@
 # CUDA kernels are built wherever nvcc is found, and replaced by src/kernels/no_cuda.cc elsewhere.
 set(SHARDOW_HAVE_CUDA OFF)
-if(NOT SHARDOW_CUDA STREQUAL "OFF")
+set(SHARDOW_WANT_CUDA ${SHARDOW_CUDA})
+# pip hides the environment from a build; torch's version lies where the interpreter says that packages are.
+if(SHARDOW_CUDA STREQUAL "TORCH")
+  find_package(Python 3.9 REQUIRED COMPONENTS Interpreter)
+  execute_process(COMMAND ${Python_EXECUTABLE} -c "import sysconfig; print(sysconfig.get_path('platlib'))" OUTPUT_STRIP_TRAILING_WHITESPACE
+                  OUTPUT_VARIABLE SHARDOW_PACKAGES COMMAND_ERROR_IS_FATAL ANY)
+  set(SHARDOW_WANT_CUDA OFF)
+  if(EXISTS ${SHARDOW_PACKAGES}/torch/version.py)
+    file(STRINGS ${SHARDOW_PACKAGES}/torch/version.py SHARDOW_TORCH_CUDA REGEX "^cuda[: ].*= *['\"][0-9]")
+    if(SHARDOW_TORCH_CUDA)
+      set(SHARDOW_WANT_CUDA AUTO)
+    endif()
+  endif()
+endif()
+if(SHARDOW_WANT_CUDA)
   include(CheckLanguage)
   # A wrapper script may stand in front of the toolkit; the path behind it is what CMake needs.
   find_program(SHARDOW_NVCC nvcc PATHS /usr/local/cuda/bin /usr/local/cuda-13.0/bin)
@@ -22,4 +36,4 @@ if(NOT SHARDOW_CUDA STREQUAL "OFF")
     message(FATAL_ERROR "SHARDOW_CUDA=ON, but no CUDA compiler was found; set CMAKE_CUDA_COMPILER")
   endif()
 endif()
-message(STATUS "CUDA kernels: ${SHARDOW_HAVE_CUDA}")
+message(STATUS "CUDA kernels: ${SHARDOW_HAVE_CUDA} (SHARDOW_CUDA=${SHARDOW_CUDA})")

@@ -1,0 +1,38 @@
+"""What a build from source says and decides before it compiles anything."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CMAKE = Path(sys.executable).parent / "cmake"
+
+
+def configure(build: Path, *options: str) -> str:
+    told = subprocess.run(
+        [CMAKE, "-S", ROOT, "-B", build, "-G", "Ninja", *options],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{CMAKE.parent}:/usr/bin:/bin"},
+    )
+    return " ".join((told.stdout + told.stderr).split())
+
+
+def test_all_missing_libraries_are_named_by_their_packages(tmp_path: Path) -> None:
+    hidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("hwy", "fmt")]
+    assert "apt-get install libhwy-dev libfmt-dev" in configure(tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", *hidden)
+
+
+@pytest.mark.parametrize("torchs_cuda", ["None", "'13.0'"])
+def test_cuda_is_compiled_where_torch_has_it(tmp_path: Path, torchs_cuda: str) -> None:
+    (tmp_path / "packages/torch").mkdir(parents=True)
+    (tmp_path / "packages/torch/version.py").write_text(f"debug = False\ncuda: Optional[str] = {torchs_cuda}\nhip: Optional[str] = None\n")
+    python = tmp_path / "python"  # an interpreter whose packages are those above
+    python.write_text(f'#!/bin/sh\ncase "$2" in *platlib*) echo {tmp_path}/packages;; *) exec {sys.executable} "$@";; esac\n')
+    python.chmod(0o755)
+    told = configure(tmp_path / "build", "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=TORCH", f"-DPython_EXECUTABLE={python}")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin:/usr/local/cuda-13.0/bin")
+    assert f"CUDA kernels: {'ON' if torchs_cuda != 'None' and nvcc else 'OFF'} (SHARDOW_CUDA=TORCH)" in told

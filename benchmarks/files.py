@@ -126,7 +126,7 @@ def rank_main(rank: int, port: int, folder: str, gib: float, rounds: int, result
         results.put(everybody)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # the interpreter's end sometimes meets a thread that still runs ("terminate called"); it is no part of what is measured
+    os._exit(0)  # torch keeps the mesh's group, whose threads may meet the interpreter's end: docs/torch.md, "Ending a program"
 
 
 def all_rounds(state: State, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +30,17 @@ def host() -> Iterator[tuple[int, int]]:
     yield process.pid, int(process.stdout.readline())
     process.kill()
     process.wait()
+
+
+def stop(pid: int) -> None:
+    """Returns when none of the process's threads runs: the signal's first takes it to the others, which may answer until then."""
+    os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + 60
+    while any(state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < until, "the store's host does not stop"
+        time.sleep(1e-3)
+
+
+def state(task: Path) -> str:
+    """A letter, as proc(5) gives it; it follows the command's name, in brackets."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]

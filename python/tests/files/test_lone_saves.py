@@ -21,7 +21,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from outcomes import Outcome, outcome
-from store_host import host
+from store_host import host, stop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -228,7 +228,7 @@ def without_an_answer(pid: int, port: int, path: str) -> tuple[list[str], float]
     store_group._connection = lambda: dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
         shardow.save(stage(0), f"{path}-before")
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         began = time.monotonic()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

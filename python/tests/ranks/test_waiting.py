@@ -15,7 +15,7 @@ import pytest
 import ranks
 import torch.distributed as dist
 from outcomes import Outcome, outcome
-from store_host import host
+from store_host import host, stop
 
 import shardow
 from shardow.ranks import store_group, waiting
@@ -38,7 +38,7 @@ def host_stands_still(pid: int, port: int, path: str) -> tuple[list[Outcome], Ou
             dist.barrier()
             if rank == 0:
                 time.sleep(0.5 * waits)
-                os.kill(pid, signal.SIGSTOP)
+                stop(pid)
             if not waits:
                 dist.barrier()
             stopped.append(outcome(call))

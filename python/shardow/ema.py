@@ -101,7 +101,7 @@ class EMA(Saved):
             "threads": threads, "overlap": overlap, "momentum": momentum,
         }  # fmt: skip
         self._core = Averages(model, decay, asked, source, group, timeout)
-        self._attached = Attachments(self._update_attached, lambda: self._core.not_swapped("optimizer.step()"))
+        self._attached = Attachments(self._update_attached, lambda: self._core.swap.refuse("optimizer.step()"))
 
     # ---- training
 

@@ -18,8 +18,7 @@ from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.options import Options, Params, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import Tracked
-from shardow.averages.unfrozen import Unfrozen
+from shardow.averages.tracked import Tracked, Unfrozen
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import keys_of
@@ -94,14 +93,6 @@ class Averages:
         self.streams.follow(self._engine)
         return self._engine
 
-    def not_swapped(self, what: str) -> None:
-        """Raises where the averages are in the model."""
-        self.swap.refuse(what)
-
-    def rebind(self) -> None:
-        """A changed parameter is an error; one that is merely unsharded for a while, or whose memory moved, is not."""
-        self.swap.rebind()
-
     @property
     def splits(self) -> bool:
         return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
@@ -154,12 +145,12 @@ class Averages:
 
         def find() -> list[Common | None]:
             self._raise_non_finite()
-            self.not_swapped(what)
+            self.swap.refuse(what)
             check()
             if others is None:
                 return list(self._common())
             self.swap.refuse_foreign(what)
-            self.rebind()
+            self.swap.rebind()
             weights = set(self.view.parameters)
             return [*self._common(), *(common_of(one) for one in others() if one in weights)]
 
@@ -214,10 +205,6 @@ class Averages:
             ", and the next collective call raises on every rank" if self.options.nonfinite == "raise" else ""
         )
 
-    def follow_moves(self) -> bool:
-        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
-        return self.swap.follow_moves()
-
     def reset(self) -> None:
         """See EMA.reset()."""
         self.together("reset()", lambda: self.swap.ready("reset()"))
@@ -234,7 +221,7 @@ class Averages:
 
     def averages(self) -> dict[str, torch.Tensor]:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
-        self.not_swapped("state_dict()")
+        self.swap.refuse("state_dict()")
         return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
 
     @torch.no_grad()
@@ -242,7 +229,7 @@ class Averages:
         """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
 
         def check() -> list[_state.Copy]:
-            self.not_swapped("load_state_dict()")
+            self.swap.refuse("load_state_dict()")
             return _state.check({"averages": averages}, self.tracked, self.keys[:1])[0]
 
         for target, value, region in self.team.agree("load_state_dict()", check):
@@ -278,7 +265,7 @@ class Averages:
         return others
 
     def to_copy(self, how: str) -> tuple[nn.Module, dict[str, Any]]:
-        self.not_swapped("copying")
+        self.swap.refuse("copying")
         if self.view.process_group is not None:
             raise unsupported(
                 f"an EMA of a model that {self.team.size} ranks share can't be {how}: each has a part. Save it with save(), or take its "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -61,51 +61,32 @@ class Options:
         )
 
 
-def make_options(
-    *,
-    decay: Any,
-    dtype: torch.dtype,
-    device: Any,
-    replicas: Replicas,
-    params: Params,
-    buffers: Buffers,
-    rule: Rule,
-    stochastic: Stochastic,
-    nonfinite: NonFinite,
-    update_every: int,
-    start_step: int,
-    seed: int,
-    threads: int,
-    overlap: bool,
-    momentum: Any = None,
-) -> Options:
-    _refuse(momentum)
+_WORDS = {"replicas": get_args(Replicas), "buffers": get_args(Buffers), "rule": get_args(Rule), "nonfinite": get_args(NonFinite)}
+_LEAST = {"update_every": 1, "start_step": 0, "seed": 0, "threads": 0}
+_ROUNDING: dict[Stochastic, str] = {"auto": "auto", True: "stochastic", False: "nearest"}
+
+
+def make_options(*, decay: Any, momentum: Any, overlap: bool, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
+    """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for momentum= a TypeError too."""
+    if momentum is not None:
+        hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})" if isinstance(momentum, float) else ""
+        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
     if overlap:
         raise unsupported("overlap=True (averaging in the background) is not built yet; leave it out")
+    dtype = asked["dtype"]
     if dtype not in DTYPES:
         raise invalid(f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any dtype")
     if dtype in (torch.bfloat16, torch.float16):
         warn(f"averages in {dtype} carry 0.5 to 1.6 % of noise, stochastically rounded; torch.float32 is the default for a reason")
-    if not callable(params):
-        one_of("params", params, ("trainable", "all"))
+    if not callable(asked["params"]):
+        one_of("params", asked["params"], ("trainable", "all"))
+    for name, words in _WORDS.items():
+        one_of(name, asked[name], words)
+    for name, least in _LEAST.items():
+        whole(name, asked[name], least)
     return Options(
         schedules=as_schedules(decay),
-        dtype=dtype,
         device=None if device is None else torch.device(device),
-        replicas=one_of("replicas", replicas, ("split", "copy")),
-        params=params,
-        buffers=one_of("buffers", buffers, ("copy", "average", "ignore")),
-        rule=one_of("rule", rule, ("lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient")),
-        rounding={"auto": "auto", True: "stochastic", False: "nearest"}[one_of("stochastic", stochastic, ("auto", True, False))],
-        nonfinite=one_of("nonfinite", nonfinite, ("hold", "propagate", "raise")),
-        update_every=whole("update_every", update_every, 1),
-        start_step=whole("start_step", start_step, 0),
-        seed=whole("seed", seed, 0),
-        threads=whole("threads", threads, 0),
+        rounding=_ROUNDING[one_of("stochastic", stochastic, tuple(_ROUNDING))],
+        **asked,
     )
-
-
-def _refuse(momentum: Any) -> None:
-    if momentum is not None:
-        hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})" if isinstance(momentum, float) else ""
-        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")

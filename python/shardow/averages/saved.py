@@ -65,7 +65,7 @@ class Saved(States):
         self, what: str, max_shard_size: int | str | None, metadata: Mapping[str, str] | None
     ) -> tuple[list[engine.FileParts], dict[str, Any]]:
         def check() -> dict[str, Any]:
-            self._core.not_swapped(what)
+            self._core.swap.refuse(what)
             if max_shard_size is not None and len(self._core.keys) > 1:
                 raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
             if decay_keys.STATE in (metadata or {}):
@@ -101,7 +101,7 @@ class Saved(States):
         Raises:
             ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
         """
-        self._core.team.agree("load()", lambda: self._core.not_swapped("load()"))
+        self._core.team.agree("load()", lambda: self._core.swap.refuse("load()"))
         theirs = engine.averages_there(path, len(self._core.keys), self._core.team)
         there = self._core.team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
         found = list(engine.catalogs(path, there, self._core.team).values())

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardow import _core
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
 from shardow.model.local import oddity, refuse_expanded
+from shardow.model.match import Fit, compare
 from shardow.model.piece import Piece
 from shardow.model.regions import region_of
 from shardow.model.view import ModelView
@@ -23,8 +25,6 @@ from shardow.ranks.team import Team
 from shardow.ranks.transfers import begun, finish
 
 _OTHERWISE = "was sharded otherwise"
-
-_LACKS = ("missing '", "unexpected '")
 
 _CHUNK = 1 << 20  # elements of a temporary
 
@@ -70,50 +70,46 @@ def check(
     if problems:
         raise invalid(f"the state does not fit: {'; '.join(problems)}")
     copies: list[Copy] = []
-    expected = {one.name: tuple(one.region.shape) for one in tracked}
-    missing = {name: None for key in keys for name in expected if name not in by_key[key]}
-    unexpected = {name: None for key in keys for name in by_key[key] if name not in expected}
+    shapes = {one.name: tuple(one.region.shape) for one in tracked}
+    missing: dict[str, None] = {}
+    unexpected: dict[str, None] = {}
     for k, key in enumerate(keys):
-        problems += [one for one in unfit(by_key[key], expected) if strict or not one.startswith(_LACKS)]
+        found = compare(shapes, shapes_of(by_key[key]))
+        missing.update(dict.fromkeys(found.missing))
+        unexpected.update(dict.fromkeys(found.unexpected))
+        problems += unfit(found if strict else replace(found, missing=[], unexpected=[]))
+        wrong = {name for name, *_ in found.different}
         for one in tracked:
-            if one.name in by_key[key]:
-                _plan(one, k, by_key[key][one.name], copies, problems)
+            if one.name in found.keys and one.name not in wrong:
+                plan(one.name, one.averages[k], one.region, by_key[key][one.name], copies, problems)
     if problems:
         raise invalid(f"the state does not fit this EMA, nothing was loaded: {listed(problems)}")
     return copies, {"missing": list(missing), "unexpected": list(unexpected)}
 
 
-def unfit(found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Missing, unexpected and wrongly shaped names of one average."""
-    problems = [f"missing '{name}'" for name in expected if name not in found]
-    problems += [f"unexpected '{name}'" for name in found if name not in expected]
-    for name, shape in expected.items():
-        if name in found and tuple(found[name].size()) != shape:
-            problems.append(f"'{name}' has shape {tuple(found[name].size())}, expected {shape}")
-    return problems
+def shapes_of(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.size()) for name, tensor in state.items()}
 
 
-def _plan(one: Tracked, k: int, value: torch.Tensor, copies: list[Copy], problems: list[str]) -> None:
-    if tuple(value.size()) != tuple(one.region.shape):
-        return  # listed by unfit()
-    planned = copy_of(one.name, one.averages[k], one.region, value)
-    if isinstance(planned, str):
-        problems.append(planned)
-    else:
-        copies.append(planned)
+def unfit(found: Fit[tuple[int, ...]]) -> list[str]:
+    """What does not fit, in words."""
+    problems = [f"missing '{name}'" for name in found.missing] + [f"unexpected '{name}'" for name in found.unexpected]
+    return problems + [f"'{name}' has shape {there}, expected {here}" for name, here, there in found.different]
 
 
-def copy_of(name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor) -> Copy | str:
-    """How ``value``, of the global shape, gets into ``target``, the 1-D memory of ``region``; a text: why it does not."""
+def plan(name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor, copies: list[Copy], problems: list[str]) -> None:
+    """How ``value``, of the global shape, gets into ``target``, the 1-D memory of ``region``; or why it does not."""
     if isinstance(value, Piece):
         there, local = value.region, value.local
     elif hasattr(value, "_local_tensor"):
         there, local = region_of(name, value), value._local_tensor
     else:
-        return target, value, region
+        copies.append((target, value, region))
+        return
     if there == region:
-        return target, local.reshape(-1), None
-    return f"'{name}' {_OTHERWISE}"
+        copies.append((target, local.reshape(-1), None))
+    else:
+        problems.append(f"'{name}' {_OTHERWISE}")
 
 
 def listed(problems: Sequence[str]) -> str:
@@ -201,8 +197,10 @@ def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, to
 def refuse_unlike(tracked: Sequence[Tracked], target: ModelView) -> None:
     """Before copy_streamed(): the other model has a place for each average."""
     places = [*target.parameters, *target.buffers]
-    shapes, theirs = {one.name: tuple(one.local.region.shape) for one in tracked}, {one.name: tuple(one.region.shape) for one in places}
-    wrong = [f"'{n}': {theirs.get(n, 'missing')} there, {s} here" for n, s in shapes.items() if theirs.get(n) != s]
+    here = {one.name: tuple(one.local.region.shape) for one in tracked}
+    found = compare(here, {one.name: tuple(one.region.shape) for one in places})
+    wrong = [f"'{name}': missing there, {here[name]} here" for name in found.missing]
+    wrong += [f"'{name}': {there} there, {shape} here" for name, shape, there in found.different]
     if wrong:
         raise invalid(f"copy_to(): the other model does not fit: {'; '.join(wrong)}")
     for one in places:

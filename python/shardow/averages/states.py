@@ -40,7 +40,7 @@ class States:
         Raises:
             NotImplementedError: accelerate's save_state() calls, which would keep rank 0's parts alone; the error says what to register.
         """
-        self._core.not_swapped("state_dict()")
+        self._core.swap.refuse("state_dict()")
         if any(not one.is_whole for one in self._core.tracked):
             refuse_of_one_rank(depth=1)
         return _state.make(self._core.tracked, self._core.keys, self._core.engine.state())
@@ -67,7 +67,7 @@ class States:
         before, keys = self._core.engine.state(), self._core.keys
 
         def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
-            self._core.not_swapped("load_state_dict()")
+            self._core.swap.refuse("load_state_dict()")
             text = _state.engine_state(state)
             found = _state.check(
                 state, self._core.tracked, self._taken_as(decay_keys.keys_in({decay_keys.STATE: text}), options, "the state"), strict

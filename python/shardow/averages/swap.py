@@ -28,8 +28,7 @@ from shardow.averages import tracked as _tracked
 from shardow.averages.cuda_streams import Streams
 from shardow.averages.replicas import Exchange
 from shardow.averages.swap_meeting import LEAVING, Meeting, Status, noted_in, text_of
-from shardow.averages.swap_memory import SwapMemory
-from shardow.averages.swap_moves import Move, find_moves, warn_of_casts, warn_of_writes
+from shardow.averages.swap_memory import Move, SwapMemory, find_moves, warn_of_casts, warn_of_writes
 from shardow.base.checks import invalid
 from shardow.base.signals import Held
 from shardow.model import swap_guard
@@ -158,7 +157,7 @@ class Swap(SwapMemory):
             self.rebind()
 
     def rebind(self) -> None:
-        """Memory of the model that moved is followed. Raises where more than memory has changed."""
+        """Memory of the model that moved, or is unsharded for a while, is followed. Raises where more than memory has changed."""
         if not self.follow_moves():
             raise invalid(self._view.explain_change())
 

@@ -1,7 +1,8 @@
-"""What is averaged: each tensor's local memory, the part of it that this rank averages, and the averages' own memory."""
+"""What is averaged: each tensor's local memory, the part of it that this rank averages, and the averages' own memory. And what is not."""
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from shardow import _core
 from shardow.averages.options import DTYPES, Options
 from shardow.base.checks import invalid, unsupported
+from shardow.base.warnings import warn
 from shardow.model.local import refuse_unaverageable
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import place, take
@@ -193,3 +195,30 @@ def weight_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:
 
 def average_views(tracked: Iterable[Tracked], k: int) -> list[_core.TensorView]:
     return [view_of(one.name, one.averages[k], one.region) for one in tracked]
+
+
+_AT_ONCE = 8  # looked at in an update, whose time must not grow with what is frozen
+
+
+class Unfrozen:
+    """Weights that were frozen when the averages were made, and have none: says, once, that some of them are trained now."""
+
+    def __init__(self, frozen: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._frozen = list(frozen)
+        self._next = itertools.cycle(self._frozen)
+
+    def look(self, everywhere: bool = False) -> None:
+        """``everywhere``: at all of them, else at the next few."""
+        if not self._frozen:
+            return
+        if any(p.requires_grad for _, p in (self._frozen if everywhere else itertools.islice(self._next, _AT_ONCE))):
+            self._say([name for name, p in self._frozen if p.requires_grad])
+
+    def _say(self, names: list[str]) -> None:
+        self._frozen = []
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        warn(
+            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and swapped() have the "
+            "weights as they "
+            "are. To average them, make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
+        )

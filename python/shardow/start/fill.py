@@ -6,7 +6,7 @@ Each fills what it can, and reports as load() does.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,12 @@ from shardow.base.progress import Progress, shown
 from shardow.files import engine
 from shardow.files.paths import StrPath
 from shardow.model.extra_state import FromFile, split
+from shardow.model.match import Form, fit, matched, unexpected
 from shardow.model.parts import Held
 from shardow.ranks.gather import Part, take
 from shardow.ranks.store_group import store_group
 from shardow.ranks.stream import Client, Fill, Server, Want, behind, narrower
 from shardow.ranks.team import Team
-from shardow.start.match import Comparison, Form, compared, matched, unexpected
 
 State = Mapping[str, torch.Tensor]
 
@@ -99,21 +99,15 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     """Every rank takes its slices of what it has, when all have what fits."""
     state, extra = split(state, job.held.extra)  # type: ignore[assignment]
 
-    def compare() -> Comparison:
-        _refuse_other_extra(job, extra)
-        found = compared(job.what, job.held, job.wanted, _forms(state), job.strict)
-        _refuse_lacking(job, found.missing)
-        return found
-
-    found = job.team.agree(job.what, compare)
+    keys, report = job.team.agree(job.what, lambda: _compared(job, _forms(state), extra))
 
     def fill() -> None:
         for part in job.held.parts:
-            if part.name in found.keys:
-                take(state[found.keys[part.name]].detach(), part.region, part.flat)
+            if part.name in keys:
+                take(state[keys[part.name]].detach(), part.region, part.flat)
 
     job.team.agree(job.what, fill)
-    return _with_extra(job, extra, found.report())
+    return _with_extra(job, extra, report)
 
 
 def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
@@ -125,14 +119,12 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     forms, extra = pickle.loads(team.gather(job.what, mine)[0])
 
     def compare() -> tuple[dict[str, Any], list[Fill]]:
-        _refuse_other_extra(job, extra)
-        found = compared(job.what, job.held, job.wanted, forms, job.strict)
-        _refuse_lacking(job, found.missing)
+        keys, report = _compared(job, forms, extra)
         fills = []
         for part in job.held.parts:
-            if (key := found.keys.get(part.name)) is not None:
-                fills.append(Fill(part, Want(key, part.region.encode(), narrower(forms[key][1], part.flat.dtype))))
-        return found.report(), fills
+            if (key := keys.get(part.name)) is not None:
+                fills.append(Fill(part, Want(key, part.region.encode(), narrower(forms[key].dtype, part.flat.dtype))))
+        return report, fills
 
     report, fills = team.agree(job.what, compare)
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
@@ -147,6 +139,30 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
 
     team.agree(job.what, move, begun=True, behind=behind(team.timeout))
     return _with_extra(job, extra, report)
+
+
+def _compared(job: Job, source: Mapping[str, Form], extra: Collection[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """(keys, report). Raises with everything that does not fit; if not strict only with what can't be cast or has another shape."""
+    _refuse_other_extra(job, extra)
+    found = fit(job.held, source, "the source")
+    missing = [name for name in found.missing if name in job.wanted]
+    wrong = [text for name, here, there in found.different if here and there for text in _differences(name, here, there)]
+    if job.strict and missing:
+        wrong.append(f"missing in the source: {', '.join(missing[:20])}")
+    if job.strict and found.unexpected:
+        wrong.append(f"unexpected in the source: {', '.join(found.unexpected[:20])}")
+    if wrong:
+        raise invalid(f"{job.what}: the source does not fit: {'; '.join(wrong[:20])}")
+    _refuse_lacking(job, missing)
+    kept = [name for name in found.missing if name not in job.wanted]
+    return found.keys, {"missing": missing, "unexpected": found.unexpected, "kept": kept}
+
+
+def _differences(name: str, here: Form, there: Form) -> Iterator[str]:
+    if there.shape != here.shape:
+        yield f"'{name}' has shape {list(there.shape)} in the source and {list(here.shape)} here"
+    if there.dtype != here.dtype and not (there.dtype.is_floating_point and here.dtype.is_floating_point):
+        yield f"'{name}' is {there.dtype} in the source and {here.dtype} here, and only floating numbers are cast"
 
 
 def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection[str] = ()) -> None:
@@ -172,13 +188,13 @@ def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> 
 
 
 def _forms(state: State) -> dict[str, Form]:
-    forms = {}
+    forms: dict[str, Form] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
             raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed")
         if tensor.is_meta:
             raise invalid(f"the source's '{name}' is on meta, without values")
-        forms[name] = (tuple(tensor.shape), tensor.dtype)
+        forms[name] = Form(tuple(tensor.shape), tensor.dtype)
     return forms
 
 

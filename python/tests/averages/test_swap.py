@@ -24,7 +24,6 @@ PARTS = (
     "model/swap_guard.py",
     "averages/swap_meeting.py",
     "averages/swap_memory.py",
-    "averages/swap_moves.py",
     "base/signals.py",
 )
 

@@ -20,13 +20,13 @@ from shardow.base.checks import invalid
 from shardow.compat.files import dcp, torch_files
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
+from shardow.model.match import Fit, Form, fit
 from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
 from shardow.ranks.team import Team
-from shardow.start.match import matched, unexpected
 
 T = TypeVar("T")
 
@@ -98,14 +98,14 @@ class Managed(ABC):
 
         def check() -> tuple[Held, list[_state.Copy], Unmatched]:
             held = self._held()
-            keys = matched(held, state, "the state")
-            names = Unmatched([part.name for part in held.parts if part.name not in keys], unexpected(held, keys, state))
+            found = fit(held, state, "the state")
+            names = Unmatched(found.missing, found.unexpected)
             if strict and any(names):
                 what = (
                     f"{type(self).__name__}.load_state_dict(): nothing was loaded: {_listed(names)}; strict=False leaves these as they are"
                 )
                 raise errors.make_also(self._refusal, what)
-            return held, _copies(held.parts, keys, state), names
+            return held, _copies(held.parts, found, state), names
 
         held, copies, names = self._team.agree("load_state_dict()", check)
         for target, value, region in copies:
@@ -181,29 +181,25 @@ def checked_decay(decay: float) -> float:
     return float(decay)
 
 
-def _copies(parts: Sequence[Part], keys: Mapping[str, str], state: Mapping[str, torch.Tensor]) -> list[_state.Copy]:
+def _copies(parts: Sequence[Part], found: Fit[Form | None], state: Mapping[str, torch.Tensor]) -> list[_state.Copy]:
     copies: list[_state.Copy] = []
-    problems = []
+    wrong = {name: _difference(here, there, state[found.keys[name]]) for name, here, there in found.different if here}
+    problems = [f"'{name}' {text}" for name, text in wrong.items() if text]
     for part in parts:
-        if part.name not in keys:
-            continue
-        value = state[keys[part.name]]
-        planned: _state.Copy | str
-        if not isinstance(value, torch.Tensor):
-            planned = f"'{part.name}' is a {type(value).__name__}, not a tensor"
-        elif tuple(value.size()) != tuple(part.region.shape):
-            planned = f"'{part.name}' has shape {tuple(value.size())} there and {tuple(part.region.shape)} here"
-        elif value.is_floating_point() != part.flat.is_floating_point() or value.is_complex() != part.flat.is_complex():
-            planned = f"'{part.name}' is {value.dtype} there and {part.flat.dtype} here"
-        else:
-            planned = _state.copy_of(part.name, part.flat, part.region, value)
-        if isinstance(planned, str):
-            problems.append(planned)
-        else:
-            copies.append(planned)
+        if part.name in found.keys and not wrong.get(part.name):
+            _state.plan(part.name, part.flat, part.region, state[found.keys[part.name]], copies, problems)
     if problems:
         raise errors.make_also(RuntimeError, f"the state does not fit, nothing was loaded: {_state.listed(problems)}")
     return copies
+
+
+def _difference(here: Form, there: Form | None, value: object) -> str | None:
+    if there is None:
+        return f"is a {type(value).__name__}, not a tensor"
+    if there.shape != here.shape:
+        return f"has shape {there.shape} there and {here.shape} here"
+    alike = there.dtype.is_floating_point == here.dtype.is_floating_point and there.dtype.is_complex == here.dtype.is_complex
+    return None if alike else f"is {there.dtype} there and {here.dtype} here"
 
 
 def _listed(names: Unmatched) -> str:

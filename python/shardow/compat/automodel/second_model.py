@@ -17,6 +17,7 @@ from shardow.compat.ways.teams import everybody, joined
 from shardow.compat.ways.twin import TrainedTwin
 from shardow.files.checkpoint import save as save_file
 from shardow.model.groups import group_of_model
+from shardow.model.match import compare
 from shardow.model.parts import Held, held_by
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Part
@@ -120,12 +121,11 @@ def _weights(view: ModelView) -> dict[str, torch.Tensor]:
 
 def _check(ours: ModelView, theirs: ModelView) -> None:
     """The origin's exceptions for models that differ."""
-    here = {one.name: one for one in ours.parameters}
-    trained = [one for one in theirs.parameters if one.requires_grad]
-    missing = [one.name for one in trained if one.name not in here]
-    if missing:
-        raise errors.make_also(KeyError, f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {missing[:5]}")
-    for one in trained:
-        shapes = [tuple(local.region.shape) for local in (one, here[one.name])]
-        if shapes[0] != shapes[1]:
-            raise invalid(f"ShardedModelEMAManager: shapes differ for {one.name}: train={shapes[0]} ema={shapes[1]}")
+    shapes, wanted = (
+        {one.name: tuple(one.region.shape) for one in view.parameters if view is ours or one.requires_grad} for view in (ours, theirs)
+    )
+    found = compare(wanted, shapes)
+    if found.missing:
+        raise errors.make_also(KeyError, f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {found.missing[:5]}")
+    for name, train, ema in found.different:
+        raise invalid(f"ShardedModelEMAManager: shapes differ for {name}: train={train} ema={ema}")

@@ -80,13 +80,13 @@ class EMAManager(Managed):
 
     def _follow(self, model: nn.Module) -> None:
         view = self._core.view
-        self._core.not_swapped("update()")
+        self._core.swap.refuse("update()")
         view.reshard()
         if model is self._model and view.unchanged():
             return
         theirs = find(model, group=self._options["group"])  # type: ignore[arg-type]
         self._refuse_new(theirs)
-        if self._core.follow_moves() and _places(view) == _places(theirs):
+        if self._core.swap.follow_moves() and _places(view) == _places(theirs):
             self._model = model
             return
         missing = self._shadow.keys() - {one.name for one in theirs.parameters}
@@ -145,11 +145,11 @@ class EMAManager(Managed):
         return self._shadow
 
     def _live(self) -> dict[str, torch.Tensor]:
-        self._core.not_swapped("state_dict()")
+        self._core.swap.refuse("state_dict()")
         return self._shadow
 
     def _held(self) -> Held:
-        self._core.not_swapped("loading")
+        self._core.swap.refuse("loading")
         names = {one.name: (one.name, *one.local.aliases) for one in self._core.tracked}
         return Held(self._core.parts(), names, self._team.process_group)
 
@@ -157,9 +157,9 @@ class EMAManager(Managed):
         self._core.begin()
 
     def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
-        self._core.not_swapped("an export")
+        self._core.swap.refuse("an export")
         names = {one.name: (one.name, *one.aliases) for one in [*self._core.view.parameters, *self._core.view.buffers]}
-        self._core.rebind()
+        self._core.swap.rebind()
         others = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._core.others()]
         return [*self._core.parts(), *others], names
 

@@ -9,6 +9,7 @@ from shardow import errors
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.averages.tracked import Tracked, divide, scatter
+from shardow.model.match import compare
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer
 
@@ -26,7 +27,7 @@ class Copier:
     @torch.no_grad()
     def ready(self) -> None:
         """Raises, before anything changes, where the target is not what it was. Local."""
-        self._core.not_swapped("copy_to()")
+        self._core.swap.refuse("copy_to()")
         self._view.reshard()
         if not self._view.unchanged() and not self._view.follow_moves(self._follow):
             raise errors.make("invalid_argument", self._view.explain_change())
@@ -55,12 +56,10 @@ class Copier:
         """The target's parameters in the order of the averages. Raises KeyError, a ValueError too, with the names that don't fit."""
         there = {one.name: one for one in self._view.parameters}
         shapes = {one.name: tuple(one.local.region.shape) for one in self._core.tracked}
-        wrong = [f"'{name}' has no average" for name in there if name not in shapes]
-        wrong += [
-            f"'{name}' is {tuple(there[name].region.shape) if name in there else 'missing'} in the module, {shape} in the averages"
-            for name, shape in shapes.items()
-            if name not in there or tuple(there[name].region.shape) != shape
-        ]
+        found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
+        wrong = [f"'{name}' has no average" for name in found.unexpected]
+        wrong += [f"'{name}' is missing in the module, {shapes[name]} in the averages" for name in found.missing]
+        wrong += [f"'{name}' is {theirs} in the module, {ours} in the averages" for name, ours, theirs in found.different]
         if wrong:
             raise errors.make_also(KeyError, f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}")
         chosen = [there[name] for name in shapes]

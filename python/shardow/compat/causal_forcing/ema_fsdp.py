@@ -22,10 +22,10 @@ from shardow.compat.files.whole import whole_state_dict
 from shardow.compat.ways.names import called, model_and_root
 from shardow.ema import EMA
 from shardow.files.decay_keys import keys_of
+from shardow.model.match import fit
 from shardow.model.parts import Held
 from shardow.ranks.gather import Part
 from shardow.schedules import as_schedules
-from shardow.start.match import matched, unexpected
 
 
 class EMA_FSDP:
@@ -131,11 +131,10 @@ class EMA_FSDP:
         aliases = {one.name: one.aliases for one in self._core.view.parameters}
         parts = self._core.parts() + [Part(one.name, one.tensor.reshape(-1), one.region) for one in self._core.view.buffers]
         names = {part.name: (part.name, self._names.get(part.name, part.name), *aliases.get(part.name, ())) for part in parts}
-        held = Held(parts, names, None)
-        keys = matched(held, sd.keys(), "the state")
-        if wrong := [f"unexpected '{key}'" for key in unexpected(held, keys, sd.keys())]:
+        found = fit(Held(parts, names, None), sd, "the state")
+        if wrong := [f"unexpected '{key}'" for key in found.unexpected]:
             raise invalid(f"the state does not fit these averages, nothing was loaded: {'; '.join(wrong[:20])}")
-        return {name: _floating(name, sd[key]) for name, key in keys.items() if name in self._names}
+        return {name: _floating(name, sd[key]) for name, key in found.keys.items() if name in self._names}
 
     def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:
         """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it; one tensor at a time

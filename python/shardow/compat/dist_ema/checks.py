@@ -14,10 +14,10 @@ from shardow import errors
 from shardow.averages import state as _state
 from shardow.base.checks import fraction, invalid, whole
 from shardow.compat.dist_ema.shares import Share
+from shardow.model import match
 from shardow.model.local import LocalTensor
 from shardow.model.parts import Held
 from shardow.ranks.gather import Part
-from shardow.start.match import matched, unexpected
 
 CONFIG = "shardow.dist_ema"  # key of ``config`` in a file's metadata
 PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -68,13 +68,12 @@ def fitting(
     """Shares with their whole tensors, without buffers. Raises KeyError with all that does not fit. ``called``: names in states."""
     parts = [Part(one.name, one.average, one.region) for one in shares]
     parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in buffers]
-    held = Held(parts, {part.name: (part.name, called[part.name]) for part in parts}, None)
-    keys = matched(held, state.keys(), "the state")
-    found = {one.name: state[keys[one.name]] for one in shares if one.name in keys}
+    fit = match.fit(Held(parts, {part.name: (part.name, called[part.name]) for part in parts}, None), state, "the state")
+    found = {one.name: state[fit.keys[one.name]] for one in shares if one.name in fit.keys}
     wrong = [f"'{n}' is a {type(t).__name__}, not a whole tensor" for n, t in found.items() if type(t) not in (torch.Tensor, nn.Parameter)]
     if not wrong:
-        wrong = _state.unfit(found, {one.name: one.shape for one in shares})
-        wrong += [f"unexpected '{key}'" for key in unexpected(held, keys, state.keys())]
+        wrong = _state.unfit(match.compare({one.name: one.shape for one in shares}, _state.shapes_of(found)))
+        wrong += [f"unexpected '{key}'" for key in fit.unexpected]
     if wrong:
         raise errors.make_also(KeyError, f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
     return [(one, found[one.name].detach()) for one in shares]

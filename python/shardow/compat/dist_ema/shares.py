@@ -19,6 +19,7 @@ from shardow import _core
 from shardow.averages.tracked import divide
 from shardow.base.checks import unsupported
 from shardow.model.local import LocalTensor
+from shardow.model.match import compare
 from shardow.model.owners import has_fsdp
 from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
@@ -50,8 +51,9 @@ class Share:
         """The live elements, 1-D, a view; of ``local``, which is the same parameter of another view."""
         return _memory(local or self.local, self.order)[self.begin : self.begin + self.region.size]
 
-    def fits(self, local: LocalTensor) -> bool:
-        return local.region == self.local.region and self.order == _memory_order(local)
+    @property
+    def form(self) -> tuple[_core.Region, tuple[int, ...]]:
+        return self.local.region, self.order
 
     def as_stored(self, whole: torch.Tensor) -> torch.Tensor:
         """The dimensions in the order of memory."""
@@ -101,18 +103,17 @@ def _share(local: LocalTensor, order: tuple[int, ...], region: _core.Region, beg
 
 def unlike(made: Sequence[Share], view: ModelView) -> list[str]:
     """What of a model is not as in the one that shares were made of."""
-    there, known = {one.name: one for one in view.parameters}, {share.name for share in made}
-    wrong = [f"'{name}' has no average" for name in there if name not in known]
-    for share in made:
-        one = there.get(share.name)
-        if one is None:
-            wrong.append(f"'{share.name}' is gone")
-        elif not share.fits(one):
-            wrong.append(
-                f"'{share.name}' was {share.shape}, {share.local.region} in the order {share.order}, it is {tuple(one.region.shape)}, "
-                f"{one.region} in the order {_memory_order(one)}"
-            )
-    return wrong
+    found = compare({share.name: share.form for share in made}, {one.name: _form(one) for one in view.parameters})
+    wrong = [f"'{name}' has no average" for name in found.unexpected] + [f"'{name}' is gone" for name in found.missing]
+    return wrong + [f"'{name}' was {_said(was)}, it is {_said(now)}" for name, was, now in found.different]
+
+
+def _form(local: LocalTensor) -> tuple[_core.Region, tuple[int, ...]]:
+    return local.region, _memory_order(local)
+
+
+def _said(form: tuple[_core.Region, tuple[int, ...]]) -> str:
+    return f"{tuple(form[0].shape)}, {form[0]} in the order {form[1]}"
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardow import errors
 from shardow.compat.files.published import publish
+from shardow.model.match import Form, fit
 from shardow.model.parts import Held
 from shardow.ranks.team import Team
-from shardow.start.match import matched, unexpected
 
 _DECAY, _UPDATES = "shardow.decay", "shardow.updates"
 
@@ -66,18 +66,20 @@ def plan(held: Held, directory: Path) -> Plan | None:
     if not (directory / ".metadata").exists():
         return None
     stored = FileSystemReader(str(directory)).read_metadata().state_dict_metadata
-    tensors = {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata) and key not in (_DECAY, _UPDATES)}
-    keys = matched(held, tensors, str(directory))
+    tensors = {
+        key: Form(tuple(one.size), one.properties.dtype)
+        for key, one in stored.items()
+        if isinstance(one, TensorStorageMetadata) and key not in (_DECAY, _UPDATES)
+    }
+    found = fit(held, tensors, str(directory))
     wrong = [
-        f"'{part.name}' is {tuple(one.size)} {one.properties.dtype} there and {tuple(part.region.shape)} {part.flat.dtype} here"
-        for part in held.parts
-        if (one := tensors.get(keys.get(part.name, ""))) is not None
-        and (tuple(one.size) != tuple(part.region.shape) or one.properties.dtype.is_floating_point != part.flat.is_floating_point())
+        f"'{name}' is {there.shape} {there.dtype} there and {here.shape} {here.dtype} here"
+        for name, here, there in found.different
+        if here and there and (there.shape != here.shape or there.dtype.is_floating_point != here.dtype.is_floating_point)
     ]
     if wrong:
         raise errors.make_also(RuntimeError, f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
-    missing = [part.name for part in held.parts if part.name not in keys]
-    return Plan(directory, keys, missing, unexpected(held, keys, tensors), {_DECAY, _UPDATES} <= stored.keys())
+    return Plan(directory, found.keys, found.missing, found.unexpected, {_DECAY, _UPDATES} <= stored.keys())
 
 
 def read(found: Plan, state: Mapping[str, torch.Tensor], team: Team) -> tuple[float, int] | None:

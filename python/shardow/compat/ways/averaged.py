@@ -19,6 +19,7 @@ from shardow.compat.ways.pairs import warn_of_rounding
 from shardow.compat.ways.stand_in import Behind, StandIn, needed, stand_in_for, whole_averages
 from shardow.compat.ways.teams import team_of
 from shardow.compat.ways.twin import Scripted, Twin
+from shardow.model.match import compare
 from shardow.model.names import clean_file_key
 from shardow.model.piece import Piece
 from shardow.start.materialize import Request, fill_model
@@ -91,15 +92,13 @@ class Averaged(nn.Module):
 
 def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
     """Torch finds the same, when half is loaded."""
-    wrong = [
-        f"size mismatch for '{name}': {tuple(state[name].shape)} there, {tuple(tensor.shape)} here"
-        for name, tensor in here.items()
-        if isinstance(state.get(name), torch.Tensor) and state[name].shape != tensor.shape
-    ]
+    shapes, there = ({n: tuple(t.shape) for n, t in one.items() if isinstance(t, torch.Tensor)} for one in (here, state))
+    wrong = [f"size mismatch for '{name}': {theirs} there, {ours} here" for name, ours, theirs in compare(shapes, there).different]
     if strict:
-        for what, names in (("Missing", [n for n in here if n not in state]), ("Unexpected", [n for n in state if n not in here])):
-            if names:
-                wrong.append(f"{what} key(s) in state_dict: {', '.join(map(repr, names[:20]))}")
+        names = compare(dict.fromkeys(here), dict.fromkeys(state))
+        for what, some in (("Missing", names.missing), ("Unexpected", names.unexpected)):
+            if some:
+                wrong.append(f"{what} key(s) in state_dict: {', '.join(map(repr, some[:20]))}")
     if wrong:
         raise errors.make_also(RuntimeError, f"nothing was loaded: {'; '.join(wrong[:20])}")
 

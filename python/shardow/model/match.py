@@ -1,6 +1,6 @@
-"""Which tensor of a source is which of a model's.
+"""A state beside what it is for: which tensor there is which here, what is missing, unexpected or of another form. The one way to compare.
 
-Looked for is its own name, then a tied tensor's other names, then names without what wrappers, DDP and PEFT put into them.
+Looked for is a tensor's own name, then a tied tensor's other names, then names without what wrappers, DDP and PEFT put into them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -16,7 +16,47 @@ from shardow.base.checks import invalid
 from shardow.model.names import clean_file_key, without_adapter
 from shardow.model.parts import Held
 
-Form = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
+T = TypeVar("T")
+
+
+class Form(NamedTuple):
+    """What must fit of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Fit(Generic[T]):
+    """``missing``: here, not there; ``unexpected``: there, not here; ``different``: (name, its form here, its form there)."""
+
+    keys: dict[str, str]  # {name here: key there}
+    missing: list[str]
+    unexpected: list[str]
+    different: list[tuple[str, T, T]]
+
+
+def compare(here: Mapping[str, T], there: Mapping[str, T]) -> Fit[T]:
+    """Of the same names. A form is whatever must be equal: a shape, a region."""
+    return _fit({name: name for name in here if name in there}, here, there, [name for name in there if name not in here])
+
+
+def fit(held: Held, state: Mapping[str, object], where: str) -> Fit[Form | None]:
+    """Of names as matched() finds them; None is the form of what is no tensor."""
+    keys = matched(held, state, where)
+    here = {part.name: Form(tuple(part.region.shape), part.flat.dtype) for part in held.parts}
+    return _fit(keys, here, {key: form_of(state[key]) for key in keys.values()}, unexpected(held, keys, state))
+
+
+def form_of(value: object) -> Form | None:
+    if isinstance(value, Form):
+        return value
+    return Form(tuple(value.size()), value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def _fit(keys: dict[str, str], here: Mapping[str, T], there: Mapping[str, T], unexpected: list[str]) -> Fit[T]:
+    different = [(name, here[name], there[key]) for name, key in keys.items() if here[name] != there[key]]
+    return Fit(keys, [name for name in here if name not in keys], unexpected, different)
 
 
 def matched(held: Held, available: Collection[str], where: str = "the file") -> dict[str, str]:
@@ -53,50 +93,3 @@ def unexpected(held: Held, keys: Mapping[str, str], available: Collection[str]) 
     used = set(keys.values())
     others = {clean_file_key(alias) for names in held.names.values() for alias in names} - set(map(clean_file_key, used))
     return [key for key in available if key not in used and clean_file_key(key) not in others]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    keys: dict[str, str]  # {name here: key there}
-    missing: list[str]  # of those that are wanted
-    kept: list[str]  # have values, which stay
-    unexpected: list[str]
-
-    def report(self) -> dict[str, Any]:
-        return {"missing": self.missing, "unexpected": self.unexpected, "kept": self.kept}
-
-
-def compared(what: str, held: Held, wanted: Collection[str], source: Mapping[str, Form], strict: bool) -> Comparison:
-    """``wanted``: names without values.
-
-    Raises with everything that does not fit; without ``strict`` only with what can't be cast or has another shape.
-    """
-    keys = matched(held, source, "the source")
-    found = Comparison(
-        keys,
-        [part.name for part in held.parts if part.name not in keys and part.name in wanted],
-        [part.name for part in held.parts if part.name not in keys and part.name not in wanted],
-        unexpected(held, keys, source),
-    )
-    wrong = [
-        text
-        for part in held.parts
-        if part.name in keys
-        for text in _differences(part.name, part.region.shape, part.flat.dtype, source[keys[part.name]])
-    ]
-    if strict and found.missing:
-        wrong.append(f"missing in the source: {', '.join(found.missing[:20])}")
-    if strict and found.unexpected:
-        wrong.append(f"unexpected in the source: {', '.join(found.unexpected[:20])}")
-    if wrong:
-        raise invalid(f"{what}: the source does not fit: {'; '.join(wrong[:20])}")
-    return found
-
-
-def _differences(name: str, shape: tuple[int, ...], dtype: torch.dtype, there: Form) -> list[str]:
-    found = []
-    if tuple(there[0]) != tuple(shape):
-        found.append(f"'{name}' has shape {list(there[0])} in the source and {list(shape)} here")
-    if there[1] != dtype and not (there[1].is_floating_point and dtype.is_floating_point):
-        found.append(f"'{name}' is {there[1]} in the source and {dtype} here, and only floating numbers are cast")
-    return found

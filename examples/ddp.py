@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 
 import shardow
 
-DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+DEVICE = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def train(steps: int, out: Path) -> dict[str, float]:
@@ -39,7 +38,11 @@ def train(steps: int, out: Path) -> dict[str, float]:
         optimizer.step()
         ema.update()
         if step % 100 == 0 or step == steps:
-            save(step, model, optimizer, ema, out)
+            folder = out / f"step-{step:06}"
+            ema.save(folder / "averages.safetensors")
+            if dist.get_rank() == 0:
+                torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, out / "train.tmp")
+                (out / "train.tmp").replace(folder / "train.pt")  # last: a directory that has it is whole
     found = {"weights": accuracy(model, images[:300], labels[:300])}
     with ema.swapped():  # on every rank
         found["averages"] = accuracy(model, images[:300], labels[:300])
@@ -52,24 +55,14 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
     return float((model(images).argmax(1) == labels).float().mean())
 
 
-def save(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA, out: Path) -> None:
-    """train.pt comes last and names the step of its averages, so that a run may be stopped between the two."""
-    ema.save(out / f"averages-{step}.safetensors")
-    if dist.get_rank() == 0:
-        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, out / "train.tmp")
-        os.replace(out / "train.tmp", out / "train.pt")
-        for old in set(out.glob("averages-*.safetensors")) - {out / f"averages-{step}.safetensors"}:
-            old.unlink()
-
-
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA, out: Path) -> int:
-    """The step of the last checkpoint; 0 where there is none."""
-    if not (out / "train.pt").exists():
+    """The step of the last whole checkpoint; 0 where there is none."""
+    if not (whole := sorted(out.glob("step-*/train.pt"))):
         return 0
-    found = torch.load(out / "train.pt", map_location=DEVICE)
+    found = torch.load(whole[-1], map_location=DEVICE)
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
-    ema.load(out / f"averages-{found['step']}.safetensors")
+    ema.load(whole[-1].with_name("averages.safetensors"))
     return int(found["step"])
 
 
@@ -77,10 +70,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path, default=Path("out/ddp"))
-    options = parser.parse_args()
     dist.init_process_group()
-    results = train(**vars(options))
-    if dist.get_rank() == 0:
-        print(results)
+    print(f"rank {dist.get_rank()}: {train(**vars(parser.parse_args()))}")
     gc.collect()  # a model that is alive when the interpreter ends can abort it
     dist.destroy_process_group()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardow
 
-DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+DEVICE = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def train(steps: int, out: Path) -> dict[str, float]:
@@ -38,26 +37,27 @@ def train(steps: int, out: Path) -> dict[str, float]:
     shardow.materialize(model, device=DEVICE, seed=0)  # or from a file or directory: materialize(model, path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ema = shardow.EMA(model, decay=[0.99, 0.999])  # both in one pass over the weights
-    for step in range(load(model, optimizer, ema, out) + 1, steps + 1):
-        generator = torch.Generator().manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
-        batch = torch.randint(300, len(images), (64,), generator=generator)
+    saved: dict[str, Any] = {"step": 0}
+    if whole := sorted(out.glob("step-*/.metadata")):  # which torch writes last
+        saved = state(0, model, optimizer, ema)
+        dcp.load(saved, checkpoint_id=whole[-1].parent)
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    for step in range(saved["step"] + 1, steps + 1):
+        torch.manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
+        batch = torch.randint(300, len(images), (64,))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
         ema.update()
         if step % 100 == 0 or step == steps:
             dcp.save(state(step, model, optimizer, ema), checkpoint_id=out / f"step-{step:06}")
-    found = {"weights": accuracy(model, images[:300], labels[:300])}
-    for decay in ema.decays:
-        with ema.swapped(decay):  # on every rank
-            found[f"averages of decay {decay}"] = accuracy(model, images[:300], labels[:300])
     ema.export(out / "model", decay=0.99)
-    return found
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    return float((model(images).argmax(1) == labels).float().mean())
+    with torch.no_grad():
+        named = {"weights": model(images[:300]).argmax(1)}
+        for decay in ema.decays:
+            with ema.swapped(decay):  # on every rank
+                named[f"averages of decay {decay}"] = model(images[:300]).argmax(1)
+    return {name: float((classes == labels[:300]).float().mean()) for name, classes in named.items()}
 
 
 def state(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA) -> dict[str, Any]:
@@ -65,24 +65,11 @@ def state(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: sh
     return {"step": step, "model": weights, "optimizer": of_optimizer, "ema": ema}
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA, out: Path) -> int:
-    """The step of the last whole checkpoint; 0 where there is none. torch writes .metadata last."""
-    if not (whole := sorted(out.glob("step-*/.metadata"))):
-        return 0
-    found = state(0, model, optimizer, ema)
-    dcp.load(found, checkpoint_id=whole[-1].parent)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    return int(found["step"])
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("out/fsdp2"))
-    options = parser.parse_args()
     dist.init_process_group()
-    results = train(**vars(options))
-    if dist.get_rank() == 0:
-        print(results)
+    print(f"rank {dist.get_rank()}: {train(**vars(parser.parse_args()))}")
     gc.collect()  # a sharded model that is alive when the interpreter ends can abort it
     dist.destroy_process_group()

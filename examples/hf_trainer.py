@@ -30,31 +30,25 @@ class Averages(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
         self.ema = shardow.EMA(model, self.decay, group=dist.group.WORLD if dist.is_initialized() else None)
         if state.global_step:  # the Trainer has just loaded this checkpoint
-            self.ema.load(self.path(args, state))
+            self.ema.load(f"{args.output_dir}/checkpoint-{state.global_step}/averages.safetensors")
         self.ema.attach(optimizer)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.ema.save(self.path(args, state))
-
-    def path(self, args: Any, state: Any) -> Path:
-        return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "averages.safetensors"
+        self.ema.save(f"{args.output_dir}/checkpoint-{state.global_step}/averages.safetensors")
 
 
 class AveragedTrainer(Trainer):
-    def __init__(self, *args: Any, decay: float | shardow.Schedule, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.averages = Averages(decay)
-        self.add_callback(self.averages)
+    averages: Averages  # one of its callbacks
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.averages.ema.swapped():
             return super().evaluate(*args, **kwargs)
 
 
-def windows(size: int = 128) -> list[dict[str, torch.Tensor]]:
+def windows() -> list[dict[str, torch.Tensor]]:
     """Python's language reference, byte by byte: what help("assert") and the like show."""
     text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
-    return [{"input_ids": window, "labels": window} for window in text[: len(text) // size * size].view(-1, size)]
+    return [{"input_ids": window, "labels": window} for window in text.unfold(0, 128, 128)]
 
 
 def train(steps: int, out: Path, save_every: int = 100) -> dict[str, float]:
@@ -66,8 +60,9 @@ def train(steps: int, out: Path, save_every: int = 100) -> dict[str, float]:
         ddp_find_unused_parameters=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    data = {"train_dataset": windows()[64:], "eval_dataset": windows()[:64]}
-    trainer = AveragedTrainer(LlamaForCausalLM(config), arguments, decay=shardow.schedules.debiased(0.99), **data)
+    trainer = AveragedTrainer(LlamaForCausalLM(config), arguments, train_dataset=windows()[64:], eval_dataset=windows()[:64])
+    trainer.averages = Averages(shardow.schedules.debiased(0.99))
+    trainer.add_callback(trainer.averages)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.exists() else None)
     trainer.averages.ema.export(out / "model")
     config.save_pretrained(out / "model")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import os
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -20,11 +19,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardow
 
-DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+DEVICE = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Block(nn.TransformerEncoderLayer):
@@ -32,36 +30,38 @@ class Block(nn.TransformerEncoderLayer):
         return super().forward(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device), is_causal=True)
 
 
-def bits_per_byte(model: nn.Module, text: torch.Tensor, begins: torch.Tensor, context: int) -> torch.Tensor:
-    windows = text[begins[:, None] + torch.arange(context + 1)].long().to(DEVICE)
+def bits_per_byte(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(windows[:, :-1]), windows[:, 1:].flatten()) / math.log(2)
 
 
-def train(steps: int, out: Path, batch: int = 16, context: int = 256) -> dict[str, float]:
+def train(steps: int, out: Path, context: int = 256) -> dict[str, float]:
     """Bits per byte of held-out text, by the weights and by their averages."""
-    text = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8)
-    learned, held_out = text.tensor_split([len(text) * 9 // 10])
+    text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode())).to(DEVICE)
+    held_out, learned = text.unfold(0, context + 1, context).tensor_split([16])
     torch.manual_seed(0)
     blocks = [Block(384, 6, 4 * 384, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(6)]
     model = nn.Sequential(nn.Embedding(256, 384), *blocks, nn.LayerNorm(384), nn.Flatten(0, 1), nn.Linear(384, 256))
-    precision = torch.bfloat16 if DEVICE.type == "cuda" else None
-    shardow.wrap(model, init_device_mesh(DEVICE.type, (dist.get_world_size(),)), mixed_precision=precision)
+    shardow.wrap(model, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)))  # on CUDA also: mixed_precision=torch.bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     ema = shardow.EMA(model, decay=shardow.schedules.debiased(0.995))
-    for step in range(load(model, optimizer, ema, out) + 1, steps + 1):
-        generator = torch.Generator().manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
+    saved: dict[str, Any] = {"step": 0}
+    if whole := sorted(out.glob("step-*/.metadata")):  # which torch writes last
+        saved = state(0, model, optimizer, ema)
+        dcp.load(saved, checkpoint_id=whole[-1].parent)
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    for step in range(saved["step"] + 1, steps + 1):
+        torch.manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
         optimizer.zero_grad()
-        bits_per_byte(model, learned, torch.randint(len(learned) - context, (batch,), generator=generator), context).backward()
+        bits_per_byte(model, learned[torch.randint(len(learned), (16,))]).backward()
         optimizer.step()
         ema.update()
         if step % 200 == 0 or step == steps:
             dcp.save(state(step, model, optimizer, ema), checkpoint_id=out / f"step-{step:06}")
     ema.export(out / "model", dtype="bfloat16")
-    begins = torch.arange(0, len(held_out) - context, len(held_out) // 16)
     with torch.no_grad():
-        found = {"weights": float(bits_per_byte(model, held_out, begins, context))}
+        found = {"weights": float(bits_per_byte(model, held_out))}
         with ema.swapped():  # on every rank, as FSDP's forward passes
-            return {**found, "averages": float(bits_per_byte(model, held_out, begins, context))}
+            return {**found, "averages": float(bits_per_byte(model, held_out))}
 
 
 def state(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA) -> dict[str, Any]:
@@ -69,26 +69,12 @@ def state(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: sh
     return {"step": step, "model": weights, "optimizer": of_optimizer, "ema": ema}
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA, out: Path) -> int:
-    """The step of the last whole checkpoint; 0 where there is none. torch writes .metadata last."""
-    if not (whole := sorted(out.glob("step-*/.metadata"))):
-        return 0
-    found = state(0, model, optimizer, ema)
-    dcp.load(found, checkpoint_id=whole[-1].parent)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    return int(found["step"])
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=Path("out/language_model"))
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
-    options = parser.parse_args()
     dist.init_process_group()
-    results = train(**vars(options))
-    if dist.get_rank() == 0:
-        print(results)
+    print(f"rank {dist.get_rank()}: {train(**vars(parser.parse_args()))}")
     gc.collect()  # a sharded model that is alive when the interpreter ends can abort it
     dist.destroy_process_group()

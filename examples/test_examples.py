@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,13 @@ def test_ddp_learns_and_its_averages_are_those_of_the_formula(straight: Straight
     assert averages.keys() == by_hand.keys()
     for name, average in averages.items():
         torch.testing.assert_close(average.double(), by_hand[name], rtol=0, atol=1e-6, msg=name)
-    assert sorted(path.name for path in out.iterdir()) == ["averages-250.safetensors", "model", "train.pt"]
+    assert sorted(path.name for path in out.iterdir()) == ["model", "step-000100", "step-000200", "step-000250"]
 
 
 def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straight, tmp_path: Path) -> None:
     command = ("ddp.py", "--steps", 250, "--out", tmp_path)
     run = start(*command)
-    while not (tmp_path / "train.pt").exists():
+    while not list(tmp_path.glob("step-*/train.pt")):
         assert run.poll() is None, finish(run)
         time.sleep(0.01)
     for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children()):
@@ -107,13 +108,12 @@ def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straigh
     assert equal(exported(tmp_path), exported(straight[0]))
 
 
-def in_two_parts(script: str, train: Train, steps: int, out: Path, *options: object) -> dict[str, float]:
+def in_two_parts(script: str, train: Train, steps: int, out: Path, **options: object) -> dict[str, float]:
     """The results of a run that nothing stops. A second one, stopped halfway, goes on as a program of its own to the same averages."""
-    found: dict[str, float] = ranks.run(2, train, steps, out / "straight", *options)[0]
-    ranks.run(2, train, steps // 2, out / "parts", *options)
+    found: dict[str, float] = ranks.run(2, partial(train, steps, out / "straight", **options))[0]
+    ranks.run(2, partial(train, steps // 2, out / "parts", **options))
     halfway = exported(out / "parts")
-    flags = ["--batch", options[0], "--context", options[1]] if options else []
-    finish(start(script, "--steps", steps, "--out", out / "parts", *flags))
+    finish(start(script, "--steps", steps, "--out", out / "parts", *(f"--{name}={value}" for name, value in options.items())))
     assert equal(exported(out / "parts"), exported(out / "straight"))
     assert not equal(halfway, exported(out / "straight"))
     return found
@@ -129,7 +129,7 @@ def test_fsdp2_goes_on_after_a_stop_and_on_another_number_of_ranks(tmp_path: Pat
 
 
 def test_the_language_model_learns_and_goes_on_after_a_stop(tmp_path: Path) -> None:
-    results = in_two_parts("language_model.py", language_model.train, 12, tmp_path, 2, 64)
+    results = in_two_parts("language_model.py", language_model.train, 12, tmp_path, context=8)
     assert max(results.values()) < 5, results  # a model that has learned nothing needs 8
     assert results["weights"] != results["averages"]
     assert sum(tensor.numel() for tensor in exported(tmp_path / "parts").values()) > 10_000_000

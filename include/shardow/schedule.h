@@ -102,6 +102,11 @@ class Schedule {
   /// Throws kInvalidArgument where the schedule needs samples and the caller gives none.
   Factors factors(const Progress& progress) const;
 
+  /// What an average with this schedule is called, in state dicts, statistics and file names: "0.9999" for a constant decay, else its kind
+  /// and numbers, "power(sigma_rel=0.1)". Numbers are the shortest that give the same float64 again, as in to_json(). Equal schedules
+  /// alone have equal keys.
+  std::string key() const;
+
   bool operator==(const Schedule&) const = default;
 
  private:

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "core.h"
+#include "shardow/ema_file.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -24,6 +25,8 @@ void bind_schedule(nb::module_& m) {
           "kind"_a, "numbers"_a, "A schedule by the name of its kind, as in its JSON.")
       .def_static("from_json", &Schedule::from_json, "json"_a)
       .def("to_json", &Schedule::to_json)
+      .def("key", &Schedule::key,
+           "\"0.9999\" for a constant decay, else the kind with its numbers: \"power(sigma_rel=0.1)\". Names an average.")
       .def(
           "factors",
           [](const Schedule& schedule, int64_t step, int64_t updates, int64_t delta, double samples, double delta_samples) {
@@ -39,6 +42,12 @@ void bind_schedule(nb::module_& m) {
           nb::sig("def __deepcopy__(self, memo: dict, /) -> Schedule"), "Itself: a schedule never changes.")
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__", [](const Schedule& schedule) { return "Schedule(" + schedule.to_json() + ")"; });
+  m.attr("STATE_KEY") = kStateKey;
+  m.def(
+      "decay_keys", [](const std::vector<Schedule>& schedules) { return decay_keys(schedules); }, "schedules"_a,
+      "key() of each; equal schedules are refused, since nothing could tell their averages apart.");
+  m.def("decay_keys_in", &decay_keys_in, "metadata"_a, "Of a file's metadata; [] where it is no saved EMA.");
+  m.def("ema_file_name", &ema_file_name, "key"_a, "Of one of several averages in a saved EMA's directory.");
 }
 
 }  // namespace shardow::python

@@ -150,6 +150,13 @@ State state_from_json(std::string_view json) {
   return state;
 }
 
+std::vector<Schedule> schedules_in(std::string_view json) {
+  simdjson::dom::parser parser;
+  const auto object = object_in(parser, json);
+  if (!object) base::fail(Code::kCorrupt, "saved state is not a JSON object: {}", json);
+  return Fields(*object, json).schedules("schedules");
+}
+
 std::vector<OptionDifference> differences(const AverageOptions& file, const AverageOptions& own) {
   std::vector<OptionDifference> found;
   const auto compare = [&](std::string name, std::string theirs, std::string ours) {

@@ -37,4 +37,7 @@ AverageOptions with_options_of(const AverageOptions& file, AverageOptions own);
 /// Throws kCorrupt with the offending text, also for counters that no Average can have.
 State state_from_json(std::string_view json);
 
+/// Of a saved state, whatever else is in it. Throws kCorrupt.
+std::vector<Schedule> schedules_in(std::string_view json);
+
 }  // namespace shardow::average

@@ -38,6 +38,11 @@ void check(const Kind& kind, const Parameter& parameter, double value) {
   }
 }
 
+/// 0 for -0, which is equal to it.
+std::string text_of(double number) {
+  return fmt::format("{}", number + 0.0);
+}
+
 [[noreturn]] void corrupt(std::string_view json, std::string_view why) {
   fail(Code::kCorrupt, "not a schedule, {}: {}", why, json);
 }
@@ -76,6 +81,17 @@ std::string Schedule::to_json() const {
     if (std::isfinite(numbers_[i])) json += fmt::format(R"(,"{}":{})", kind.parameters[i].name, numbers_[i]);
   }
   return json + "}";
+}
+
+std::string Schedule::key() const {
+  const Kind& kind = average::schedule_table()[kind_];
+  if (kind.name == "constant") return text_of(numbers_[0]);
+  std::string numbers;
+  for (size_t i = 0; i < numbers_.size(); ++i) {
+    if (std::isfinite(numbers_[i]))
+      numbers += fmt::format("{}{}={}", numbers.empty() ? "" : ",", kind.parameters[i].name, text_of(numbers_[i]));
+  }
+  return fmt::format("{}({})", kind.name, numbers);
 }
 
 Schedule Schedule::from_json(std::string_view json) {

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <set>
 
 #include "average/schedule_table.h"
 #include "shardow/error.h"
@@ -149,6 +151,22 @@ TEST(Schedule, JsonRoundTripsEveryKind) {
   const Schedule unbounded = Schedule::half_life_fraction(0.09, std::numeric_limits<double>::infinity());
   EXPECT_EQ(unbounded.to_json(), R"({"kind":"half_life_fraction","fraction":0.09})");
   EXPECT_EQ(Schedule::from_json(unbounded.to_json()), unbounded);
+}
+
+TEST(Schedule, KeysAreTheKindAndTheNumbersOfTheJson) {
+  EXPECT_EQ(Schedule::constant(0.9999).key(), "0.9999");
+  EXPECT_EQ(Schedule::constant(0.00001).key(), "1e-05");
+  EXPECT_EQ(Schedule::constant(1).key(), "1");
+  EXPECT_EQ(Schedule::constant(-0.0).key(), "0");
+  EXPECT_EQ(Schedule::mean().key(), "mean()");
+  EXPECT_EQ(Schedule::power(0.1).key(), "power(sigma_rel=0.1)");
+  EXPECT_EQ(Schedule::half_life(9999999999999998.0).key(), "half_life(steps=9999999999999998)");
+  EXPECT_EQ(Schedule::half_life(1e16).key(), "half_life(steps=1e+16)");
+  EXPECT_EQ(Schedule::half_life_fraction(0.09, std::numeric_limits<double>::infinity()).key(), "half_life_fraction(fraction=0.09)");
+  EXPECT_EQ(Schedule::timm(0.9, 0, 3, true).key(),
+            "timm(decay=0.9,min_decay=0,update_after_step=3,use_warmup=1,gamma=1,power=0.6666666666666666)");
+  std::set<std::string> keys;
+  for (const Schedule& schedule : one_of_each()) EXPECT_TRUE(keys.insert(schedule.key()).second) << schedule.key();
 }
 
 TEST(Schedule, RefusesWhatIsNoSchedule) {

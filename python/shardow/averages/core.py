@@ -21,7 +21,6 @@ from shardow.averages.swap import Swap
 from shardow.averages.tracked import Tracked, Unfrozen
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
-from shardow.files.decay_keys import keys_of
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.swap_guard import refuse_foreign
@@ -55,7 +54,7 @@ class Averages:
 
         def build() -> tuple[Options, list[str], list[Tracked], _core.Average]:
             options = make_options(decay=decay, **asked)
-            return options, keys_of(options.schedules), *self._build(options, source)
+            return options, _core.decay_keys(options.schedules), *self._build(options, source)
 
         self.options, self.keys, self.tracked, self._engine = self.team.agree("EMA(...)", build)
         self.streams = Streams(average for one in self.tracked for average in one.averages)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from shardow import _core
 from shardow.averages import counters
 from shardow.averages.states import Decay, OptionsFrom, States
 from shardow.base.checks import invalid
 from shardow.base.progress import Progress
-from shardow.files import decay_keys, engine
+from shardow.files import engine
 from shardow.files.background import SaveHandle
+from shardow.files.decay_keys import choose
 from shardow.files.paths import StrPath
 from shardow.model.dtypes import floating
 from shardow.model.extra_state import extra_states, for_file
@@ -68,8 +70,8 @@ class Saved(States):
             self._core.swap.refuse(what)
             if max_shard_size is not None and len(self._core.keys) > 1:
                 raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
-            if decay_keys.STATE in (metadata or {}):
-                raise invalid(f"{what}: metadata {decay_keys.STATE!r} is the EMA's own state; choose another key")
+            if _core.STATE_KEY in (metadata or {}):
+                raise invalid(f"{what}: metadata {_core.STATE_KEY!r} is the EMA's own state; choose another key")
             return engine.dtype_and_limit(None, max_shard_size)
 
         options = self._core.team.agree(what, check)
@@ -113,7 +115,7 @@ class Saved(States):
 
         def take() -> None:
             text = counters.own_part(engine.state_in(path, found[0]), self._core.team.rank)
-            self._taken_as(decay_keys.keys_in({decay_keys.STATE: text}), options, f"{path}")
+            self._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), options, f"{path}")
             self._take_options("load()", text, options)
 
         try:
@@ -156,7 +158,7 @@ class Saved(States):
         Returns:
             {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
-        k = decay_keys.choose(self._core.keys, decay)
+        k = choose(self._core.keys, decay)
         self._core.ready_to_hand_out("export()", self._core.others)
         others = self._core.others()
 

@@ -13,7 +13,7 @@ from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.base.checks import invalid, one_of
 from shardow.base.warnings import warn
-from shardow.files import decay_keys
+from shardow.files.decay_keys import choose
 from shardow.model.extra_state import extra_states
 from shardow.model.local import oddity, refuse_all_odd
 from shardow.model.registered import refuse_of_one_rank
@@ -70,7 +70,7 @@ class States:
             self._core.swap.refuse("load_state_dict()")
             text = _state.engine_state(state)
             found = _state.check(
-                state, self._core.tracked, self._taken_as(decay_keys.keys_in({decay_keys.STATE: text}), options, "the state"), strict
+                state, self._core.tracked, self._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), options, "the state"), strict
             )
             self._take_options("load_state_dict()", text, options)
             return found
@@ -102,7 +102,7 @@ class States:
         """Counters of a saved state, and its options if ``options`` says so."""
         different = self._core.engine.differences(text) if options == "file" and self._core.team.rank == 0 else []
         self._core.engine.set_state(text, getattr(_core.OptionsFrom, options))
-        self._core.keys = decay_keys.keys_of(self._core.engine.schedules)
+        self._core.keys = _core.decay_keys(self._core.engine.schedules)
         if different:
             told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in different)
             warn(
@@ -120,7 +120,7 @@ class States:
             complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the unwrapped model;
                 False: the averages alone, each once.
         """
-        k = decay_keys.choose(self._core.keys, decay)
+        k = choose(self._core.keys, decay)
         self._core.ready_to_hand_out("full_state_dict()", self._core.others if complete else None)
         aliases = {one.name: one.aliases for one in [*self._core.view.parameters, *self._core.view.buffers]} if complete else {}
         odd = self._odd("full_state_dict()") if complete else {}
@@ -143,7 +143,7 @@ class States:
 
 
 def _said(name: str, text: str) -> str:
-    return decay_keys.key_of(_core.Schedule.from_json(text)) if name.partition("/")[0] == "schedule" else text
+    return _core.Schedule.from_json(text).key() if name.partition("/")[0] == "schedule" else text
 
 
 def _counted(keys: list[str]) -> str:

@@ -19,7 +19,6 @@ from shardow.base.progress import shown
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
 from shardow.files.claims import Save, claimed
-from shardow.files.decay_keys import STATE, file_name, keys_in
 from shardow.files.paths import StrPath
 from shardow.files.reading import averages_in
 from shardow.model import dtypes
@@ -42,10 +41,10 @@ class FileParts:
 
 def with_state(by_key: dict[str, list[Part]], state: str, metadata: Mapping[str, str]) -> list[FileParts]:
     """The files of a saved EMA: one, or with several keys one for each."""
-    told = {**metadata, STATE: state}
+    told = {**metadata, _core.STATE_KEY: state}
     if len(by_key) == 1:
         return [FileParts("", parts, told) for parts in by_key.values()]
-    return [FileParts(file_name(key), parts, told) for key, parts in by_key.items()]
+    return [FileParts(_core.ema_file_name(key), parts, told) for key, parts in by_key.items()]
 
 
 def averages_there(path: StrPath, wanted: int, team: Team) -> list[str]:
@@ -67,7 +66,7 @@ def _averages_here(path: StrPath, wanted: int) -> list[str]:
             several = list(averages_in(where))
             if several:
                 return several
-        return keys_in(_core.read_catalog(_core.solo(), where).metadata) if wanted > 1 else []
+        return _core.decay_keys_in(_core.read_catalog(_core.solo(), where).metadata) if wanted > 1 else []
     except errors.Error:
         return []
 
@@ -89,7 +88,7 @@ def catalogs(path: StrPath, keys: Sequence[str], team: Team) -> dict[str, _core.
     if len(keys) == 1:
         return {keys[0]: catalog(path, team)}
     settle(team.process_group)
-    found = _core.read_catalogs(team.group, paths.to_read(path), [file_name(key) for key in keys], team.timeout)
+    found = _core.read_catalogs(team.group, paths.to_read(path), [_core.ema_file_name(key) for key in keys], team.timeout)
     return dict(zip(keys, found, strict=True))
 
 
@@ -117,9 +116,10 @@ def _several_said(where: str) -> Iterator[None]:
 
 def state_in(path: StrPath, found: _core.Catalog) -> str:
     """The state of a saved EMA; raises where that is something else."""
-    if STATE not in found.metadata:
-        raise errors.make("corrupt", f"{path} is not a saved EMA: its metadata has no {STATE!r}; use load_state_dict() for weights alone")
-    return found.metadata[STATE]
+    if (state := found.metadata.get(_core.STATE_KEY)) is None:
+        why = f"its metadata has no {_core.STATE_KEY!r}; use load_state_dict() for weights alone"
+        raise errors.make("corrupt", f"{path} is not a saved EMA: {why}")
+    return state
 
 
 def write(files: Sequence[FileParts], path: StrPath, team: Team, **options: Any) -> dict[str, Any]:

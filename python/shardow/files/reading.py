@@ -11,7 +11,7 @@ from typing import Any, Literal
 from shardow import _core, errors
 from shardow.base.checks import invalid, unsupported
 from shardow.files import paths
-from shardow.files.decay_keys import choose, file_name, keys_in
+from shardow.files.decay_keys import choose
 from shardow.files.paths import StrPath
 
 #: numpy's name of each dtype; bfloat16, which numpy lacks, comes as float32, which holds every value of it.
@@ -182,7 +182,7 @@ def open_checkpoint(path: StrPath, framework: Framework | None = None, *, decay:
         return SeveralAverages(opened, where) if decay is None else list(opened.values())[choose(list(opened), decay)]
     checkpoint = Checkpoint(_core.read_catalog(_core.solo(), where), where, chosen)
     if decay is not None:
-        keys = keys_in(checkpoint.metadata)
+        keys = _core.decay_keys_in(checkpoint.metadata)
         if not keys:
             raise invalid(f"{where} is no saved EMA, so decay={decay} chooses nothing")
         choose(keys, decay)
@@ -198,7 +198,7 @@ def averages_in(directory: str) -> dict[str, str]:
     except OSError as error:
         raise errors.make("io", f"{directory}: {error.strerror}", error.errno or 0) from None
     for entry in sorted(found, key=lambda one: one.stat().st_mtime_ns, reverse=True):
-        names = {key: file_name(key) for key in keys_in(_core.read_catalog(_core.solo(), entry.path).metadata)}
+        names = {key: _core.ema_file_name(key) for key in _core.decay_keys_in(_core.read_catalog(_core.solo(), entry.path).metadata)}
         if entry.name in names.values():
             return names
     return {}

@@ -15,7 +15,6 @@ from oracle import Numbers, Oracle
 from torch import nn
 
 import shardow
-from shardow.files.decay_keys import key_of
 
 EXAMPLES = 5000 if os.environ.get("SHARDOW_ALL") else 150
 
@@ -68,7 +67,7 @@ def test_every_kind_is_here() -> None:
 
 
 @given(
-    st.lists(schedules, min_size=1, max_size=3, unique_by=lambda one: key_of(shardow.Schedule.make(*one))),
+    st.lists(schedules, min_size=1, max_size=3, unique_by=lambda one: shardow.Schedule.make(*one).key()),
     st.integers(0, 30),
     st.integers(1, 7),
     st.lists(calls, min_size=1, max_size=12),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import Schedule, errors
+from shardow import Schedule, _core, errors
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
@@ -21,7 +21,6 @@ from shardow.compat.causal_forcing.copying import Copier
 from shardow.compat.files.whole import whole_state_dict
 from shardow.compat.ways.names import called, model_and_root
 from shardow.ema import EMA
-from shardow.files.decay_keys import keys_of
 from shardow.model.match import fit
 from shardow.model.parts import Held
 from shardow.ranks.gather import Part
@@ -69,7 +68,7 @@ class EMA_FSDP:
         state = json.loads(self._core.engine.state())
         state["schedules"] = [json.loads(schedule.to_json()) for schedule in schedules]
         self._core.engine.set_state(json.dumps(state))
-        self._core.keys = keys_of(schedules)
+        self._core.keys = _core.decay_keys(schedules)
 
     @property
     def shadow(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,34 @@
+// What makes safetensors files an EMA: what its averages are called, and the key under which its state stands in their metadata.
+//
+// An EMA with one schedule is a checkpoint whose metadata have Average::state() under kStateKey. One with several is a directory with a
+// file for each schedule, which appear together and all have that state:
+//
+//   const auto keys = decay_keys(schedules);
+//   files.push_back({ema_file_name(keys[k]), views_of_average_k, {{kStateKey, ema.state()}}});  // for each k
+//   save(group, files, "run/ema");
+//
+// Pure functions: for any thread, without a group.
+#pragma once
+
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardow/schedule.h"
+
+namespace shardow {
+
+inline constexpr const char* kStateKey = "shardow.state";  ///< in the metadata of a file
+
+/// Schedule::key() of each. Throws kInvalidArgument for equal schedules, since nothing could tell their averages apart.
+std::vector<std::string> decay_keys(std::span<const Schedule> schedules);
+
+/// The same of the EMA that a file's metadata tell of, in its order; empty where the file is no saved EMA.
+std::vector<std::string> decay_keys_in(const std::map<std::string, std::string>& metadata);
+
+/// "ema-0.999.safetensors": the file of one of several averages, by its key. What a file name should not have in it becomes "-".
+std::string ema_file_name(std::string_view key);
+
+}  // namespace shardow

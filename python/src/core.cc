@@ -23,6 +23,7 @@ NB_MODULE(_core, m) {
       "When everything of Python has ended, the process does so with an exit status that is not 0.");
   bind_errors(m);
   bind_region(m);
+  bind_placement(m);
   bind_group(m);
   bind_schedule(m);
   bind_average(m);

@@ -37,9 +37,9 @@ std::vector<std::tuple<Shape, Shape, int64_t>> boxes(const Region& region) {
   return found;
 }
 
-nb::tuple shape_tuple(const Region& region) {
+nb::tuple tuple_of(const Shape& shape) {
   nb::list list;
-  for (const int64_t size : region.shape()) list.append(size);
+  for (const int64_t size : shape) list.append(size);
   return nb::tuple(list);
 }
 
@@ -58,8 +58,12 @@ void bind_region(nb::module_& m) {
       .def("window", &Region::window, "begin"_a, "end"_a, "Elements [begin, end) of this region's own numbering.")
       .def("part", &Region::part, "index"_a, "count"_a, "align"_a = 16,
            "Part `index` of `count` near-equal windows, cut at multiples of `align`.")
-      .def_prop_ro("shape", &shape_tuple, "Shape of the global tensor.")
+      .def_prop_ro(
+          "shape", [](const Region& r) { return tuple_of(r.shape()); }, "Shape of the global tensor.")
       .def_prop_ro("size", &Region::size, "Elements held.")
+      .def_prop_ro(
+          "grid_shape", [](const Region& r) { return tuple_of(r.grid_shape()); },
+          "Shape of a shard's local tensor; a window is a stretch of that in row-major order.")
       .def("runs", &runs, "[(global_begin, local_begin, length)], in ascending order, in elements.")
       .def("boxes", &boxes, "[(offsets, sizes, local_begin)]: the region as axis-aligned boxes, in local order.")
       .def("encode", &encoded, "Bytes for another rank.")

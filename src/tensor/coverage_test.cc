@@ -17,20 +17,20 @@ constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
 /// A mesh as fully_shard and tensor parallelism make them: replicas, strided shards in front of the shards that they interleave with,
 /// others.
-std::vector<oracle::Placement> random_mesh(Random& random, size_t num_dims) {
+std::vector<oracle::Placed> random_mesh(Random& random, size_t num_dims) {
   const auto dim = [&] { return static_cast<int>(pick(random, 0, static_cast<int64_t>(num_dims) - 1)); };
-  std::vector<oracle::Placement> mesh;
+  std::vector<oracle::Placed> mesh;
   if (num_dims == 0 || pick(random, 0, 2) == 0) mesh.push_back({pick(random, 1, 3)});
   if (num_dims == 0) return mesh;
   const int64_t kind = pick(random, 0, 2);
   if (kind == 0) {
-    for (int64_t i = pick(random, 1, 3); i > 0; --i) mesh.push_back({pick(random, 1, 4), dim()});
+    for (int64_t i = pick(random, 1, 3); i > 0; --i) mesh.push_back({pick(random, 1, 4), Placement::shard(dim())});
   } else {
     const int shared = dim();
     const int64_t tp = pick(random, 2, 4), ep = kind == 1 ? 1 : pick(random, 2, 3);
-    mesh.push_back({pick(random, 1, 4), shared, tp * ep});
-    if (kind == 2) mesh.push_back({ep, shared, tp});
-    mesh.push_back({tp, shared});
+    mesh.push_back({pick(random, 1, 4), Placement::shard(shared, tp * ep)});
+    if (kind == 2) mesh.push_back({ep, Placement::shard(shared, tp)});
+    mesh.push_back({tp, Placement::shard(shared)});
   }
   return mesh;
 }
@@ -41,8 +41,8 @@ TEST(Coverage, EveryMeshHoldsEveryElementOnce) {
     const Shape shape = oracle::random_shape(random, 3, 11);
     const auto mesh = random_mesh(random, shape.size());
     std::vector<Region> once, all;
-    for (const auto& me : oracle::coordinates(mesh, false)) once.push_back(Region::grid(shape, oracle::sharded(shape, mesh, me)));
-    for (const auto& me : oracle::coordinates(mesh, true)) all.push_back(Region::grid(shape, oracle::sharded(shape, mesh, me)));
+    for (const auto& me : oracle::coordinates(mesh, false)) once.push_back(oracle::sharded(shape, mesh, me));
+    for (const auto& me : oracle::coordinates(mesh, true)) all.push_back(oracle::sharded(shape, mesh, me));
     EXPECT_TRUE(covers_once(once));
     EXPECT_TRUE(covers(all));
     if (all.size() > once.size() && all[0].size() > 0) {
@@ -60,7 +60,7 @@ TEST(Coverage, PartsOfShardsHoldEveryElementOnce) {
     const int64_t align = pick(random, 1, 16);
     std::vector<Region> parts;
     for (const auto& me : oracle::coordinates(mesh, false)) {
-      const Region region = Region::grid(shape, oracle::sharded(shape, mesh, me));
+      const Region region = oracle::sharded(shape, mesh, me);
       for (int p = 0; p < count; ++p) parts.push_back(region.part(p, count, align));
     }
     EXPECT_TRUE(covers_once(parts));
@@ -120,9 +120,9 @@ TEST(Coverage, AgreesWithCounting) {
 TEST(Coverage, OfHugeTensorsCountsRunsNotElements) {
   const int64_t side = int64_t{1} << 20;
   const Shape shape = {side, side};
-  const std::vector<oracle::Placement> mesh = {{7, 0, 3}, {3, 0}};
+  const std::vector<oracle::Placed> mesh = {{7, Placement::shard(0, 3)}, {3, Placement::shard(0)}};
   std::vector<Region> regions;
-  for (const auto& me : oracle::coordinates(mesh, false)) regions.push_back(Region::grid(shape, oracle::sharded(shape, mesh, me)));
+  for (const auto& me : oracle::coordinates(mesh, false)) regions.push_back(oracle::sharded(shape, mesh, me));
   EXPECT_TRUE(covers_once(regions));
   regions.back() = regions.back().window(1, regions.back().size());
   int64_t where = -1;
@@ -140,16 +140,6 @@ TEST(Coverage, RefusesRegionsOfDifferentTensors) {
     EXPECT_STREQ(error.what(), "regions [2] and [3] are of different tensors");
   }
   EXPECT_THROW(covers_once({}), Error);
-}
-
-TEST(Sharding, FollowsTorchChunk) {
-  const auto sizes = [](int64_t rows, int64_t ranks) {
-    std::vector<int64_t> found;
-    for (int64_t i = 0; i < ranks; ++i) found.push_back(Region::grid({rows}, oracle::sharded({rows}, {{ranks, 0}}, {i})).size());
-    return found;
-  };
-  EXPECT_EQ(sizes(7, 4), (std::vector<int64_t>{2, 2, 2, 1}));  // as measured
-  EXPECT_EQ(sizes(5, 4), (std::vector<int64_t>{2, 2, 1, 0}));
 }
 
 }  // namespace

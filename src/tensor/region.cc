@@ -95,6 +95,10 @@ const Shape& Region::shape() const noexcept {
   return grid_->shape;
 }
 
+const Shape& Region::grid_shape() const noexcept {
+  return grid_->counts;
+}
+
 bool Region::operator==(const Region& other) const noexcept {
   if (size() != other.size() || shape() != other.shape()) return false;
   if (begin_ == other.begin_ && (grid_ == other.grid_ || *grid_ == *other.grid_)) return true;

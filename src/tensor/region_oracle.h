@@ -1,11 +1,11 @@
-// For tests: regions the slow way. Elements are listed one by one, and a mesh is cut by the rule that torch follows, so that a test
-// compares the two.
+// For tests: regions the slow way, elements listed one by one; and what all ranks of a mesh hold.
 #pragma once
 
 #include <algorithm>
 #include <random>
 #include <vector>
 
+#include "shardow/placement.h"
 #include "shardow/region.h"
 
 namespace shardow::oracle {
@@ -85,70 +85,31 @@ inline Sample random_sample(Random& random, bool windowed) {
   return sample;
 }
 
-/// A dimension of a mesh: how many ranks, and what torch's placement does along it.
-struct Placement {
+/// A dimension of a mesh, and what a placement does along it.
+struct Placed {
   int64_t ranks;
-  int dim = -1;              ///< the tensor's dimension that is cut; -1: Replicate
-  int64_t split_factor = 1;  ///< above 1: _StridedShard
+  Placement placement = Placement::replicate();
 };
 
-/// Part i of torch.chunk(k) over a list of intervals.
-inline std::vector<Interval> cut(const std::vector<Interval>& intervals, int64_t k, int64_t i) {
-  int64_t n = 0;
-  for (const auto& [begin, end] : intervals) n += end - begin;
-  const int64_t chunk = (n + k - 1) / k, low = std::min(n, chunk * i), high = std::min(n, chunk * (i + 1));
-  std::vector<Interval> result;
-  int64_t at = 0;
-  for (const auto& [begin, end] : intervals) {
-    const int64_t from = std::max(low - at, int64_t{0}), to = std::min(high - at, end - begin);
-    if (from < to) result.push_back({begin + from, begin + to});
-    at += end - begin;
+/// What the rank at `me` holds.
+inline Region sharded(const Shape& shape, const std::vector<Placed>& mesh, const std::vector<int64_t>& me) {
+  std::vector<MeshDim> dims;
+  std::vector<Placement> placements;
+  for (size_t i = 0; i < mesh.size(); ++i) {
+    dims.push_back({mesh[i].ranks, me[i]});
+    placements.push_back(mesh[i].placement);
   }
-  return result;
-}
-
-/// What the rank at `me` holds. A strided shard is applied after the later mesh dimensions that cut the same tensor dimension,
-/// `split_factor` ranks in all.
-inline Dims sharded(const Shape& shape, const std::vector<Placement>& mesh, const std::vector<int64_t>& me) {
-  struct Late {
-    size_t mesh_dim;
-    int dim;
-    int64_t factor;
-  };
-  Dims dims;
-  for (const int64_t size : shape) dims.push_back({{0, size}});
-  std::vector<Late> late;
-  const auto apply = [&](size_t m, int dim) {
-    auto& list = dims[static_cast<size_t>(dim)];
-    list = cut(list, mesh[m].ranks, me[m]);
-    for (Late& w : late) {
-      if (w.dim == dim) w.factor /= mesh[m].ranks;
-    }
-  };
-  for (size_t m = 0; m < mesh.size(); ++m) {
-    if (mesh[m].dim < 0) continue;
-    if (mesh[m].split_factor > 1) {
-      late.push_back({m, mesh[m].dim, mesh[m].split_factor});
-    } else {
-      apply(m, mesh[m].dim);
-    }
-    for (auto done = late.begin();
-         (done = std::find_if(late.begin(), late.end(), [](const Late& w) { return w.factor == 1; })) != late.end();) {
-      const Late now = *done;
-      late.erase(done);
-      apply(now.mesh_dim, now.dim);
-    }
-  }
-  return dims;
+  return region_of("t", shape, dims, placements);
 }
 
 /// Every coordinate of the mesh, the last dimension fastest. `replicas`: all of them, or only the first of each.
-inline std::vector<std::vector<int64_t>> coordinates(const std::vector<Placement>& mesh, bool replicas) {
+inline std::vector<std::vector<int64_t>> coordinates(const std::vector<Placed>& mesh, bool replicas) {
   std::vector<std::vector<int64_t>> all{{}};
-  for (const Placement& placement : mesh) {
+  for (const Placed& dim : mesh) {
     std::vector<std::vector<int64_t>> next;
     for (const auto& prefix : all) {
-      for (int64_t i = 0; i < (placement.dim < 0 && !replicas ? 1 : placement.ranks); ++i) {
+      const bool one = dim.placement.kind == Placement::Kind::kReplicate && !replicas;
+      for (int64_t i = 0; i < (one ? 1 : dim.ranks); ++i) {
         next.push_back(prefix);
         next.back().push_back(i);
       }

@@ -22,10 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardow import _core
-from shardow.model.regions import cut, region_of, replicas_of
+from shardow.model.regions import region_of, replicas_of
 
 
 @contextmanager
@@ -110,10 +111,18 @@ def _stub(placements: list[Any], shape: tuple[int, ...], local: tuple[int, ...],
     return SimpleNamespace(device_mesh=mesh, placements=placements, shape=shape, _local_tensor=torch.empty(local))
 
 
+def test_two_dimensions_of_data_parallelism_cut_what_tensor_parallelism_left() -> None:
+    """As fully_shard says it of a mesh with two dimensions to shard over: both wait for the third."""
+    after_tp = counted(12).chunk(3)[0].chunk(2)[0]  # this rank is the first along each
+    tensor = _stub([_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=3), Shard(0)], (12,), (1,), (2, 2, 3))
+    assert indices(region_of("w", tensor)) == after_tp.chunk(2)[0].tolist()
+
+
 @pytest.mark.parametrize(
     ("tensor", "says"),
     [
-        (_stub([Partial(), Replicate()], (4,), (4,)), r"'w' has placement P"),
+        (_stub([Partial(), Replicate()], (4,), (4,)), r"'w' has a partial placement"),
+        (_stub([_StridedShard(0, split_factor=2), Shard(1)], (4, 4), (2, 2)), r"'w' has a strided shard of dimension 0 whose split factor"),
         (_stub([Shard(0), Shard(1)], (4, 4), (2, 3)), r"'w' holds \[2, 3\] here, 6 elements"),
         (_stub([Shard(0), Replicate()], (4, 4), (4, 2)), r"'w' holds \[4, 2\] here, 8 elements"),
     ],
@@ -121,14 +130,3 @@ def _stub(placements: list[Any], shape: tuple[int, ...], local: tuple[int, ...],
 def test_what_placements_cannot_say_is_refused(tensor: Any, says: str) -> None:
     with pytest.raises(NotImplementedError, match=says):
         region_of("w", tensor)
-
-
-@pytest.mark.parametrize("length", [0, 1, 5, 7, 8])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_cut_is_torch_chunk_of_what_the_runs_hold(length: int, count: int) -> None:
-    runs = [(2, 2 + length // 2), (20, 20 + length - length // 2)]
-    held = torch.tensor([i for begin, end in runs for i in range(begin, end)], dtype=torch.long)
-    chunks = [chunk.tolist() for chunk in held.chunk(count)] if length else []
-    for index in range(count):
-        part = [i for begin, end in cut(runs, count, index) for i in range(begin, end)]
-        assert part == (chunks[index] if index < len(chunks) else [])

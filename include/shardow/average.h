@@ -146,6 +146,9 @@ class Average {
   /// Copies the bound parameters into every average, exactly as at construction; steps and counters stay.
   void reset();
 
+  /// The averages begin again, as newly made: reset(), at step 0, with nothing counted or noted. Options stay.
+  void restart();
+
   /// Exchanges the k-th averages and the bound parameters, element by element, in place; swap_out() undoes it bit for bit.
   /// Parameters of another dtype receive rounded averages; what rounding cut off is kept aside, so that the way back is exact. (bfloat16
   /// weights with float32 averages need no memory for that; ties then round away from zero.) Where it fails halfway, what was exchanged is
@@ -192,6 +195,12 @@ class Average {
 
   /// In force, one of each average.
   std::span<const Schedule> schedules() const noexcept;
+
+  /// Of the next step, one of each average; NaN where its schedule has none.
+  std::vector<double> decays() const;
+
+  /// Training samples seen at the next step, where each one since the last that changed the averages has `batch` of them.
+  double samples_by(double batch) const noexcept;
 
  private:
   struct Impl;

@@ -160,7 +160,7 @@ class EMA(Saved):
         elif callable(samples):
             seen = float(samples())
         else:
-            seen = _state.samples_by(self._core.engine.state(), float(samples))
+            seen = self._core.engine.samples_by(float(samples))
         self._core.update(None, seen)
 
     # ---- evaluation
@@ -271,7 +271,7 @@ class EMA(Saved):
         table_bytes: memory of the lists that an update goes through.
         """
         stats: dict[str, float] = dict(self._core.engine.stats())
-        for k, decay in enumerate(self._core.decays()):
+        for k, decay in enumerate(self._core.engine.decays):
             stats["decay" if len(self._core.keys) == 1 else f"decay/{k}"] = decay
         return stats
 

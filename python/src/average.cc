@@ -207,7 +207,11 @@ void bind_average(nb::module_& m) {
           "json"_a, "(option, in the saved state, own) where they are not the same.")
       .def_prop_ro(
           "schedules", [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },
-          "In force, one of each average.");
+          "In force, one of each average.")
+      .def_prop_ro("decays", &Average::decays, "Of the next step, one of each average; NaN where its schedule has none.")
+      .def("samples_by", &Average::samples_by, "batch"_a,
+           "Training samples seen at the next step, where each one since the last update had `batch` of them.")
+      .def("restart", &Average::restart, nb::call_guard<nb::gil_scoped_release>(), "reset(), at step 0, with nothing counted.");
   nb::class_<Limit>(m, "Limit",
                     "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
       .def(

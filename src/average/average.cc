@@ -1,6 +1,7 @@
 // The face of an Average, and its state; what it does is in binding.cc, update.cc, swap.cc and streams.cc.
 #include "shardow/average.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "average/checks.h"
@@ -61,6 +62,12 @@ UpdateReport Average::update(std::span<const TensorView> parameters, std::option
 void Average::reset() {
   if (impl_->swap) fail(Code::kInvalidArgument, "reset() while weights and averages are swapped; swap back first");
   impl_->copy_parameters();
+}
+
+void Average::restart() {
+  reset();
+  impl_->counters = {};
+  impl_->met.reset();
 }
 
 size_t Average::size() const noexcept {
@@ -138,6 +145,25 @@ std::vector<OptionDifference> Average::differences(std::string_view json) const 
 
 std::span<const Schedule> Average::schedules() const noexcept {
   return impl_->options.schedules;
+}
+
+std::vector<double> Average::decays() const {
+  const average::Counters& counters = impl_->counters;
+  const int64_t step = std::max<int64_t>(counters.step + 1 - impl_->options.start_step, 1);
+  std::vector<double> decays;
+  for (const Schedule& schedule : schedules()) {
+    try {
+      decays.push_back(schedule.factors({step, counters.updates, 1, counters.applied_samples + 1, 1}).decay);
+    } catch (const Error&) {
+      decays.push_back(std::nan(""));
+    }
+  }
+  return decays;
+}
+
+double Average::samples_by(double batch) const noexcept {
+  const average::Counters& counters = impl_->counters;
+  return counters.applied_samples + batch * static_cast<double>(counters.step + 1 - counters.applied_step);
 }
 
 }  // namespace shardow

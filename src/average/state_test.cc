@@ -112,6 +112,32 @@ TEST(Average, RefusesCountersThatNoAverageHas) {
   }
 }
 
+TEST(Average, TellsTheNextStepsDecaysAndSamples) {
+  Owned p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, {.schedules = {Schedule::make("warmup", {{"decay", 0.9}}), Schedule::mean()}, .start_step = 2});
+  EXPECT_EQ(ema.decays(), (std::vector<double>{2.0 / 11, 0}));
+  ema.update(5, 40);
+  EXPECT_EQ(ema.decays()[0], 5.0 / 14);
+  EXPECT_EQ(ema.samples_by(8), 48);
+  ema.update(7, 50);
+  EXPECT_EQ(ema.samples_by(8), 58);
+  Average samples(std::vector{p.view}, {.schedules = {Schedule::half_life_in_samples(1)}});
+  EXPECT_EQ(samples.decays(), std::vector<double>{0.5});
+}
+
+TEST(Average, RestartsAsNewlyMade) {
+  Owned p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.5));
+  const std::string made = ema.state();
+  p.values.assign(p.values.size(), 3);
+  ema.update(7, 20);
+  EXPECT_NE(ema.state(), made);
+  p.values.assign(p.values.size(), 5);
+  ema.restart();
+  EXPECT_EQ(ema.state(), made);
+  EXPECT_EQ(static_cast<const float*>(ema.views()[0].data)[0], 5);
+}
+
 TEST(Average, RefusesAStateThatDoesNotFit) {
   Owned p("p", {kRows}, 1);
   Average one(std::vector{p.view}), two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -208,13 +209,8 @@ class Averages:
         """See EMA.reset()."""
         self.together("reset()", lambda: self.swap.ready("reset()"))
         _tracked.gather(self.swap.strided)
-        self.engine.set_state(_state.at_the_start(self.engine.state()))
-        self.engine.reset()
-        self.engine.forget_non_finite()
+        self.engine.restart()
         self._warned = False
-
-    def decays(self) -> list[float]:
-        return _state.current_decays(self.engine.state())
 
     # ---- their values
 
@@ -244,9 +240,21 @@ class Averages:
         if self.splits:
             Exchange(written).run(self.team.timeout)
 
-    def parts(self, k: int = 0) -> list[Part]:
-        """This rank's part of each average, as files and gatherers take it."""
-        return [Part(one.name, one.averages[k], one.region) for one in self.tracked]
+    @contextlib.contextmanager
+    def or_as_before(self) -> Iterator[None]:
+        """Where the block raises, counters and options are what they were: this rank's state was good, another's was not."""
+        before, keys = self.engine.state(), self.keys
+        try:
+            yield
+        except BaseException:
+            if self.engine.state() != before:
+                self.engine.set_state(before)
+                self.keys = keys
+            raise
+
+    def parts(self, k: int = 0, saving: bool = False) -> list[Part]:
+        """This rank's part of each average, as files and gatherers take it. ``saving``: of those that are saved from this rank."""
+        return [Part(one.name, one.averages[k], one.region) for one in self.tracked if not saving or one.local.counts_on(self.team.rank)]
 
     def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
         parts = self.parts(k)

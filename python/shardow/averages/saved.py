@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,30 +109,21 @@ class Saved(States):
         there = self._core.team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
         found = list(engine.catalogs(path, there, self._core.team).values())
         parts = list(self._parts_by_key(saving=False).values())
-        how: dict[str, Any] = {"strict": strict, "verify": verify}
+        read = functools.partial(engine.read_into, team=self._core.team, strict=strict, verify=verify)
         for one, catalog in zip(parts, found, strict=True):  # whatever does not fit is listed before anything changes
-            engine.read_into(one, catalog, self._core.team, check_only=True, **how)
-        before, keys = self._core.engine.state(), self._core.keys
+            read(one, catalog, check_only=True)
 
         def take() -> None:
             text = counters.own_part(engine.state_in(path, found[0]), self._core.team.rank)
             self._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), options, f"{path}")
             self._take_options("load()", text, options)
 
-        try:
+        with self._core.or_as_before():
             self._core.team.agree("load()", take)
-            reports = [
-                engine.read_into(one, catalog, self._core.team, progress=progress, **how) for one, catalog in zip(parts, found, strict=True)
-            ]
-        except BaseException:
-            self._core.engine.set_state(before)
-            self._core.keys = keys
-            raise
-        return _joined(reports)
+            return _joined([read(one, catalog, progress=progress) for one, catalog in zip(parts, found, strict=True)])
 
     def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
-        tracked = [one for one in self._core.tracked if not saving or one.local.counts_on(self._core.team.rank)]
-        return {key: [Part(one.name, one.averages[k], one.region) for one in tracked] for k, key in enumerate(self._core.keys)}
+        return {key: self._core.parts(k, saving) for k, key in enumerate(self._core.keys)}
 
     def export(
         self,
@@ -165,7 +157,7 @@ class Saved(States):
         def check() -> tuple[list[Part], dict[str, Any]]:
             refuse_all_odd(others)
             own = {one.name: one.local.tensor.dtype for one in self._core.tracked} | {one.name: one.tensor.dtype for one in others}
-            parts = [Part(one.name, one.averages[k], one.region) for one in self._core.tracked if one.local.counts_on(self._core.team.rank)]
+            parts = self._core.parts(k, saving=True)
             parts += [Part(one.name, one.flat(), one.region) for one in others if one.counts_on(self._core.team.rank)]
             parts, cast = engine.in_dtypes(parts, own, floating(dtype))
             return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}

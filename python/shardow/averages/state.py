@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardow import _core
 from shardow.averages.tracked import Tracked
@@ -22,7 +21,6 @@ from shardow.model.regions import region_of
 from shardow.model.view import ModelView
 from shardow.ranks import gather
 from shardow.ranks.team import Team
-from shardow.ranks.transfers import begun, finish
 
 _OTHERWISE = "was sharded otherwise"
 
@@ -133,38 +131,11 @@ def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
         target.copy_(value)
 
 
-def current_decays(engine_state: str) -> list[float]:
-    """The decay that each schedule has for the next step."""
-    state = json.loads(engine_state)
-    decays = []
-    for numbers in state["schedules"]:
-        schedule = _core.Schedule.from_json(json.dumps(numbers))
-        try:
-            decay, _ = schedule.factors(
-                max(state["step"] + 1 - state["start_step"], 1), state["updates"], 1, state["applied_samples"] + 1, 1.0
-            )
-        except ValueError:
-            decay = math.nan
-        decays.append(decay)
-    return decays
-
-
-def at_the_start(engine_state: str) -> str:
-    """The same options, nothing counted."""
-    return json.dumps({**json.loads(engine_state), "step": 0, "updates": 0, "applied_step": 0, "applied_samples": 0, "held_non_finite": 0})
-
-
 def options_in(engine_state: str) -> str:
     """What is in force beside the decays: the rule, and all that is not as it usually is."""
     state = json.loads(engine_state)
     unusual = {"rounding": "auto", "dtype": "F32", "update_every": 1, "start_step": 0, "seed": "0"}
     return ", ".join(f"{name}={state[name]}" for name in ("rule", *unusual) if state[name] != unusual.get(name))
-
-
-def samples_by(engine_state: str, batch: float) -> float:
-    """Training samples seen at the next step, where each step since the last applied update had ``batch`` of them."""
-    state = json.loads(engine_state)
-    return float(state["applied_samples"] + batch * (state["step"] + 1 - state["applied_step"]))
 
 
 def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
@@ -214,21 +185,10 @@ def copy_streamed(gatherer: gather.Gatherer, target: ModelView, team: Team) -> N
     target.reshard()
     for name, full in gatherer.stream():
         there = places.get(name)
-        if team.process_group is not None:
-            shape_from = there.tensor if there is not None else None
-            full = broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), team, shape_from)
-        if there is not None and full is not None:
+        device = torch.device("cpu") if there is None else there.tensor.device
+        full = team.broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), device)
+        if there is not None:
             flat = there.flat()
             gather.take(full, there.region, flat)
             there.put(flat)
     target.reshard()
-
-
-def broadcast(full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, team: Team, near: torch.Tensor | None) -> torch.Tensor:
-    device = near.device if near is not None else torch.device("cpu")
-    moved = full.to(device) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=device)
-    if moved.numel():
-        otherwise = f"a tensor from rank 0 did not reach rank {team.rank}"
-        work = begun(lambda: dist.broadcast(moved, group_src=0, group=team.process_group, async_op=True), otherwise)
-        finish(work, team.timeout, otherwise)
-    return moved

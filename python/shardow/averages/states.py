@@ -64,7 +64,6 @@ class States:
         Raises:
             ValueError: what does not fit, or another number of averages.
         """
-        before, keys = self._core.engine.state(), self._core.keys
 
         def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
             self._core.swap.refuse("load_state_dict()")
@@ -75,13 +74,8 @@ class States:
             self._take_options("load_state_dict()", text, options)
             return found
 
-        try:
+        with self._core.or_as_before():
             copies, report = self._core.team.agree("load_state_dict()", check)
-        except BaseException:
-            if self._core.engine.state() != before:  # this rank's was good, another's was not
-                self._core.engine.set_state(before)
-                self._core.keys = keys
-            raise
         for target, value, region in copies:
             _state.copy(target, value, region)
         return report

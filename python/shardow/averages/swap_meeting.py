@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardow import errors
+from shardow.base.warnings import warn
 from shardow.ranks.team import Team
 
 LEAVING = "leaving swapped()"
@@ -37,7 +37,7 @@ class Meeting:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._key = team.gather("swapped()", secrets.token_hex(8).encode())[0].decode() if team.size > 1 else ""
+        self._key = team.first("swapped()", secrets.token_hex(8).encode()).decode() if team.size > 1 else ""
 
     def note(self, failure: str) -> None:
         """For ranks that come later; waits for nobody."""
@@ -84,4 +84,4 @@ def noted_in(error: BaseException | None) -> Iterator[None]:
         if hasattr(error, "add_note"):
             error.add_note(f"shardow: {second}")
         else:  # before Python 3.11
-            warnings.warn(f"after {text_of(error)}: {second}", RuntimeWarning, stacklevel=5)
+            warn(f"after {text_of(error)}: {second}", RuntimeWarning)

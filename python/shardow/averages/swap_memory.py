@@ -5,7 +5,6 @@ Weights may lie elsewhere when they come back: casts, moves to devices, replaced
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from shardow import _core
 from shardow.averages import tracked as _tracked
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.base.checks import invalid
+from shardow.base.warnings import warn
 from shardow.model.view import ModelView
 
 
@@ -109,19 +109,17 @@ def warn_of_casts(moves: Sequence[Move]) -> None:
     cast = [move for move in moves if move.now.dtype != move.weights.dtype]
     if cast:
         was, now = cast[0].weights.dtype, cast[0].now.dtype
-        warnings.warn(
+        warn(
             f"the model was cast inside swapped(): '{cast[0].name}' and {len(cast) - 1} more were {was} and are {now} now, "
             "so its weights came back rounded to that",
             RuntimeWarning,
-            stacklevel=6,
         )
 
 
 def warn_of_writes(names: Sequence[str]) -> None:
     if names:
-        warnings.warn(
+        warn(
             f"'{names[0]}' and {len(names) - 1} more were written inside swapped(): the weights are those from before it, "
             "and what was written may be in the averages now",
             RuntimeWarning,
-            stacklevel=6,
         )

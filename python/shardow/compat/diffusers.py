@@ -9,7 +9,6 @@ from_pretrained() do.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from shardow import errors
 from shardow.base.checks import fraction, invalid, unsupported
+from shardow.base.warnings import warn
 from shardow.compat.files.diffusers_files import read, write
 from shardow.compat.ways.listed import Listed, assign, copies, loaded, moved
 from shardow.model.dtensor import sharded_like
@@ -44,15 +44,10 @@ class EMAModel:
         self.decay, self.min_decay = fraction("decay", decay), fraction("min_decay", min_decay)
         self.shadow_params = copies(_whole(_listed(parameters)))
         self.temp_stored_params: list[torch.Tensor] | None = None
-        self.update_after_step = update_after_step
-        self.use_ema_warmup = use_ema_warmup
-        self.inv_gamma = inv_gamma
-        self.power = power
+        self.update_after_step, self.use_ema_warmup, self.inv_gamma, self.power = update_after_step, use_ema_warmup, inv_gamma, power
         self.optimization_step = 0
         self.cur_decay_value: float | None = None
-        self.foreach = foreach
-        self.model_cls = model_cls
-        self.model_config = model_config
+        self.foreach, self.model_cls, self.model_config = foreach, model_cls, model_config
         self._averages = Listed("fused_difference" if foreach else "difference", copy_frozen=True)
         if device is not None:
             self.to(device=device)
@@ -154,7 +149,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _listed(parameters: Parameters | nn.Module) -> list[torch.Tensor]:
     if isinstance(parameters, nn.Module):
-        warnings.warn("a Module in place of its parameters is deprecated; pass model.parameters()", FutureWarning, stacklevel=3)
+        warn("a Module in place of its parameters is deprecated; pass model.parameters()", FutureWarning)
         return list(parameters.parameters())
     return list(parameters)
 
@@ -164,9 +159,9 @@ def _deprecated(kwargs: dict[str, Any], decay: float, min_decay: float) -> tuple
     instead = {"max_value": "decay=", "min_value": "min_decay=", "device": "to()"}
     for name, value in kwargs.items():
         if name not in instead:
-            warnings.warn(f"EMAModel() has no option {name!r}; it is ignored, as in diffusers", stacklevel=3)
+            warn(f"EMAModel() has no option {name!r}; it is ignored, as in diffusers")
         elif value is not None:
-            warnings.warn(f"{name}= is deprecated; use {instead[name]}", FutureWarning, stacklevel=3)
+            warn(f"{name}= is deprecated; use {instead[name]}", FutureWarning)
     given = {name: value for name, value in kwargs.items() if value is not None}
     return given.get("max_value", decay), given.get("min_value", min_decay), given.get("device")
 

@@ -18,11 +18,12 @@ from torch import nn
 from shardow import errors
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of, unsupported
-from shardow.compat.files.whole import whole_state_dict
+from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.ways.follower import Choose, Fate, Follower, Kind, everything
 from shardow.compat.ways.pairs import warn_of_rounding
 from shardow.compat.ways.stand_in import StandIn, behind, needed, stand_in_for, whole_averages
 from shardow.compat.ways.twin import Twin
+from shardow.model.modules import modes_kept
 from shardow.model.names import walk
 
 
@@ -129,13 +130,8 @@ class EMA(nn.Module):
     @torch.no_grad()
     def forward_eval(self, *args: Any, **kwargs: Any) -> Any:
         """A call in evaluation mode, without gradients; the modes are what they were afterwards."""
-        modes = [(module, module.training) for module in self.ema_model.modules()]
-        self.ema_model.eval()
-        try:
-            return self.ema_model(*args, **kwargs)
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with modes_kept(self.ema_model):
+            return self.eval()(*args, **kwargs)
 
     def restore_ema_model_device(self) -> None:
         """Moves the averaged model to where this module's counters are."""
@@ -248,7 +244,7 @@ class EMA(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """state_dict() in fresh CPU tensors, whole also of sharded averages: then collective, on rank 0, clean names, {} elsewhere."""
         if not isinstance(self.ema_model, StandIn):
-            return {name: tensor.detach().cpu().clone() for name, tensor in self.state_dict().items()}
+            return whole_averages(self)
         parts = {"ema_model": whole_averages(self.ema_model)}
         if self.include_online_model:
             parts["online_model"] = whole_state_dict(self.model)
@@ -269,7 +265,7 @@ class EMA(nn.Module):
 
 def _warn_of_rounding(module: nn.Module) -> None:
     if not isinstance(module, StandIn):
-        warn_of_rounding(module.parameters(), "Give ema_model= a copy in float32", stacklevel=5)
+        warn_of_rounding(module.parameters(), "Give ema_model= a copy in float32")
 
 
 def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from shardow.compat.ways.stand_in import StandIn
 
 AvgFn = Callable[[Tensor, Tensor, "Tensor | int"], Tensor]
 MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
-F = TypeVar("F")
 
 
 @dataclass(frozen=True)
@@ -44,26 +43,22 @@ _KNOWN = "shardow_arithmetic"  # the attribute of such a function
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
     """torch.lerp(e, p, 1 - decay) of lists. ValueError where decay is outside [0, 1]."""
-    update: MultiAvgFn = origin.get_ema_multi_avg_fn(fraction("decay", decay))
-    return _known(update, "lerp", lambda _: (decay, 1 - decay))
+    return _known(origin.get_ema_multi_avg_fn(fraction("decay", decay)), "lerp", lambda _: (decay, 1 - decay))
 
 
 def get_swa_multi_avg_fn() -> MultiAvgFn:
     """torch.lerp(e, p, 1 / (n_averaged + 1)) of lists: the mean of all weights, in the engine."""
-    update: MultiAvgFn = origin.get_swa_multi_avg_fn()
-    return _known(update, "lerp", _of_mean)
+    return _known(origin.get_swa_multi_avg_fn(), "lerp", _of_mean)
 
 
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
     """decay * e + (1 - decay) * p. ValueError where decay is outside [0, 1]."""
-    update: AvgFn = origin.get_ema_avg_fn(fraction("decay", decay))
-    return _known(update, "two_products", lambda _: (decay, 1 - decay))
+    return _known(origin.get_ema_avg_fn(fraction("decay", decay)), "two_products", lambda _: (decay, 1 - decay))
 
 
 def get_swa_avg_fn() -> AvgFn:
     """e + (p - e) / (n_averaged + 1): the mean of all weights."""
-    update: AvgFn = origin.get_swa_avg_fn()
-    return _known(update, "quotient", _of_count)
+    return _known(origin.get_swa_avg_fn(), "quotient", _of_count)
 
 
 def _of_mean(num_averaged: Tensor) -> tuple[float, float]:
@@ -78,9 +73,10 @@ def _of_count(num_averaged: Tensor) -> tuple[float, float]:
     return 1 - weight, weight
 
 
-def _known(function: F, rule: Rule, factors: Callable[[Tensor], tuple[float, float]]) -> F:
+def _known(function: Any, rule: Rule, factors: Callable[[Tensor], tuple[float, float]]) -> Callable[..., Any]:
     setattr(function, _KNOWN, _Arithmetic(rule, factors))
-    return function
+    known: Callable[..., Any] = function
+    return known
 
 
 _MEAN, _MEAN_OF_ONE = get_swa_multi_avg_fn(), get_swa_avg_fn()

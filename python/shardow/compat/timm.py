@@ -126,18 +126,10 @@ class ModelEmaV3(Averaged):
             )
         )
         self.module.eval()
-        self.decay = decay
-        self.min_decay = min_decay
-        self.update_after_step = update_after_step
-        self.use_warmup = use_warmup
-        self.warmup_gamma = warmup_gamma
-        self.warmup_power = warmup_power
-        self.foreach = foreach
-        self.device = device
-        self.dtype = dtype
-        self.stochastic_rounding = stochastic_rounding
-        self.stochastic_rounding_seed = stochastic_rounding_seed
-        self.exclude_buffers = exclude_buffers
+        self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
+        self.use_warmup, self.warmup_gamma, self.warmup_power = use_warmup, warmup_gamma, warmup_power
+        self.device, self.dtype, self.foreach, self.exclude_buffers = device, dtype, foreach, exclude_buffers
+        self.stochastic_rounding, self.stochastic_rounding_seed = stochastic_rounding, stochastic_rounding_seed
 
     def get_decay(self, step: int | None = None) -> float:
         """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else ``decay``, and in a warm-up 1

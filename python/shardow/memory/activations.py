@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shardow.model.modules import modes_kept
+
 
 class _Saved:
     """A tensor in autograd's hands; gone when its node of the graph is. Detached, since an output would hold its own node."""
@@ -58,14 +60,10 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
 
     A model in training stays as it is, with parts in evaluation if it has some.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    if not model.training:
-        model.train()
-    try:
+    with modes_kept(model):
+        if not model.training:
+            model.train()
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _by_identity(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_WIDTH, _HEIGHT = 3.6, 2.9  # inches of a panel
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -27,17 +28,14 @@ class Colours:
     others: str = "#2c6fbb"
 
 
-def figure_of(timelines: Mapping[str, Sequence[Samples]], colours: Colours, width: float = 3.6, height: float = 2.9) -> Figure:
-    """One column for each title; rows are memory of the host above what was there at the start and, where there is any, of the device.
-
-    ``width`` and ``height``: inches of a panel.
-    """
+def figure_of(timelines: Mapping[str, Sequence[Samples]], colours: Colours) -> Figure:
+    """One column for each title; rows are memory of the host above what was there at the start and, where there is any, of the device."""
     from matplotlib.figure import Figure
 
     rows = [("host memory above the start", _above)]
     if any(one.device for ranks in timelines.values() for one in ranks):
         rows.append(("device memory", lambda one: one.device))
-    figure = Figure(figsize=(width * len(timelines), height * len(rows)), layout="constrained", facecolor=colours.ground)
+    figure = Figure(figsize=(_WIDTH * len(timelines), _HEIGHT * len(rows)), layout="constrained", facecolor=colours.ground)
     axes = figure.subplots(len(rows), len(timelines), sharex="row", sharey="row", squeeze=False)
     for row, (what, series_of) in enumerate(rows):
         most = max((amount for ranks in timelines.values() for one in ranks for _, amount in series_of(one)), default=1)

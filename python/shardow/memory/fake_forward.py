@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardow.base.checks import invalid, unsupported
 from shardow.memory.activations import as_in_training, kept_bytes
 from shardow.memory.batch import as_arguments
+from shardow.model.empty import empty_like
 
 
 class Fake:
@@ -65,8 +66,7 @@ class Fake:
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             raise unsupported(f"plan(): a tensor of layout {tensor.layout}")
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        return empty_like(tensor, self._device)
 
     def _of_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)

@@ -5,6 +5,7 @@ They come from shapes, a step of the optimizer on meta, and a forward pass that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +16,62 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardow.base.checks import invalid, unsupported, whole
+from shardow import _core
+from shardow.base.checks import invalid, one_of, unsupported, whole
 from shardow.errors import UnknownOptionError
 from shardow.memory.batch import dtype_of, is_shape
 from shardow.memory.fake_forward import Fake
-from shardow.memory.fullest_rank import Layout, layout_of
 from shardow.memory.optimizer_state import state_bytes
 from shardow.memory.switches import is_switched, put_on
 from shardow.memory.usage import Usage, usage
-from shardow.model.blocks import repeated_blocks
-from shardow.model.names import wrapped_child
+from shardow.model.modules import repeated_blocks
+from shardow.model.names import unwrapped
 from shardow.model.slots import by_tensor, slots
 
 _OFF: dict[str, Any] = {"bf16": False, "activation_checkpointing": False, "attention_weights": True}
 _ON: dict[str, Any] = {"bf16": True, "activation_checkpointing": True, "attention_weights": False}
+
+
+SHARDINGS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``shards`` ranks hold different parts of a tensor, ``replicas`` the same.
+
+    ``flat``: parts are stretches of elements (FSDP1), else of rows.
+    """
+
+    shards: int
+    replicas: int
+    flat: bool = False
+
+    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the largest part, which is also what FSDP2 gives memory to on every rank: its smaller parts are padded."""
+        if self.shards == 1 or not shape:
+            return shape
+        if self.flat:
+            return (-(-math.prod(shape) // self.shards),)
+        return (-(-shape[0] // self.shards), *shape[1:])
+
+    def averaged(self, shape: tuple[int, ...]) -> int:
+        """Elements of which this rank keeps the average: replicas divide what they hold, as ``EMA(replicas="split")`` does."""
+        return _core.Region.whole(list(self.local(shape))).part(0, self.replicas).size
+
+
+def layout_of(sharding: str, ranks: Any, shards: Any) -> Layout:
+    one_of("sharding", sharding, SHARDINGS)
+    whole("ranks", ranks, 1)
+    if sharding != "hsdp":
+        if shards is not None:
+            raise invalid(f"shards={shards!r} is for sharding='hsdp'; with {sharding!r} it follows from ranks")
+        return Layout(1, ranks) if sharding in ("plain", "ddp") else Layout(ranks, 1, flat=sharding == "fsdp1")
+    if shards is None or ranks % whole("shards", shards, 1):
+        raise invalid(
+            f"sharding='hsdp' on {ranks} ranks needs shards=, how many of them share one copy of the model: a divisor of {ranks}, not "
+            f"{shards!r}"
+        )
+    return Layout(shards, ranks // shards)
 
 
 @dataclass(frozen=True)
@@ -49,7 +92,7 @@ def make_plan(
     layout = layout_of(sharding, ranks, shards)
     whole("averages", averages, 0)
     wanted = _wanted(switches)
-    model = _unwrapped(model_or_shapes) if isinstance(model_or_shapes, nn.Module) else None
+    model = _plain(model_or_shapes) if isinstance(model_or_shapes, nn.Module) else None
     tensors = list(_of_model(model) if model is not None else _of_shapes(model_or_shapes))
     activations, saves = None, dict.fromkeys(_OFF)
     if model is not None and batch is not None:
@@ -107,14 +150,13 @@ def _wanted(switches: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**wanted, "bf16": bool(wanted["bf16"]), "attention_weights": bool(wanted["attention_weights"])}
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _plain(model: nn.Module) -> nn.Module:
     """Without DDP and torch.compile around it; a sharded one is refused, since its shapes are those of shards."""
-    while (child := wrapped_child(model)) is not None and not isinstance(model, FullyShardedDataParallel):
-        model = model._modules[child]  # type: ignore[assignment]
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
         isinstance(p, DTensor) for p in model.parameters()
     ):
         raise invalid("plan() wants the model as it is before it is sharded, on meta for example; measure() takes the sharded one")
+    model = unwrapped(model)
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise invalid(f"plan(): not initialised yet, and so without shapes: {', '.join(lazy[:8])}")
     if any(is_switched(module) for module in model.modules()):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardow.base.checks import invalid
-from shardow.model.blocks import is_container, repeated_blocks
+from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import walk
 
 Forward = Callable[..., Any]

@@ -7,7 +7,6 @@ parents too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,9 +41,6 @@ class DTensorAdapter:
     def memory(self, slot: Slot) -> torch.Tensor:
         tensor: Any = slot.recorded
         return memory_of(slot.name, tensor._local_tensor, self._form)  # to_local() makes a new view, with a grad_fn, each time
-
-    def others(self) -> Sequence[LocalTensor]:
-        return ()
 
     def reshard(self) -> None:
         for module in self._modules:  # not recursive: the root alone is not enough

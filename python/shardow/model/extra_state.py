@@ -60,26 +60,22 @@ class FromFile:
 
     def __init__(self, wanted: Iterable[str], catalog: Any) -> None:
         by_clean = {clean_file_key(name): name for name in wanted}
-        self._values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         self.parts: list[Part] = []
         self.keys: set[str] = set()
         self.unexpected: list[str] = []
         for key, (dtype, shape) in catalog.tensors.items():
             name = by_clean.get(clean_file_key(key)) if key.endswith(KEY) else None
             if name is not None:
-                self._values[name] = torch.empty(tuple(shape), dtype=dtype_of(key, dtype))
-                self.parts.append(Part(key, self._values[name].view(-1), _core.Region.whole(list(shape))))
+                self.values[name] = torch.empty(tuple(shape), dtype=dtype_of(key, dtype))
+                self.parts.append(Part(key, self.values[name].view(-1), _core.Region.whole(list(shape))))
                 self.keys.add(key)
         for key, value in json.loads(catalog.metadata.get(METADATA, "{}")).items():
             name = by_clean.get(clean_file_key(key))
             if name is None:
                 self.unexpected.append(key)
             else:
-                self._values[name] = value
-
-    @property
-    def values(self) -> dict[str, Any]:
-        return self._values
+                self.values[name] = value
 
 
 class _Without(Mapping[str, torch.Tensor]):

@@ -122,6 +122,7 @@ class Fsdp1Adapter:
         raise AssertionError("FSDP1's memory is found through its handles")
 
     def others(self) -> Sequence[FlatTensor]:
+        """Local tensors that no slot shows."""
         return self._locals
 
     def groups(self) -> list[dist.ProcessGroup]:

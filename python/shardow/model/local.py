@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -68,9 +68,6 @@ class Adapter(Protocol):
 
     def memory(self, slot: Slot) -> torch.Tensor:
         """The plain local tensor in a claimed slot as it is now."""
-
-    def others(self) -> Sequence[LocalTensor]:
-        """Local tensors that no slot shows."""
 
     def reshard(self) -> None:
         """Frees every unsharded copy of the weights, whose next use would show old values. Local."""

@@ -39,6 +39,18 @@ def wrapped_child(module: nn.Module) -> str | None:
     return None
 
 
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, what it is only a wrapper of, and so on: the last one is nobody's wrapper."""
+    yield model
+    while (child := wrapped_child(model)) is not None:
+        model = model._modules[child]  # type: ignore[assignment]
+        yield model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    return [*layers(model)][-1]
+
+
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(clean name, module) for every module of the tree, wrappers included under the name of what they wrap.
 

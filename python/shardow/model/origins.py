@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,15 @@ def remember(module: nn.Module, key: str) -> None:
     _origins[module._parameters[key]] = _Origin(weakref.ref(module), key)
 
 
-def of(param: torch.Tensor) -> tuple[nn.Module, str] | None:
-    """The module and the key that are remembered of a parameter."""
-    origin = _origins.get(param)
-    module = None if origin is None else origin.module()
-    return None if origin is None or module is None else (module, origin.key)
+def remember_all(model: nn.Module) -> None:
+    for slot in slots(model, "parameter"):
+        remember(slot.module, slot.key)
+
+
+def inherit(instead: torch.Tensor, param: torch.Tensor) -> None:
+    """What is remembered of a parameter is so of what takes its place."""
+    if param in _origins:
+        _origins[instead] = _origins[param]
 
 
 def forget_swapped(model: nn.Module) -> None:
@@ -53,7 +57,8 @@ def forget_swapped(model: nn.Module) -> None:
             _origins.pop(slot.recorded, None)
 
 
-Bindings = list[list[tuple[nn.Module, str]]]  # by parameter group, where each of its parameters is
+Places = list[tuple[nn.Module, str]]
+Bindings = list[Places]  # by parameter group, where each of its parameters is
 
 
 def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
@@ -61,23 +66,26 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
 
     Raises, before anything has changed, for one that is nowhere.
     """
+    found: Bindings = []
+    for number, (group, known) in enumerate(zip(optimizer.param_groups, known_places(optimizer, model), strict=True)):
+        found.append([place for place in known if place is not None])
+        if None in known:
+            i = known.index(None)
+            raise invalid(
+                f"optimizer group {number}: parameter {i} of shape {tuple(group['params'][i].shape)} is not in the model, and it is not "
+                "known where it was; build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
+            )
+    return found
+
+
+def known_places(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[list[tuple[nn.Module, str] | None]]:
+    """By group; None of what is nowhere."""
     there = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
     modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
-    found: Bindings = []
-    for number, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
         names = group.get("param_names") or [None] * len(group["params"])
-        places = []
-        for i, (param, name) in enumerate(zip(group["params"], names, strict=True)):
-            place = there.get(id(param)) or _remembered(param) or _named(modules, name)
-            if place is None:
-                raise invalid(
-                    f"optimizer group {number}: parameter {i} of shape {tuple(param.shape)} is not in the model, and it is not known "
-                    "where it was; build the model under "
-                    "shardow.meta_init(), or give the optimizer model.named_parameters()"
-                )
-            places.append(place)
-        found.append(places)
-    return found
+        pairs = zip(group["params"], names, strict=True)
+        yield [there.get(id(param)) or _remembered(param) or _named(modules, name) for param, name in pairs]
 
 
 def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
@@ -113,8 +121,9 @@ def _sharded_as(param: torch.Tensor, value: Any) -> Any:
 
 
 def _remembered(param: torch.Tensor) -> tuple[nn.Module, str] | None:
-    place = of(param)
-    return None if place is None or place[0]._parameters.get(place[1]) is None else place
+    origin = _origins.get(param)
+    module = None if origin is None else origin.module()
+    return None if origin is None or module is None or module._parameters.get(origin.key) is None else (module, origin.key)
 
 
 def _named(modules: dict[str, nn.Module], name: str | None) -> tuple[nn.Module, str] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,9 +39,6 @@ class PlainAdapter:
 
     def memory(self, slot: Slot) -> torch.Tensor:
         return memory_of(slot.name, slot.recorded, self._form)
-
-    def others(self) -> Sequence[LocalTensor]:
-        return ()
 
     def reshard(self) -> None:
         pass

@@ -50,13 +50,6 @@ class ModelView:
         return self._model
 
     @property
-    def ranks(self) -> list[int]:
-        """The global ranks that share the model."""
-        if self.process_group is None:
-            return [dist.get_rank() if dist.is_initialized() else 0]
-        return dist.get_process_group_ranks(self.process_group)
-
-    @property
     def buffers(self) -> list[LocalTensor]:
         """As they are now: modules replace their buffers freely, and register others."""
         self._follow_buffers()

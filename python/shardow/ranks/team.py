@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.ranks.process_group import default_timeout
 from shardow.ranks.store_group import MISSING, StoreGroup, store_group
+from shardow.ranks.transfers import begun, finish
 
 T = TypeVar("T")
 
@@ -82,6 +84,21 @@ class Team:
         """
         seconds = self.timeout if patience is None else min(patience, self.timeout)
         return self._begun(what, lambda: _core.group_all_gather(self.group, mine, seconds))
+
+    def first(self, what: str, mine: bytes) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        return self.gather(what, mine)[0]
+
+    def broadcast(self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Rank 0's ``full`` on every rank, on its ``device``. Collective."""
+        moved = full.to(device) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=device)
+        if self.process_group is None:
+            return moved
+        if moved.numel():
+            otherwise = f"a tensor from rank 0 did not reach rank {self.rank}"
+            work = begun(lambda: dist.broadcast(moved, group_src=0, group=self.process_group, async_op=True), otherwise)
+            finish(work, self.timeout, otherwise)
+        return moved
 
     def mail(self, what: str, letters: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
         """gather() for single ranks: ``letters`` by the rank that reads them; returns those of ``sources`` to this rank."""

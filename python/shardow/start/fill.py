@@ -59,13 +59,7 @@ def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, An
 
     report = engine.read_chosen(path, choose, job.team, verify=job.verify, progress=job.progress, check_only=check_only)
     extra = choice[0].extra
-    missing, kept = _take_extra(job, extra.values)
-    return {
-        **report,
-        "missing": [*report["missing"], *missing],
-        "unexpected": [*choice[0].surplus, *extra.unexpected],
-        "kept": [*choice[0].kept, *kept],
-    }
+    return _with_extra(job, extra.values, {**report, "unexpected": [*choice[0].surplus, *extra.unexpected], "kept": choice[0].kept})
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     tensors, own = split(state, job.held.extra)
     mine = team.agree(job.what, lambda: b"" if not state else pickle.dumps((_forms(tensors or {}), own)))
     forms: dict[str, Form]
-    forms, extra = pickle.loads(team.gather(job.what, mine)[0])
+    forms, extra = pickle.loads(team.first(job.what, mine))
 
     def compare() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra)
@@ -175,16 +169,10 @@ def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection
         raise invalid(f"{job.what}: {'; '.join(texts)}; strict=False takes the rest")
 
 
-def _take_extra(job: Job, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(missing, kept)"""
-    job.held.filled = dict(values)
-    lacking = [name for name in job.held.extra if name not in values]
-    return ([], lacking) if job.without else (lacking, [])
-
-
 def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    missing, kept = _take_extra(job, values)
-    return {**report, "missing": [*report["missing"], *missing], "kept": [*report["kept"], *kept]}
+    job.held.filled = dict(values)
+    key = "kept" if job.without else "missing"
+    return {**report, key: [*report[key], *(name for name in job.held.extra if name not in values)]}
 
 
 def _forms(state: State) -> dict[str, Form]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardow.base.checks import invalid
-from shardow.model.names import join, walk, wrapped_child
+from shardow.model.names import join, unwrapped, walk, wrapped_child
 from shardow.model.storage import mapped
 from shardow.ranks.gather import Part, take
 from shardow.start.fill import Job
@@ -72,7 +72,7 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
     Else ``reset_parameters()``, ``_reset_parameters()``, the model's ``_init_weights(module)``, or ``init_weights()``. Raises where there
     is none of these.
     """
-    by_model = getattr(_unwrapped(model), "_init_weights", None)
+    by_model = getattr(unwrapped(model), "_init_weights", None)
     ways: dict[int, Init] = {}
     lacking, lost = [], []
     for name, module, own in modules:
@@ -109,12 +109,6 @@ def _reset_and_replay(module: nn.Module, reset: Callable[[], object] | None, rec
         reset()
     for record, tensor in found:
         record.replay(tensor, record.calls)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while (child := wrapped_child(model)) is not None:
-        model = model._modules[child]  # type: ignore[assignment]
-    return model
 
 
 def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> list[str]:

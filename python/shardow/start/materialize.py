@@ -20,7 +20,7 @@ from shardow.model.local import refuse_expanded
 from shardow.model.parts import held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.team import Team
-from shardow.start import allocate, fill, initialise, meta
+from shardow.start import fill, initialise, meta
 
 _RANK_0 = "a mapping on rank 0"
 _EMPTY = "an empty mapping"
@@ -107,7 +107,7 @@ def fill_model(request: Request) -> dict[str, Any]:
         report = _filled(request, job, team)
         team.agree(request.what, lambda: _finished(request, job, given, set(report["missing"])))
     except BaseException:
-        allocate.take_memory(model, given)
+        meta.take_memory(model, given)
         raise
     meta.have_values(model)
     if request.optimizer is not None and bindings is not None:
@@ -119,8 +119,8 @@ def _finished(request: Request, job: fill.Job, given: list[torch.Tensor], missin
     model = request.model
     job.held.put_back()
     if given and request.device is not None:
-        allocate.move_tables(model, request.device)
-    allocate.take_memory(model, allocate.called(model, given, missing))
+        meta.move_tables(model, request.device)
+    meta.take_memory(model, meta.called(model, given, missing))
     tie = getattr(model, "tie_weights", None)
     if given and callable(tie):
         tie()
@@ -131,12 +131,12 @@ def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[
     kind_of(request.source)
     refuse_foreign(request.what, model.parameters)
     bindings = None if request.optimizer is None else origins.bindings(request.optimizer, model)
-    given += allocate.give_memory(model, request.device, request.dtype)
+    given += meta.give_memory(model, request.device, request.dtype)
     held = held_by(model, request.group, saving=False)
     for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
         refuse_expanded(one.name, one.tensor)
     essential = meta.valueless(model)
-    without = allocate.names_of(model, given) | essential
+    without = meta.names_of(model, given) | essential
     wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
     lacking = wanted if without else []
     return bindings, fill.Job(request.what, held, team, wanted, essential, request.strict, request.verify, request.progress, lacking)

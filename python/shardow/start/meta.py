@@ -1,4 +1,4 @@
-"""meta_init(): models that are built without memory.
+"""meta_init(): models that are built without memory; memory for what is on meta, and back.
 
 to_empty() is for FSDP1, which wants memory when it wraps them. materialize() brings the values.
 """
@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardow.base.checks import invalid
 from shardow.model import origins
+from shardow.model.empty import empty_like
+from shardow.model.groups import meshes_of
 from shardow.model.names import join, walk
-from shardow.model.slots import slots_of
+from shardow.model.slots import Slot, by_tensor, slots, slots_of
 from shardow.start import recorded
 
 _valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # keys of what to_empty() gave memory
@@ -54,7 +58,7 @@ def on_meta(buffers: bool) -> Iterator[None]:
         with torch._C.DisableTorchFunction() if type(param) is nn.Parameter else contextlib.nullcontext():
             if not param.is_meta:
                 if param not in instead:
-                    instead[param] = moved_to_meta(param)
+                    instead[param] = empty_like(param, "meta")
                 module._parameters[name] = instead[param]
             recorder.register(module, name, param, instead.get(param, param))
             origins.remember(module, name)
@@ -75,13 +79,6 @@ def on_meta(buffers: bool) -> Iterator[None]:
         module_class.register_parameter, module_class.register_buffer = register_parameter, register_buffer
 
 
-def moved_to_meta(param: nn.Parameter) -> nn.Parameter:
-    kept = {key: value for key, value in vars(param).items() if not key.startswith("_")}
-    moved = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
-    vars(moved).update(kept)
-    return moved
-
-
 def to_empty(module: nn.Module) -> None:
     """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta.
 
@@ -93,14 +90,9 @@ def to_empty(module: nn.Module) -> None:
     for slot in slots_of(module):
         if slot.recorded.is_meta:
             if slot.recorded not in _empty:  # tied tensors stay so
-                _empty[slot.recorded] = _like(slot.recorded, device)
+                _empty[slot.recorded] = empty_like(slot.recorded, device)
             slot.owner[slot.key] = _empty[slot.recorded]
             _valueless.setdefault(module, set()).add(slot.key)
-
-
-def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device=device, requires_grad=False)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def valueless(model: nn.Module) -> set[str]:
@@ -112,3 +104,88 @@ def have_values(model: nn.Module) -> None:
     for module in model.modules():
         _valueless.pop(module, None)
         recorded.forget(module)
+
+
+def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
+    origins.forget_swapped(model)
+    known = [where for where in by_tensor(slots(model)).values() if where[0].recorded.is_meta]
+    if not known:
+        return []
+    _refuse_tables(known)
+
+    beside = device or next((mesh.device_type for mesh in meshes_of(model)), "cpu")  # of what is not sharded, as persistent buffers
+
+    def give(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        now = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        there = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else beside
+        return empty_like(tensor.detach(), device or there, now)
+
+    try:
+        model._apply(give)
+    except BaseException:  # out of memory
+        take_memory(model, [tensor for where in known if not (tensor := _now(where[0])).is_meta])
+        raise
+    return _joined(known)
+
+
+def move_tables(model: nn.Module, device: torch.device | str) -> None:
+    """Buffers that no file has follow the weights to ``device``; two names of one table stay so.
+
+    Of a sharded model, which moves them itself, they stay.
+    """
+    if meshes_of(model):
+        return
+    for where in by_tensor(slots(model)).values():
+        if where[0].kind == "table":
+            moved = where[0].recorded.to(device)
+            for slot in where:
+                slot.owner[slot.key] = moved
+
+
+def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
+    """What had no memory has none again."""
+    ours = {id(tensor) for tensor in given}
+    if not ours:
+        return
+    known = [where for key, where in by_tensor(slots(model)).items() if key in ours]
+    model._apply(lambda tensor: tensor.to("meta") if id(tensor) in ours else tensor)
+    _joined(known)
+
+
+def names_of(model: nn.Module, tensors: Collection[torch.Tensor]) -> set[str]:
+    """All clean names of the tensors."""
+    ours = {id(tensor) for tensor in tensors}
+    return {slot.name for slot in slots(model) if id(slot.recorded) in ours}
+
+
+def called(model: nn.Module, tensors: Collection[torch.Tensor], names: Collection[str]) -> list[torch.Tensor]:
+    """Those of the tensors that have one of the names."""
+    wanted = {id(slot.recorded) for slot in slots(model) if slot.name in names}
+    return [tensor for tensor in tensors if id(tensor) in wanted]
+
+
+def _now(slot: Slot) -> torch.Tensor:
+    found: torch.Tensor = slot.owner[slot.key]
+    return found
+
+
+def _joined(known: list[list[Slot]]) -> list[torch.Tensor]:
+    """Puts the tensor of the first place into the others; torch gives each a new one."""
+    tensors = []
+    for where in known:
+        tensors.append(_now(where[0]))
+        for slot in where[1:]:
+            slot.owner[slot.key] = tensors[-1]
+    return tensors
+
+
+def _refuse_tables(known: list[list[Slot]]) -> None:
+    """A buffer that is persistent under one of its names comes from there."""
+    tables = {slot.name for where in known if all(one.kind == "table" for one in where) for slot in where}
+    if tables:
+        raise invalid(
+            f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}; build the model under shardow.meta_init()"
+        )

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from shardow.base.checks import invalid, seconds
 from shardow.errors import Error
 from shardow.model import origins
-from shardow.model.blocks import is_container, repeated_blocks
+from shardow.model.empty import empty_like
 from shardow.model.groups import choose_group, meshes_of
+from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import join, walk
 from shardow.model.slots import slots
 from shardow.ranks.team import Team
 from shardow.start.materialize import Source, common_kind, kind_of, materialize
-from shardow.start.meta import moved_to_meta
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
 
@@ -115,8 +115,7 @@ def _checked(
     chosen = _chosen(model, units)
     _check_containers([*chosen, model])
     _check_ties(model, chosen)
-    for slot in slots(model, "parameter"):
-        origins.remember(slot.module, slot.key)
+    origins.remember_all(model)
     bindings = None if optimizer is None else origins.bindings(optimizer, model)
     return chosen, bindings, own_weights(model) if has_weights else None
 
@@ -205,7 +204,7 @@ def to_meta(model: nn.Module) -> None:
         if isinstance(whole, DTensor):
             continue
         if id(whole) not in moved:
-            moved[id(whole)] = moved_to_meta(whole) if isinstance(whole, nn.Parameter) else whole.to("meta")
+            moved[id(whole)] = empty_like(whole, "meta")
         slot.owner[slot.key] = moved[id(whole)]
         if slot.kind == "parameter":
             origins.remember(slot.module, slot.key)

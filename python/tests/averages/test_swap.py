@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import shardow
-from shardow.compat.files.whole import whole_state_dict
+from shardow.compat.files.torch_files import whole_state_dict
 
 Weights = dict[str, torch.Tensor]
 PARTS = (

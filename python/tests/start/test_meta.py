@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardow
-from shardow.start import allocate
+from shardow.start import meta
 
 KINDS = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("tp+fsdp2", 4)]
 
@@ -60,7 +60,7 @@ def test_under_meta_init_weights_have_no_memory_and_tables_have_their_values() -
 
 def test_tables_follow_the_weights_to_another_device() -> None:
     model = Model()
-    allocate.move_tables(model, "meta")  # another device than the CPU that every machine has
+    meta.move_tables(model, "meta")  # another device than the CPU that every machine has
     assert model.rotary.table.is_meta
     assert model.rotary.original is model.rotary.table
     assert not model.rotary.calls.is_meta

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardow import _core, errors
 from shardow.averages import state as _state
 from shardow.base.checks import invalid
+from shardow.base.warnings import warn
 from shardow.compat.files import dcp, torch_files
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
@@ -137,7 +137,7 @@ class Managed(ABC):
         self._held().put_back()
         self.updates = 0 if counters is None else counters[1]
         if counters is not None and counters[0] != self.decay:
-            warnings.warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}", stacklevel=2)
+            warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}")
         names = Unmatched(list(self._live()), []) if found is None else Unmatched(found.missing, found.unexpected)
         _warn_of(names)
         return names
@@ -212,7 +212,7 @@ def _listed(names: Unmatched) -> str:
 
 def _warn_of(names: Unmatched) -> None:
     if any(names):
-        warnings.warn(f"not everything was loaded: {_listed(names)}; missing averages are as they were, or as the weights", stacklevel=3)
+        warn(f"not everything was loaded: {_listed(names)}; missing averages are as they were, or as the weights")
 
 
 def weights_of(view: ModelView) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardow import errors
 from shardow.base.checks import invalid
+from shardow.base.warnings import warn
 from shardow.compat.bagel.sharding import HYBRID, FSDPConfig, strategy_of
 from shardow.compat.files import torch_files
 from shardow.compat.files.published import publish
@@ -204,7 +204,7 @@ def _existing(resume_from: str | Path | None, team: Team) -> Path | None:
     team.same(f"resuming from {path}", {"it is there": path.exists()})
     if path.exists():
         return path
-    warnings.warn(f"{path}, to resume from, does not exist", stacklevel=3)
+    warn(f"{path}, to resume from, does not exist")
     return None
 
 
@@ -220,4 +220,4 @@ def _beside(path: Path, team: Team) -> Path:
         return folder / f".{path.name}.partial"
 
     chosen = team.agree("fsdp_save_ckpt()", choose)
-    return Path(os.fsdecode(team.gather("fsdp_save_ckpt()", os.fsencode(chosen))[0]))
+    return Path(os.fsdecode(team.first("fsdp_save_ckpt()", os.fsencode(chosen))))

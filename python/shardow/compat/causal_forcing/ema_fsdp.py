@@ -18,7 +18,7 @@ from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
 from shardow.compat.causal_forcing.copying import Copier
-from shardow.compat.files.whole import whole_state_dict
+from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.ways.names import called, model_and_root
 from shardow.ema import EMA
 from shardow.model.match import fit
@@ -60,7 +60,7 @@ class EMA_FSDP:
     @property
     def decay(self) -> float:
         """Of the next update; may be set to a number or a Schedule at any time."""
-        return self._core.decays()[0]
+        return self._core.engine.decays[0]
 
     @decay.setter
     def decay(self, decay: float | Schedule) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from shardow import errors
 from shardow.base.checks import invalid
 from shardow.compat.files import torch_files
-from shardow.compat.files.whole import whole_state_dict
+from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.ways.names import model_and_root
 from shardow.compat.ways.teams import team_of
 from shardow.model.names import without_wrappers

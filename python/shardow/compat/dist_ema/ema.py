@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import errors
-from shardow.averages import state as _state
 from shardow.base.checks import fraction, invalid, seconds, unsupported
 from shardow.compat.dist_ema.checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
 from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, shares, unlike
@@ -207,8 +206,8 @@ class DistEMA:
         gatherer = Gatherer("state_dict()", parts, team)
         found: OrderedDict[str, torch.Tensor] = OrderedDict()
         for part, (name, full) in zip(parts, gatherer.stream(), strict=True):
-            if everywhere and team.process_group is not None:
-                full = _state.broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), team, part.flat).cpu()
+            if everywhere:
+                full = team.broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), part.flat.device).cpu()
             if full is not None:
                 found[self._called[name]] = stored[name].as_shaped(full) if name in stored else full
         return found

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from shardow.ranks.team import Team
 
 
-class NewFile:
-    """``file``, to be written, lies beside ``path`` until publish() puts it there. close() in any case: what was not published goes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self.file = self._temporary.open("wb")
-
-    def publish(self) -> None:
-        """It is on the disk when this returns."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self._temporary.replace(self._path)
-        sync_directory(self._path.parent)
-
-    def close(self) -> None:
-        try:
-            self.file.close()
-        finally:
-            self._temporary.unlink(missing_ok=True)
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """To be written: at ``path``, and on the disk, when the block has ended. Where it raises, what was there stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def publish(what: str, directory: Path, partial: Path, team: Team, fill: Callable[[Path], None]) -> None:

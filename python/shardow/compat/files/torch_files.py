@@ -11,27 +11,38 @@ structure, data/0, data/1, ... with the storages in the order of their first use
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import nn
 
 from shardow import errors
-from shardow.compat.files.published import NewFile
+from shardow.compat.files.published import new_file
+from shardow.model.parts import held_by
+from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer, Part
 from shardow.ranks.team import Team
 
 
+def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
+    """CPU tensors of parameters and persistent buffers, under all clean names, on rank 0; {} elsewhere. Collective. ``wanted``: names."""
+    held = held_by(model, None, saving=False)
+    refuse_foreign("a state of the whole model", held.memory, instead="for the weights")
+    held.parts = [part for part in held.parts if wanted(part.name)]
+    return Gatherer("state_dict()", held.parts, Team(held.process_group, None)).whole(held.names)
+
+
 def write(content: Any, path: str | Path) -> None:
     """torch.save(); what was at ``path`` stays until the new file is on the disk."""
-    with contextlib.closing(NewFile(Path(path))) as new:
-        torch.save(content, new.file)
-        new.publish()
+    with new_file(Path(path)) as file:
+        torch.save(content, file)
 
 
 def read(path: str | Path) -> Any:
@@ -58,68 +69,63 @@ def write_gathered(
 ) -> None:
     """The tensors of which ``parts`` are this rank's, each under all its ``names``, into ``path``; floating ones as ``dtype``. Collective;
     ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
-    file = team.agree(what, lambda: _File(path, parts, names, dtype) if team.rank == 0 else None)
     failed: list[Exception] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        add = team.agree(what, lambda: stack.enter_context(_archive(path, parts, names, dtype)) if team.rank == 0 else None)
         for _, tensor in Gatherer(what, parts, team).stream():  # to the end in any case: the others send
-            if file is not None and tensor is not None and not failed:
+            if add is not None and tensor is not None and not failed:
                 try:
-                    file.add(tensor)
+                    add(tensor)
                 except Exception as error:
                     failed.append(error)
-        team.agree(what, lambda: _finish(file, failed))
+
+        def publish() -> None:
+            if failed:
+                raise failed[0]
+            stack.close()
+
+        team.agree(what, publish)
+
+
+@contextlib.contextmanager
+def _archive(
+    path: Path, parts: Sequence[Part], names: Mapping[str, tuple[str, ...]], dtype: torch.dtype | None
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """A new file, and what adds whole tensors to it, in the order of ``parts``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    template: dict[str, torch.Tensor] = {}
+    for part in parts:
+        kept = part.flat.dtype
+        like = torch.empty(part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept)  # memory that nobody touches
+        template.update(dict.fromkeys(names[part.name], like))
+    structure, numbers = _structure(template, path.parent), itertools.count()
+    with new_file(path) as file, _zip(file) as archive:
+        archive.writestr("archive/data.pkl", structure)
+        archive.writestr("archive/byteorder", sys.byteorder)
+        yield lambda tensor: _add(archive, next(numbers), tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+        archive.writestr("archive/version", "3\n")
+
+
+@contextlib.contextmanager
+def _zip(file: BinaryIO) -> Iterator[zipfile.ZipFile]:
+    archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+    try:
+        yield archive
+        archive.close()
     finally:
-        if file is not None:
-            file.close()
+        with contextlib.suppress(OSError, ValueError):  # it writes its end, also of what has failed
+            archive.close()
 
 
-def _finish(file: _File | None, failed: list[Exception]) -> None:
-    if failed:
-        raise failed[0]
-    if file is not None:
-        file.publish()
-
-
-class _File:
-    """On rank 0: a temporary file beside ``path``, into which whole tensors go in the order of ``parts``."""
-
-    def __init__(self, path: Path, parts: Sequence[Part], names: Mapping[str, tuple[str, ...]], dtype: torch.dtype | None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._dtype, self._count = dtype, 0
-        template: dict[str, torch.Tensor] = {}
-        for part in parts:
-            kept = part.flat.dtype
-            like = torch.empty(part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept)  # memory that nobody touches
-            template.update(dict.fromkeys(names[part.name], like))
-        structure = _structure(template, path.parent)
-        self._new = NewFile(path)
-        self._zip = zipfile.ZipFile(self._new.file, "w", zipfile.ZIP_STORED)
-        self._zip.writestr("archive/data.pkl", structure)
-        self._zip.writestr("archive/byteorder", sys.byteorder)
-
-    def add(self, tensor: torch.Tensor) -> None:
-        if self._dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
-        info = zipfile.ZipInfo(f"archive/data/{self._count}")
-        info.file_size = tensor.nbytes
-        header = (
-            30 + len(info.filename) + 4 + (_ZIP64_FIELD if tensor.nbytes * 1.05 > zipfile.ZIP64_LIMIT else 0)
-        )  # where zipfile decides so
-        padding = -(self._new.file.tell() + header) % _ALIGN
-        info.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
-        with self._zip.open(info, "w") as record:
-            record.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        self._count += 1
-
-    def publish(self) -> None:
-        self._zip.writestr("archive/version", "3\n")
-        self._zip.close()
-        self._new.publish()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._zip.close()
-        self._new.close()
+def _add(archive: zipfile.ZipFile, number: int, tensor: torch.Tensor) -> None:
+    info = zipfile.ZipInfo(f"archive/data/{number}")
+    info.file_size = tensor.nbytes
+    field = _ZIP64_FIELD if tensor.nbytes * 1.05 > zipfile.ZIP64_LIMIT else 0  # where zipfile decides so
+    assert archive.fp is not None
+    padding = -(archive.fp.tell() + 30 + len(info.filename) + 4 + field) % _ALIGN
+    info.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
+    with archive.open(info, "w") as record:
+        record.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _structure(template: Mapping[str, torch.Tensor], directory: Path) -> bytes:

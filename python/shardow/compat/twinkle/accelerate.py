@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -14,7 +13,8 @@ from torch import nn
 
 from shardow import errors
 from shardow.base.checks import invalid
-from shardow.compat.files.pretrained import fsdp_pretrained_load_context, unchanged_environment
+from shardow.base.warnings import warn
+from shardow.compat.files.pretrained import unchanged_environment
 from shardow.compat.twinkle.strategy import Strategy
 from shardow.compat.ways.teams import everybody
 from shardow.model import origins
@@ -61,16 +61,11 @@ class AccelerateStrategy(Strategy):
                 kwargs_handlers=handlers,
             )
         if self.fsdp_plugin is not None and not self._shards():
-            warnings.warn(
+            warn(
                 f"accelerate does no FSDP here ({self.accelerator.distributed_type}, {self.accelerator.device}): models will be "
                 "replicated; NativeFSDPStrategy shards on CPUs too",
                 RuntimeWarning,
-                stacklevel=2,
             )
-
-    def pretrained_load_context(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, from_pretrained() loads weights on rank 0 alone, if ``memory_efficient_init``."""
-        return fsdp_pretrained_load_context(self._memory_efficient_init and self.device_mesh is not None)
 
     def wrap_model(self, model: nn.Module, *args: Any) -> Any:
         """accelerator.prepare(model, *args), with its result: (model, optimizer, ...), FSDP2's at once. Collective."""
@@ -80,10 +75,7 @@ class AccelerateStrategy(Strategy):
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
 
         def ready() -> _Prepared:
-            for module in model.modules():
-                for key, param in module._parameters.items():
-                    if param is not None:
-                        origins.remember(module, key)
+            origins.remember_all(model)
             return [origins.bindings(one, model) for one in optimizers], own_weights(model) if team.rank == 0 else None
 
         bindings, own = team.agree("wrap_model()", ready)

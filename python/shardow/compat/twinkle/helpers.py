@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch import nn
 
 from shardow.base.checks import invalid
 from shardow.model import origins
+from shardow.model.slots import by_tensor, slots
 from shardow.start.materialize import materialize
 
-_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[_Left]]] = weakref.WeakKeyDictionary()
+_States = dict[torch.Tensor, Any]
+_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = weakref.WeakKeyDictionary()  # what each knew of its parameters
 
 
 def _broadcast_sharded_state_dict(model: nn.Module, full_sd: Mapping[str, torch.Tensor], device_type: str = "cuda") -> None:
@@ -40,49 +41,37 @@ def _restore_non_persistent_buffers(model: nn.Module, saved_buffers: Mapping[str
         model.get_submodule(prefix).register_buffer(key, saved.to(device), persistent=False)
 
 
-@dataclass(frozen=True)
-class _Left:
-    """What an unbound parameter has left: its module and key, and the optimizer's state of it."""
-
-    place: tuple[nn.Module, str] | None
-    state: dict[str, Any] | None
-
-
 def _unbind_optimizer_params(optimizer: torch.optim.Optimizer) -> None:
     """Lets the parameters' memory go; where they were is remembered, as far as it is known, and what the optimizer knows of them."""
-    _unbound[optimizer] = [
-        [_Left(origins.of(param), optimizer.state.pop(param, None)) for param in group["params"]] for group in optimizer.param_groups
-    ]
+    states = _unbound[optimizer] = _States()
     for group in optimizer.param_groups:
-        group["params"] = [torch.empty(1, dtype=param.dtype, device="meta") for param in group["params"]]
+        left = [torch.empty(1, dtype=param.dtype, device="meta") for param in group["params"]]
+        for param, instead in zip(group["params"], left, strict=True):
+            origins.inherit(instead, param)
+            if param in optimizer.state:
+                states[instead] = optimizer.state.pop(param)
+        group["params"] = left
 
 
 def _rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     """Parameters into the optimizer's groups: where they were, else by ``param_names``, else, of one group, in order; or raises."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    known = _unbound.get(optimizer) or [
-        [_Left(None, optimizer.state.get(param)) for param in group["params"]] for group in optimizer.param_groups
-    ]
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    groups: list[list[torch.Tensor]] = []
-    for number, (group, places) in enumerate(zip(optimizer.param_groups, known, strict=True)):
-        names = group.get("param_names") or [None] * len(places)
-        found: list[torch.Tensor | None] = [
-            left.place[0]._parameters.get(left.place[1]) if left.place else named.get(name)
-            for left, name in zip(places, names, strict=True)
-        ]
-        if any(param is None for param in found) and len(known) == 1:
-            everything = list(model.parameters())
-            found = [*(everything if len(everything) == len(found) else trainable)]
-        groups.append([param for param in found if param is not None])
-        if len(groups[-1]) != len(places):
+    found: list[origins.Places] = []
+    for number, (group, known) in enumerate(zip(optimizer.param_groups, origins.known_places(optimizer, model), strict=True)):
+        if None in known and len(optimizer.param_groups) == 1:
+            found.append(_in_order(model, len(known)))
+        else:
+            found.append([place for place in known if place is not None])
+        if len(found[-1]) != len(group["params"]):
             raise invalid(
                 f"optimizer group {number}: it is not known which of the model's parameters it had; make it from model.named_parameters()"
             )
-    for group, params, left in zip(optimizer.param_groups, groups, known, strict=True):
-        group["params"] = params
-        optimizer.state.update(
-            {param: origins.state_for(param, one.state) for param, one in zip(params, left, strict=True) if one.state is not None}
-        )
-    _unbound.pop(optimizer, None)
+    optimizer.state.update(_unbound.pop(optimizer, {}))
+    origins.bind(optimizer, found)
     return optimizer
+
+
+def _in_order(model: nn.Module, count: int) -> origins.Places:
+    """Of all parameters, or of those that are trained."""
+    everything = [where[0] for where in by_tensor(slots(model, "parameter")).values()]
+    chosen = everything if len(everything) == count else [slot for slot in everything if slot.recorded.requires_grad]
+    return [(slot.module, slot.key) for slot in chosen]

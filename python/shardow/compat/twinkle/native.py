@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardow.base.checks import unsupported
-from shardow.compat.files.pretrained import fsdp_pretrained_load_context
 from shardow.compat.twinkle.strategy import Strategy
 from shardow.start.wrap import wrap
 
@@ -36,10 +34,7 @@ class NativeFSDPStrategy(Strategy):
 
     def use_rank0_pretrained_broadcast(self) -> bool:
         """True where ranks but the first may build the model on meta, as twinkle's own do: wrap_model() sends them rank 0's weights."""
-        return self._memory_efficient_init and self.device_mesh is not None
-
-    def pretrained_load_context(self) -> contextlib.AbstractContextManager[None]:
-        return fsdp_pretrained_load_context(self.use_rank0_pretrained_broadcast())
+        return self._loads_on_rank_0()
 
     def wrap_model(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None

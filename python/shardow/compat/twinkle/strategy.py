@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from shardow import errors
 from shardow.compat.files import torch_files
-from shardow.compat.files.whole import whole_state_dict
+from shardow.compat.files.pretrained import fsdp_pretrained_load_context
+from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.ways.teams import everybody, team_of
 from shardow.model.parts import held_by
 from shardow.start.materialize import Request, fill_model
@@ -22,6 +24,16 @@ _LORA = ("lora_A", "lora_B", "lora_embedding")
 
 
 class Strategy(ABC):
+    device_mesh: Any
+    _memory_efficient_init: bool
+
+    def pretrained_load_context(self) -> AbstractContextManager[None]:
+        """Inside, from_pretrained() loads weights on rank 0 alone, if ``memory_efficient_init``."""
+        return fsdp_pretrained_load_context(self._loads_on_rank_0())
+
+    def _loads_on_rank_0(self) -> bool:
+        return self._memory_efficient_init and self.device_mesh is not None
+
     @abstractmethod
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The model without what wrap_model() put around it."""

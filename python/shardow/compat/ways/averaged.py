@@ -65,12 +65,15 @@ class Averaged(nn.Module):
         self._follower.module = self.module
         return self._follower
 
+    def _own(self) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and {} elsewhere."""
-        own = {name: tensor.detach().cpu().clone() for name, tensor in self._buffers.items() if tensor is not None}
+        own = {name: tensor.detach().cpu().clone() for name, tensor in self._own().items()}
         averages = {f"module.{name}": tensor for name, tensor in whole_averages(self.module).items()}
         return {**own, **averages} if averages else {}
 
@@ -80,7 +83,7 @@ class Averaged(nn.Module):
         if not isinstance(self.module, StandIn):
             refuse_unfit(self.state_dict(), state_dict, strict)
             return super().load_state_dict(state_dict, strict, assign)
-        own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        own = self._own()
         given = {name: value for name, value in state_dict.items() if name not in own}
         counters = {name: value for name, value in state_dict.items() if name in own}
         self.module.core.team.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
@@ -111,9 +114,7 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
     """
     here = {clean_file_key(name) for name in module.state_dict()}
     fitting = [name for name in state if clean_file_key(name) in here]
-    team_of(module).agree(what, lambda: _some_fit(fitting, state, here))
-    if not isinstance(module, StandIn):
-        team_of(module).agree(what, lambda: _all_whole(fitting, state))
+    team_of(module).agree(what, lambda: _refuse_parts(fitting, state, here, of_parts=isinstance(module, StandIn)))
     try:
         if isinstance(module, StandIn):
             _load_averages(module, state, strict)
@@ -123,15 +124,13 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
         raise errors.make_also(RuntimeError, str(error)) from None
 
 
-def _some_fit(fitting: list[str], state: Mapping[str, Any], here: set[str]) -> None:
+def _refuse_parts(fitting: list[str], state: Mapping[str, Any], here: set[str], of_parts: bool) -> None:
+    """Where none fits, or unless the averages are ``of_parts`` themselves, where one is a part."""
     if here and not fitting:
         raise errors.make_also(
             RuntimeError, f"none of the {len(state)} names fits, nothing was loaded: there '{next(iter(state), '')}', here '{min(here)}'"
         )
-
-
-def _all_whole(names: list[str], state: Mapping[str, Any]) -> None:
-    for name in names:
+    for name in fitting if not of_parts else ():
         value = state[name]
         if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
             raise errors.make_also(

@@ -79,20 +79,17 @@ class Paired(Follower):
         dtypes = [(pair.source.dtype, pair.average.dtype) for pair in averaged if pair.average.is_floating_point()]
         return Pairs(averaged, self._rule if isinstance(self._rule, str) else self._rule(dtypes), **self._options)
 
-    @torch.no_grad()
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        self._bind(model)
-        self._pairs.update(decay, weight)
-        self._copy_rest()
+        self._do(model, lambda pairs: pairs.update(decay, weight))
 
-    @torch.no_grad()
     def apply(self, model: nn.Module, change: Change) -> None:
-        self._bind(model)
-        self._pairs.apply(change)
-        self._copy_rest()
+        self._do(model, lambda pairs: pairs.apply(change))
+
+    def copy(self, model: nn.Module) -> None:
+        self._do(model, Pairs.copy)
 
     @torch.no_grad()
-    def copy(self, model: nn.Module) -> None:
+    def _do(self, model: nn.Module, work: Callable[[Pairs], None]) -> None:
         self._bind(model)
-        self._pairs.copy()
+        work(self._pairs)
         self._copy_rest()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardow import errors
-from shardow.model.names import join, walk, wrapped_child
+from shardow.model.names import join, layers, walk
 
 
 def called(root: nn.Module) -> Callable[[str], str]:
@@ -32,14 +32,7 @@ def model_and_root(given: object) -> tuple[nn.Module, nn.Module]:
         raise errors.make_also(AttributeError, f"{type(given).__name__} is no nn.Module, and has none as .module")
     if not isinstance(module, nn.Module):
         return given, given
-    if _is_wrapper_of(given, module):
+    if any(one is module for one in layers(given)):
         return given, module
     whole = {*map(id, given.parameters())} == {*map(id, module.parameters())} and not isinstance(given, FSDPModule)
     return (module, module) if whole else (given, given)
-
-
-def _is_wrapper_of(given: nn.Module, module: nn.Module) -> bool:
-    """True where nothing but wrappers lies around ``module``."""
-    while given is not module and (name := wrapped_child(given)) is not None:
-        given = given._modules[name]  # type: ignore[assignment]
-    return given is module

@@ -6,7 +6,6 @@ devices, or with holes) goes through torch by the same formula.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ import torch
 
 from shardow import _core
 from shardow.averages.options import DTYPES
+from shardow.base.warnings import warn
 from shardow.model.storage import engine_view
 
 Tensors = list[torch.Tensor]
@@ -100,11 +100,7 @@ class Pairs:
         self._copy(self._copies)
         if held and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"{held} weights are NaN or Inf; their averages keep their last values. This warning is given once",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warn(f"{held} weights are NaN or Inf; their averages keep their last values. This warning is given once", RuntimeWarning)
 
     def apply(self, change: Callable[[Tensors, Tensors], None]) -> None:
         """change(averages, sources) in the rule's place: lists of what is averaged, in their order, each source on its average's device."""
@@ -155,15 +151,14 @@ def copy_all(targets: Tensors, values: Tensors) -> None:
         torch._foreach_copy_(targets, values)
 
 
-def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str, stacklevel: int = 4) -> bool:
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> bool:
     """That 16-bit averages which are rounded to nearest stand still where weights move little. Tells whether there are any."""
     narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None)
     if narrow is not None:
-        warnings.warn(
+        warn(
             f"averages in {narrow} are rounded to nearest, as in the library that this stands for: with a decay near 1 most increments are "
             f"lost. {way_out}",
             RuntimeWarning,
-            stacklevel=stacklevel,
         )
     return narrow is not None
 

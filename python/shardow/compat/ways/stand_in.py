@@ -18,6 +18,7 @@ from shardow.compat.ways.follower import Change, Choose, Follower, Kind, Rule
 from shardow.compat.ways.pairs import copy_all
 from shardow.ema import EMA
 from shardow.model.local import LocalTensor
+from shardow.model.modules import modes_kept
 from shardow.model.owners import has_fsdp
 from shardow.model.view import find
 
@@ -52,14 +53,9 @@ class StandIn(nn.Module):
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the model, with the averages in it and in this module's mode."""
-        modes = [(module, module.training) for module in self._model.modules()]
-        with self.ema.swapped():
+        with self.ema.swapped(), modes_kept(self._model):
             self._model.train(self.training)
-            try:
-                return method(*args, **kwargs)
-            finally:
-                for module, mode in modes:
-                    module.training = mode
+            return method(*args, **kwargs)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         found = OrderedDict() if destination is None else destination

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from shardow import errors
 from shardow.compat.ways.follower import Fate, Kind, Paired
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.model.local import LocalTensor
+from shardow.model.match import compare
 from shardow.model.names import walk
 from shardow.model.view import ModelView, find
 
@@ -99,7 +100,7 @@ class Twin(Paired):
             seen.add(id(buffer))
             there = theirs[name][0]._buffers[key] if name in theirs else None
             if there is None or there.shape != buffer.shape:
-                raise _differ(f"buffer '{name}'", buffer, there)
+                raise _differ(f"buffer '{name}'", buffer.shape, None if there is None else there.shape)
             floating = buffer.is_floating_point() or buffer.is_complex()
             yield _Buffer(name, theirs[name][0]._buffers, module._buffers, key, fate if floating else "copy")
 
@@ -130,34 +131,26 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
 def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, torch.Tensor, torch.Tensor]]:
     """(the model's parameter, its memory, the twin's)."""
     known = {one.name: one for one in theirs.parameters}
-    extra = [name for name in known if name not in {one.name for one in ours.parameters}]
-    if extra:
+    found = compare({one.name: one.region for one in ours.parameters}, {name: one.region for name, one in known.items()})
+    for name in found.unexpected:
         raise errors.make_also(
-            RuntimeError, f"the model has '{extra[0]}', which its average has not; make the average anew after the model has its final form"
+            RuntimeError, f"the model has '{name}', which its average has not; make the average anew after the model has its final form"
         )
+    for name in found.missing:
+        raise _differ(f"'{name}'", (), None)
+    for name, here, there in found.different:
+        parts = f": this rank has {here} of the average and {there} of the weight" if here.shape == there.shape else ""
+        raise _differ(f"'{name}'", here.shape, there.shape, parts)
     for one in ours.parameters:
-        other = known.get(one.name)
-        if other is None or other.region != one.region:
-            raise _differ(f"'{one.name}'", one.tensor, None if other is None else other.tensor, one, other)
-        yield other, other.tensor, one.tensor
+        yield known[one.name], known[one.name].tensor, one.tensor
 
 
-def _differ(
-    name: str, ours: torch.Tensor, theirs: torch.Tensor | None, here: LocalTensor | None = None, there: LocalTensor | None = None
-) -> Exception:
+def _differ(name: str, ours: Sequence[int], theirs: Sequence[int] | None, parts: str = "") -> Exception:
     if theirs is None:
         return errors.make_also(
             _MissingError, f"{name} is averaged, but the model has it no more; make the average anew after the model has its final form"
         )
-    shapes = (
-        (tuple(ours.shape), tuple(theirs.shape)) if here is None or there is None else (tuple(here.region.shape), tuple(there.region.shape))
-    )
-    parts = (
-        ""
-        if here is None or there is None or shapes[0] != shapes[1]
-        else f": this rank has {here.region} of the average and {there.region} of the weight"
-    )
-    return errors.make_also(RuntimeError, f"{name} is {shapes[0]} in the average and {shapes[1]} in the model{parts}")
+    return errors.make_also(RuntimeError, f"{name} is {tuple(ours)} in the average and {tuple(theirs)} in the model{parts}")
 
 
 class TrainedTwin(Twin):
@@ -202,7 +195,7 @@ class TrainedTwin(Twin):
             raise
         averages = (one.tensor for one in self._ours.parameters if one.name in self.names)
         way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
-        self._warned = self._warned or warn_of_rounding(averages, way_out, stacklevel=6)
+        self._warned = self._warned or warn_of_rounding(averages, way_out)
 
     def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
         if kind == "parameter":

@@ -1,6 +1,9 @@
-"""The repeated blocks of a model, which are sharded, checkpointed and looked at one by one."""
+"""Modules of a model: its repeated blocks, which are sharded, checkpointed and looked at one by one; and the modes that they are in."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -26,3 +29,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         found += blocks
         inside.update(id(one) for block in blocks for one in block.modules())
     return list({id(block): block for block in found}.values())
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module is in training or evaluation as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

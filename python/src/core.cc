@@ -24,6 +24,7 @@ NB_MODULE(_core, m) {
   bind_errors(m);
   bind_region(m);
   bind_placement(m);
+  bind_division(m);
   bind_group(m);
   bind_schedule(m);
   bind_average(m);

@@ -16,6 +16,7 @@ std::string without_stack(const nanobind::python_error& raised);
 void bind_errors(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
 void bind_placement(nanobind::module_& m);
+void bind_division(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_average(nanobind::module_& m);

@@ -9,8 +9,7 @@
 
 namespace shardow::average {
 
-/// The part of `view` that member `index` of `count` averages: its region and memory, 16-element cuts.
-TensorView part_of(const TensorView& view, int index, int count);
+/// What member `index` of `count` averages of each view: its region and memory.
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);
 
 /// Collective. Each member's part of every view is copied into the other members'; host memory only.

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from shardow.averages.tracked import Tracked
+from shardow import _core
+from shardow.averages.tracked import Tracked, places
 from shardow.base.signals import Held, impatient
 from shardow.model.local import LocalTensor
 from shardow.ranks.transfers import begun, finish
 
-_BUCKET = 32 << 20  # bytes of what all members send in one collective
 _OTHERWISE = "replicas' parts of the weights did not arrive"
 
 
@@ -99,59 +99,16 @@ def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
             key = tuple(tuple(dist.get_process_group_ranks(group)) for group, _, _ in one.local.replicas)
             by_groups.setdefault(key, []).append(one)
     for alike in by_groups.values():
-        for level in reversed(range(len(alike[0].local.replicas))):
-            for bucket in _buckets(alike):
-                yield from _cut(bucket, level)
-
-
-def _buckets(tracked: Sequence[Tracked]) -> Iterator[list[Tracked]]:
-    """Stretches whose whole local tensors fit the bucket, of one dtype and device; a larger tensor is one alone."""
-    bucket: list[Tracked] = []
-    size = 0
-    for one in tracked:
-        tensor = one.local.tensor
-        if bucket and (size + tensor.nbytes > _BUCKET or (tensor.dtype, tensor.device) != _kind(bucket[0])):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(one)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-def _kind(one: Tracked) -> tuple[torch.dtype, torch.device]:
-    return one.local.tensor.dtype, one.local.tensor.device
-
-
-def _cut(bucket: Sequence[Tracked], level: int) -> Iterator[_Step]:
-    """One step, or several where the tensor is large."""
-    group, index, count = bucket[0].local.replicas[level]
-    flats = [one.local.flat() for one in bucket]
-    strided = [(one.local, flat) for one, flat in zip(bucket, flats, strict=True) if not one.local.tensor.is_contiguous()]
-    pieces = [_pieces(one, flat, level) for one, flat in zip(bucket, flats, strict=True)]  # [tensor][member]
-    whole = _Step(group, index, [[piece[member] for piece in pieces] for member in range(count)], strided)
-    most = max(_BUCKET // bucket[0].local.tensor.itemsize // count, 1)
-    if len(bucket) > 1 or max(whole.lengths()) <= most:
-        if max(whole.lengths()):
-            yield whole
-        return
-    for at in range(0, max(whole.lengths()), most):
-        yield _Step(group, index, [[piece[at : at + most]] for piece in pieces[0]], strided)
-
-
-def _pieces(one: Tracked, flat: torch.Tensor, level: int) -> list[torch.Tensor]:
-    """What each member of the level's group owns of the local elements, views."""
-    region, begin = one.local.region, 0
-    for _, index, count in one.local.replicas[:level]:
-        begin += sum(region.part(i, count).size for i in range(index))
-        region = region.part(index, count)
-    views = []
-    count = one.local.replicas[level][2]
-    for member in range(count):
-        size = region.part(member, count).size
-        views.append(flat[begin : begin + size])
-        begin += size
-    return views
+        flats = [one.local.flat() for one in alike]
+        kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+        tensors = [
+            (one.local.region, flat.itemsize, kinds.setdefault((flat.dtype, flat.device), len(kinds)))
+            for one, flat in zip(alike, flats, strict=True)
+        ]
+        for level, members in _core.plan_exchange(tensors, places(alike[0].local)):
+            group, index, _ = alike[0].local.replicas[level]
+            strided = [(alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.tensor.is_contiguous()]
+            yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], strided)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,12 +86,12 @@ class Tracked:
 
 def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
     """(region, begin): the part of ``local`` that this rank averages. Nested replica groups divide what the one before left."""
-    region, begin = local.region, 0
-    if replicas == "split":
-        for _, index, count in local.replicas:
-            begin += sum(region.part(i, count).size for i in range(index))
-            region = region.part(index, count)
-    return region, begin
+    return _core.owned(local.region, places(local) if replicas == "split" else [])
+
+
+def places(local: LocalTensor) -> list[tuple[int, int]]:
+    """(index, size) of this rank's place in each replica group of ``local``."""
+    return [(index, count) for _, index, count in local.replicas]
 
 
 def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, torch.Tensor] | None) -> list[Tracked]:

@@ -15,7 +15,6 @@ from torch import nn
 import shardow
 from benchmarks.cases import Case
 from shardow import _core
-from shardow.averages import tracked
 
 Tensors = list[torch.Tensor]
 
@@ -47,8 +46,8 @@ def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
 def limit(case: Case, model: nn.Module) -> Callable[[], None]:
     """The machine's own limit: our loads and stores with one maximum in place of the average, on memory of its own."""
     ema = shardow.EMA(model, list(case.decays), threads=1)
-    averages = [tracked.average_views(ema._core.tracked, k) for k in range(case.num_decays)]
-    bound = _core.Limit(tracked.source_views(ema._core.tracked), averages)
+    averages = [[one.view(one.averages[k]) for one in ema._core.tracked] for k in range(case.num_decays)]
+    bound = _core.Limit([one.view(one.sources()) for one in ema._core.tracked], averages)
     kept = ema  # owns the memory
 
     def step() -> None:

@@ -46,23 +46,13 @@ __all__ = [
     "schedules",
     "to_empty",
     "wrap",
-]  # not "open", which `import *` would put before Python's own
+]  # fmt: skip; not "open", which `import *` would put before Python's own
 #: Where what is imported at its first use lives.
 _HOMES = {
-    "Checkpoint": "files.reading",
-    "Slice": "files.reading",
-    "EMA": "ema",
-    "Handle": "averages.attach",
-    "SaveHandle": "files.background",
-    "async_save": "files.checkpoint",
-    "full_state_dict": "files.checkpoint",
-    "load": "start.load",
-    "save": "files.checkpoint",
-    "materialize": "start.materialize",
-    "meta_init": "start.meta",
-    "to_empty": "start.meta",
-    "wrap": "start.wrap",
-}
+    "Handle": "averages.attach", "EMA": "ema", "SaveHandle": "files.background", "Checkpoint": "files.reading", "Slice": "files.reading",
+    "async_save": "files.checkpoint", "full_state_dict": "files.checkpoint", "save": "files.checkpoint", "load": "start.load",
+    "materialize": "start.materialize", "meta_init": "start.meta", "to_empty": "start.meta", "wrap": "start.wrap",
+}  # fmt: skip
 
 if not TYPE_CHECKING:  # type checkers would take any name then
 

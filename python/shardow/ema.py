@@ -13,7 +13,6 @@ from torch import nn
 
 from shardow import _core
 from shardow.averages import state as _state
-from shardow.averages import tracked as _tracked
 from shardow.averages.attach import Attachments, Handle, Samples
 from shardow.averages.core import Averages
 from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
@@ -280,7 +279,7 @@ class EMA(Saved):
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
         k = choose(self._core.keys, decay)
         self._core.together("distance()", lambda: self._core.swap.ready("distance()"))
-        _tracked.gather(self._core.swap.strided)
+        self._core.swap.gather()
         return _state.distance(self._core.tracked, k, self._core.team)
 
     def __repr__(self) -> str:

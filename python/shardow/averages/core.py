@@ -14,12 +14,11 @@ from torch import nn
 from shardow import _core
 from shardow.averages import counters
 from shardow.averages import state as _state
-from shardow.averages import tracked as _tracked
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.options import Options, Params, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import Tracked, Unfrozen
+from shardow.averages.tracked import Tracked, Unfrozen, track
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
@@ -67,10 +66,10 @@ class Averages:
 
     def _build(self, options: Options, source: Mapping[str, torch.Tensor] | None) -> tuple[list[Tracked], _core.Average]:
         self.view.reshard()
-        tracked = _tracked.track(self._chosen(options), options, source)
+        tracked = track(self._chosen(options), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
-        averages = [_tracked.average_views(tracked, k) for k in range(len(options.schedules))]
-        sources, chosen = _tracked.source_views(tracked), options.engine(alone=self.team.size == 1)
+        averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(options.schedules))]
+        sources, chosen = [one.view(one.sources()) for one in tracked], options.engine(alone=self.team.size == 1)
         return tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
 
     def _chosen(self, options: Options) -> list[LocalTensor]:
@@ -187,7 +186,7 @@ class Averages:
     def ready_to_update(self) -> None:
         self.swap.ready("update()")
         self.unfrozen.look()
-        _tracked.gather(self.swap.strided)
+        self.swap.gather()
 
     def _warn_of(self, held: int) -> None:
         if held and not self._warned:
@@ -208,7 +207,7 @@ class Averages:
     def reset(self) -> None:
         """See EMA.reset()."""
         self.together("reset()", lambda: self.swap.ready("reset()"))
-        _tracked.gather(self.swap.strided)
+        self.swap.gather()
         self.engine.restart()
         self._warned = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,7 +144,7 @@ def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
     for one in tracked:
         if not _owned(one, team):
             continue
-        for average, weight in _chunks(one.averages[k], one.sources()):
+        for average, weight in zip(one.averages[k].split(_CHUNK), one.sources().split(_CHUNK), strict=True):
             weight = weight.double()
             apart += float((average.double() - weight).square().sum())
             length += float(weight.square().sum())
@@ -159,10 +159,6 @@ def _owned(one: Tracked, team: Team) -> bool:
     if divided:
         return one.local.replicas != () or one.local.sharded or team.rank == 0
     return all(index == 0 for _, index, _ in one.local.replicas) or one.begin > 0
-
-
-def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    yield from zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
 
 
 def refuse_unlike(tracked: Sequence[Tracked], target: ModelView) -> None:

@@ -24,11 +24,11 @@ from types import TracebackType
 import torch
 
 from shardow import _core, errors
-from shardow.averages import tracked as _tracked
 from shardow.averages.cuda_streams import Streams
 from shardow.averages.replicas import Exchange
 from shardow.averages.swap_meeting import LEAVING, Meeting, Status, noted_in, text_of
 from shardow.averages.swap_memory import Move, SwapMemory, find_moves, warn_of_casts, warn_of_writes
+from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
 from shardow.base.signals import Held
 from shardow.model import swap_guard
@@ -58,7 +58,7 @@ class Swap(SwapMemory):
     ``_why`` explains it."""
 
     def __init__(
-        self, engine: _core.Average, streams: Streams, tracked: Sequence[_tracked.Tracked], view: ModelView, team: Team, splits: bool
+        self, engine: _core.Average, streams: Streams, tracked: Sequence[Tracked], view: ModelView, team: Team, splits: bool
     ) -> None:
         super().__init__(engine, streams, tracked, view)
         self._team, self._splits = team, splits

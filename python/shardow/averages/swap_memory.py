@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from shardow import _core
-from shardow.averages import tracked as _tracked
 from shardow.averages.cuda_streams import Streams, with_memory
+from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
 from shardow.base.warnings import warn
 from shardow.model.view import ModelView
@@ -21,9 +21,9 @@ from shardow.model.view import ModelView
 class SwapMemory:
     """Local: nothing here waits for other ranks."""
 
-    def __init__(self, engine: _core.Average, streams: Streams, tracked: Sequence[_tracked.Tracked], view: ModelView) -> None:
+    def __init__(self, engine: _core.Average, streams: Streams, tracked: Sequence[Tracked], view: ModelView) -> None:
         self._engine, self._streams, self._tracked, self._view = engine, streams, tracked, view
-        self.strided = _tracked.strided(tracked)  # those that the engine sees through a stage
+        self._find_strided()
 
     @property
     def swapped(self) -> bool:
@@ -45,26 +45,39 @@ class SwapMemory:
     def parameters(self) -> list[torch.Tensor]:
         return self._view.parameter_objects()
 
+    def gather(self) -> None:
+        """Strided weights into the memory that the engine reads. Others lie there already."""
+        for one in self._strided:
+            one.gather()
+
+    def scatter(self) -> None:
+        """And back, after somebody has written there."""
+        for one in self._strided:
+            one.scatter()
+
+    def _find_strided(self) -> None:
+        self._strided = [one for one in self._tracked if one.stage is not None]
+
     def _bind(self) -> None:
         """The engine reads where the weights lie now."""
         for one in self._tracked:
             one.follow()
-        self.strided = _tracked.strided(self._tracked)
-        sources = _tracked.source_views(self._tracked)
+        self._find_strided()
+        sources = [one.view(one.sources()) for one in self._tracked]
         with_memory(lambda: self._average.bind(sources))
 
     def _swap_in(self, k: int) -> None:
         """What this rank owns, whole or not at all."""
         self._view.reshard()
-        _tracked.gather(self.strided)
-        weights = _tracked.weight_views(self._tracked)
+        self.gather()
+        weights = [one.view(one.weights()) for one in self._tracked]
         with_memory(lambda: self._average.swap_in(weights, k))
-        _tracked.scatter(self.strided)
+        self.scatter()
 
     def _take_back(self) -> None:
         """What this rank owns, from whatever point the swap has reached."""
-        self._average.take_back(_tracked.weight_views(self._tracked))
-        _tracked.scatter(self.strided)
+        self._average.take_back([one.view(one.weights()) for one in self._tracked])
+        self.scatter()
 
     def _shown(self) -> None:
         """Memory was written: autograd is told, and nothing of the old values may survive in an unsharded copy."""
@@ -83,7 +96,7 @@ class Move(NamedTuple):
         self.now.copy_(self.weights.reshape(self.now.shape))
 
 
-def find_moves(view: ModelView, tracked: Sequence[_tracked.Tracked], strict: bool) -> list[Move]:
+def find_moves(view: ModelView, tracked: Sequence[Tracked], strict: bool) -> list[Move]:
     """By name, in the model as it is now, under every name that a tied weight has. Changes nothing.
 
     Raises ValueError where the model has no place of the same region for a weight any more; not so ``strict``, such are left out.

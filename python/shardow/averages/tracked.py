@@ -77,6 +77,12 @@ class Tracked:
         """The same part of what is averaged."""
         return self._part(self.source) if self.mastered or self.stage is None else self.stage
 
+    def view(self, tensor: torch.Tensor) -> _core.TensorView:
+        """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise unsupported(f"'{self.name}' is on {tensor.device}; averages are kept on cpu and cuda devices")
+        return engine_view(self.name, DTYPES[tensor.dtype], tensor, self.region)
+
     def _window(self) -> _core.Region:
         return _core.Region.whole(list(self.local.tensor.shape)).window(self.begin, self.begin + self.region.size)
 
@@ -159,42 +165,6 @@ def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torc
     if count == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
-
-
-def strided(tracked: Iterable[Tracked]) -> list[Tracked]:
-    """Those that gather() and scatter() are needed for."""
-    return [one for one in tracked if one.stage is not None]
-
-
-def gather(tracked: Iterable[Tracked]) -> None:
-    """Strided weights into the memory that the engine reads. Others lie there already."""
-    for one in tracked:
-        one.gather()
-
-
-def scatter(tracked: Iterable[Tracked]) -> None:
-    """And back, after the engine has written there."""
-    for one in tracked:
-        one.scatter()
-
-
-def view_of(name: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
-    """The engine's description of contiguous torch memory."""
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise unsupported(f"'{name}' is on {tensor.device}; averages are kept on cpu and cuda devices")
-    return engine_view(name, DTYPES[tensor.dtype], tensor, region)
-
-
-def source_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:
-    return [view_of(one.name, one.sources(), one.region) for one in tracked]
-
-
-def weight_views(tracked: Iterable[Tracked]) -> list[_core.TensorView]:
-    return [view_of(one.name, one.weights(), one.region) for one in tracked]
-
-
-def average_views(tracked: Iterable[Tracked], k: int) -> list[_core.TensorView]:
-    return [view_of(one.name, one.averages[k], one.region) for one in tracked]
 
 
 _AT_ONCE = 8  # looked at in an update, whose time must not grow with what is frozen

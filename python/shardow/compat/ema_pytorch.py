@@ -92,14 +92,11 @@ class EMA(nn.Module):
         self.ema_model = self._second_model() if ema_model is None else ema_model
         for p in self.ema_model.parameters():
             p.requires_grad_(False)
+        stands_in = isinstance(self.ema_model, StandIn)
+        named = self.model if stands_in else self.ema_model
         for name in self.forward_method_names:
-            forwarded = (
-                partial(self.ema_model.run, getattr(self.model, name))
-                if isinstance(self.ema_model, StandIn)
-                else getattr(self.ema_model, name)
-            )
-            setattr(self, name, forwarded)
-        named = self.model if isinstance(self.ema_model, StandIn) else self.ema_model
+            method = getattr(named, name)
+            setattr(self, name, partial(self.ema_model.run, method) if stands_in else method)
         self.parameter_names = {name for name, p in named.named_parameters() if p.is_floating_point() or p.is_complex()}
         self.buffer_names = {name for name, b in named.named_buffers() if b.is_floating_point() or b.is_complex()}
 

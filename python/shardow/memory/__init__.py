@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ def timeline(
         sampler.stop()
         found._sampler = None
     if team is not None:
-        everybody = team.gather("memory.timeline()", json.dumps(sampler.samples.as_dict()).encode())
+        everybody = team.gather("memory.timeline()", json.dumps(asdict(sampler.samples)).encode())
         found.ranks = [Samples(**json.loads(one)) for one in everybody]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardow.base.checks import invalid, unsupported
@@ -72,14 +73,8 @@ class Fake:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _explained(self, error: Exception) -> Exception:
-        from torch._subclasses import fake_tensor
-
-        needs_values = (
-            fake_tensor.DataDependentOutputException,
-            fake_tensor.DynamicOutputShapeException,
-            fake_tensor.UnsupportedFakeTensorException,
-        )
-        if isinstance(error, (*needs_values, fake_tensor.UnsupportedOperatorException)):
+        needs = ("DataDependentOutput", "DynamicOutputShape", "UnsupportedFakeTensor", "UnsupportedOperator")
+        if isinstance(error, tuple(getattr(fake_tensor, f"{name}Exception") for name in needs)):
             return unsupported(
                 f"plan(): {self._where(error)} needs values, not just shapes ({error}); leave batch= out, or run it and measure()"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _MOST = 4096  # samples; then every two become one
@@ -30,9 +30,6 @@ class Samples:
     marks: list[tuple[float, str]] = field(default_factory=list)
     before: int = 0
     peak: int = 0
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 class Sampler:

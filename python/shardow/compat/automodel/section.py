@@ -41,11 +41,8 @@ def build_ema(
     if implementation == "auto":
         sharded = init_mode == "hf_backbones" and any(isinstance(module, FSDPModule) for module in model.modules())
         implementation = "sharded_model" if sharded else "shadow"
-    ema = (
-        EMAManager(model, _number(decay))
-        if implementation == "shadow"
-        else _second_model(model, _number(decay), build_ema_model, init_mode)
-    )
+    number = _number(decay)
+    ema = EMAManager(model, number) if implementation == "shadow" else _second_model(model, number, build_ema_model, init_mode)
     logger.info("EMA enabled with %s implementation, decay=%s, %d params tracked", implementation, decay, len(ema))
     return ema
 

@@ -46,7 +46,7 @@ def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_mod
     low = torch.bfloat16
     return FullyShardedDataParallel(
         original_model,
-        auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=_is_unit),
+        auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: _is_one_of(module, WRAPPED_CLASSES)),
         ignored_modules=list(ignored_modules),
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low),
         device_id=device,
@@ -69,10 +69,6 @@ def fsdp_ema_setup(ema_model: nn.Module, fsdp_config: FSDPConfig, ignored_module
 def grad_checkpoint_check_fn(module: nn.Module) -> bool:
     """``check_fn`` of torch's apply_activation_checkpointing(): True for modules of CHECKPOINTED_CLASSES."""
     return _is_one_of(module, CHECKPOINTED_CLASSES)
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return _is_one_of(module, WRAPPED_CLASSES)
 
 
 def _is_one_of(module: nn.Module, names: Collection[str]) -> bool:

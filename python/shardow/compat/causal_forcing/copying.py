@@ -8,7 +8,7 @@ from torch import nn
 from shardow import errors
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
-from shardow.averages.tracked import Tracked, divide, scatter
+from shardow.averages.tracked import Tracked, divide
 from shardow.model.match import compare
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer
@@ -45,7 +45,8 @@ class Copier:
             self._alike_everywhere = all(answer == b"1" for answer in team.gather("copy_to()", b"%d" % alike))
         if self._alike_everywhere:
             torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
-            scatter(self._tracked)
+            for one in self._tracked:
+                one.scatter()
             self._core.share(self._tracked)
         else:
             _state.copy_streamed(Gatherer("copy_to()", self._core.parts(), team), self._view, team)

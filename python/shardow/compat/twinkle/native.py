@@ -81,8 +81,4 @@ def _mesh_of(mesh: Any) -> DeviceMesh | None:
 
 def _policy(mixed_precision: str) -> MixedPrecisionPolicy:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
-    return (
-        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype, cast_forward_inputs=True)
-        if dtype
-        else MixedPrecisionPolicy()
-    )
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype, cast_forward_inputs=True)

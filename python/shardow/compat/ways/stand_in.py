@@ -12,7 +12,7 @@ from torch import nn
 from shardow import errors
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
-from shardow.averages.tracked import Tracked, gather, scatter
+from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, unsupported
 from shardow.compat.ways.follower import Change, Choose, Follower, Kind, Rule
 from shardow.compat.ways.pairs import copy_all
@@ -238,9 +238,9 @@ class Returning(_Sorted):
         core, what = self._core, "update_model_with_ema()"
         core.together(what, lambda: core.swap.ready(what))
         core.view.reshard()
-        gather(core.swap.strided)
+        core.swap.gather()
         write()
-        scatter(core.swap.strided)
+        core.swap.scatter()
         core.share(core.tracked)
         core.view.bump_versions()
         core.view.reshard()

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from shardow.files.checkpoint import async_save, full_state_dict, save
     from shardow.files.reading import Checkpoint, Slice
     from shardow.files.reading import open_checkpoint as open  # noqa: F401
-    from shardow.start.load import load
-    from shardow.start.materialize import materialize
+    from shardow.start.materialize import load, materialize
     from shardow.start.meta import meta_init, to_empty
     from shardow.start.wrap import wrap
 
@@ -50,7 +49,7 @@ __all__ = [
 #: Where what is imported at its first use lives.
 _HOMES = {
     "Handle": "averages.attach", "EMA": "ema", "SaveHandle": "files.background", "Checkpoint": "files.reading", "Slice": "files.reading",
-    "async_save": "files.checkpoint", "full_state_dict": "files.checkpoint", "save": "files.checkpoint", "load": "start.load",
+    "async_save": "files.checkpoint", "full_state_dict": "files.checkpoint", "save": "files.checkpoint", "load": "start.materialize",
     "materialize": "start.materialize", "meta_init": "start.meta", "to_empty": "start.meta", "wrap": "start.wrap",
 }  # fmt: skip
 

@@ -37,9 +37,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shardow import _core, errors
 from shardow.base.signals import put_off
-from shardow.ranks.process_group import has_cpu
 from shardow.ranks.store_values import get, put
-from shardow.ranks.transfers import begun, finish
+from shardow.ranks.transfers import begun, finish, has_cpu
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
-from shardow.ranks.process_group import default_timeout
 from shardow.ranks.store_group import MISSING, StoreGroup, store_group
-from shardow.ranks.transfers import begun, finish
+from shardow.ranks.transfers import begun, default_timeout, finish
 
 T = TypeVar("T")
 

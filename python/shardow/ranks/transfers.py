@@ -1,11 +1,13 @@
-"""Transfers of the process group, waited for as everything else is: to a deadline, or a signal."""
+"""Transfers of a process group, waited for as everything else is, to a deadline, or a signal; and what torch tells of it in private."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import errors
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
@@ -40,3 +42,25 @@ def _lost(error: RuntimeError, otherwise: str, timeout: float | None = None) -> 
     if timeout is not None and "imed out" in str(error):
         return errors.make("timeout", f"{otherwise} within {timeout:g} s")
     return errors.make("peer_failed", f"{otherwise}: {error}")
+
+
+def has_cpu(process_group: dist.ProcessGroup) -> bool:
+    """Whether it moves tensors of the CPU."""
+    try:
+        process_group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def default_timeout(process_group: dist.ProcessGroup | None) -> float:
+    """Seconds: the process group's own."""
+    if process_group is None:
+        return 1800.0
+    try:
+        options = process_group._get_backend(
+            next(iter(process_group._device_types))
+        ).options  # no public reader of a group's timeout exists
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError, StopIteration):
+        return float(_get_default_timeout(dist.get_backend(process_group)).total_seconds())

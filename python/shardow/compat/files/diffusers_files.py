@@ -18,7 +18,7 @@ from shardow.base.checks import invalid
 from shardow.files.checkpoint import save
 from shardow.model.parts import group_of
 from shardow.ranks.team import Team
-from shardow.start.load import load
+from shardow.start.materialize import load
 from shardow.start.meta import on_meta
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"  # as diffusers.utils.SAFETENSORS_WEIGHTS_NAME

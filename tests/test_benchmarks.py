@@ -9,11 +9,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def printed(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
     performance = (ROOT / "docs" / "performance.md").read_bytes()
-    command = [sys.executable, "-W", "error::UserWarning", "-m", "benchmarks", "--quick", "--no-write"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    text = printed("-W", "error::UserWarning", "-m", "benchmarks", "--quick", "--no-write")
     for name in (
         "torch foreach lerp",
         "the sources",
@@ -24,7 +28,7 @@ def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
         "torch-ema",
         "limit",
     ):
-        assert name in done.stdout
+        assert name in text
     for bar in (
         "save: times raw pwrite",
         "load: times DCP's HF reader",
@@ -46,14 +50,12 @@ def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
         "set_model_state_dict, broadcast_from_rank0",
         "shardow: by initialisation",
     ):
-        assert bar in done.stdout
+        assert bar in text
     assert (ROOT / "docs" / "performance.md").read_bytes() == performance
 
 
 def test_file_benchmarks_run() -> None:
-    command = [sys.executable, "-m", "benchmarks.files", "--gib", "0.01", "--rounds", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    text = printed("-m", "benchmarks.files", "--gib", "0.01", "--rounds", "1")
     for name in (
         "save: shardow",
         "save: raw",
@@ -64,4 +66,4 @@ def test_file_benchmarks_run() -> None:
         "HF reader",
         "broadcast",
     ):
-        assert name in done.stdout
+        assert name in text

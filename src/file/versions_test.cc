@@ -4,8 +4,8 @@
 #include <atomic>
 
 #include "file/catalog.h"
-#include "file/checkpoint_fixture.h"
 #include "file/load.h"
+#include "file/saving_fixture.h"
 
 namespace shardow {
 namespace {
@@ -30,15 +30,8 @@ class Replaced : public base::Syscalls {
   std::atomic<size_t> next_{0};
 };
 
-class Versions : public Checkpoint {
+class Versions : public Saving {
  protected:
-  ~Versions() override { version = 0; }
-
-  void save_version(int which, const fs::path& path, const SaveOptions& options = {}) {
-    version = which;
-    ASSERT_EQ(save_as(path, rows, 2, options), all(2, kFine));
-  }
-
   /// What the ranks read are the values of one version; which.
   int loaded_version(const fs::path& path, int ranks, int most) {
     std::vector<std::vector<Held>> loaded(static_cast<size_t>(ranks));

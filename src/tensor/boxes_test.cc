@@ -3,14 +3,8 @@
 #include "shardow/region.h"
 #include "tensor/region_oracle.h"
 
-namespace shardow {
+namespace shardow::oracle {
 namespace {
-
-using oracle::Dims;
-using oracle::pick;
-using oracle::Random;
-using oracle::random_sample;
-using oracle::Sample;
 
 TEST(RegionBoxes, CoverTheRegionInLocalOrder) {
   Random random(9);
@@ -53,4 +47,4 @@ TEST(RegionBoxes, OfSmallRegions) {
 }
 
 }  // namespace
-}  // namespace shardow
+}  // namespace shardow::oracle

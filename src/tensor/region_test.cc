@@ -8,14 +8,8 @@
 #include "base/errors.h"
 #include "tensor/region_oracle.h"
 
-namespace shardow {
+namespace shardow::oracle {
 namespace {
-
-using oracle::Dims;
-using oracle::pick;
-using oracle::Random;
-using oracle::random_sample;
-using oracle::Sample;
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
@@ -145,4 +139,4 @@ TEST(RegionEquality, AgreesWithTheElements) {
 }
 
 }  // namespace
-}  // namespace shardow
+}  // namespace shardow::oracle

@@ -72,7 +72,7 @@ def check(
     missing: dict[str, None] = {}
     unexpected: dict[str, None] = {}
     for k, key in enumerate(keys):
-        found = compare(shapes, shapes_of(by_key[key]))
+        found = compare(shapes, shapes_of(by_key[key], shapes))
         missing.update(dict.fromkeys(found.missing))
         unexpected.update(dict.fromkeys(found.unexpected))
         problems += unfit(found if strict else replace(found, missing=[], unexpected=[]))
@@ -85,8 +85,9 @@ def check(
     return copies, {"missing": list(missing), "unexpected": list(unexpected)}
 
 
-def shapes_of(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.size()) for name, tensor in state.items()}
+def shapes_of(state: Mapping[str, Any], wanted: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """Of what is ``wanted``; nobody asks for the shapes of other entries, which may have none."""
+    return {name: tuple(value.size()) if name in wanted else () for name, value in state.items()}
 
 
 def unfit(found: Fit[tuple[int, ...]]) -> list[str]:

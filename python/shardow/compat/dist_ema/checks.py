@@ -72,7 +72,8 @@ def fitting(
     found = {one.name: state[fit.keys[one.name]] for one in shares if one.name in fit.keys}
     wrong = [f"'{n}' is a {type(t).__name__}, not a whole tensor" for n, t in found.items() if type(t) not in (torch.Tensor, nn.Parameter)]
     if not wrong:
-        wrong = _state.unfit(match.compare({one.name: one.shape for one in shares}, _state.shapes_of(found)))
+        shapes = {one.name: one.shape for one in shares}
+        wrong = _state.unfit(match.compare(shapes, _state.shapes_of(found, shapes)))
         wrong += [f"unexpected '{key}'" for key in fit.unexpected]
     if wrong:
         raise errors.make_also(KeyError, f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}")

@@ -8,12 +8,17 @@ from typing import Any
 from shardow import errors
 
 
-def invalid(message: str) -> Exception:
-    return errors.make("invalid_argument", message)
+def invalid(message: str, also: type[Exception] | None = None) -> Exception:
+    """``also``: what another library raises there, whose users may be catching it."""
+    return _error("invalid_argument", message, also)
 
 
-def unsupported(message: str) -> Exception:
-    return errors.make("unsupported", message)
+def unsupported(message: str, also: type[Exception] | None = None) -> Exception:
+    return _error("unsupported", message, also)
+
+
+def _error(code: str, message: str, also: type[Exception] | None) -> Exception:
+    return errors.make(code, message) if also is None else errors.make_also(also, message, code)
 
 
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:

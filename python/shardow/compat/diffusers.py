@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import errors
 from shardow.base.checks import fraction, invalid, unsupported
 from shardow.base.warnings import warn
 from shardow.compat.files.diffusers_files import read, write
@@ -120,7 +119,7 @@ class EMAModel:
     def restore(self, parameters: Parameters) -> None:
         """The stored values into the parameters; they are not stored any more."""
         if self.temp_stored_params is None:
-            raise errors.make_also(RuntimeError, "restore(): nothing was stored; call store() first")
+            raise invalid("restore(): nothing was stored; call store() first", RuntimeError)
         assign(list(parameters), self.temp_stored_params)
         self.temp_stored_params = None
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import errors
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of, unsupported
 from shardow.compat.files.torch_files import whole_state_dict
@@ -63,9 +62,9 @@ class EMA(nn.Module):
                 f"model is a {type(model).__name__}; averages of trees of tensors are not kept here: shardow.compat.torch_ema takes a list"
             )
         if isinstance(param_or_buffer_names_no_ema, str) or isinstance(ignore_names, str):
-            raise errors.make_also(AssertionError, "names that are not averaged, or ignored, come as a set")
+            raise invalid("names that are not averaged, or ignored, come as a set", AssertionError)
         if lazy_init_ema and ema_model is not None:
-            raise errors.make_also(AssertionError, "lazy_init_ema=True makes the copy at the first update; leave ema_model= out")
+            raise invalid("lazy_init_ema=True makes the copy at the first update; leave ema_model= out", AssertionError)
         self.beta, self.inv_gamma, self.power, self.min_value = beta, inv_gamma, power, min_value
         self.is_frozen = beta == 1.0
         self.update_after_step, self.update_every = update_after_step, update_every
@@ -145,7 +144,7 @@ class EMA(nn.Module):
     def add_to_optimizer_post_step_hook(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
         """update() after every step of the optimizer, until the handle is removed."""
         if not hasattr(optimizer, "register_step_post_hook"):
-            raise errors.make_also(AssertionError, f"a {type(optimizer).__name__} has no hooks after its steps; call update() instead")
+            raise invalid(f"a {type(optimizer).__name__} has no hooks after its steps; call update() instead", AssertionError)
         return optimizer.register_step_post_hook(lambda *_: self.update())
 
     def get_current_decay(self) -> float:

@@ -18,9 +18,8 @@ from torch.optim import swa_utils as origin
 from torch.optim.swa_utils import SWALR
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from shardow import errors
 from shardow.averages.options import Replicas, Rule
-from shardow.base.checks import fraction
+from shardow.base.checks import fraction, invalid
 from shardow.compat.ways.averaged import Averaged, follow
 from shardow.compat.ways.follower import Fate, Kind, everything
 from shardow.compat.ways.pairs import Tensors
@@ -107,9 +106,7 @@ class AveragedModel(Averaged):
     ) -> None:  # fmt: skip
         super().__init__()
         if avg_fn is not None and multi_avg_fn is not None:
-            raise errors.make_also(
-                AssertionError, "both avg_fn and multi_avg_fn are given; one of them does the averaging, leave out the other"
-            )
+            raise invalid("both avg_fn and multi_avg_fn are given; one of them does the averaging, leave out the other", AssertionError)
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers

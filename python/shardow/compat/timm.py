@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import errors
 from shardow.averages.options import Replicas, Rule
-from shardow.base.checks import unsupported
+from shardow.base.checks import invalid, unsupported
 from shardow.compat.ways.averaged import Averaged, follow, load
 from shardow.compat.ways.follower import Fate, Follower, Kind
 from shardow.compat.ways.stand_in import NARROW, whole_averages
@@ -209,15 +208,13 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm saves its arguments too
             checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
     if not isinstance(checkpoint, Mapping):
-        raise errors.make_also(
-            AssertionError, f"{where} is a {type(checkpoint).__name__}, not a dict with averages under {' or '.join(KEYS)}"
-        )
+        raise invalid(f"{where} is a {type(checkpoint).__name__}, not a dict with averages under {' or '.join(KEYS)}", AssertionError)
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)
     if not isinstance(found, Mapping):
-        raise errors.make_also(
-            KeyError,
+        raise invalid(
             f"{where} has no averages: none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}; to begin with the "
             "model's weights, load nothing",
+            KeyError,
         )
     return found
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardow import errors
 from shardow.base.checks import fraction, invalid
 from shardow.compat.ways.listed import Listed, assign, copies, loaded, moved
 from shardow.model.owners import resharded
@@ -60,7 +59,7 @@ class ExponentialMovingAverage:
     def restore(self, parameters: Parameters = None) -> None:
         """The stored values into the parameters; they stay stored."""
         if self.collected_params is None:
-            raise errors.make_also(RuntimeError, "restore(): nothing was stored; call store() first")
+            raise invalid("restore(): nothing was stored; call store() first", RuntimeError)
         assign(self._given(parameters), self.collected_params)
 
     @contextlib.contextmanager
@@ -150,7 +149,7 @@ def _reference(parameter: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 def _require(fine: bool, message: str) -> None:
     if not fine:
-        raise errors.make_also(AssertionError, message)
+        raise invalid(message, AssertionError)
 
 
 __all__ = ["ExponentialMovingAverage"]

@@ -104,7 +104,7 @@ class Managed(ABC):
                 what = (
                     f"{type(self).__name__}.load_state_dict(): nothing was loaded: {_listed(names)}; strict=False leaves these as they are"
                 )
-                raise errors.make_also(self._refusal, what)
+                raise invalid(what, self._refusal)
             return held, _copies(held.parts, found, state), names
 
         held, copies, names = self._team.agree("load_state_dict()", check)
@@ -150,9 +150,7 @@ class Managed(ABC):
         if found is None:
             raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
         if found.missing:
-            raise errors.make_also(
-                KeyError, f"{directory}: nothing was loaded: {_listed(Unmatched(found.missing, found.unexpected))}; {way_out}"
-            )
+            raise invalid(f"{directory}: nothing was loaded: {_listed(Unmatched(found.missing, found.unexpected))}; {way_out}", KeyError)
         return found
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
@@ -189,7 +187,7 @@ def _copies(parts: Sequence[Part], found: Fit[Form | None], state: Mapping[str, 
         if part.name in found.keys and not wrong.get(part.name):
             _state.plan(part.name, part.flat, part.region, state[found.keys[part.name]], copies, problems)
     if problems:
-        raise errors.make_also(RuntimeError, f"the state does not fit, nothing was loaded: {_state.listed(problems)}")
+        raise invalid(f"the state does not fit, nothing was loaded: {_state.listed(problems)}", RuntimeError)
     return copies
 
 

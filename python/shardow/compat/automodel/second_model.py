@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import errors
 from shardow.base.checks import invalid, unsupported
 from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
 from shardow.compat.ways.teams import everybody, joined
@@ -126,6 +125,6 @@ def _check(ours: ModelView, theirs: ModelView) -> None:
     )
     found = compare(wanted, shapes)
     if found.missing:
-        raise errors.make_also(KeyError, f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {found.missing[:5]}")
+        raise invalid(f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {found.missing[:5]}", KeyError)
     for name, train, ema in found.different:
         raise invalid(f"ShardedModelEMAManager: shapes differ for {name}: train={train} ema={ema}")

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import errors
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid
 from shardow.compat.automodel.managed import Managed, checked_decay, clone, look, weights_of
@@ -91,9 +90,9 @@ class EMAManager(Managed):
             return
         missing = self._shadow.keys() - {one.name for one in theirs.parameters}
         if missing:
-            raise errors.make_also(
-                KeyError,
+            raise invalid(
                 f"the model has no '{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged; make a new manager of it",
+                KeyError,
             )
         new = self._averages_of(model, functools.partial(_is_in, frozenset(self._shadow)))
         new._core.load_averages(self._core.averages())

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from shardow import errors
 from shardow.base.checks import invalid
 from shardow.compat.bagel.checkpoint import FSDPCheckpoint
 from shardow.compat.bagel.sharding import HYBRID, FSDPConfig, strategy_of
@@ -88,7 +87,7 @@ def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.999
     try:
         twin.pair(model)
     except ValueError as error:
-        raise errors.make_also(AssertionError, f"fsdp_ema_update(): {error}") from None
+        raise invalid(f"fsdp_ema_update(): {error}", AssertionError) from None
     twin.update(model, decay, 1 - decay)
 
 

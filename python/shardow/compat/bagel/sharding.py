@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardow import errors
+from shardow.base.checks import unsupported
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -23,5 +23,5 @@ class FSDPConfig:
 def strategy_of(config: FSDPConfig) -> ShardingStrategy:
     if config.sharding_strategy not in ShardingStrategy.__members__:
         known = ", ".join(ShardingStrategy.__members__)
-        raise errors.make_also(KeyError, f"sharding_strategy={config.sharding_strategy!r}; FSDP has {known}", "unsupported")
+        raise unsupported(f"sharding_strategy={config.sharding_strategy!r}; FSDP has {known}", KeyError)
     return ShardingStrategy[config.sharding_strategy]

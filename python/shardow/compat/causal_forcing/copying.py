@@ -9,6 +9,7 @@ from shardow import errors
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.averages.tracked import Tracked, divide
+from shardow.base.checks import invalid
 from shardow.model.match import compare
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer
@@ -62,6 +63,6 @@ class Copier:
         wrong += [f"'{name}' is missing in the module, {shapes[name]} in the averages" for name in found.missing]
         wrong += [f"'{name}' is {theirs} in the module, {ours} in the averages" for name, ours, theirs in found.different]
         if wrong:
-            raise errors.make_also(KeyError, f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}")
+            raise invalid(f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}", KeyError)
         chosen = [there[name] for name in shapes]
         return [Tracked(one, *divide(one, self._core.options.replicas), one.tensor.view(-1)) for one in chosen]

@@ -89,16 +89,16 @@ class EMA_FSDP:
         try:
             self.ema.update()
         except errors.InvalidArgumentError as error:
-            raise errors.make_also(KeyError, str(error)) from None
+            raise invalid(str(error), KeyError) from None
 
     def _refuse_other(self, given: Any) -> None:
         model = self._model if given is self._model else model_and_root(given)[0]
         if self._is_copy and model is not self._model:
             self._follow(model)
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
-            raise errors.make_also(
-                KeyError,
+            raise invalid(
                 "update(): this is not the module that the averages are of; make an EMA_FSDP of it and load this one's state_dict()",
+                KeyError,
             )
 
     def _follow(self, model: nn.Module) -> None:
@@ -181,10 +181,10 @@ class Shadow(dict[str, torch.Tensor]):
     """What ``shadow`` gives: entries are the averages' memory, and can't be exchanged. It is pickled as a dict."""
 
     def __setitem__(self, name: str, value: torch.Tensor) -> NoReturn:
-        raise errors.make_also(
-            TypeError,
+        raise invalid(
             f"shadow[{name!r}] = ... would change a dict and no average; write shadow[{name!r}].copy_(...), or assign the whole: shadow = "
             f"{{...}}",
+            TypeError,
         )
 
     def __reduce__(self) -> Any:

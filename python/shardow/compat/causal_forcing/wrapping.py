@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from shardow import errors
 from shardow.base.checks import invalid
 
 _STRATEGIES = {
@@ -43,7 +42,7 @@ def fsdp_wrap(
         KeyError, ValueError: no such strategy, or no ``transformer_module`` where one is needed.
     """
     if sharding_strategy not in _STRATEGIES:
-        raise errors.make_also(KeyError, f"sharding_strategy={sharding_strategy!r}; there are {', '.join(map(repr, _STRATEGIES))}")
+        raise invalid(f"sharding_strategy={sharding_strategy!r}; there are {', '.join(map(repr, _STRATEGIES))}", KeyError)
     policy = _policy(wrap_strategy, min_num_params, transformer_module)
     os.environ.setdefault("NCCL_CROSS_NIC", "1")
     device = torch.cuda.current_device() if torch.cuda.is_available() else torch.device("cpu")

@@ -26,11 +26,9 @@ PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch
 def check_options(config: Mapping[str, Any], world_size: int, rank: int) -> None:
     """Raises ValueError; also KeyError and TypeError, where the origin does."""
     if config["dtype"] not in PRECISION_TO_TYPE:
-        raise errors.make_also(KeyError, f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}")
+        raise invalid(f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}", KeyError)
     if config["warmup"] and config["power"] is None:
-        raise errors.make_also(
-            TypeError, "warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand"
-        )
+        raise invalid("warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand", TypeError)
     if whole("rank", rank, 0) >= whole("world_size", world_size, 1):
         raise invalid(f"rank={rank}; with world_size={world_size} it must be less")
     for name in ("decay", "min_decay"):
@@ -76,5 +74,5 @@ def fitting(
         wrong = _state.unfit(match.compare(shapes, _state.shapes_of(found, shapes)))
         wrong += [f"unexpected '{key}'" for key in fit.unexpected]
     if wrong:
-        raise errors.make_also(KeyError, f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
+        raise invalid(f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}", KeyError)
     return [(one, found[one.name].detach()) for one in shares]

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import errors
 from shardow.base.checks import fraction, invalid, seconds, unsupported
 from shardow.compat.dist_ema.checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
 from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, shares, unlike
@@ -172,8 +171,8 @@ class DistEMA:
                 return
         view = self._found(model)
         if wrong := unlike(self._shares, view):
-            raise errors.make_also(
-                KeyError, f"update(): the model is not what the averages were made of: {'; '.join(wrong[:20])}; make a DistEMA of it"
+            raise invalid(
+                f"update(): the model is not what the averages were made of: {'; '.join(wrong[:20])}; make a DistEMA of it", KeyError
             )
         self._bound, self._view = model, view
         self._pair()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from shardow import errors
+from shardow.base.checks import invalid
 from shardow.compat.files.published import publish
 from shardow.model.match import Form, fit
 from shardow.model.parts import Held
@@ -78,7 +78,7 @@ def plan(held: Held, directory: Path) -> Plan | None:
         if here and there and (there.shape != here.shape or there.dtype.is_floating_point != here.dtype.is_floating_point)
     ]
     if wrong:
-        raise errors.make_also(RuntimeError, f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}")
+        raise invalid(f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}", RuntimeError)
     return Plan(directory, found.keys, found.missing, found.unexpected, {_DECAY, _UPDATES} <= stored.keys())
 
 

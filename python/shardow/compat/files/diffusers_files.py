@@ -93,16 +93,16 @@ def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
         raise invalid(f"a {type(model).__name__} of this config has {len(known)} parameters; there are averages of {len(shadows)}")
     for (name, param), shadow in zip(known.items(), shadows, strict=True):
         if shadow.dim() == 1 and param.dim() > 1:
-            raise errors.make_also(
-                RuntimeError,
+            raise invalid(
                 f"the average of '{name}' is a flat piece of {shadow.numel()} elements, as FSDP1 has them, of which no "
                 f"{type(model).__name__} can be saved; save state_dict() on every rank, "
                 "or copy_to() the model and save that one whole, then restore()",
+                RuntimeError,
             )
         if param.shape != shadow.shape:
-            raise errors.make_also(
-                RuntimeError,
+            raise invalid(
                 f"'{name}' is {tuple(param.shape)} in a {type(model).__name__} of this config, its average {tuple(shadow.shape)}",
+                RuntimeError,
             )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from shardow import errors
+from shardow.base.checks import invalid
 from shardow.compat.files import torch_files
 from shardow.compat.files.pretrained import fsdp_pretrained_load_context
 from shardow.compat.files.torch_files import whole_state_dict
@@ -130,10 +130,10 @@ def _named(model: nn.Module, weights: Mapping[str, torch.Tensor] | None, adapter
             found[name] = tensor
     missing = sorted({name for name in names.values() if _is_of_adapter(name, adapter)} - found.keys())
     if unknown or missing:
-        raise errors.make_also(
-            KeyError,
+        raise invalid(
             f"load_peft_weights(): adapter '{adapter}' does not fit, nothing was loaded: missing {', '.join(missing[:8]) or 'nothing'}; "
             f"fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
+            KeyError,
         )
     return found
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import errors
 from shardow.averages.options import Replicas
-from shardow.base.checks import one_of
+from shardow.base.checks import invalid, one_of
 from shardow.compat.ways.follower import Choose, Follower, Rule, everything_saved
 from shardow.compat.ways.pairs import warn_of_rounding
 from shardow.compat.ways.stand_in import Behind, StandIn, needed, stand_in_for, whole_averages
@@ -103,7 +103,7 @@ def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool
             if some:
                 wrong.append(f"{what} key(s) in state_dict: {', '.join(map(repr, some[:20]))}")
     if wrong:
-        raise errors.make_also(RuntimeError, f"nothing was loaded: {'; '.join(wrong[:20])}")
+        raise invalid(f"nothing was loaded: {'; '.join(wrong[:20])}", RuntimeError)
 
 
 def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
@@ -121,22 +121,22 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
         else:
             fill_model(Request(what, module, state, strict=strict))
     except errors.InvalidArgumentError as error:
-        raise errors.make_also(RuntimeError, str(error)) from None
+        raise invalid(str(error), RuntimeError) from None
 
 
 def _refuse_parts(fitting: list[str], state: Mapping[str, Any], here: set[str], of_parts: bool) -> None:
     """Where none fits, or unless the averages are ``of_parts`` themselves, where one is a part."""
     if here and not fitting:
-        raise errors.make_also(
-            RuntimeError, f"none of the {len(state)} names fits, nothing was loaded: there '{next(iter(state), '')}', here '{min(here)}'"
+        raise invalid(
+            f"none of the {len(state)} names fits, nothing was loaded: there '{next(iter(state), '')}', here '{min(here)}'", RuntimeError
         )
     for name in fitting if not of_parts else ():
         value = state[name]
         if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
-            raise errors.make_also(
-                RuntimeError,
+            raise invalid(
                 f"'{name}' is one rank's piece of a sharded average, as state_dict() gives it, nothing was loaded; save full_state_dict() "
                 "instead (call it on all ranks; rank 0 has the whole)",
+                RuntimeError,
             )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from shardow import _core, errors
+from shardow import _core
+from shardow.base.checks import invalid
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.model import origins
 from shardow.model.owners import resharded
@@ -119,20 +120,20 @@ def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], l
             if loading
             else f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
         )
-        raise errors.make_also(RuntimeError, differ)
+        raise invalid(differ, RuntimeError)
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
         if shadow.shape == parameter.shape and _is_sharded(parameter) != _is_sharded(shadow):
             whole, shards = ("average", "parameter") if _is_sharded(parameter) else ("parameter", "average")
-            raise errors.make_also(
-                RuntimeError,
+            raise invalid(
                 f"{whole} {i} is whole, its {shards} is sharded; make the averages of the parameters that are given here, then load into "
                 "them (diffusers: from_pretrained(..., parameters=))",
+                RuntimeError,
             )
         if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
-            raise errors.make_also(
-                RuntimeError,
+            raise invalid(
                 f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; "
                 f"{_OTHERS if loading else 'pass the parameters in the order of construction'}",
+                RuntimeError,
             )
 
 

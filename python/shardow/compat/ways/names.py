@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardow import errors
+from shardow.base.checks import invalid
 from shardow.model.names import join, layers, walk
 
 
@@ -29,7 +29,7 @@ def model_and_root(given: object) -> tuple[nn.Module, nn.Module]:
     if not isinstance(given, nn.Module):
         if isinstance(module, nn.Module):
             return module, module
-        raise errors.make_also(AttributeError, f"{type(given).__name__} is no nn.Module, and has none as .module")
+        raise invalid(f"{type(given).__name__} is no nn.Module, and has none as .module", AttributeError)
     if not isinstance(module, nn.Module):
         return given, given
     if any(one is module for one in layers(given)):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import errors
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked
@@ -80,11 +79,10 @@ class StandIn(nn.Module):
         yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in self.core.averages().items())
 
     def __getattr__(self, name: str) -> Any:
-        raise errors.make_also(
-            AttributeError,
+        raise unsupported(
             f"'{name}': this stands in for the averaged model, and can be called, saved and loaded; for anything else enter `with "
             "ema.swapped():` and use the model itself",
-            "unsupported",
+            AttributeError,
         )
 
 
@@ -199,10 +197,10 @@ class Behind(_Sorted):
     def _check(self, model: nn.Module) -> None:
         if model is not self._seen:
             if [*map(id, model.parameters())] != [*map(id, self._core.view.model.parameters())]:
-                raise errors.make_also(
-                    RuntimeError,
+                raise invalid(
                     "the averages of a sharded model follow the one that they were made of, and this is another; make them anew after the "
                     "model has its final form",
+                    RuntimeError,
                 )
             self._seen = model
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import errors
+from shardow.base.checks import invalid
 from shardow.compat.ways.follower import Fate, Kind, Paired
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.model.local import LocalTensor
@@ -133,8 +133,8 @@ def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, 
     known = {one.name: one for one in theirs.parameters}
     found = compare({one.name: one.region for one in ours.parameters}, {name: one.region for name, one in known.items()})
     for name in found.unexpected:
-        raise errors.make_also(
-            RuntimeError, f"the model has '{name}', which its average has not; make the average anew after the model has its final form"
+        raise invalid(
+            f"the model has '{name}', which its average has not; make the average anew after the model has its final form", RuntimeError
         )
     for name in found.missing:
         raise _differ(f"'{name}'", (), None)
@@ -147,10 +147,10 @@ def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, 
 
 def _differ(name: str, ours: Sequence[int], theirs: Sequence[int] | None, parts: str = "") -> Exception:
     if theirs is None:
-        return errors.make_also(
-            _MissingError, f"{name} is averaged, but the model has it no more; make the average anew after the model has its final form"
+        return invalid(
+            f"{name} is averaged, but the model has it no more; make the average anew after the model has its final form", _MissingError
         )
-    return errors.make_also(RuntimeError, f"{name} is {tuple(ours)} in the average and {tuple(theirs)} in the model{parts}")
+    return invalid(f"{name} is {tuple(ours)} in the average and {tuple(theirs)} in the model{parts}", RuntimeError)
 
 
 class TrainedTwin(Twin):
@@ -217,7 +217,7 @@ class Scripted(Paired):
         for name in [*ours, *theirs]:
             here, there = (tuple(state[name].shape) if name in state else "missing" for state in (ours, theirs))
             if here != there:
-                raise errors.make_also(RuntimeError, f"'{name}' is {here} in the average and {there} in the model")
+                raise invalid(f"'{name}' is {here} in the average and {there} in the model", RuntimeError)
         parameters = {name for name, _ in self.module.named_parameters()}
         fates = {name: self._choose(name, tensor, "parameter" if name in parameters else "buffer") for name, tensor in ours.items()}
         averaged, copied = ([Pair(name, theirs[name], ours[name]) for name in ours if fates[name] == fate] for fate in ("average", "copy"))

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes with gloo, kept from case to case, since importing torch costs more than most cases.
+"""Real ranks for tests: processes with gloo, kept from case to case, and forked where fresh ones are needed.
 
 ``run(world, fn, *args)`` calls ``fn(*args)`` on ranks 0 .. world - 1 at once, each in a process group of that size, and returns their
 results by rank. A rank's exception is raised here with its traceback. Nothing hangs: at the timeout, and after any failure, all processes
@@ -26,7 +26,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-_context = multiprocessing.get_context("spawn")
+# Importing torch costs more than most cases. One process does it, which has no other thread, and forks the ranks.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "shardow",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.debug",
+        "torch.distributed.tensor.parallel",
+    ]
+)
 _case = itertools.count()
 
 
@@ -113,6 +123,7 @@ def _serve(pipe: Connection, port: int) -> None:
             name, rank, world, fn, args = pipe.recv()
         except EOFError:
             return
+        gc.freeze()  # what is imported by now; to look through it after every case takes 0.1 s
         try:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world)

@@ -64,6 +64,7 @@ void bind_region(nb::module_& m) {
       .def_prop_ro(
           "grid_shape", [](const Region& r) { return tuple_of(r.grid_shape()); },
           "Shape of a shard's local tensor; a window is a stretch of that in row-major order.")
+      .def_prop_ro("contiguous", &Region::contiguous, "At most one run.")
       .def("runs", &runs, "[(global_begin, local_begin, length)], in ascending order, in elements.")
       .def("boxes", &boxes, "[(offsets, sizes, local_begin)]: the region as axis-aligned boxes, in local order.")
       .def("encode", &encoded, "Bytes for another rank.")

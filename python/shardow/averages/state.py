@@ -125,9 +125,7 @@ def listed(problems: Sequence[str]) -> str:
 def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
     """One entry of what check() returned. ``value`` may be anything that slices like a tensor."""
     if region is not None:
-        for offsets, sizes, begin in region.boxes():
-            count = math.prod(sizes)
-            target[begin : begin + count].view(sizes).copy_(gather.box(value, offsets, sizes))
+        gather.take(value, region, target)
     elif value.data_ptr() != target.data_ptr():
         target.copy_(value)
 

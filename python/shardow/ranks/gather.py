@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,31 +150,28 @@ def blocks(region: _core.Region, flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def place(flat: torch.Tensor, region: _core.Region, full: torch.Tensor) -> None:
     """full[region] = flat."""
-    for offsets, sizes, begin in region.boxes():
-        box(full, offsets, sizes).copy_(flat[begin : begin + math.prod(sizes)].view(sizes))
+    for there, here in _boxes(full, region, flat):
+        there.copy_(here)
 
 
-def take(full: torch.Tensor, region: _core.Region, flat: torch.Tensor) -> None:
-    """flat = full[region], cast to flat's dtype."""
-    whole = stretch(full, region)
-    if whole is not None:
-        flat.copy_(whole)
-        return
+def take(full: Any, region: _core.Region, flat: torch.Tensor) -> None:
+    """flat = full[region], cast to flat's dtype. ``full`` may be anything that slices like a tensor."""
+    for there, here in _boxes(full, region, flat):
+        here.copy_(there)
+
+
+def _boxes(full: Any, region: _core.Region, flat: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The same elements on both sides, for torch to copy: on any device, between dtypes, and moving version counters. Without torch, in
+    host memory, ``take()`` and ``place()`` of ``include/shardow/copy.h`` do it.
+    """
     for offsets, sizes, begin in region.boxes():
-        flat[begin : begin + math.prod(sizes)].view(sizes).copy_(box(full, offsets, sizes))
+        window = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        yield full[window], flat[begin : begin + math.prod(sizes)].view(sizes)
 
 
 def stretch(full: torch.Tensor, region: _core.Region) -> torch.Tensor | None:
     """full[region] as a view, 1-D, where its elements lie one after another."""
-    boxes = region.boxes()
-    if not boxes or not full.is_contiguous():
+    if not region.size or not region.contiguous or not full.is_contiguous():
         return None
-    strides, (offsets, sizes, _) = full.stride(), boxes[-1]
-    first = sum(map(operator.mul, boxes[0][0], strides))
-    last = sum((offset + size - 1) * stride for offset, size, stride in zip(offsets, sizes, strides, strict=True))
-    return full.view(-1)[first : last + 1] if last + 1 - first == region.size else None
-
-
-def box(full: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The sub-tensor of ``full`` at offsets, of sizes; a view."""
-    return full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+    begin, _, length = region.runs()[0]
+    return full.view(-1)[begin : begin + length]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from shardow import _core
 from shardow.averages import state as _state
 from shardow.averages.attach import Attachments, Handle, Samples
-from shardow.averages.core import Averages
+from shardow.averages.core import Averages, Facts
 from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
 from shardow.averages.saved import Saved
 from shardow.averages.states import Decay
@@ -183,11 +184,11 @@ class EMA(Saved):
                 model has no place for its weights any more.
             TimeoutError, ConnectionError: another rank is missing, or failed.
         """
-        return self._core.swap.block(choose(self._core.keys, decay), self._core.ready_to_swap)
+        return Block(self._core.swap, functools.partial(self._core.ready_to_swap, decay))
 
     def swap_in(self, decay: Decay | None = None) -> None:
         """The beginning of swapped(), for frameworks with callbacks: the same transaction. Collective."""
-        self._core.swap.enter(choose(self._core.keys, decay), self._core.ready_to_swap)
+        self._core.swap.enter(functools.partial(self._core.ready_to_swap, decay))
 
     def swap_out(self) -> None:
         """The end of swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped in."""
@@ -213,14 +214,15 @@ class EMA(Saved):
 
         What has no elements in memory (sparse, quantised) can't be copied; a warning names it.
         """
-        k = choose(self._core.keys, decay)
         target = find(model, group=self._core.view.process_group, odd=True)
 
-        def check() -> None:
+        def check() -> Facts:
             self._core.swap.ready("copy_to()")
             _state.refuse_unlike(self._core.tracked, target)
+            return self._core.asked(decay)()
 
         self._core.ready_to_hand_out("copy_to()", self._core.others, check)
+        k = choose(self._core.keys, decay)
         _state.copy_streamed(self._core.gatherer("copy_to()", k, complete=True), target, self._core.team)
         give(model, extra_states(self._core.view.model))
         if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in self._core.others() if oddity(one.tensor)]:
@@ -277,8 +279,8 @@ class EMA(Saved):
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
+        self._core.together("distance()", lambda: self._core.swap.ready("distance()"), self._core.asked(decay))
         k = choose(self._core.keys, decay)
-        self._core.together("distance()", lambda: self._core.swap.ready("distance()"))
         self._core.swap.gather()
         return _state.distance(self._core.tracked, k, self._core.team)
 

@@ -15,12 +15,13 @@ from shardow import _core
 from shardow.averages import counters
 from shardow.averages import state as _state
 from shardow.averages.cuda_streams import Streams, with_memory
-from shardow.averages.options import Options, Params, make_options
+from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.swap import Swap
 from shardow.averages.tracked import Tracked, Unfrozen, track
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
+from shardow.files.decay_keys import choose
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.swap_guard import refuse_foreign
@@ -29,6 +30,8 @@ from shardow.ranks.gather import Gatherer, Part
 from shardow.ranks.team import Team
 
 T = TypeVar("T")
+Facts = Mapping[str, Any]  # JSON values by name
+Asked = Callable[[], Facts]
 
 
 class Averages:
@@ -60,7 +63,7 @@ class Averages:
         self.streams = Streams(average for one in self.tracked for average in one.averages)
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
         self.team.same("EMA(...)", self._facts(), "EMA")
-        check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
+        check_equal("EMA(...)", lambda: map(_tracked.common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
         self._warned = False
 
@@ -74,7 +77,7 @@ class Averages:
 
     def _chosen(self, options: Options) -> list[LocalTensor]:
         """Parameters, and buffers where they are averaged, in the model's order."""
-        chosen = [one for one in self.view.parameters if _wants(options.params, one)]
+        chosen = [one for one in self.view.parameters if options.wants(one)]
         if not chosen:
             raise invalid(f"no parameter is averaged: params={options.params!r} chose none of {len(self.view.parameters)}")
         if options.buffers == "average":
@@ -96,16 +99,23 @@ class Averages:
     def splits(self) -> bool:
         return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
 
-    def together(self, what: str, fn: Callable[[], T]) -> T:
-        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
+    def together(self, what: str, fn: Callable[[], T], asked: Asked = dict) -> T:
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates.
 
-        def check() -> T:
+        ``asked()``: what the call was asked for, which must be equal on all ranks.
+        """
+
+        def check() -> tuple[T, Facts]:
             self._raise_non_finite()
-            return fn()
+            return fn(), asked()
 
-        result = self.team.agree(what, check)
-        self._agreed_state(what)
+        result, facts = self.team.agree(what, check)
+        self._agreed_state(what, facts)
         return result
+
+    def asked(self, decay: object, **facts: Any) -> Asked:
+        """That the average of ``decay`` is meant, and no other on any rank."""
+        return lambda: {"decay": self.keys[choose(self.keys, decay)], **facts}
 
     def _raise_non_finite(self) -> None:
         """nonfinite="raise" with several ranks: one that raised alone, in update(), would leave the others waiting."""
@@ -118,34 +128,37 @@ class Averages:
                 "their averages were held"
             )
 
-    def ready_to_swap(self, what: str, fn: Callable[[], None]) -> None:
-        """together(), and replicas hold the same weights: they are about to overwrite each other's."""
+    def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
+        """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which average ``decay`` is."""
+        facts: dict[str, Any] = {}
 
         def find() -> list[Common | None]:
             self._raise_non_finite()
+            facts.update(self.asked(decay)())
             fn()
             return [common_of(one.local) for one in self.tracked_weights()] if self.splits else []
 
         check_equal(what, find, self.team, f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own')
-        self._agreed_state(what)
+        self._agreed_state(what, facts)
+        return self.keys.index(facts["decay"])
 
-    def _agreed_state(self, what: str) -> str:
-        state = counters.agreed(what, self.engine.state(), self.team)
+    def _agreed_state(self, what: str, facts: Facts) -> str:
+        state = counters.agreed(what, self.engine.state(), self.team, facts)
         self.unfrozen.look(everywhere=True)
         return state
 
-    def ready_to_hand_out(
-        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, check: Callable[[], None] = lambda: None
-    ) -> str:
+    def ready_to_hand_out(self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict) -> str:
         """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ.
 
-        ``others``: what of the model is handed out too, wherever it lies now. Returns the state of all ranks.
+        ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as together()'s; may raise. Returns the state of
+        all ranks.
         """
+        facts: dict[str, Any] = {}
 
         def find() -> list[Common | None]:
             self._raise_non_finite()
             self.swap.refuse(what)
-            check()
+            facts.update(asked())
             if others is None:
                 return list(self._common())
             self.swap.refuse_foreign(what)
@@ -154,7 +167,7 @@ class Averages:
             return [*self._common(), *(common_of(one) for one in others() if one in weights)]
 
         check_equal(what, find, self.team, DIFFERENT_WEIGHTS)
-        return self._agreed_state(what)
+        return self._agreed_state(what, facts)
 
     def tracked_weights(self) -> list[Tracked]:
         """Without buffers, of which each rank has its own: batch statistics."""
@@ -165,7 +178,7 @@ class Averages:
         """What other ranks should have too: averages, or where ranks divide them the weights that they follow."""
         for one in self.tracked_weights():
             if self.options.replicas == "split" and one.local.replicas:
-                yield common_weight(one)
+                yield _tracked.common_weight(one)
             else:
                 for average in one.averages:
                     yield common_of(one.local, average)
@@ -278,13 +291,3 @@ class Averages:
                 "state_dict() and load that into another EMA of such a model"
             )
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
-
-
-def common_weight(one: Tracked) -> Common | None:
-    return common_of(one.local, one.source if one.mastered else one.local.tensor)
-
-
-def _wants(params: Params, local: LocalTensor) -> bool:
-    if callable(params):
-        return bool(params(local.name, local.tensor))
-    return params == "all" or local.requires_grad

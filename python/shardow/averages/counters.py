@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 from shardow.ranks.team import Team
@@ -13,14 +14,14 @@ from shardow.ranks.team import Team
 _OWN = re.compile(r'("held_non_finite":)(\d+)')  # the elements of a rank's own part
 
 
-def agreed(what: str, state: str, team: Team) -> str:
+def agreed(what: str, state: str, team: Team, facts: Mapping[str, Any]) -> str:
     """``state``, a rank's own, with what each rank counts for itself summed over the ranks.
 
-    Raises ValueError on every rank where ranks have made other updates, or go by other options. Collective.
+    Raises ValueError on every rank where ranks have made other updates, or differ in options or ``facts``. Collective.
     """
     if team.size == 1:
         return state
-    numbers: dict[str, Any] = json.loads(_OWN.sub(r"\g<1>0", state))
+    numbers: dict[str, Any] = {**facts, **json.loads(_OWN.sub(r"\g<1>0", state))}
     digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).digest()[:16]
     everybody = [_unpacked(one) for one in team.gather(what, struct.pack("<qq", numbers["updates"], _held(state)) + digest)]
     team.check_updates(what, [updates for updates, _, _ in everybody])

@@ -12,6 +12,7 @@ from shardow import _core, errors
 from shardow.base.checks import invalid, one_of, unsupported, whole
 from shardow.base.warnings import warn
 from shardow.model.dtypes import NAMES
+from shardow.model.local import LocalTensor
 from shardow.schedules import as_schedules
 
 #: Dtypes of averages, with their names.
@@ -42,6 +43,11 @@ class Options:
     start_step: int
     seed: int
     threads: int
+
+    def wants(self, weight: LocalTensor) -> bool:
+        if callable(self.params):
+            return bool(self.params(weight.name, weight.tensor))
+        return self.params == "all" or weight.requires_grad
 
     def engine(self, alone: bool) -> _core.AverageOptions:
         """``alone``: no other rank would wait for one that raises in an update."""

@@ -150,8 +150,8 @@ class Saved(States):
         Returns:
             {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
+        self._core.ready_to_hand_out("export()", self._core.others, self._core.asked(decay))
         k = choose(self._core.keys, decay)
-        self._core.ready_to_hand_out("export()", self._core.others)
         others = self._core.others()
 
         def check() -> tuple[list[Part], dict[str, Any]]:

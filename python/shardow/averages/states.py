@@ -114,8 +114,9 @@ class States:
             complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the unwrapped model;
                 False: the averages alone, each once.
         """
+        asked = self._core.asked(decay, complete=bool(complete))
+        self._core.ready_to_hand_out("full_state_dict()", self._core.others if complete else None, asked)
         k = choose(self._core.keys, decay)
-        self._core.ready_to_hand_out("full_state_dict()", self._core.others if complete else None)
         aliases = {one.name: one.aliases for one in [*self._core.view.parameters, *self._core.view.buffers]} if complete else {}
         odd = self._odd("full_state_dict()") if complete else {}
         extra = extra_states(self._core.view.model) if complete and self._core.team.rank == 0 else {}

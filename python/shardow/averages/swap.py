@@ -7,7 +7,9 @@
 5. ranks meet and tell how they fared; one that failed waits a moment, and goes on
 6. own parts are taken back, replicas send theirs where anybody has shared, memory that moved is followed, ``Average.settle``
 
-Signals wait for the end of what ranks do together, but for waits, where the others are told (``base.signals.Held``).
+Signals wait for the end of what ranks do together, but for waits, where the others are told (``base.signals``). They are told too of one
+that comes before signals are held; of one in the few lines before that, which is as if it had come before the call, they learn from this
+rank's next collective call, or at their deadline.
 
 What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be repeated. Without
 replicas step 6 comes before 5. With them it needs all ranks: a rank whose block raised while others are still in theirs leaves the averages
@@ -17,7 +19,6 @@ where they are, and says so; restore() is step 6 then.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -30,27 +31,27 @@ from shardow.averages.swap_meeting import LEAVING, Meeting, Status, noted_in, te
 from shardow.averages.swap_memory import Move, SwapMemory, find_moves, warn_of_casts, warn_of_writes
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
-from shardow.base.signals import Held
+from shardow.base.signals import uninterrupted
 from shardow.model import swap_guard
 from shardow.model.view import ModelView
 from shardow.ranks.team import Team
 
 _RESTORE = "to have the weights back, call restore() of the EMA on every rank that shares the model"
 
-Together = Callable[[str, Callable[[], None]], None]
+Together = Callable[[str, Callable[[], None]], int]  # runs the check on all ranks or raises on all; returns which average is meant
 
 
 class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
     """The context manager of swapped(); no generator, since one that is interrupted ends when it is collected, at any time."""
 
-    def __init__(self, enter: Callable[[], None], leave: Callable[[BaseException | None], None]) -> None:
-        self._enter, self._leave = enter, leave
+    def __init__(self, swap: Swap, together: Together) -> None:
+        self._swap, self._together = swap, together
 
     def __enter__(self) -> None:
-        self._enter()
+        self._swap.enter(self._together)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._leave(error)
+        self._swap.leave(error)
 
 
 class Swap(SwapMemory):
@@ -66,25 +67,13 @@ class Swap(SwapMemory):
         self._meeting: Meeting | None = None
         self._versions: dict[str, int] = {}
 
-    def block(self, k: int, together: Together) -> Block:
-        """``together(what, check)`` runs check() on all ranks or raises on all."""
-        return Block(functools.partial(self.enter, k, together), self.leave)
-
-    def enter(self, k: int, together: Together) -> None:
+    def enter(self, together: Together) -> None:
         """Steps 1 to 3. Where it raises the weights are back, or the engine knows how far they are not."""
-        inside = False
-        try:
-            with Held(waits=True):
-                self._enter(k, together)
-                inside = True
-        except BaseException as error:
-            if inside:  # a signal that has waited
-                self.leave(error)
-            raise
+        uninterrupted(lambda: self._enter(together), lambda _: self._team.stopped("swapped()"), self.leave)
 
-    def _enter(self, k: int, together: Together) -> None:
+    def _enter(self, together: Together) -> None:
         exchange: list[Exchange] = []
-        together("swapped()", lambda: exchange.extend(self._ready()))
+        k = together("swapped()", lambda: exchange.extend(self._ready()))
         self._why, self._meeting = None, Meeting(self._team)
         try:
             self._exchange_own(k)
@@ -102,21 +91,27 @@ class Swap(SwapMemory):
 
     def leave(self, error: BaseException | None) -> None:
         """Steps 5 and 6. ``error``: what ends the block, and what the caller raises; what else happens becomes a note of it."""
-        with Held(waits=True), noted_in(error):
-            self._leave(None if error is None else text_of(error))
+
+        def run() -> None:
+            with noted_in(error):
+                self._leave(None if error is None else text_of(error))
+
+        uninterrupted(run, self.leave)  # what came too early for a wait is what ends the block
 
     def out(self) -> None:
         """swap_out()."""
+        uninterrupted(self._out, lambda stop: self.leave(stop) if self.swapped and not self._why else None)
+
+    def _out(self) -> None:
         if not self.swapped:
             raise invalid("swap_out(): nothing is swapped in; the model holds its weights")
         if self._why:
             self.refuse("swap_out()")
-        self.leave(None)
+        self._leave(None)
 
     def restore(self, strict: bool = True) -> None:
         """Step 6 from wherever it is needed. Collective where replicas own parts of the weights."""
-        with Held(waits=True):
-            self._restore(strict)
+        uninterrupted(lambda: self._restore(strict), lambda _: self._team.stopped("restore()") if self._splits else None)
 
     def _restore(self, strict: bool) -> None:
         if not self._splits:

@@ -14,6 +14,7 @@ from shardow import _core
 from shardow.averages.options import DTYPES, Options
 from shardow.base.checks import invalid, unsupported
 from shardow.base.warnings import warn
+from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import place, take
@@ -192,3 +193,8 @@ class Unfrozen:
             "weights as they "
             "are. To average them, make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
         )
+
+
+def common_weight(one: Tracked) -> Common | None:
+    """What is averaged, where other ranks should have the same."""
+    return common_of(one.local, one.source if one.mastered else one.local.tensor)

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -69,6 +70,26 @@ class Held:
         if number in self._pending:
             self._handlers[number](number, frame)
         self._pending[number] = time.monotonic()
+
+
+def uninterrupted(
+    run: Callable[[], None], stopped: Callable[[BaseException], None], undo: Callable[[BaseException], None] = lambda _: None
+) -> None:
+    """run() with signals held, but in waits.
+
+    One that comes before they are held ends in ``stopped(exception)``, in place of run(); one that has waited until run() was done, in
+    ``undo(exception)``. The exception is raised then.
+    """
+    begun = done = False
+    try:
+        with Held(waits=True):
+            begun = True
+            run()
+            done = True
+    except BaseException as error:
+        if done or not begun:
+            (undo if done else stopped)(error)
+        raise
 
 
 def impatient() -> bool:

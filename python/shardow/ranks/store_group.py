@@ -126,7 +126,7 @@ class StoreGroup(_core.Group):
             if ended is not None and put_off(interrupt.cause):
                 return ended
             if ended is not None:
-                self._end_next(this, call)
+                self.skip(call)
             if isinstance(interrupt.cause, KeyboardInterrupt):
                 raise KeyboardInterrupt(waited) from None
             raise interrupt.cause from None
@@ -215,10 +215,12 @@ class StoreGroup(_core.Group):
             return None, f"{call}: the store of the process group does not answer"
         return ended, f"{call}: waited for rank(s) {missing}" if missing else call
 
-    def _end_next(self, this: int, call: str) -> None:
-        self._round = this + 2
+    def skip(self, call: str) -> None:
+        """This rank was interrupted, and won't come to the next round: who waits there for it learns of it."""
+        this = self._round
+        self._round += 1
         with contextlib.suppress(Overdue, Left, dist.DistError, errors.Error):
-            wait_for(lambda: self._decide(self._connected(), this + 1, self._interruption(call)), _LAST_WORDS)
+            wait_for(lambda: self._decide(self._connected(), this, self._interruption(call)), _LAST_WORDS)
 
     def _interruption(self, call: str) -> str:
         return f"peer_failed rank {self.ranks[self.rank]} was interrupted in {call}"

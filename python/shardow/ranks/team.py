@@ -120,6 +120,11 @@ class Team:
     def _next(self) -> int:
         return self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
 
+    def stopped(self, what: str) -> None:
+        """This rank was interrupted before the first round of ``what``, in which the others wait for it: they learn of it there."""
+        if isinstance(self.group, StoreGroup):
+            self.group.skip(what + self._whose)
+
     def note(self, key: str, text: str) -> None:
         """For ranks that come later; waits for nobody. The first one under a key stays."""
         if isinstance(self.group, StoreGroup):

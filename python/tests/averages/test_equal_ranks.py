@@ -80,6 +80,48 @@ def test_a_fact_of_a_save_that_differs_is_named_with_what_each_rank_has(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def asked_of_several(kind: str, folder: str) -> dict[str, list[Outcome]]:
+    """Of an EMA with two decays, ranks ask for different ones; then one rank for one that there is not."""
+    rank, model = dist.get_rank(), models.build(kind, dist.get_world_size())
+    ema = shardow.EMA(model, [0.5, 0.9], timeout=60)
+    other, found = models.build(kind, dist.get_world_size(), seed=3), {}
+    for one in ema._core.view.parameters:
+        one.tensor.add_(1)
+    ema.update()
+    weights = {one.name: one.tensor.clone() for one in ema._core.view.as_it_is_now()}
+    for what, decays in (("other", [0.5, 0.9]), ("none", [0.5, 0.7])):
+        mine = decays[rank]
+        calls = [
+            lambda mine=mine: ema.swap_in(mine),
+            lambda mine=mine: ema.swapped(mine).__enter__(),
+            lambda mine=mine: ema.full_state_dict(mine),
+            lambda mine=mine: ema.export(f"{folder}/a.safetensors", decay=mine),
+            lambda mine=mine: ema.distance(mine),
+            lambda mine=mine: ema.copy_to(other, mine),
+        ]
+        found[what] = [outcome(call) for call in calls]
+    found["complete"] = [outcome(lambda: ema.full_state_dict(0.5, complete=bool(rank)))]
+    assert all(torch.equal(one.tensor, weights[one.name]) for one in ema._core.view.as_it_is_now())
+    with ema.swapped(0.9 if rank else "0.9"):  # the same in other words
+        pass
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_which_of_several_averages_is_meant_is_asked_of_all_ranks(kind: str, tmp_path: Path) -> None:
+    for rank, found in enumerate(ranks.run(2, asked_of_several, kind, str(tmp_path))):
+        for error, message, seconds in found["other"]:
+            assert error == "InvalidArgumentError", message
+            assert "decay is '0.5' on rank 0 and '0.9' on rank 1" in message
+            assert seconds < 20
+        for error, message, seconds in found["none"]:
+            assert error == ("PeerFailedError", "InvalidArgumentError")[rank], message
+            assert "decay=0.7; this EMA keeps 0.5, 0.9" in message
+            assert seconds < 20
+        assert "complete is False on rank 0 and True on rank 1" in found["complete"][0][1]
+    assert not list(tmp_path.iterdir())
+
+
 # ---- whose call
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import shardow
 from shardow import _core
+from shardow.averages.swap import Block
 
 Tensors = dict[str, torch.Tensor]
 
@@ -95,11 +96,30 @@ def by_callbacks(ema: shardow.EMA) -> None:
     ema.swap_out()
 
 
+_inside: list[Block] = []
+
+
+def into_block(ema: shardow.EMA) -> None:
+    _inside[:] = [ema.swapped()]
+    _inside[0].__enter__()
+
+
+def out_of_block(ema: shardow.EMA) -> None:
+    _inside[0].__exit__(None, None, None)
+
+
 Call = Callable[[shardow.EMA], None]
 WAYS: dict[str, tuple[Call, Call]] = {  # what comes before, and what is stopped
     "block": (lambda ema: None, by_block),
     "callbacks": (lambda ema: None, by_callbacks),
     "restore": (shardow.EMA.swap_in, shardow.EMA.restore),
+}
+BEFORE = {  # the lines of a call in which signals are not held yet
+    "block": (WAYS["block"], 6),
+    "swap_in": (WAYS["callbacks"], 4),
+    "end of block": ((into_block, out_of_block), 5),
+    "swap_out": ((shardow.EMA.swap_in, shardow.EMA.swap_out), 4),
+    "restore": (WAYS["restore"], 4),
 }
 
 
@@ -216,3 +236,23 @@ def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes
     assert wrong0 + wrong1 == []
     assert min(points) > 2, points
     assert not EVERY or points[0] > 300, points
+
+
+def stopped_at_first(kind: str, replicas: str, folder: str) -> list[Any]:
+    """Before each line until signals are held, and a few beyond: of which the other rank learned by its deadline alone."""
+    rank, missed = Rank(kind, replicas, folder), dict[str, list[int]]()
+    for name, (way, most) in BEFORE.items():
+        points = [*range(0, most, 1 if EVERY else most), *range(most, most + 28)]
+        found = {at: rank._go_on_after(way, by_a_signal, Stop(at), victim=at % 2) for at in points}
+        missed[name] = [at for at, one in found.items() if one]
+    return [rank.wrong, missed]
+
+
+@pytest.mark.parametrize(("kind", "replicas"), KINDS if EVERY else KINDS[:1])
+def test_stopped_at_its_first_lines_a_rank_tells_the_others_or_has_not_begun(kind: str, replicas: str, tmp_path: Path) -> None:
+    """Of each call the first few lines alone come before anybody could be told."""
+    (wrong0, missed), (wrong1, _) = ranks.run(2, stopped_at_first, kind, replicas, str(tmp_path), timeout=280)
+    assert wrong0 + wrong1 == []
+    for name, (_, most) in BEFORE.items():
+        local = name == "restore" and (kind, replicas) not in (("ddp", "split"), ("hsdp", "split"))
+        assert missed[name] == ([] if local else list(range(most)) if EVERY else [0]), name

@@ -18,7 +18,7 @@ from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import Tracked, Unfrozen, track
+from shardow.averages.tracked import Tracked, Unfrozen, common_weight, track
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
@@ -63,7 +63,7 @@ class Averages:
         self.streams = Streams(average for one in self.tracked for average in one.averages)
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
         self.team.same("EMA(...)", self._facts(), "EMA")
-        check_equal("EMA(...)", lambda: map(_tracked.common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
+        check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
         self._warned = False
 
@@ -178,7 +178,7 @@ class Averages:
         """What other ranks should have too: averages, or where ranks divide them the weights that they follow."""
         for one in self.tracked_weights():
             if self.options.replicas == "split" and one.local.replicas:
-                yield _tracked.common_weight(one)
+                yield common_weight(one)
             else:
                 for average in one.averages:
                     yield common_of(one.local, average)

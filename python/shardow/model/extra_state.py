@@ -52,61 +52,30 @@ def for_file(values: Mapping[str, Any]) -> tuple[list[Part], dict[str, str]]:
     return parts, {METADATA: json.dumps(said)} if said else {}
 
 
+def extra_in(there: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+    """{key there: name here} of extra states that are ``wanted``."""
+    by_clean = {clean_file_key(name): name for name in wanted}
+    cleaned = {key: clean_file_key(key) for key in there if key.endswith(KEY)}
+    return {key: by_clean[clean] for key, clean in cleaned.items() if clean in by_clean}
+
+
 class FromFile:
     """The values in a file for ``wanted`` names: those of tensors are there when ``parts`` have been read.
 
     ``keys``: theirs in the file; ``unexpected``: nobody here has them.
     """
 
-    def __init__(self, wanted: Iterable[str], catalog: Any) -> None:
-        by_clean = {clean_file_key(name): name for name in wanted}
-        self.values: dict[str, Any] = {}
+    def __init__(self, wanted: Collection[str], catalog: Any) -> None:
+        self.keys = extra_in(catalog.tensors, wanted)
+        said = json.loads(catalog.metadata.get(METADATA, "{}"))
+        told = extra_in(said, wanted)
+        self.unexpected = [key for key in said if key not in told]
+        self.values: dict[str, Any] = {name: said[key] for key, name in told.items()}
         self.parts: list[Part] = []
-        self.keys: set[str] = set()
-        self.unexpected: list[str] = []
-        for key, (dtype, shape) in catalog.tensors.items():
-            name = by_clean.get(clean_file_key(key)) if key.endswith(KEY) else None
-            if name is not None:
-                self.values[name] = torch.empty(tuple(shape), dtype=dtype_of(key, dtype))
-                self.parts.append(Part(key, self.values[name].view(-1), _core.Region.whole(list(shape))))
-                self.keys.add(key)
-        for key, value in json.loads(catalog.metadata.get(METADATA, "{}")).items():
-            name = by_clean.get(clean_file_key(key))
-            if name is None:
-                self.unexpected.append(key)
-            else:
-                self.values[name] = value
-
-
-class _Without(Mapping[str, torch.Tensor]):
-    """A mapping without some of its keys; its values, which may be read from elsewhere, are not touched."""
-
-    def __init__(self, state: Mapping[str, Any], without: Collection[str]) -> None:
-        self._state, self._without = state, without
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        if key in self._without:
-            raise KeyError(key)
-        found: torch.Tensor = self._state[key]
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key in self._state if key not in self._without)
-
-    def __len__(self) -> int:
-        return len(self._state) - len(self._without)
-
-
-def split(state: Mapping[str, Any] | None, wanted: Iterable[str]) -> tuple[Mapping[str, torch.Tensor] | None, dict[str, Any]]:
-    """(tensors, extra states by the names that are wanted) of a mapping like a state_dict().
-
-    What is no tensor and not wanted stays among the tensors, to be found out.
-    """
-    if state is None:
-        return None, {}
-    by_clean = {clean_file_key(name): name for name in wanted}
-    extra = {key: by_clean[clean_file_key(key)] for key in state if key.endswith(KEY) and clean_file_key(key) in by_clean}
-    return _Without(state, extra) if extra else state, {name: state[key] for key, name in extra.items()}
+        for key, name in self.keys.items():
+            dtype, shape = catalog.tensors[key]
+            self.values[name] = torch.empty(tuple(shape), dtype=dtype_of(key, dtype))
+            self.parts.append(Part(key, self.values[name].view(-1), _core.Region.whole(list(shape))))
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -17,7 +17,7 @@ from shardow.base.checks import invalid
 from shardow.base.progress import Progress, shown
 from shardow.files import engine
 from shardow.files.paths import StrPath
-from shardow.model.extra_state import FromFile, split
+from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Form, fit, matched, unexpected
 from shardow.model.parts import Held
 from shardow.ranks.gather import Part, take
@@ -91,9 +91,10 @@ def _choose(job: Job, found: _core.Catalog, where: str) -> _Choice:
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     """Every rank takes its slices of what it has, when all have what fits."""
-    state, extra = split(state, job.held.extra)  # type: ignore[assignment]
+    there = extra_in(state, job.held.extra)
+    extra = {name: state[key] for key, name in there.items()}
 
-    keys, report = job.team.agree(job.what, lambda: _compared(job, _forms(state), extra))
+    keys, report = job.team.agree(job.what, lambda: _compared(job, _forms(state, there), extra))
 
     def fill() -> None:
         for part in job.held.parts:
@@ -107,8 +108,10 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
 def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     """Rank 0 sends every rank its slices, and nothing else."""
     team = job.team
-    tensors, own = split(state, job.held.extra)
-    mine = team.agree(job.what, lambda: b"" if not state else pickle.dumps((_forms(tensors or {}), own)))
+    given = state or {}
+    there = extra_in(given, job.held.extra)
+    own = {name: given[key] for key, name in there.items()}
+    mine = team.agree(job.what, lambda: pickle.dumps((_forms(given, there), own)) if given else b"")
     forms: dict[str, Form]
     forms, extra = pickle.loads(team.first(job.what, mine))
 
@@ -126,8 +129,8 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     tag = store_group(team.process_group).next_tag()
 
     def move() -> None:
-        if tensors is not None and team.rank == 0:
-            Server(team, device, tag).run(tensors, fills, shown(job.progress, "materialize", team.rank))
+        if team.rank == 0:
+            Server(team, device, tag).run(given, fills, shown(job.progress, "materialize", team.rank))
         else:
             Client(team, device, tag).run(fills)
 
@@ -175,9 +178,13 @@ def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> 
     return {**report, key: [*report[key], *(name for name in job.held.extra if name not in values)]}
 
 
-def _forms(state: State) -> dict[str, Form]:
+def _forms(state: State, extra: Collection[str]) -> dict[str, Form]:
+    """Without extra states."""
     forms: dict[str, Form] = {}
-    for name, tensor in state.items():
+    for name in state:
+        if name in extra:
+            continue
+        tensor = state[name]
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
             raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed")
         if tensor.is_meta:

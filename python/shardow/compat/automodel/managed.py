@@ -99,7 +99,7 @@ class Managed(ABC):
         def check() -> tuple[Held, list[_state.Copy], Unmatched]:
             held = self._held()
             found = fit(held, state, "the state")
-            names = Unmatched(found.missing, found.unexpected)
+            names = _unmatched(found)
             if strict and any(names):
                 what = (
                     f"{type(self).__name__}.load_state_dict(): nothing was loaded: {_listed(names)}; strict=False leaves these as they are"
@@ -131,14 +131,14 @@ class Managed(ABC):
         if missing not in ("error", "init"):
             raise invalid(f"missing={missing!r}; 'error', or 'init': averages that are not in the checkpoint begin as the weights are now")
         found = self._team.agree("load()", lambda: self._planned(Path(directory), missing))
-        if found is None or found.missing:
+        if found is None or found.fit.missing:
             self._begin()
         counters = None if found is None else dcp.read(found, self._live(), self._team)
         self._held().put_back()
         self.updates = 0 if counters is None else counters[1]
         if counters is not None and counters[0] != self.decay:
             warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}")
-        names = Unmatched(list(self._live()), []) if found is None else Unmatched(found.missing, found.unexpected)
+        names = Unmatched(list(self._live()), []) if found is None else _unmatched(found.fit)
         _warn_of(names)
         return names
 
@@ -149,8 +149,8 @@ class Managed(ABC):
         way_out = "load(..., missing='init') begins them as the weights are now"
         if found is None:
             raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
-        if found.missing:
-            raise invalid(f"{directory}: nothing was loaded: {_listed(Unmatched(found.missing, found.unexpected))}; {way_out}", KeyError)
+        if found.fit.missing:
+            raise invalid(f"{directory}: nothing was loaded: {_listed(_unmatched(found.fit))}; {way_out}", KeyError)
         return found
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
@@ -198,6 +198,10 @@ def _difference(here: Form, there: Form | None, value: object) -> str | None:
         return f"has shape {there.shape} there and {here.shape} here"
     alike = there.dtype.is_floating_point == here.dtype.is_floating_point and there.dtype.is_complex == here.dtype.is_complex
     return None if alike else f"is {there.dtype} there and {here.dtype} here"
+
+
+def _unmatched(found: Fit[Form | None]) -> Unmatched:
+    return Unmatched(found.missing, found.unexpected)
 
 
 def _listed(names: Unmatched) -> str:

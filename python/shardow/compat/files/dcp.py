@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardow.base.checks import invalid
 from shardow.compat.files.published import publish
-from shardow.model.match import Form, fit
+from shardow.model.match import Fit, Form, fit
 from shardow.model.parts import Held
 from shardow.ranks.team import Team
 
@@ -33,12 +33,10 @@ class EmaSavePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be read: ``keys``: {name here: key there}."""
+    """What will be read."""
 
     directory: Path
-    keys: dict[str, str]
-    missing: list[str]
-    unexpected: list[str]
+    fit: Fit[Form | None]
     has_counters: bool
 
 
@@ -79,12 +77,12 @@ def plan(held: Held, directory: Path) -> Plan | None:
     ]
     if wrong:
         raise invalid(f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}", RuntimeError)
-    return Plan(directory, found.keys, found.missing, found.unexpected, {_DECAY, _UPDATES} <= stored.keys())
+    return Plan(directory, found, {_DECAY, _UPDATES} <= stored.keys())
 
 
 def read(found: Plan, state: Mapping[str, torch.Tensor], team: Team) -> tuple[float, int] | None:
     """Into ``state``'s tensors, cast, whatever sharding wrote them; (decay, updates) where they were saved. Collective."""
-    entries = {key: state[name] for name, key in found.keys.items()}
+    entries = {key: state[name] for name, key in found.fit.keys.items()}
     counters = {_DECAY: torch.zeros((), dtype=torch.float64), _UPDATES: torch.zeros((), dtype=torch.int64)}
     if found.has_counters:
         entries.update(counters)

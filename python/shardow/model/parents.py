@@ -17,6 +17,7 @@ from torch.distributed._composable_state import _module_state_mapping  # private
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from shardow.base.checks import unsupported
+from shardow.model.slots import slots
 
 
 def fsdp2_around(model: nn.Module) -> list[Any]:
@@ -36,26 +37,15 @@ def fsdp1_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any
     if not dist.is_available() or not dist.is_initialized():
         return []
     modules = {id(module): module for module in model.modules()}
-    marked = [
-        f"{key} of {type(module).__name__}"
-        for module in modules.values()
-        for key, p in module._parameters.items()
-        if p is not None and id(p) not in known and hasattr(p, "_fsdp_flattened")
-    ]
+    marked = [slot for slot in slots(model, "parameter") if id(slot.recorded) not in known and hasattr(slot.recorded, "_fsdp_flattened")]
     if not marked and not any(key not in owned and _has_bare_tensor(module) for key, module in modules.items()):
         return []
     found = [one for one in wrappers() if id(one) not in modules and not owners(one._handle.flat_param).isdisjoint(modules)]
     reached = {id(p) for one in found for p in (one._handle.flat_param, *(one._handle.flat_param._params or ()))}
-    lost = [
-        p
-        for module in modules.values()
-        for p in module._parameters.values()
-        if hasattr(p, "_fsdp_flattened") and id(p) not in known | reached
-    ]
-    if lost:
+    if any(id(slot.recorded) not in reached for slot in marked):
         raise unsupported(
-            f"{', '.join(marked[:8])}: this is a part of an FSDP1 model that is gone, so nothing tells which elements it holds; "
-            "pass the whole model, or keep it alive"
+            f"{', '.join(f'{slot.key} of {type(slot.module).__name__}' for slot in marked[:8])}: this is a part of an FSDP1 model that is "
+            "gone, so nothing tells which elements it holds; pass the whole model, or keep it alive"
         )
     return found
 

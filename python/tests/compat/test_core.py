@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import ranks
@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from shardow import EMA
+from shardow.averages.options import Rule
 from shardow.compat.ways.listed import Listed, copies
-from shardow.compat.ways.pairs import _IN_TORCH, Pair, Pairs, flat
+from shardow.compat.ways.pairs import Pair, Pairs, flat
 from shardow.compat.ways.stand_in import StandIn, needed
 from shardow.compat.ways.twin import Twin
 
@@ -64,7 +65,7 @@ def test_pairs_equal_the_formula_bit_for_bit(rule: str, decay: float) -> None:
 
 
 def test_a_source_of_another_dtype_is_read_as_torch_reads_it() -> None:
-    for rule in _IN_TORCH:
+    for rule in get_args(Rule):
         for source in (torch.randn(40).bfloat16(), torch.randn(40, dtype=torch.float64), torch.randn(40).half()):
             if rule == "lerp" and source.dtype == torch.float64:
                 continue  # torch refuses it; we cast

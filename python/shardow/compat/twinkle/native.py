@@ -47,7 +47,7 @@ class NativeFSDPStrategy(Strategy):
             model,
             mesh,
             optimizer,
-            units=_is_one_of(_decoder_layers(model)),
+            units=_units(model),
             memory_efficient_init=self._memory_efficient_init,
             reshard_after_forward=self.fsdp_config.get("reshard_after_forward", True),
             mixed_precision=_policy(self.mixed_precision),
@@ -60,15 +60,11 @@ class NativeFSDPStrategy(Strategy):
         return self.device_mesh is not None
 
 
-def _is_one_of(layers: list[nn.Module]) -> Any:
-    """Units of wrap(): none are the model alone."""
-    chosen = {id(layer) for layer in layers}
-    return (lambda name, module: id(module) in chosen) if chosen else ()
-
-
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+def _units(model: nn.Module) -> Any:
+    """Decoder layers, as wrap() takes units: none are the model alone."""
     layers = getattr(getattr(model, "model", None), "layers", None)
-    return list(layers) if isinstance(layers, nn.ModuleList) else []
+    chosen = set(map(id, layers)) if isinstance(layers, nn.ModuleList) else set()
+    return (lambda name, module: id(module) in chosen) if chosen else ()
 
 
 def _mesh_of(mesh: Any) -> DeviceMesh | None:

@@ -94,9 +94,9 @@ class Pairs:
         held = sum(engine.update_by([(decay, weight)], step) for engine in self._engines)
         torch.autograd.graph.increment_version(self._averages)
         for pairs in self._others.values():
-            _IN_TORCH[self._rule]([pair.average for pair in pairs], [pair.source for pair in pairs], decay, weight)
+            in_torch(self._rule, [pair.average for pair in pairs], [pair.source for pair in pairs], decay, weight)
         for pair in self._apart:  # one by one: together they would be another copy of the model
-            _IN_TORCH[self._rule]([pair.average], [pair.source.to(pair.average.device)], decay, weight)
+            in_torch(self._rule, [pair.average], [pair.source.to(pair.average.device)], decay, weight)
         self._copy(self._copies)
         if held and not self._warned:
             self._warned = True
@@ -194,38 +194,24 @@ def _view(pair: Pair, tensor: torch.Tensor) -> _core.TensorView:
     return engine_view(pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()]))
 
 
-def _lerp(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
-    torch._foreach_lerp_(averages, [source.to(average.dtype) for average, source in zip(averages, sources, strict=True)], weight)
-
-
-def _mul_add(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
-    for average in averages:
-        average.mul_(decay)
-    torch._foreach_add_(averages, sources, alpha=weight)
-
-
-def _two_products(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
-    for average, source in zip(averages, sources, strict=True):
-        average.copy_(average * decay + weight * source)
-
-
-def _difference(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
-    torch._foreach_sub_(averages, [difference.mul_(weight) for difference in torch._foreach_sub(averages, sources)])
-
-
-def _fused_difference(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
-    torch._foreach_sub_(averages, torch._foreach_sub(averages, sources), alpha=weight)
-
-
-def _quotient(averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
-    whole = round(1 / weight)  # as in the engine: 1 / n is rounded, and n is meant
-    divisor = whole if abs(1 / weight - whole) < 1e-9 * whole else 1 / weight
-    for average, source in zip(averages, sources, strict=True):
-        average.copy_(average + (source - average) / divisor)
-
-
-#: The rules of shardow.EMA, in torch, on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds them first.
-_IN_TORCH: dict[str, Callable[[Tensors, Tensors, float, float], None]] = {
-    "lerp": _lerp, "mul_add": _mul_add, "two_products": _two_products, "difference": _difference,
-    "fused_difference": _fused_difference, "quotient": _quotient,
-}  # fmt: skip
+def in_torch(rule: str, averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
+    """A rule of shardow.EMA on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds them first."""
+    pairs = list(zip(averages, sources, strict=True))
+    if rule == "lerp":
+        torch._foreach_lerp_(averages, [source.to(average.dtype) for average, source in pairs], weight)
+    elif rule == "mul_add":
+        for average in averages:
+            average.mul_(decay)
+        torch._foreach_add_(averages, sources, alpha=weight)
+    elif rule == "two_products":
+        for average, source in pairs:
+            average.copy_(average * decay + weight * source)
+    elif rule == "difference":
+        torch._foreach_sub_(averages, [difference.mul_(weight) for difference in torch._foreach_sub(averages, sources)])
+    elif rule == "fused_difference":
+        torch._foreach_sub_(averages, torch._foreach_sub(averages, sources), alpha=weight)
+    else:
+        whole = round(1 / weight)  # as in the engine: 1 / n is rounded, and n is meant
+        divisor = whole if abs(1 / weight - whole) < 1e-9 * whole else 1 / weight
+        for average, source in pairs:
+            average.copy_(average + (source - average) / divisor)

@@ -14,7 +14,7 @@ from shardow.compat.ways.follower import Fate, Kind, Paired
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.model.local import LocalTensor
 from shardow.model.match import compare
-from shardow.model.names import walk
+from shardow.model.slots import slots
 from shardow.model.view import ModelView, find
 
 
@@ -27,8 +27,8 @@ class _Buffer:
     """The same buffer's place in both modules, and what was there when pairs were made."""
 
     name: str
-    theirs: dict[str, torch.Tensor | None]
-    ours: dict[str, torch.Tensor | None]
+    theirs: dict[str, Any]
+    ours: dict[str, Any]
     key: str
     fate: Fate
     was: tuple[Any, ...] = ()
@@ -90,19 +90,19 @@ class Twin(Paired):
         self._ours, self._theirs, self._model, self._followed = ours, theirs, model, self.module
 
     def _found_buffers(self, model: nn.Module) -> Iterator[_Buffer]:
-        theirs = dict(_slots(model))
+        theirs = {slot.name: slot for slot in slots(model, "buffer", "table")}
         seen: set[int] = set()
-        for name, (module, key) in _slots(self.module):
-            buffer = module._buffers[key]
-            fate = "leave" if buffer is None or id(buffer) in seen else self._choose(name, buffer, _kind(module, key))
-            if buffer is None or fate == "leave":
+        for slot in slots(self.module, "buffer", "table"):
+            buffer = slot.recorded
+            fate = "leave" if id(buffer) in seen else self._choose(slot.name, buffer, "temporary" if slot.kind == "table" else "buffer")
+            if fate == "leave":
                 continue
             seen.add(id(buffer))
-            there = theirs[name][0]._buffers[key] if name in theirs else None
-            if there is None or there.shape != buffer.shape:
-                raise _differ(f"buffer '{name}'", buffer.shape, None if there is None else there.shape)
+            there = theirs.get(slot.name)
+            if there is None or there.recorded.shape != buffer.shape:
+                raise _differ(f"buffer '{slot.name}'", buffer.shape, None if there is None else there.recorded.shape)
             floating = buffer.is_floating_point() or buffer.is_complex()
-            yield _Buffer(name, theirs[name][0]._buffers, module._buffers, key, fate if floating else "copy")
+            yield _Buffer(slot.name, there.owner, slot.owner, slot.key, fate if floating else "copy")
 
 
 def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
@@ -114,18 +114,6 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]
         inner = inner.module
         theirs = find(inner, strided=True)
     return inner, theirs
-
-
-def _kind(module: nn.Module, key: str) -> Kind:
-    return "temporary" if key in module._non_persistent_buffers_set else "buffer"
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Every buffer's clean name and place."""
-    for prefix, one in walk(module):
-        for key, buffer in one._buffers.items():
-            if buffer is not None:
-                yield f"{prefix}.{key}" if prefix else key, (one, key)
 
 
 def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, torch.Tensor, torch.Tensor]]:

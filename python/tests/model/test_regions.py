@@ -111,11 +111,21 @@ def _stub(placements: list[Any], shape: tuple[int, ...], local: tuple[int, ...],
     return SimpleNamespace(device_mesh=mesh, placements=placements, shape=shape, _local_tensor=torch.empty(local))
 
 
-def test_two_dimensions_of_data_parallelism_cut_what_tensor_parallelism_left() -> None:
-    """As fully_shard says it of a mesh with two dimensions to shard over: both wait for the third."""
-    after_tp = counted(12).chunk(3)[0].chunk(2)[0]  # this rank is the first along each
-    tensor = _stub([_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=3), Shard(0)], (12,), (1,), (2, 2, 3))
-    assert indices(region_of("w", tensor)) == after_tp.chunk(2)[0].tolist()
+@pytest.mark.parametrize("rows", [16, 9])
+def test_data_parallelism_over_two_dimensions_of_a_mesh_cuts_what_tensor_parallelism_left(rows: int) -> None:
+    """torch makes one dimension of the two."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    parts = []
+    for rank in range(12):
+        with fake_rank(rank, 12):
+            mesh = init_device_mesh("cpu", (2, 2, 3), mesh_dim_names=("a", "b", "tp"))
+            weight = distribute_tensor(counted(rows, 5), mesh, [Replicate(), Replicate(), Shard(0)], src_data_rank=None)
+            model = nn.ParameterDict({"w": nn.Parameter(weight)})
+            fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
+            parts.append(region_of("w", model["w"]))
+            assert indices(parts[-1]) == model["w"]._local_tensor.flatten().tolist(), (rank, model["w"].placements)
+    assert _core.covers_once(parts)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "base/errors.h"
@@ -155,7 +156,9 @@ TEST(Placement, RefusesWhatNoWeightHas) {
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), c.code) << error.what();
-      if (c.message != nullptr) EXPECT_STREQ(error.what(), c.message);
+      if (c.message != nullptr) {
+        EXPECT_STREQ(error.what(), c.message);
+      }
     }
   }
 }

@@ -7,9 +7,10 @@
 //   files.push_back({ema_file_name(keys[k]), views_of_average_k, {{kStateKey, ema.state()}}});  // for each k
 //   save(group, files, "run/ema");
 //
-// Pure functions: for any thread, without a group.
+// For any thread, without a group.
 #pragma once
 
+#include <filesystem>
 #include <map>
 #include <span>
 #include <string>
@@ -30,5 +31,15 @@ std::vector<std::string> decay_keys_in(const std::map<std::string, std::string>&
 
 /// "ema-0.999.safetensors": the file of one of several averages, by its key. What a file name should not have in it becomes "-".
 std::string ema_file_name(std::string_view key);
+
+/// One of several averages in a directory.
+struct EmaFile {
+  std::string key, name;
+};
+
+/// The files of the EMA with several schedules that was saved in `directory` last, in its order; none where there is no such EMA, or no
+/// such directory. `beside_a_model`: also where a checkpoint in the Hugging Face layout lies there, which is what the directory is by
+/// itself. Throws kIo, and kCorrupt for an ema-*.safetensors that is none. Reads the headers of these files, newest first, until one tells.
+std::vector<EmaFile> ema_files_in(const std::filesystem::path& directory, bool beside_a_model = true);
 
 }  // namespace shardow

@@ -14,7 +14,6 @@
 
 #include "base/files.h"
 #include "core.h"
-#include "file/catalog.h"
 #include "file/crc.h"
 #include "file/header.h"
 #include "file/load.h"
@@ -141,13 +140,13 @@ nb::dict as_dict(const LoadReport& report) {
   return result;
 }
 
-nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const file::Catalog& catalog, bool strict, bool verify,
+nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const Checkpoint& checkpoint, bool strict, bool verify,
                      bool check_only, double timeout, const nb::object& progress) {
   Callbacks callbacks;
   LoadOptions options = load_options(strict, verify, check_only, timeout);
   options.progress = callbacks.progress(progress);
   LoadReport report;
-  callbacks.run([&] { report = file::load_from(group, tensors, catalog, options); });
+  callbacks.run([&] { report = file::load_from(group, tensors, checkpoint.catalog(), options); });
   return as_dict(report);
 }
 
@@ -158,8 +157,7 @@ nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& c
   options.progress = callbacks.progress(progress);
   const auto chosen = [&](const std::shared_ptr<const file::Catalog>& catalog) {
     return callbacks.call("", [&] {
-      auto [views, strict] =
-          nb::cast<std::pair<std::vector<TensorView>, bool>>(choose(nb::cast(std::const_pointer_cast<file::Catalog>(catalog))));
+      auto [views, strict] = nb::cast<std::pair<std::vector<TensorView>, bool>>(choose(nb::cast(Checkpoint(catalog))));
       return file::Chosen{std::move(views), strict};
     });
   };
@@ -168,9 +166,9 @@ nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& c
   return as_dict(report);
 }
 
-nb::dict tensors_in(const file::Catalog& catalog) {
+nb::dict tensors_in(const Checkpoint& checkpoint) {
   nb::dict tensors;
-  for (const auto& [name, stored] : catalog.tensors)
+  for (const auto& [name, stored] : checkpoint.catalog().tensors)
     tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(stored.entry.dtype)), nb::tuple(nb::cast(stored.entry.shape)));
   return tensors;
 }
@@ -203,31 +201,33 @@ void bind_file(nb::module_& m) {
       .def_prop_ro("tensors", &Save::tensors, "[(name, global shape)] of all ranks' tensors; the same on every rank")
       .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")
       .def("write", &Save::write);
-  nb::class_<file::Catalog>(m, "Catalog", "What a checkpoint holds.")
+  nb::class_<Checkpoint>(m, "Checkpoint", "What a file or a directory holds, and reading it; it stays what it was when it was opened.")
+      .def_static(
+          "open", [](const base::Path& path) { return Checkpoint::open(path); }, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Of this process alone.")
+      .def_static(
+          "open", [](Group& group, const base::Path& path, double timeout) { return Checkpoint::open(group, path, milliseconds(timeout)); },
+          "group"_a, "path"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(), "Collective.")
+      .def_static(
+          "open_files",
+          [](const base::Path& directory, const std::vector<std::string>& names) { return Checkpoint::open_files(directory, names); },
+          "directory"_a, "names"_a, nb::call_guard<nb::gil_scoped_release>(), "Of one directory, that belong together.")
+      .def_static(
+          "open_files",
+          [](Group& group, const base::Path& directory, const std::vector<std::string>& names, double timeout) {
+            return Checkpoint::open_files(group, directory, names, milliseconds(timeout));
+          },
+          "group"_a, "directory"_a, "names"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(), "Collective.")
       .def_prop_ro("tensors", &tensors_in, "{name: (dtype, shape)}")
-      .def_prop_ro(
-          "metadata", [](const file::Catalog& catalog) { return catalog.metadata; }, "of the first file");
-  m.def(
-      "read_catalog",
-      [](Group& group, const base::Path& path, double timeout) {
-        const nb::gil_scoped_release release;
-        return file::share_catalog(group, path, milliseconds(timeout));
-      },
-      "group"_a, "path"_a, "timeout"_a = 600.0, "Of a file or a directory. Collective.");
-  m.def(
-      "read_catalogs",
-      [](Group& group, const base::Path& directory, const std::vector<std::string>& names, double timeout) {
-        const nb::gil_scoped_release release;
-        return file::share_catalogs(group, directory, names, milliseconds(timeout));
-      },
-      "group"_a, "directory"_a, "names"_a, "timeout"_a = 600.0, "Of files of one directory that belong together. Collective.");
-  m.def("read_one", &file::read_one, "catalog"_a, "view"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "Fills a view from the tensor of its name; no other rank takes part.");
-  m.def("load", &load_python, "group"_a, "tensors"_a, "catalog"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
+      .def_prop_ro("metadata", &Checkpoint::metadata, "of the first file")
+      .def(
+          "read", [](const Checkpoint& checkpoint, const TensorView& view) { checkpoint.read(view); }, "view"_a,
+          nb::call_guard<nb::gil_scoped_release>(), "Fills a view from the tensor of its name.");
+  m.def("load", &load_python, "group"_a, "tensors"_a, "checkpoint"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
         "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
   m.def("load_chosen", &load_chosen, "group"_a, "path"_a, "choose"_a, "verify"_a = true, "check_only"_a = false, "timeout"_a = 600.0,
         "progress"_a = nb::none(),
-        "load() from a path. choose(catalog) -> (tensors, strict), on every rank; what it raises is raised on all. Collective.");
+        "load() from a path. choose(checkpoint) -> (tensors, strict), on every rank; what it raises is raised on all. Collective.");
   m.def(
       "is_local", [](const base::Path& directory) { return base::space_at(directory).local; }, "directory"_a,
       "Whether its storage is of a kind that one machine alone mounts.");

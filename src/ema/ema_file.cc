@@ -5,6 +5,9 @@
 
 #include "average/counters.h"
 #include "base/errors.h"
+#include "base/paths.h"
+#include "file/index.h"
+#include "shardow/checkpoint.h"
 
 namespace shardow {
 namespace {
@@ -17,6 +20,26 @@ std::vector<std::string> keys_of(std::span<const Schedule> schedules) {
 
 bool stays_in_a_name(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '=' || c == '_' || c == '-';
+}
+
+constexpr std::string_view kBegin = "ema-", kEnd = ".safetensors";
+
+/// What may be an average's file, newest first.
+std::vector<std::string> newest_first(const base::Path& directory) {
+  std::vector<std::pair<int64_t, std::string>> found;
+  for (std::string& name : base::names_in(directory)) {
+    if (!name.starts_with(kBegin) || !name.ends_with(kEnd) || name.size() <= kBegin.size() + kEnd.size()) continue;
+    if (const auto there = base::look_at(directory / name)) found.emplace_back(there->changed_ns(), std::move(name));
+  }
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<std::string> names;
+  for (auto& [when, name] : found) names.push_back(std::move(name));
+  return names;
+}
+
+bool has_a_model(const base::Path& directory) {
+  std::error_code ignored;  // then opening it says why
+  return std::filesystem::exists(directory / file::kSingleName, ignored) || std::filesystem::exists(directory / file::kIndexName, ignored);
 }
 
 }  // namespace
@@ -48,7 +71,20 @@ std::string ema_file_name(std::string_view key) {
     if (stays || stayed) name += stays ? c : '-';  // one for a whole stretch of others
   }
   const size_t begin = std::min(name.find_first_not_of('-'), name.size());
-  return "ema-" + name.substr(begin, name.find_last_not_of('-') + 1 - begin) + ".safetensors";
+  return fmt::format("{}{}{}", kBegin, name.substr(begin, name.find_last_not_of('-') + 1 - begin), kEnd);
+}
+
+std::vector<EmaFile> ema_files_in(const base::Path& directory, bool beside_a_model) {
+  if (!beside_a_model && has_a_model(directory)) return {};
+  for (const std::string& name : newest_first(directory)) {
+    std::vector<EmaFile> files;
+    for (std::string& key : decay_keys_in(Checkpoint::open(directory / name).metadata())) {
+      std::string named = ema_file_name(key);
+      files.push_back({std::move(key), std::move(named)});
+    }
+    if (std::any_of(files.begin(), files.end(), [&](const EmaFile& one) { return one.name == name; })) return files;
+  }
+  return {};
 }
 
 }  // namespace shardow

@@ -1,8 +1,12 @@
 #include "shardow/ema_file.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <fstream>
 
 #include "shardow/average.h"
+#include "shardow/checkpoint.h"
 #include "shardow/error.h"
 
 namespace shardow {
@@ -51,6 +55,99 @@ TEST(EmaFile, NamesKeepWhatEveryFileSystemTakes) {
   EXPECT_EQ(ema_file_name("/../x--y(("), "ema-..-x--y.safetensors");
   EXPECT_EQ(ema_file_name("a((b--\xc3\xa9(c"), "ema-a-b---c.safetensors");
   EXPECT_EQ(ema_file_name("((("), "ema-.safetensors");
+}
+
+namespace fs = std::filesystem;
+
+class EmaFiles : public testing::Test {
+ protected:
+  EmaFiles() : folder_(fs::path(testing::TempDir()) / ("ema_file_test_" + std::to_string(::getpid()))) {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  ~EmaFiles() override { fs::remove_all(folder_); }
+
+  /// As EMA.save() does.
+  void save_ema(const std::vector<Schedule>& schedules) {
+    float weight = 1;
+    std::vector<SaveFile> files;
+    for (const std::string& key : decay_keys(schedules))
+      files.push_back({ema_file_name(key), {{"w", DType::kF32, Region::whole({1}), &weight}}, {{kStateKey, state_of(schedules)}}});
+    save(*solo(), files, folder_);
+  }
+
+  void save_model() {
+    float weight = 2;
+    const TensorView view{"w", DType::kF32, Region::whole({1}), &weight};
+    save(*solo(), std::span(&view, 1), folder_);
+  }
+
+  /// "key: name" of each.
+  Keys found(bool beside_a_model = true) const {
+    Keys all;
+    for (const EmaFile& one : ema_files_in(folder_, beside_a_model)) all.push_back(one.key + ": " + one.name);
+    return all;
+  }
+
+  /// The file becomes newer than all others.
+  void touch(const std::string& name) {
+    fs::last_write_time(folder_ / name, fs::file_time_type::clock::now() + std::chrono::seconds(++touched_));
+  }
+
+  fs::path folder_;
+  int touched_ = 0;
+};
+
+const Keys kFound = {"0.9999: ema-0.9999.safetensors", "power(sigma_rel=0.1): ema-power-sigma_rel=0.1.safetensors",
+                     "0.5: ema-0.5.safetensors"};
+
+TEST_F(EmaFiles, AreThoseOfTheSavedSchedulesInTheirOrder) {
+  save_ema(kSchedules);
+  EXPECT_EQ(found(), kFound);
+  EXPECT_EQ(found(false), kFound);
+}
+
+TEST_F(EmaFiles, AreOfTheEmaThatWasSavedLast) {
+  save_ema(kSchedules);
+  save_ema({Schedule::constant(0.7), Schedule::constant(0.5)});
+  touch("ema-0.7.safetensors");
+  EXPECT_EQ(found(), (Keys{"0.7: ema-0.7.safetensors", "0.5: ema-0.5.safetensors"}));
+  touch("ema-0.9999.safetensors");
+  EXPECT_EQ(found(), kFound);
+}
+
+TEST_F(EmaFiles, BesideAModelAreLookedForWhereTheyAreAskedForAlone) {
+  save_ema(kSchedules);
+  save_model();
+  EXPECT_EQ(found(), kFound);
+  EXPECT_EQ(found(false), Keys());
+}
+
+TEST_F(EmaFiles, AreNotWhatOnlyHasSuchAName) {
+  EXPECT_EQ(found(), Keys());
+  save_model();
+  fs::rename(folder_ / "model.safetensors", folder_ / "ema-mine.safetensors");
+  EXPECT_EQ(found(), Keys());
+  save_ema(kSchedules);
+  fs::rename(folder_ / "ema-0.5.safetensors", folder_ / "ema-copy.safetensors");  // of an EMA, but under no name of its own
+  touch("ema-copy.safetensors");
+  touch("ema-mine.safetensors");
+  fs::create_symlink("nowhere", folder_ / "ema-gone.safetensors");
+  EXPECT_EQ(found(), kFound);
+  EXPECT_TRUE(ema_files_in(folder_ / "none").empty());
+  EXPECT_TRUE(ema_files_in(folder_ / "ema-mine.safetensors").empty());
+}
+
+TEST_F(EmaFiles, ThatAreDamagedAreAnError) {
+  save_ema(kSchedules);
+  std::ofstream(folder_ / "ema-0.5.safetensors") << "abc";
+  touch("ema-0.5.safetensors");
+  try {
+    found();
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kCorrupt) << error.what();
+  }
 }
 
 }  // namespace

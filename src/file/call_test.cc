@@ -6,7 +6,7 @@
 namespace shardow {
 namespace {
 
-TEST_F(Checkpoint, AtPathsThatAreNoneIsATypedErrorOnAllBeforeAnythingIsWritten) {
+TEST_F(Checkpoints, AtPathsThatAreNoneIsATypedErrorOnAllBeforeAnythingIsWritten) {
   fs::create_symlink("loop", folder_ / "loop");
   std::ofstream(folder_ / "a.safetensors") << "precious";
   const std::string nul = (folder_ / "a.safetensors").string() + std::string("\0.safetensors", 13);
@@ -23,7 +23,7 @@ TEST_F(Checkpoint, AtPathsThatAreNoneIsATypedErrorOnAllBeforeAnythingIsWritten) 
   EXPECT_EQ(bytes_of(folder_ / "a.safetensors"), "precious");
 }
 
-TEST_F(Checkpoint, OfARankThatNeverComesTimesOutOnAll) {
+TEST_F(Checkpoints, OfARankThatNeverComesTimesOutOnAll) {
   const SaveOptions options{.timeout = std::chrono::seconds(1)};
   EXPECT_EQ(on_ranks(3,
                      [&](Group& group) {
@@ -35,7 +35,7 @@ TEST_F(Checkpoint, OfARankThatNeverComesTimesOutOnAll) {
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(Checkpoint, WhoseProgressCannotBeToldIsOneErrorForAllAtOnce) {
+TEST_F(Checkpoints, WhoseProgressCannotBeToldIsOneErrorForAllAtOnce) {
   ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 3), all(3, kFine));
   const std::string before = bytes_of(folder_ / "a.safetensors");
   for (const bool at_the_end : {false, true}) {
@@ -64,7 +64,7 @@ TEST_F(Checkpoint, WhoseProgressCannotBeToldIsOneErrorForAllAtOnce) {
   }
 }
 
-TEST_F(Checkpoint, OfRanksThatAreAskedForOtherThingsSaysWhichAndWritesNothing) {
+TEST_F(Checkpoints, OfRanksThatAreAskedForOtherThingsSaysWhichAndWritesNothing) {
   struct Case {
     void (*differ)(SaveOptions&, fs::path&, int rank);
     const char* message;
@@ -98,7 +98,7 @@ TEST_F(Checkpoint, OfRanksThatAreAskedForOtherThingsSaysWhichAndWritesNothing) {
   }
 }
 
-TEST_F(Checkpoint, HasTheMetadataOfRank0) {
+TEST_F(Checkpoints, HasTheMetadataOfRank0) {
   EXPECT_EQ(on_ranks(2,
                      [&](Group& group) {
                        auto held = hold(rows, group.rank(), 2, true);

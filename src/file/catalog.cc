@@ -47,7 +47,8 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
     const Raw::Text& file = raw.files[f];
     Header header = parse_header(file.json, file.data_bytes, file.path);
     const std::map<std::string, uint32_t> crcs = checksums_in(header.metadata, file.path);
-    catalog.files.push_back({raw.opened[f], header.data_begin});
+    header.metadata.erase(kChecksums);
+    catalog.files.push_back({raw.opened[f], header.data_begin, std::move(header.metadata)});
     for (Entry& entry : header.entries) {
       if (raw.weights) {
         const auto said = raw.weights->find(entry.name);
@@ -59,9 +60,7 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
       const std::optional<uint32_t> sum = crc == crcs.end() ? std::nullopt : std::optional(crc->second);
       catalog.tensors.emplace(std::move(name), Stored{f - begin, std::move(entry), sum});
     }
-    if (f == begin) catalog.metadata = std::move(header.metadata);
   }
-  catalog.metadata.erase(kChecksums);
   if (raw.weights) {
     for (const auto& [tensor, file] : *raw.weights) {
       if (!catalog.tensors.contains(tensor))
@@ -139,6 +138,17 @@ std::vector<std::string> with_one_version(Group& group, const Path& path, const 
 }
 
 }  // namespace
+
+const Metadata& Catalog::metadata() const {
+  static const Metadata none;
+  return files.empty() ? none : files.front().metadata;
+}
+
+const Stored& Catalog::find(std::string_view name) const {
+  const auto found = tensors.find(name);
+  if (found == tensors.end()) fail(Code::kNotFound, "{} has no tensor '{}'", path, name);
+  return found->second;
+}
 
 Discussed discuss_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout,
                           const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "file/header.h"
@@ -26,11 +27,14 @@ struct Catalog {
   struct Source {
     std::shared_ptr<Opened> file;
     int64_t data_begin;
+    Metadata metadata;  ///< without what is for readers alone
   };
   std::string path;  ///< for messages
   std::vector<Source> files;
-  std::map<std::string, Stored> tensors;
-  Metadata metadata;  ///< of the first file, without what is for readers alone
+  std::map<std::string, Stored, std::less<>> tensors;
+
+  const Metadata& metadata() const;                 ///< of the first file; none where an index names no file
+  const Stored& find(std::string_view name) const;  ///< throws kNotFound
 };
 
 /// `path` is a file, or a directory with an index or with model.safetensors. Rank 0 reads it, every rank opens it, and all have the same

@@ -138,13 +138,13 @@ inline std::string bytes_of(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-class Checkpoint : public testing::Test {
+class Checkpoints : public testing::Test {
  protected:
-  Checkpoint() : folder_(fs::path(testing::TempDir()) / ("checkpoint_test_" + std::to_string(::getpid()))) {
+  Checkpoints() : folder_(fs::path(testing::TempDir()) / ("checkpoint_test_" + std::to_string(::getpid()))) {
     fs::remove_all(folder_);
     fs::create_directories(folder_);
   }
-  ~Checkpoint() override { fs::remove_all(folder_); }
+  ~Checkpoints() override { fs::remove_all(folder_); }
 
   /// On machine_.
   std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn) const { return shardow::on_ranks(ranks, fn, machine_); }

@@ -10,7 +10,7 @@
 namespace shardow {
 namespace {
 
-TEST_F(Checkpoint, OfAnyShardingHasTheSameBytesAndLoadsIntoAnyOther) {
+TEST_F(Checkpoints, OfAnyShardingHasTheSameBytesAndLoadsIntoAnyOther) {
   ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
   const std::string reference = bytes_of(folder_ / "reference.safetensors");
   for (const auto& [name, sharding] : kShardings) {
@@ -24,7 +24,7 @@ TEST_F(Checkpoint, OfAnyShardingHasTheSameBytesAndLoadsIntoAnyOther) {
   EXPECT_EQ(names(), (std::set<std::string>{"reference.safetensors", "other.safetensors"}));
 }
 
-TEST_F(Checkpoint, OfSeveralFilesIsADirectoryWithAnIndex) {
+TEST_F(Checkpoints, OfSeveralFilesIsADirectoryWithAnIndex) {
   const SaveOptions options{.max_shard_size = 1 << 20};
   for (int round = 0; round < 2; ++round) {  // the second one replaces the first
     ASSERT_EQ(save_as(folder_ / "model", rows, 3, options), all(3, kFine));
@@ -35,7 +35,7 @@ TEST_F(Checkpoint, OfSeveralFilesIsADirectoryWithAnIndex) {
   EXPECT_EQ(load_as(folder_ / "model", columns, 2), all(2, kFine));
 }
 
-TEST_F(Checkpoint, LeavesWhatElseIsInItsDirectory) {
+TEST_F(Checkpoints, LeavesWhatElseIsInItsDirectory) {
   const SaveOptions options{.max_shard_size = 1 << 20};
   ASSERT_EQ(save_as(folder_ / "model", rows, 2, options), all(2, kFine));
   std::ofstream(folder_ / "model" / "config.json") << "{}";
@@ -49,7 +49,7 @@ TEST_F(Checkpoint, LeavesWhatElseIsInItsDirectory) {
   EXPECT_FALSE(fs::exists(folder_ / "model" / "model-00001-of-00003.safetensors"));
 }
 
-TEST_F(Checkpoint, CastsOnTheWayOutAndIn) {
+TEST_F(Checkpoints, CastsOnTheWayOutAndIn) {
   auto groups = threads(1);
   Group& group = *groups[0];
   Held out("w", DType::kF32, Region::whole({3})), in("w", DType::kF64, Region::whole({3}));
@@ -61,7 +61,7 @@ TEST_F(Checkpoint, CastsOnTheWayOutAndIn) {
   for (int i = 0; i < 3; ++i) EXPECT_EQ(reinterpret_cast<double*>(in.memory.data())[i], values[i]);
 }
 
-TEST_F(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
+TEST_F(Checkpoints, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   const auto path = folder_ / "a.safetensors";
   ASSERT_EQ(save_as(path, rows, 2), all(2, kFine));
   const std::string before = bytes_of(path);
@@ -97,7 +97,7 @@ TEST_F(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors"}));
 }
 
-TEST_F(Checkpoint, FindsEveryFlippedByteOfItsData) {
+TEST_F(Checkpoints, FindsEveryFlippedByteOfItsData) {
   const auto path = folder_ / "a.safetensors";
   ASSERT_EQ(save_as(path, rows, 2), all(2, kFine));
   const std::string good = bytes_of(path);
@@ -112,7 +112,7 @@ TEST_F(Checkpoint, FindsEveryFlippedByteOfItsData) {
   }
 }
 
-TEST_F(Checkpoint, OfSeveralNamedFilesAppearsWhole) {
+TEST_F(Checkpoints, OfSeveralNamedFilesAppearsWhole) {
   const auto save_both = [&](int ranks) {
     return on_ranks(ranks, [&](Group& group) {
       auto first = hold(rows, group.rank(), ranks, true), second = hold(columns, group.rank(), ranks, true);
@@ -135,7 +135,7 @@ TEST_F(Checkpoint, OfSeveralNamedFilesAppearsWhole) {
             all(1, static_cast<int>(Code::kInvalidArgument)));
 }
 
-TEST_F(Checkpoint, ThatWasStagedHasTheValuesOfThatMoment) {
+TEST_F(Checkpoints, ThatWasStagedHasTheValuesOfThatMoment) {
   for (const auto& dtype : {std::optional<DType>(), std::optional(DType::kBF16)}) {
     SaveOptions options;
     options.dtype = dtype;
@@ -170,7 +170,7 @@ class Counted : public base::Syscalls {
   std::atomic<int> reads{0}, writes{0};
 };
 
-TEST_F(Checkpoint, OfSmallTensorsIsWrittenAndReadInFewCalls) {
+TEST_F(Checkpoints, OfSmallTensorsIsWrittenAndReadInFewCalls) {
   const auto path = folder_ / "a.safetensors";
   const auto small = [&](bool filled) {
     std::vector<Held> held;
@@ -203,7 +203,7 @@ TEST_F(Checkpoint, OfSmallTensorsIsWrittenAndReadInFewCalls) {
   }
 }
 
-TEST_F(Checkpoint, OfMoreFilesThanMayBeOpenIsSavedAndLoaded) {
+TEST_F(Checkpoints, OfMoreFilesThanMayBeOpenIsSavedAndLoaded) {
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
   const auto many = [](bool filled) {

@@ -39,7 +39,7 @@ class Death : public base::Syscalls {
   bool can_exchange_;
 };
 
-TEST_F(Checkpoint, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
+TEST_F(Checkpoints, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "ThreadSanitizer does not follow threads started after fork()";
 #endif

@@ -52,7 +52,7 @@ std::vector<Held> hold_much(const Sharding& sharding, int rank, int ranks, bool 
   return held;
 }
 
-TEST_F(Checkpoint, OfDeviceMemoryPassesThroughPinnedChunks) {
+TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
   FakeDevice device;
   machine_.devices = &device;
   for (const auto& [name, sharding] : kShardings) {
@@ -85,7 +85,7 @@ TEST_F(Checkpoint, OfDeviceMemoryPassesThroughPinnedChunks) {
             3 * 4);  // two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that load
 }
 
-TEST_F(Checkpoint, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
+TEST_F(Checkpoints, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
   FakeDevice device;
   machine_.devices = &device;
   const auto save_both = [&](const fs::path& path, bool from_device) {

@@ -53,7 +53,7 @@ class BadDisk : public base::Syscalls {
   bool failed_ = false;
 };
 
-TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
+TEST_F(Checkpoints, OfABadDiskIsTheOldOneWithOneErrorForAll) {
   using Call = BadDisk::Call;
   const auto path = folder_ / "model";
   const SaveOptions options{.max_shard_size = 1 << 20};
@@ -83,7 +83,7 @@ TEST_F(Checkpoint, OfABadDiskIsTheOldOneWithOneErrorForAll) {
 }
 
 /// One rank's disk fails at its n-th call; the others' are well.
-TEST_F(Checkpoint, OfOneRankWhoseDiskFailsIsTheOldOneWithOneErrorForAll) {
+TEST_F(Checkpoints, OfOneRankWhoseDiskFailsIsTheOldOneWithOneErrorForAll) {
   using Call = BadDisk::Call;
   const auto path = folder_ / "model";
   ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = 1 << 20}), all(3, kFine));
@@ -187,7 +187,7 @@ class Apart : public base::Syscalls {
   bool can_make_;
 };
 
-TEST_F(Checkpoint, OfRanksThatShareNoMemoryHasTheSameBytes) {
+TEST_F(Checkpoints, OfRanksThatShareNoMemoryHasTheSameBytes) {
   ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
   for (const bool can_make : {true, false}) {
     Apart machine(can_make);
@@ -198,7 +198,7 @@ TEST_F(Checkpoint, OfRanksThatShareNoMemoryHasTheSameBytes) {
   }
 }
 
-TEST_F(Checkpoint, ReplacesADirectoryWhereTwoCannotBeExchanged) {
+TEST_F(Checkpoints, ReplacesADirectoryWhereTwoCannotBeExchanged) {
   NoExchange machine;
   machine_.syscalls = &machine;
   for (version = 1; version < 4; ++version) {
@@ -209,14 +209,14 @@ TEST_F(Checkpoint, ReplacesADirectoryWhereTwoCannotBeExchanged) {
   EXPECT_EQ(names(), (std::set<std::string>{"model"}));
 }
 
-TEST_F(Checkpoint, GoesOnAfterInterruptions) {
+TEST_F(Checkpoints, GoesOnAfterInterruptions) {
   Interrupted machine;
   machine_.syscalls = &machine;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", columns, 3), all(3, kFine));
   EXPECT_EQ(load_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
 }
 
-TEST_F(Checkpoint, OfAReadOnlyDirectoryIsOneErrorForAll) {
+TEST_F(Checkpoints, OfAReadOnlyDirectoryIsOneErrorForAll) {
   ReadOnly machine;
   machine_.syscalls = &machine;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", rows, 3), all(3, static_cast<int>(Code::kIo)));
@@ -224,21 +224,21 @@ TEST_F(Checkpoint, OfAReadOnlyDirectoryIsOneErrorForAll) {
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(Checkpoint, OfAFileThatShrinksWhileItIsReadIsOneErrorForAll) {
+TEST_F(Checkpoints, OfAFileThatShrinksWhileItIsReadIsOneErrorForAll) {
   ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   Shrinking machine(folder_ / "a.safetensors");
   machine_.syscalls = &machine;
   EXPECT_EQ(load_as(folder_ / "a.safetensors", columns, 2, false), all(2, static_cast<int>(Code::kCorrupt)));
 }
 
-TEST_F(Checkpoint, OfADiskThatDoesHalfOfWhatItIsAskedIsWhole) {
+TEST_F(Checkpoints, OfADiskThatDoesHalfOfWhatItIsAskedIsWhole) {
   BadDisk disk(BadDisk::Call::kOpen, 0, 0);
   machine_.syscalls = &disk;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   EXPECT_EQ(load_as(folder_ / "a.safetensors", flat, 3), all(3, kFine));
 }
 
-TEST_F(Checkpoint, ThatCannotBeReadIsOneErrorForAll) {
+TEST_F(Checkpoints, ThatCannotBeReadIsOneErrorForAll) {
   ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   for (int after = 0;; ++after) {
     BadDisk disk(BadDisk::Call::kRead, after, EIO);

@@ -57,7 +57,7 @@ LoadReport compare(const Catalog& catalog, const std::vector<Shared>& wanted, co
   if (options.strict && !report.missing.empty()) unfit.push_back("missing in the file: " + listed(report.missing));
   if (options.strict && !report.unexpected.empty()) unfit.push_back("unexpected in the file: " + listed(report.unexpected));
   if (!unfit.empty()) fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog.path, fmt::join(unfit, "; "));
-  report.metadata = catalog.metadata;
+  report.metadata = catalog.metadata();
   return report;
 }
 
@@ -157,14 +157,13 @@ LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choos
 }
 
 void read_one(const Catalog& catalog, const TensorView& view) {
-  const auto found = catalog.tensors.find(view.name);
-  if (found == catalog.tensors.end()) fail(Code::kNotFound, "{} has no tensor '{}'", catalog.path, view.name);
-  if (const std::string why = difference(found->second.entry, view.region.shape(), view.dtype); !why.empty())
+  const Stored& stored = catalog.find(view.name);
+  if (const std::string why = difference(stored.entry, view.region.shape(), view.dtype); !why.empty())
     fail(Code::kInvalidArgument, "{}: {}", catalog.path, why);
-  const bool whole = view.region == Region::whole(view.region.shape());
-  Reader reader(catalog, {{&view, &found->second, whole && found->second.crc}});
+  const bool summed = stored.crc && view.region == Region::whole(view.region.shape());
+  Reader reader(catalog, {{&view, &stored, summed}});
   while (!reader.part().last) continue;
-  if (whole && found->second.crc && *found->second.crc != reader.sums()[0]) {
+  if (summed && *stored.crc != reader.sums()[0]) {
     fail(Code::kCorrupt, "{}: the data of '{}' is not what was saved (checksums differ): read another checkpoint", catalog.path, view.name);
   }
 }

@@ -34,7 +34,7 @@ class Counted : public Group {
   Group& group_;
 };
 
-class Load : public Checkpoint {
+class Load : public Checkpoints {
  protected:
   /// Of every rank, which loads all tensors as `sharding` has them.
   std::vector<int> rounds(const Sharding& sharding, int ranks, const LoadOptions& options) {

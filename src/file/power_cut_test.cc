@@ -41,7 +41,7 @@ std::vector<Way> ways() {
           {"several files without exchange", true, false, false, {}, names}};
 }
 
-class PowerCut : public Checkpoint {
+class PowerCut : public Checkpoints {
  protected:
   PowerCut() {  // in memory where there is such a folder: thousands of small disks
     fs::remove_all(folder_);

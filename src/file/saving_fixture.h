@@ -11,7 +11,7 @@ namespace shardow {
 
 inline constexpr const char* kNonce = "0123456789abcdef";
 
-class Saving : public Checkpoint {
+class Saving : public Checkpoints {
  protected:
   ~Saving() override { version = 0; }
 

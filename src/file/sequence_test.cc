@@ -68,7 +68,7 @@ class ObjectStore : public base::Syscalls {
   std::atomic<int> parts_{0};
 };
 
-TEST_F(Checkpoint, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
+TEST_F(Checkpoints, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
   ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
   const std::string reference = bytes_of(folder_ / "reference.safetensors");
   for (const bool renames : {true, false}) {
@@ -90,7 +90,7 @@ TEST_F(Checkpoint, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
   EXPECT_EQ(names(), (std::set<std::string>{"reference.safetensors", "one.safetensors", "model"}));
 }
 
-TEST_F(Checkpoint, OfADirectoryThatCannotBeRenamedIsTheOldOneUntilItsIndexIsThere) {
+TEST_F(Checkpoints, OfADirectoryThatCannotBeRenamedIsTheOldOneUntilItsIndexIsThere) {
   const auto path = folder_ / "model";
   const SaveOptions options{.max_shard_size = 1 << 20};
   for (int after = 0;; ++after) {
@@ -117,7 +117,7 @@ TEST_F(Checkpoint, OfADirectoryThatCannotBeRenamedIsTheOldOneUntilItsIndexIsTher
   version = 0;
 }
 
-TEST_F(Checkpoint, IsWrittenInSequenceWhereThatIsAskedFor) {
+TEST_F(Checkpoints, IsWrittenInSequenceWhereThatIsAskedFor) {
   ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
   ASSERT_EQ(save_as(folder_ / "other.safetensors", columns, 3, {.sequential = true}), all(3, kFine));
   EXPECT_TRUE(bytes_of(folder_ / "other.safetensors") == bytes_of(folder_ / "reference.safetensors"));

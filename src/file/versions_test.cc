@@ -3,8 +3,6 @@
 
 #include <atomic>
 
-#include "file/catalog.h"
-#include "file/load.h"
 #include "file/saving_fixture.h"
 
 namespace shardow {
@@ -78,23 +76,23 @@ TEST_F(Versions, ThatWereOpenedStay) {
   save_version(1, folder_ / "new.safetensors");
   save_version(0, folder_ / "a.safetensors");
   auto groups = threads(1);
-  const file::Catalog opened = file::share_catalog(*groups[0], folder_ / "a.safetensors", std::chrono::seconds(10));
+  const Checkpoint opened = Checkpoint::open(*groups[0], folder_ / "a.safetensors", std::chrono::seconds(10));
   fs::rename(folder_ / "new.safetensors", folder_ / "a.safetensors");
   auto held = hold(whole, 0, 1, false), expected = hold(whole, 0, 1, true);
-  file::load_from(*groups[0], views_of(held), opened, {});
+  load(*groups[0], views_of(held), opened);
   for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
 }
 
 TEST_F(Versions, ThatAreWrittenOverInPlaceAreNoticed) {
   save_version(0, folder_ / "a.safetensors");
   auto groups = threads(1);
-  const file::Catalog opened = file::share_catalog(*groups[0], folder_ / "a.safetensors", std::chrono::seconds(10));
+  const Checkpoint opened = Checkpoint::open(*groups[0], folder_ / "a.safetensors", std::chrono::seconds(10));
   fs::last_write_time(folder_ / "a.safetensors", fs::file_time_type::clock::now() + std::chrono::seconds(1));
   auto held = hold(whole, 0, 1, false);
   LoadOptions options;
   options.verify = false;
   try {
-    file::load_from(*groups[0], views_of(held), opened, options);
+    load(*groups[0], views_of(held), opened, options);
     FAIL() << "nothing was noticed";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Code::kIo);

@@ -1,4 +1,4 @@
-"""Every Python example of the README and the docs runs."""
+"""Every Python example of the README and the docs runs; every C++ example stands in a C++ test, word for word."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
-def examples() -> list[tuple[str, str]]:
+def examples(language: str = "python") -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1):
+        for number, block in enumerate(re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL), 1):
             found.append((f"{page.relative_to(ROOT)}:{number}", block))
     return found
 
@@ -57,3 +57,16 @@ def test_example_runs(name: str, code: str, tmp_path: Path, monkeypatch: pytest.
     }
     exec(compile(code.replace("...", "pass"), name, "exec"), space)
     assert "shardow." in code, "an example shows shardow at work"
+
+
+def lines(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().split("\n"))
+
+
+@pytest.mark.parametrize(("name", "code"), examples("cpp"), ids=[name for name, _ in examples("cpp")])
+def test_a_cpp_example_is_run_by_a_test(name: str, code: str) -> None:
+    assert any(lines(code) in lines(test.read_text()) for test in (ROOT / "src").rglob("*_test.cc"))
+
+
+def test_there_are_cpp_examples() -> None:
+    assert examples("cpp")

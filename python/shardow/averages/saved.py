@@ -107,11 +107,11 @@ class Saved(States):
         self._core.team.agree("load()", lambda: self._core.swap.refuse("load()"))
         theirs = engine.averages_there(path, len(self._core.keys), self._core.team)
         there = self._core.team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
-        found = list(engine.catalogs(path, there, self._core.team).values())
+        found = list(engine.opened_averages(path, there, self._core.team).values())
         parts = list(self._parts_by_key(saving=False).values())
         read = functools.partial(engine.read_into, team=self._core.team, strict=strict, verify=verify)
-        for one, catalog in zip(parts, found, strict=True):  # whatever does not fit is listed before anything changes
-            read(one, catalog, check_only=True)
+        for one, file in zip(parts, found, strict=True):  # whatever does not fit is listed before anything changes
+            read(one, file, check_only=True)
 
         def take() -> None:
             text = counters.own_part(engine.state_in(path, found[0]), self._core.team.rank)
@@ -120,7 +120,7 @@ class Saved(States):
 
         with self._core.or_as_before():
             self._core.team.agree("load()", take)
-            return _joined([read(one, catalog, progress=progress) for one, catalog in zip(parts, found, strict=True)])
+            return _joined([read(one, file, progress=progress) for one, file in zip(parts, found, strict=True)])
 
     def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
         return {key: self._core.parts(k, saving) for k, key in enumerate(self._core.keys)}

@@ -20,7 +20,6 @@ from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
 from shardow.files.claims import Save, claimed
 from shardow.files.paths import StrPath
-from shardow.files.reading import averages_in
 from shardow.model import dtypes
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
@@ -62,11 +61,9 @@ def averages_there(path: StrPath, wanted: int, team: Team) -> list[str]:
 def _averages_here(path: StrPath, wanted: int) -> list[str]:
     try:
         where = paths.to_read(path)
-        if not any(os.path.exists(os.path.join(where, name)) for name in ("model.safetensors", "model.safetensors.index.json")):
-            several = list(averages_in(where))
-            if several:
-                return several
-        return _core.decay_keys_in(_core.read_catalog(_core.solo(), where).metadata) if wanted > 1 else []
+        if several := list(_core.ema_files_in(where, beside_a_model=False)):
+            return several
+        return _core.decay_keys_in(_core.Checkpoint.open(where).metadata) if wanted > 1 else []
     except errors.Error:
         return []
 
@@ -83,21 +80,21 @@ def in_dtypes(parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: tor
     return [Part(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
 
 
-def catalogs(path: StrPath, keys: Sequence[str], team: Team) -> dict[str, _core.Catalog]:
+def opened_averages(path: StrPath, keys: Sequence[str], team: Team) -> dict[str, _core.Checkpoint]:
     """What with_state() wrote, by key, all of one save. Collective."""
     if len(keys) == 1:
-        return {keys[0]: catalog(path, team)}
+        return {keys[0]: opened(path, team)}
     settle(team.process_group)
-    found = _core.read_catalogs(team.group, paths.to_read(path), [_core.ema_file_name(key) for key in keys], team.timeout)
+    found = _core.Checkpoint.open_files(team.group, paths.to_read(path), [_core.ema_file_name(key) for key in keys], team.timeout)
     return dict(zip(keys, found, strict=True))
 
 
-def catalog(path: StrPath, team: Team) -> _core.Catalog:
+def opened(path: StrPath, team: Team) -> _core.Checkpoint:
     """Of what the path is now: it stays that version for all who read from it. Collective."""
     settle(team.process_group)
     where = paths.to_read(path)
     with _several_said(where):
-        return _core.read_catalog(team.group, where, team.timeout)
+        return _core.Checkpoint.open(team.group, where, team.timeout)
 
 
 @contextlib.contextmanager
@@ -106,7 +103,7 @@ def _several_said(where: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        if several := averages_in(where):
+        if several := _core.ema_files_in(where):
             raise errors.make(
                 "not_found",
                 f"{where} is a saved EMA of decays {', '.join(several)}; give the file of one of them: {', '.join(several.values())}",
@@ -114,7 +111,7 @@ def _several_said(where: str) -> Iterator[None]:
         raise
 
 
-def state_in(path: StrPath, found: _core.Catalog) -> str:
+def state_in(path: StrPath, found: _core.Checkpoint) -> str:
     """The state of a saved EMA; raises where that is something else."""
     if (state := found.metadata.get(_core.STATE_KEY)) is None:
         why = f"its metadata has no {_core.STATE_KEY!r}; use load_state_dict() for weights alone"
@@ -171,7 +168,7 @@ def _check_text(what: str, text: str) -> None:
         raise invalid(f"{what} has {text[error.start]!r} in it, which is no character: headers are UTF-8") from None
 
 
-def read_into(parts: Sequence[Part], found: _core.Catalog, team: Team, **options: Any) -> dict[str, Any]:
+def read_into(parts: Sequence[Part], found: _core.Checkpoint, team: Team, **options: Any) -> dict[str, Any]:
     """The engine's load. Collective."""
     reached = _for_engine(parts)
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
@@ -180,19 +177,19 @@ def read_into(parts: Sequence[Part], found: _core.Catalog, team: Team, **options
     return report
 
 
-Choose = Callable[[_core.Catalog], tuple[Sequence[Part], bool]]
+Choose = Callable[[_core.Checkpoint], tuple[Sequence[Part], bool]]
 
 
 def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
-    """catalog() and read_into() in one. Collective.
+    """opened() and read_into() in one. Collective.
 
-    ``choose(catalog)`` says what this rank wants, and whether that must be all. What it raises is raised on every rank, before anything
+    ``choose(checkpoint)`` says what this rank wants, and whether that must be all. What it raises is raised on every rank, before anything
     changes. It is called again where the path was replaced meanwhile."""
     settle(team.process_group)
     where = paths.to_read(path)
     wanted: list[Sequence[Part]] = [[], []]  # what is asked for, and the memory that the engine fills
 
-    def views(found: _core.Catalog) -> tuple[list[_core.TensorView], bool]:
+    def views(found: _core.Checkpoint) -> tuple[list[_core.TensorView], bool]:
         parts, strict = choose(found)
         wanted[:] = parts, _for_engine(parts)
         return _views(wanted[1]), strict

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -44,12 +43,13 @@ class Slice:
 
         Raises IndexError outside of the shape, NotImplementedError for a dtype that the framework lacks or a slice inside of its packed
         elements, ValueError where a whole tensor's checksum differs, OSError where the file was written over."""
-        ranges = _ranges(self.name, self.shape, index)
+        entries = _full(self.shape, index)
+        ranges = [_range(self.name, size, entry) for size, entry in zip(self.shape, entries, strict=True)]
         region = _core.Region.grid(list(self.shape), [_intervals(one) for one in ranges])
         sizes = [len(one) for one in ranges]
-        kept = _kept(self.shape, index)
+        kept = [isinstance(entry, slice) for entry in entries]
         result, dtype, address = self._empty(sizes, ranges, kept)
-        _core.read_one(self._checkpoint._opened(), _core.TensorView(self.name, dtype, region, address))
+        self._checkpoint._opened().read(_core.TensorView(self.name, dtype, region, address))
         return result.reshape([size for size, keep in zip(result.shape, kept, strict=True) if keep])
 
     def _empty(self, sizes: list[int], ranges: list[range], kept: list[bool]) -> tuple[Any, str, int]:
@@ -82,9 +82,9 @@ class Checkpoint(Mapping[str, Any]):
     last reference. A file whose bytes are written over meanwhile is an OSError.
     """
 
-    def __init__(self, catalog: _core.Catalog, path: str, framework: Framework) -> None:
+    def __init__(self, catalog: _core.Checkpoint, path: str, framework: Framework) -> None:
         self.path = path
-        self._catalog: _core.Catalog | None = catalog
+        self._engine: _core.Checkpoint | None = catalog
         self._tensors = catalog.tensors
         self._framework: Framework = framework
         self.metadata = catalog.metadata
@@ -102,12 +102,12 @@ class Checkpoint(Mapping[str, Any]):
 
     def close(self) -> None:
         """Closes the files; what was read stays. Names, shapes and metadata can still be asked for."""
-        self._catalog = None
+        self._engine = None
 
-    def _opened(self) -> _core.Catalog:
-        if self._catalog is None:
+    def _opened(self) -> _core.Checkpoint:
+        if self._engine is None:
             raise invalid(f"{self.path} was closed; open it again")
-        return self._catalog
+        return self._engine
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -125,7 +125,7 @@ class Checkpoint(Mapping[str, Any]):
         return name in self._tensors
 
     def __repr__(self) -> str:
-        return f"Checkpoint('{self.path}', {len(self)} tensors{', closed' if self._catalog is None else ''})"
+        return f"Checkpoint('{self.path}', {len(self)} tensors{', closed' if self._engine is None else ''})"
 
 
 class SeveralAverages(Checkpoint):
@@ -174,34 +174,17 @@ def open_checkpoint(path: StrPath, framework: Framework | None = None, *, decay:
         raise invalid(f"framework={framework!r}; it must be 'torch' or 'numpy'")
     chosen: Framework = framework or ("torch" if importlib.util.find_spec("torch") else "numpy")
     where = paths.to_read(path)
-    single = not any(os.path.exists(os.path.join(where, name)) for name in ("model.safetensors", "model.safetensors.index.json"))
-    files = averages_in(where) if single or decay is not None else {}
-    if files:
-        found = _core.read_catalogs(_core.solo(), where, list(files.values()))
+    if files := _core.ema_files_in(where, beside_a_model=decay is not None):
+        found = _core.Checkpoint.open_files(where, list(files.values()))
         opened = {key: Checkpoint(one, os.path.join(where, files[key]), chosen) for key, one in zip(files, found, strict=True)}
         return SeveralAverages(opened, where) if decay is None else list(opened.values())[choose(list(opened), decay)]
-    checkpoint = Checkpoint(_core.read_catalog(_core.solo(), where), where, chosen)
+    checkpoint = Checkpoint(_core.Checkpoint.open(where), where, chosen)
     if decay is not None:
         keys = _core.decay_keys_in(checkpoint.metadata)
         if not keys:
             raise invalid(f"{where} is no saved EMA, so decay={decay} chooses nothing")
         choose(keys, decay)
     return checkpoint
-
-
-def averages_in(directory: str) -> dict[str, str]:
-    """{decay: file name} of the EMA with several decays that was saved there last; {} where there is none."""
-    try:
-        found = [entry for entry in os.scandir(directory) if re.fullmatch(r"ema-.+\.safetensors", entry.name)]
-    except (NotADirectoryError, FileNotFoundError):
-        return {}
-    except OSError as error:
-        raise errors.make("io", f"{directory}: {error.strerror}", error.errno or 0) from None
-    for entry in sorted(found, key=lambda one: one.stat().st_mtime_ns, reverse=True):
-        names = {key: _core.ema_file_name(key) for key in _core.decay_keys_in(_core.read_catalog(_core.solo(), entry.path).metadata)}
-        if entry.name in names.values():
-            return names
-    return {}
 
 
 def _packed(name: str, dtype: str, ranges: list[range], kept: list[bool], packed: int) -> int:
@@ -224,24 +207,17 @@ def _full(shape: tuple[int, ...], index: Any) -> list[Any]:
     return [*entries[:at], *[slice(None)] * missing, *rest]
 
 
-def _ranges(name: str, shape: tuple[int, ...], index: Any) -> list[range]:
-    ranges = []
-    for size, entry in zip(shape, _full(shape, index), strict=True):
-        if isinstance(entry, slice):
-            chosen = range(*entry.indices(size))
-            if chosen.step < 0:
-                raise IndexError(f"'{name}': slices of a file have positive steps")
-        else:
-            at = int(entry)
-            if not -size <= at < size:
-                raise IndexError(f"'{name}': index {at} is outside of a dimension of {size}")
-            chosen = range(at % size, at % size + 1)
-        ranges.append(chosen)
-    return ranges
-
-
-def _kept(shape: tuple[int, ...], index: Any) -> list[bool]:
-    return [isinstance(entry, slice) for entry in _full(shape, index)]
+def _range(name: str, size: int, entry: Any) -> range:
+    """Of one dimension."""
+    if not isinstance(entry, slice):
+        at = int(entry)
+        if not -size <= at < size:
+            raise IndexError(f"'{name}': index {at} is outside of a dimension of {size}")
+        return range(at % size, at % size + 1)
+    chosen = range(*entry.indices(size))
+    if chosen.step < 0:
+        raise IndexError(f"'{name}': slices of a file have positive steps")
+    return chosen
 
 
 def _intervals(chosen: range) -> list[tuple[int, int]]:

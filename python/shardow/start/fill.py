@@ -53,7 +53,7 @@ def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, An
     ``check_only``: reads nothing either."""
     choice: list[_Choice] = []
 
-    def choose(found: _core.Catalog) -> tuple[list[Part], bool]:
+    def choose(found: _core.Checkpoint) -> tuple[list[Part], bool]:
         choice[:] = [_choose(job, found, str(path))]
         return choice[0].parts, choice[0].strict
 
@@ -73,7 +73,7 @@ class _Choice:
     extra: FromFile
 
 
-def _choose(job: Job, found: _core.Catalog, where: str) -> _Choice:
+def _choose(job: Job, found: _core.Checkpoint, where: str) -> _Choice:
     there = found.tensors
     keys = matched(job.held, there.keys(), where)
     lacking = {name for name in job.wanted if name not in keys}

@@ -137,7 +137,7 @@ class _Raising(_core.Group):
 def test_the_engine_asks_no_python_for_rank_and_size(tmp_path: Path) -> None:
     """There they cannot fail: an exception would end the process."""
     with pytest.raises(FileNotFoundError):
-        _core.read_catalog(_Raising(0, 2), tmp_path / "a.safetensors", 5.0)
+        _core.Checkpoint.open(_Raising(0, 2), tmp_path / "a.safetensors", 5.0)
 
 
 def late_to_the_rest() -> str:

@@ -261,7 +261,7 @@ class DistEMA:
         changes, where names, shapes or options differ."""
         copied: Copied = []
         parts = self._together("load()", lambda: self._parts(copied, saving=False))
-        found = engine.catalog(path, self._team)
+        found = engine.opened(path, self._team)
         steps = self._team.agree("load()", lambda: steps_in(config_in(path, found.metadata), self.config))
         engine.read_into(parts, found, self._team, check_only=True)
         engine.read_into(parts, found, self._team)

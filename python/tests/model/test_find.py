@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
 from shardow.model.local import LocalTensor
-from shardow.model.view import find
+from shardow.model.view import ModelView, find
 
 ANY = ["ddp", "fsdp1", "fsdp1-flat", "fsdp1-grad-op", "fsdp1-no-shard", "fsdp2"]
 CASES = [
@@ -56,6 +56,11 @@ def check_locals(found: list[LocalTensor], full: dict[str, torch.Tensor]) -> Non
         assert local.requires_grad == expected.requires_grad
 
 
+def ranks_of(view: ModelView) -> list[int]:
+    """The global ranks that share the model."""
+    return [dist.get_rank()] if view.process_group is None else dist.get_process_group_ranks(view.process_group)
+
+
 def look(kind: str) -> list[Found]:
     reports = []
     for name in zoo.models_for(kind):
@@ -70,7 +75,7 @@ def look(kind: str) -> list[Found]:
         assert view.unchanged()
         shared = any(local.sharded for local in view.parameters)
         assert shared or kind == "plain" or dist.get_world_size() == 1
-        assert view.ranks == (list(range(dist.get_world_size())) if shared else [dist.get_rank()])
+        assert ranks_of(view) == (list(range(dist.get_world_size())) if shared else [dist.get_rank()])
         reports.append({local.name: (local.aliases, divided(local).encode(), local.sharded) for local in view.parameters})
     return reports
 
@@ -158,12 +163,12 @@ def groups_of_a_part() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     if dist.get_rank() == 2:
         assert find(model).process_group is None
-        assert find(model).ranks == [2]
+        assert ranks_of(find(model)) == [2]
         return
     model[1] = DistributedDataParallel(model[1], process_group=pair)
     view = find(model)
     assert view.process_group is pair
-    assert view.ranks == [0, 1]
+    assert ranks_of(view) == [0, 1]
     assert [bool(local.replicas) for local in view.parameters] == [False, False, True, True], "only what DDP has is a replica"
 
 
@@ -179,10 +184,10 @@ def given_groups() -> None:
     assert find(plain).parameters[0].replicas == ()
     view = find(plain, group=half)
     assert [(index, count) for _, index, count in view.parameters[0].replicas] == [(me % 2, 2)]
-    assert view.ranks == [me // 2 * 2, me // 2 * 2 + 1]
+    assert ranks_of(view) == [me // 2 * 2, me // 2 * 2 + 1]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     sharded = fully_shard(nn.Linear(8, 8), mesh=mesh["b"])
-    assert find(sharded).ranks == view.ranks
+    assert ranks_of(find(sharded)) == ranks_of(view)
     try:
         find(fully_shard(nn.Linear(8, 8), mesh=mesh["a"]), group=half)
     except ValueError as error:
@@ -211,7 +216,7 @@ def needs_a_group() -> None:
             assert "group=" in str(error)
         else:
             raise AssertionError("no group is known")
-        assert find(model, group=three).ranks == [0, 1, 2]
+        assert ranks_of(find(model, group=three)) == [0, 1, 2]
 
 
 def test_without_a_known_group_one_is_asked_for() -> None:

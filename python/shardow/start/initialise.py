@@ -5,8 +5,9 @@ Each rank keeps its slices, so that values are the same at any world size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,10 +115,10 @@ def _reset_and_replay(module: nn.Module, reset: Callable[[], object] | None, rec
 def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> list[str]:
     """Returns the names of what has values now."""
     done = []
-    with _StandIns(module, own) as values:
+    with _whole(module, own):
         init(module)
         for key, part in own.items():
-            value = values.now(key)
+            value = module._buffers[key] if key in module._buffers else module._parameters.get(key)  # maybe another object
             if part.name not in job.wanted or _unwritten(value):
                 continue
             if value is None or tuple(value.shape) != tuple(part.region.shape):
@@ -139,46 +140,27 @@ def _unwritten(value: torch.Tensor | None) -> bool:
     return value is not None and value.numel() > 0 and all(bool((one == PATTERN).all()) for one in (_bytes(value)[:64], _bytes(value)))
 
 
-class _StandIns:
-    """While it lasts, a module's own tensors are whole, without values, on the CPU.
-
-    That is so whatever shards or views of flat shards were in their place.
-    """
-
-    def __init__(self, module: nn.Module, own: Own) -> None:
-        self._module, self._own = module, own
-        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._made: dict[str, torch.Tensor] = {}  # by the part's name: what is tied stays so
-
-    def __enter__(self) -> _StandIns:
-        module = self._module
-        for tensors in (module.__dict__, module._parameters, module._buffers):
-            self._kept.append((tensors, dict(tensors)))
-        for part in self._own.values():  # first, since there may be no memory for it
-            if part.name not in self._made:
-                self._made[part.name] = mapped(part.region.shape, part.flat.dtype)
-                _bytes(self._made[part.name]).fill_(PATTERN)
-        for key, part in self._own.items():
-            before = module._parameters.get(key)
-            whole = self._made[part.name]
-            module.__dict__.pop(key, None)  # FSDP1 without use_orig_params leaves a plain attribute there
+@contextlib.contextmanager
+def _whole(module: nn.Module, own: Own) -> Iterator[None]:
+    """Inside, a module's own tensors are whole, without values, on the CPU, whatever shards or views of flat shards were in their place."""
+    made: dict[str, torch.Tensor] = {}  # by the part's name: what is tied stays so
+    for part in own.values():  # first, since there may be no memory for it
+        if part.name not in made:
+            made[part.name] = mapped(part.region.shape, part.flat.dtype)
+            _bytes(made[part.name]).fill_(PATTERN)
+    kept: list[tuple[Any, Any]] = [(tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)]
+    attributes = {key: module.__dict__.pop(key) for key in own if key in module.__dict__}  # FSDP1 without use_orig_params leaves them
+    try:
+        for key, part in own.items():
+            before, whole = module._parameters.get(key), made[part.name]
             if key in module._buffers:
                 module._buffers[key] = whole
             else:
                 floating = whole.is_floating_point() or whole.is_complex()
                 module._parameters[key] = nn.Parameter(whole, requires_grad=floating and (before is None or before.requires_grad))
-        return self
-
-    def now(self, key: str) -> torch.Tensor | None:
-        """What the initialisation has left there; it may have put another object in its place."""
-        found = self._module._buffers.get(key) if key in self._module._buffers else self._module._parameters.get(key)
-        return found
-
-    def __exit__(self, *_: object) -> None:
-        for tensors, before in self._kept[1:]:
+        yield
+    finally:
+        for tensors, were in kept:
             tensors.clear()
-            tensors.update(before)
-        attributes, before = self._kept[0]
-        for key in self._own:
-            if key in before:
-                attributes[key] = before[key]
+            tensors.update(were)
+        module.__dict__.update(attributes)

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "core.h"
+#include "shardow/messages.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -87,6 +88,30 @@ void bind_region(nb::module_& m) {
   m.def(
       "covers_once", [](const std::vector<Region>& regions) { return covers_once(regions); }, "regions"_a,
       "True if the regions, all of one shape, hold every element exactly once.");
+  nb::class_<MessagePiece>(m, "MessagePiece", "Elements of want number `want`, from `begin` on, `at` bytes from their message's start.")
+      .def_ro("want", &MessagePiece::want)
+      .def_ro("region", &MessagePiece::region)
+      .def_ro("begin", &MessagePiece::begin)
+      .def_ro("at", &MessagePiece::at)
+      .def_ro("bytes", &MessagePiece::bytes);
+  nb::class_<Messages>(m, "Messages", "An iterator of lists of pieces: parts of tensors in messages of at most `most_bytes`.")
+      .def(
+          "__init__",
+          [](Messages* self, size_t count, nb::callable wanted, int64_t most_bytes) {
+            const auto one = [wanted = std::move(wanted)](size_t i) {
+              auto [region, item_bytes] = nb::cast<std::pair<Region, int64_t>>(wanted(i));
+              return Wanted{std::move(region), item_bytes};
+            };
+            new (self) Messages(count, one, most_bytes);
+          },
+          "count"_a, "wanted"_a, "most_bytes"_a = Messages::kMostBytes, "wanted(i) -> (region, bytes of an element), asked for each once.")
+      .def(
+          "__iter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __iter__(self) -> Messages"))
+      .def("__next__", [](Messages& messages) {
+        auto message = messages.next();
+        if (!message) throw nb::stop_iteration();
+        return std::move(*message);
+      });
 }
 
 }  // namespace shardow::python

@@ -133,9 +133,9 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) ->
     return picked
 
 
-def windows(region: _core.Region, itemsize: int, most: int = _BLOCK) -> Iterator[_core.Region]:
-    """The region in messages of at most ``most`` bytes."""
-    step = max(most // itemsize, 1)
+def windows(region: _core.Region, itemsize: int) -> Iterator[_core.Region]:
+    """The region in messages of at most 16 MiB."""
+    step = max(_BLOCK // itemsize, 1)
     for begin in range(0, region.size, step):
         yield region.window(begin, min(begin + step, region.size))
 

@@ -3,7 +3,8 @@
 Numbered, as the code below:
 
 1. every rank tells rank 0 what it wants: keys, regions, dtypes
-2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together; few are on the way at any time
+2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together (include/shardow/messages.h); few are on the
+   way at any time
 3. rank 0 sends them in turns; where the source's elements lie one after another they are sent from where they are
 4. who fails reads nothing more, and keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Then it raises
    its first failure; whoever calls this agrees afterwards
@@ -26,13 +27,12 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.progress import Progress
-from shardow.ranks.gather import Part, stretch, take, windows
+from shardow.ranks.gather import Part, stretch, take
 from shardow.ranks.team import Team
 from shardow.ranks.transfers import begun, finish
 
 _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8
-_ALIGN = 16  # of a piece in a packed message
 _A_LOOK = 0.05  # seconds, to see whether a transfer has ended
 
 
@@ -53,38 +53,11 @@ class Fill:
     want: Want
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of want number ``want``, from its element ``begin`` on, which lies ``at`` bytes from its message's start."""
-
-    want: int
-    region: _core.Region
-    begin: int
-    at: int
-    nbytes: int
-
-
-Message = list[Piece]
+Message = list[_core.MessagePiece]
 
 
 def messages(wants: Sequence[Want]) -> Iterator[Message]:
-    packed: Message = []
-    size = 0
-    for number, want in enumerate(wants):
-        begin = 0
-        for window in windows(_core.Region.decode(want.region), want.dtype.itemsize, _MESSAGE):
-            nbytes = window.size * want.dtype.itemsize
-            if nbytes > _MESSAGE // 2:
-                yield [Piece(number, window, begin, 0, nbytes)]
-            else:
-                if size + nbytes > _MESSAGE:
-                    yield packed
-                    packed, size = [], 0
-                packed.append(Piece(number, window, begin, size, nbytes))
-                size += -(-nbytes // _ALIGN) * _ALIGN
-            begin += window.size
-    if packed:
-        yield packed
+    return _core.Messages(len(wants), lambda i: (_core.Region.decode(wants[i].region), wants[i].dtype.itemsize), _MESSAGE)
 
 
 def behind(timeout: float) -> float:
@@ -170,7 +143,7 @@ class Server(_Side):
                         self._send_message(recent, message, wants[rank], rank)
                     elif self.failed is None:
                         _copy(recent, message, own)
-                    done += sum(piece.nbytes for piece in message)
+                    done += sum(piece.bytes for piece in message)
                     if progress is not None and self.failed is None:
                         progress(done, total)
         self._until(0)
@@ -284,13 +257,13 @@ def _in_place(message: Message, own: Sequence[Fill], device: torch.device) -> to
     return _target(message[0], own).view(torch.uint8) if one else None
 
 
-def _target(piece: Piece, own: Sequence[Fill]) -> torch.Tensor:
+def _target(piece: _core.MessagePiece, own: Sequence[Fill]) -> torch.Tensor:
     return own[piece.want].part.flat[piece.begin : piece.begin + piece.region.size]
 
 
 def _length(message: Message) -> int:
-    return message[-1].at + message[-1].nbytes
+    return message[-1].at + message[-1].bytes
 
 
-def _inside(packed: torch.Tensor, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-    return packed[piece.at : piece.at + piece.nbytes].view(dtype)
+def _inside(packed: torch.Tensor, piece: _core.MessagePiece, dtype: torch.dtype) -> torch.Tensor:
+    return packed[piece.at : piece.at + piece.bytes].view(dtype)

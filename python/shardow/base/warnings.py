@@ -11,10 +11,6 @@ _NOT_THE_USERS = {"shardow", "torch", "contextlib"}  # packages whose frames are
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """warnings.warn() at the first frame that belongs to none of those packages."""
     level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and _package(frame.f_globals) in _NOT_THE_USERS:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-def _package(namespace: dict[str, object]) -> str:
-    return str(namespace.get("__name__", "")).partition(".")[0]

@@ -131,7 +131,9 @@ class AveragedModel(Averaged):
         """The functions may be replaced at any time. By default torch takes one of two, by the device."""
         chosen = self.multi_avg_fn or self.avg_fn
         if chosen is None:
-            chosen = _MEAN if _is_of_lists(next((p.device for p in model.parameters()), None)) else _MEAN_OF_ONE
+            device = next((p.device for p in model.parameters()), None)
+            by_lists = device is not None and device.type in _get_foreach_kernels_supported_devices()
+            chosen = _MEAN if by_lists else _MEAN_OF_ONE
         return getattr(chosen, _KNOWN, None)
 
     def _change(self, averages: Tensors, weights: Tensors) -> None:
@@ -148,10 +150,6 @@ class AveragedModel(Averaged):
                 continue
             for average, weight in zip(ours, theirs, strict=True):
                 average.copy_((self.avg_fn or _MEAN_OF_ONE)(average, weight, count))
-
-
-def _is_of_lists(device: torch.device | None) -> bool:
-    return device is not None and device.type in _get_foreach_kernels_supported_devices()
 
 
 def _parameters(name: str, tensor: Tensor, kind: Kind) -> Fate:

@@ -64,7 +64,8 @@ class ShardedModelEMAManager(Managed):
     @property
     def _param_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(average, weight): the parameters themselves, or FSDP1's memory of them."""
-        ours, theirs = (_weights(find(module, strided=True)) for module in (self.ema_model, self._train_model))
+        views = [find(module, strided=True) for module in (self.ema_model, self._train_model)]
+        ours, theirs = ({**{one.name: one.tensor for one in view.parameters}, **weights_of(view)} for view in views)
         return [(ours[name], theirs[name]) for name in self._twin.names]
 
     def update(self, model: nn.Module | None = None) -> None:
@@ -112,10 +113,6 @@ class ShardedModelEMAManager(Managed):
     def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
         held = self._held()
         return held.parts, held.names
-
-
-def _weights(view: ModelView) -> dict[str, torch.Tensor]:
-    return {**{one.name: one.tensor for one in view.parameters}, **weights_of(view)}
 
 
 def _check(ours: ModelView, theirs: ModelView) -> None:

@@ -141,11 +141,9 @@ class EMA_FSDP:
 
         ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the unwrapped model's.
         """
-        names = self._core.team.agree("full_state_dict()", lambda: self._keys_of(key_style))
-        return {names[name]: tensor for name, tensor in self.ema.full_state_dict(complete=False).items()}
-
-    def _keys_of(self, key_style: str) -> dict[str, str]:
-        return self._names if one_of("key_style", key_style, ("wrapped", "clean")) == "wrapped" else {name: name for name in self._names}
+        style = self._core.team.agree("full_state_dict()", lambda: one_of("key_style", key_style, ("wrapped", "clean")))
+        full = self.ema.full_state_dict(complete=False)
+        return full if style == "clean" else {self._names[name]: tensor for name, tensor in full.items()}
 
     def save(self, path: str | Path) -> None:
         """Resumable, every rank writing its own bytes; see shardow.EMA.save(). Collective."""

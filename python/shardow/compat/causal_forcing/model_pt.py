@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +70,5 @@ def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: s
     if isinstance(target, EMA_FSDP):
         target.load_state_dict(found)
     else:
-        materialize(model, {**dict(_buffers(model)), **found})
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Persistent ones with values, which no average has."""
-    for slot in slots(model, "buffer"):
-        if not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor"):
-            yield slot.name, slot.recorded
+        own = [slot for slot in slots(model, "buffer") if not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor")]
+        materialize(model, {**{slot.name: slot.recorded for slot in own}, **found})  # no average has buffers

@@ -229,7 +229,7 @@ class DistEMA:
         """
         steps, values = self._together("load_state_dict()", lambda: self._fitting(state_dict), alone=True)
         for share, value in values:
-            take(share.as_stored(value), share.region, share.average)
+            take(value.permute(share.order), share.region, share.average)
         self.decay_steps = self.decay_steps if steps is None else steps
 
     def _fitting(self, state: Mapping[str, Any]) -> tuple[int | None, list[tuple[Share, torch.Tensor]]]:

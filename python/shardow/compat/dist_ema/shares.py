@@ -55,12 +55,8 @@ class Share:
     def form(self) -> tuple[_core.Region, tuple[int, ...]]:
         return self.local.region, self.order
 
-    def as_stored(self, whole: torch.Tensor) -> torch.Tensor:
-        """The dimensions in the order of memory."""
-        return whole.permute(self.order)
-
     def as_shaped(self, stored: torch.Tensor) -> torch.Tensor:
-        """The reverse."""
+        """The dimensions as the parameter has them."""
         return stored.permute(_inverse(self.order))
 
     def parts(self, copied: Copied) -> Iterator[Part]:

@@ -43,12 +43,12 @@ class Plan:
 def save(state: Mapping[str, torch.Tensor], decay: float, updates: int, directory: Path, team: Team) -> None:
     """Every rank writes its own shards; the directory is there whole, or as before. Collective."""
     entries = {**state, _DECAY: torch.tensor(decay, dtype=torch.float64), _UPDATES: torch.tensor(updates)}
-    publish("save()", directory, directory.with_name(f".{directory.name}.partial"), team, lambda partial: _write(entries, partial, team))
 
+    def write(partial: Path) -> None:
+        with _quiet_alone():
+            dcp_save(entries, checkpoint_id=str(partial), planner=EmaSavePlanner(), process_group=team.process_group)
 
-def _write(entries: dict[str, torch.Tensor], directory: Path, team: Team) -> None:
-    with _quiet_alone():
-        dcp_save(entries, checkpoint_id=str(directory), planner=EmaSavePlanner(), process_group=team.process_group)
+    publish("save()", directory, directory.with_name(f".{directory.name}.partial"), team, write)
 
 
 @contextmanager

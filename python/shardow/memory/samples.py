@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -40,11 +41,11 @@ class Sampler:
         self._interval = interval
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="shardow-memory", daemon=True)
-        self._page = _page_size()
+        self._page = os.sysconf("SC_PAGE_SIZE")
         self._next_proportional = 0.0
 
     def start(self) -> None:
-        self._high_before = _status("VmHWM")
+        self._high_before = _told("status", "VmHWM:")
         self.samples.before = self._resident()
         self._sample(costly=True)
         self._thread.start()
@@ -53,7 +54,7 @@ class Sampler:
         self._stopped.set()
         self._thread.join()
         self._sample(costly=True)
-        high = _status("VmHWM")
+        high = _told("status", "VmHWM:")
         highest = max(amount for _, amount in self.samples.resident)
         self.samples.peak = max(high, highest) if high > self._high_before else highest
 
@@ -77,7 +78,7 @@ class Sampler:
             self._add(self.samples.device, now, device)
         if costly:
             began = time.monotonic()
-            self._add(self.samples.proportional, now, _proportional())
+            self._add(self.samples.proportional, now, _told("smaps_rollup", "Pss:"))
             self._next_proportional = time.monotonic() + (time.monotonic() - began) / _SHARE
 
     def _add(self, series: Series, now: float, amount: int) -> None:
@@ -91,21 +92,10 @@ class Sampler:
         return int(Path("/proc/self/statm").read_text().split()[1]) * self._page
 
 
-def _page_size() -> int:
-    import resource
-
-    return resource.getpagesize()
-
-
-def _status(name: str) -> int:
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-
-
-def _proportional() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _told(file: str, name: str) -> int:
+    """Bytes, by a line of a file of /proc."""
+    lines = Path(f"/proc/self/{file}").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
 def _on_device() -> int | None:

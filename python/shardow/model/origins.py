@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +19,12 @@ from shardow.model.regions import region_of
 from shardow.model.slots import slots
 from shardow.ranks.gather import take
 
-
-@dataclass(frozen=True)
-class _Origin:
-    module: weakref.ref[nn.Module]
-    key: str
-
-
-_origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter; tensors compare by value
+_origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter, since tensors compare by value: (weak reference to its module, key)
 
 
 def remember(module: nn.Module, key: str) -> None:
     """That the parameter which is there now is there."""
-    _origins[module._parameters[key]] = _Origin(weakref.ref(module), key)
+    _origins[module._parameters[key]] = (weakref.ref(module), key)
 
 
 def remember_all(model: nn.Module) -> None:
@@ -121,9 +113,9 @@ def _sharded_as(param: torch.Tensor, value: Any) -> Any:
 
 
 def _remembered(param: torch.Tensor) -> tuple[nn.Module, str] | None:
-    origin = _origins.get(param)
-    module = None if origin is None else origin.module()
-    return None if origin is None or module is None or module._parameters.get(origin.key) is None else (module, origin.key)
+    reference, key = _origins.get(param, (lambda: None, ""))
+    module = reference()
+    return None if module is None or module._parameters.get(key) is None else (module, key)
 
 
 def _named(modules: dict[str, nn.Module], name: str | None) -> tuple[nn.Module, str] | None:

@@ -113,7 +113,9 @@ def _checked(
     if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
         raise invalid(f"wrap(): the mesh has {mesh.ndim} dimensions named {mesh.mesh_dim_names}; FSDP2 takes one, or two with names (HSDP)")
     chosen = _chosen(model, units)
-    _check_containers([*chosen, model])
+    for unit in [*chosen, model]:
+        if is_container(unit):
+            raise invalid(f"wrap(): a {type(unit).__name__} has no forward(), and can't be a unit; name its members' class")
     _check_ties(model, chosen)
     origins.remember_all(model)
     bindings = None if optimizer is None else origins.bindings(optimizer, model)
@@ -152,12 +154,6 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
     return list(
         {id(module): module for module in reversed(found) if not isinstance(module, FSDPModule)}.values()
     )  # inner units first, as torch wants
-
-
-def _check_containers(units: list[nn.Module]) -> None:
-    for unit in units:
-        if is_container(unit):
-            raise invalid(f"wrap(): a {type(unit).__name__} has no forward(), and can't be a unit; name its members' class")
 
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:

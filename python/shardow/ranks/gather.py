@@ -58,7 +58,7 @@ class Gatherer:
                 yield part.name, self._receive(i)
             else:
                 if self._mine[i]:
-                    for block in blocks(part.region, part.flat):
+                    for block in part.flat.split(_elements(part.flat.itemsize)):
                         self._move(dist.isend, block.contiguous(), 0, group_dst=0)
                 yield part.name, None
 
@@ -107,7 +107,7 @@ class Gatherer:
             if rank == 0:
                 place(part.flat.cpu(), region, full)
                 continue
-            for window in windows(region, full.element_size()):
+            for window in _windows(region, full.element_size()):
                 block = torch.empty(window.size, dtype=part.flat.dtype, device=part.flat.device)
                 self._move(dist.irecv, block, rank, group_src=rank)
                 place(block.cpu(), window, full)
@@ -133,19 +133,14 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) ->
     return picked
 
 
-def windows(region: _core.Region, itemsize: int) -> Iterator[_core.Region]:
-    """The region in messages of at most 16 MiB."""
-    step = max(_BLOCK // itemsize, 1)
-    for begin in range(0, region.size, step):
-        yield region.window(begin, min(begin + step, region.size))
+def _elements(itemsize: int) -> int:
+    """Of one message."""
+    return max(_BLOCK // itemsize, 1)
 
 
-def blocks(region: _core.Region, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same messages, as parts of what is held."""
-    at = 0
-    for window in windows(region, flat.element_size()):
-        yield flat[at : at + window.size]
-        at += window.size
+def _windows(region: _core.Region, itemsize: int) -> Iterator[_core.Region]:
+    for begin in range(0, region.size, _elements(itemsize)):
+        yield region.window(begin, min(begin + _elements(itemsize), region.size))
 
 
 def place(flat: torch.Tensor, region: _core.Region, full: torch.Tensor) -> None:

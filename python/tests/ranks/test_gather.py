@@ -1,0 +1,62 @@
+"""Full tensors from everybody's pieces, in more than one block; and regions of many boxes, out of a tensor and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from shardow import _core
+from shardow.ranks.gather import Gatherer, Part, place, stretch, take
+from shardow.ranks.team import Team
+
+SHAPE = (3000, 2000)  # of which rank 1 holds 20 MB: two blocks
+
+
+def gathered() -> dict[str, bool]:
+    whole = _core.Region.whole(SHAPE)
+    cut = 1_000_003
+    region = whole.window(0, cut) if dist.get_rank() == 0 else whole.window(cut, whole.size)
+    values = torch.arange(whole.size, dtype=torch.float32)
+    part = Part("t", torch.empty(region.size), region)
+    take(values.view(SHAPE), region, part.flat)
+    return {
+        name: torch.equal(full.view(-1), values)
+        for name, full in Gatherer("a test", [part], Team(dist.group.WORLD, 60.0)).whole({}).items()
+    }
+
+
+def test_a_tensor_of_several_blocks_arrives_whole() -> None:
+    assert ranks.run(2, gathered) == [{"t": True}, {}]
+
+
+COLUMNS = _core.Region.grid([6, 8], [[(1, 6)], [(0, 2), (5, 8)]])
+
+
+@pytest.mark.parametrize("region", [COLUMNS, COLUMNS.window(3, 17), COLUMNS.window(4, 4), _core.Region.whole([6, 8])], ids=str)
+@pytest.mark.parametrize("turn", [lambda t: t, lambda t: t.t().contiguous().t()], ids=["rows", "columns"])
+def test_what_is_taken_out_of_a_tensor_is_placed_back_where_it_was(region: _core.Region, turn: Any) -> None:
+    full = turn(torch.arange(48.0).view(6, 8))
+    held = [i for begin, _, length in region.runs() for i in range(begin, begin + length)]
+    flat = torch.full((region.size,), -1, dtype=torch.float64)
+    take(full, region, flat)
+    assert flat.tolist() == held
+    expected = [float(i in held) for i in range(48)]
+    back = turn(torch.zeros(6, 8))
+    place(torch.ones(region.size), region, back)
+    assert back.flatten().tolist() == expected
+
+
+def test_a_stretch_is_a_view_where_the_elements_lie_one_after_another() -> None:
+    full = torch.arange(48.0).view(6, 8)
+    rows = _core.Region.whole([6, 8]).window(5, 30)
+    found = stretch(full, rows)
+    assert found is not None
+    assert found.tolist() == list(range(5, 30))
+    assert found.data_ptr() == full.data_ptr() + 20
+    assert stretch(full, COLUMNS) is None
+    assert stretch(full.t(), _core.Region.whole([8, 6])) is None
+    assert stretch(full, rows.window(2, 2)) is None

@@ -128,8 +128,9 @@ TEST_F(EmaFiles, AreNotWhatOnlyHasSuchAName) {
   save_model();
   fs::rename(folder_ / "model.safetensors", folder_ / "ema-mine.safetensors");
   EXPECT_EQ(found(), Keys());
+  save_ema({Schedule::constant(0.7), Schedule::constant(0.6)});
+  fs::rename(folder_ / "ema-0.7.safetensors", folder_ / "ema-copy.safetensors");  // of an EMA, but under no name of its own
   save_ema(kSchedules);
-  fs::rename(folder_ / "ema-0.5.safetensors", folder_ / "ema-copy.safetensors");  // of an EMA, but under no name of its own
   touch("ema-copy.safetensors");
   touch("ema-mine.safetensors");
   fs::create_symlink("nowhere", folder_ / "ema-gone.safetensors");

@@ -17,7 +17,7 @@ def choose(keys: Sequence[str], decay: object) -> int:
     if isinstance(decay, _core.Schedule):
         key = decay.key()
     else:
-        key = repr(float(decay)) if isinstance(decay, (int, float)) else str(decay)
+        key = repr(float(decay)).removesuffix(".0") if isinstance(decay, (int, float)) else str(decay)
     if key not in keys:
         raise invalid(f"decay={decay}; this EMA keeps {', '.join(keys)}")
     return list(keys).index(key)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import shardow
 from shardow import _core
+from shardow.files.decay_keys import choose
 
 BEYOND = 1e16  # from here on Python's repr has an exponent, also of whole numbers
 
@@ -51,6 +52,11 @@ def test_many_bit_patterns_are_printed_as_python_prints_them() -> None:
         if shardow.schedules.constant(number).key() != printed(number):
             different.append(number)
     assert different == []
+
+
+def test_a_decay_without_a_fraction_is_chosen_by_its_number() -> None:
+    keys = _core.decay_keys([shardow.schedules.constant(decay) for decay in (0, 0.25, 1)])
+    assert [choose(keys, decay) for decay in (0, 0.0, 0.25, 1, 1.0, "1")] == [0, 0, 1, 2, 2, 2]
 
 
 def test_keys_go_through_metadata_and_into_names() -> None:

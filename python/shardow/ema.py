@@ -25,6 +25,7 @@ from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
 from shardow.model.extra_state import extra_states, give
 from shardow.model.local import oddity
+from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import find
 
 
@@ -218,6 +219,7 @@ class EMA(Saved):
 
         def check() -> Facts:
             self._core.swap.ready("copy_to()")
+            refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()])
             _state.refuse_unlike(self._core.tracked, target)
             return self._core.asked(decay)()
 
@@ -280,9 +282,8 @@ class EMA(Saved):
     def distance(self, decay: Decay | None = None) -> float:
         """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
         self._core.together("distance()", lambda: self._core.swap.ready("distance()"), self._core.asked(decay))
-        k = choose(self._core.keys, decay)
         self._core.swap.gather()
-        return _state.distance(self._core.tracked, k, self._core.team)
+        return _state.distance(self._core.tracked, choose(self._core.keys, decay), self._core.team)
 
     def __repr__(self) -> str:
         stats, options = self._core.engine.stats(), self._core.engine.state()

@@ -67,6 +67,7 @@ class Averages:
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
         self._warned = False
 
+    @torch.inference_mode(False)  # where averages would become tensors that nobody may write
     def _build(self, options: Options, source: Mapping[str, torch.Tensor] | None) -> tuple[list[Tracked], _core.Average]:
         self.view.reshard()
         tracked = track(self._chosen(options), options, source)

@@ -3,7 +3,6 @@ anything is swapped: the engine is."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ class Swapping(Protocol):
         """Raises while ``swapped``."""
 
 
-_entered: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from before the first exchange until the weights are back
+_entered: set[Any] = set()  # Swapping, from before the first exchange until the weights are back: nobody else may have them any more
 
 enter = _entered.add
 settle = _entered.discard

@@ -243,3 +243,12 @@ def test_a_wrong_keyword_is_a_type_error_and_momentum_says_decay() -> None:
         shardow.EMA(nn.Linear(1, 1), decays=0.9)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"decay=0\.9"):
         shardow.EMA(nn.Linear(1, 1), momentum=0.1)  # type: ignore[arg-type]
+
+
+def test_averages_made_in_inference_mode_are_loaded_outside_of_it() -> None:
+    model = torch.nn.Linear(3, 2)
+    with torch.inference_mode():
+        ema = shardow.EMA(model, 0.5)
+    state = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in ema.state_dict().items()}
+    ema.load_state_dict(state)
+    ema.update()

@@ -3,6 +3,7 @@ back, and nothing hands out the one for the other."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import nn
 
 import shardow
 from shardow.compat.files.torch_files import whole_state_dict
+from shardow.model import swap_guard
 
 Weights = dict[str, torch.Tensor]
 PARTS = (
@@ -186,6 +188,32 @@ def test_another_ema_of_the_model_takes_no_averages_for_weights(call: str) -> No
     assert same(bits(model.named_parameters()), weights)
     assert same(bits(other.full_state_dict(complete=False)), averages)
     getattr(other, call)()
+
+
+def test_a_model_that_holds_its_emas_averages_is_not_copied_to() -> None:
+    (_, ema), (other, holding) = trained(), trained()
+    weights, averages = bits(other.named_parameters()), bits(holding.full_state_dict(complete=False))
+    with holding.swapped(), pytest.raises(ValueError, match="an EMA has its averages in this model"):
+        ema.copy_to(other)
+    assert same(bits(other.named_parameters()), weights)
+    assert same(bits(holding.full_state_dict(complete=False)), averages)
+    ema.copy_to(other)
+
+
+def test_averages_stay_known_as_such_when_their_ema_is_dropped() -> None:
+    model, ema = trained()
+    averages = bits(ema.full_state_dict(complete=False))
+    ema.swap_in()
+    del ema
+    gc.collect()
+    assert same(bits(model.named_parameters()), averages)
+    for refused in (lambda: shardow.full_state_dict(model), lambda: shardow.EMA(model)):
+        with pytest.raises(ValueError, match="an EMA has its averages in this model"):
+            refused()
+    dropped = next(one for one in swap_guard._entered if one.parameters()[0] is model[0].weight)
+    dropped.restore()
+    assert dropped not in swap_guard._entered
+    shardow.EMA(model)
 
 
 @pytest.mark.parametrize("fill", ["load", "materialize"])

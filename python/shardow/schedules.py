@@ -1,7 +1,7 @@
 """Schedules: how much of the old average survives each update. Every function returns a Schedule, a value that is saved with the averages.
 
 n is the optimizer step since averaging began, 1 at the first update; d the decay of that update. Where several steps lie between two
-updates, their decays are multiplied.
+updates, their decays are multiplied. Parameters are the kind's numbers, which the engine knows by the same names and checks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardow.base.warnings import warn
 
 def constant(decay: float) -> Schedule:
     """d = decay, in [0, 1]."""
-    return Schedule.make("constant", {"decay": decay})
+    return Schedule.make("constant", locals())
 
 
 def half_life(steps: float) -> Schedule:
     """The old average halves in ``steps`` optimizer steps: d = 2^(-1 / steps)."""
-    return Schedule.make("half_life", {"steps": steps})
+    return Schedule.make("half_life", locals())
 
 
 def half_life_in_samples(samples: float) -> Schedule:
@@ -30,13 +30,12 @@ def half_life_in_samples(samples: float) -> Schedule:
 
     Independent of the batch size.
     """
-    return Schedule.make("half_life_in_samples", {"samples": samples})
+    return Schedule.make("half_life_in_samples", locals())
 
 
 def half_life_fraction(fraction: float, max_steps: float = math.inf) -> Schedule:
     """A half-life of min(max_steps, fraction * n) steps: EDM2's traditional EMA, with 0.09 there (Karras et al., arXiv 2312.02696)."""
-    numbers = {"fraction": fraction}
-    return Schedule.make("half_life_fraction", numbers if math.isinf(max_steps) else {**numbers, "max_steps": max_steps})
+    return Schedule.make("half_life_fraction", locals())
 
 
 def inverse_gamma(
@@ -46,19 +45,17 @@ def inverse_gamma(
 
     power 2/3 reaches 0.999 at 31.6 thousand steps, 3/4 at 10 thousand; (1, 1) is the running mean.
     """
-    return Schedule.make(
-        "inverse_gamma", {"inv_gamma": inv_gamma, "power": power, "min_decay": min_decay, "max_decay": max_decay, "start": start}
-    )
+    return Schedule.make("inverse_gamma", locals())
 
 
 def warmup(decay: float) -> Schedule:
     """d = min(decay, (1 + n) / (10 + n)): torch-ema with use_num_updates, which counts before it uses."""
-    return Schedule.make("warmup", {"decay": decay})
+    return Schedule.make("warmup", locals())
 
 
 def tf_warmup(decay: float) -> Schedule:
     """d = min(decay, n / (9 + n)): tf.train.ExponentialMovingAverage with num_updates = n - 1, a global step that is not yet increased."""
-    return Schedule.make("tf_warmup", {"decay": decay})
+    return Schedule.make("tf_warmup", locals())
 
 
 def timm(
@@ -68,15 +65,7 @@ def timm(
 
     0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay.
     """
-    numbers = {
-        "decay": decay,
-        "min_decay": min_decay,
-        "update_after_step": update_after_step,
-        "use_warmup": use_warmup,
-        "gamma": gamma,
-        "power": power,
-    }
-    return Schedule.make("timm", numbers)
+    return Schedule.make("timm", locals())
 
 
 def dist_ema(
@@ -86,11 +75,7 @@ def dist_ema(
 
     d = max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)). The first two updates copy.
     """
-    numbers = {
-        "decay": decay, "warmup": warmup, "power": power, "min_decay": min_decay, "inv_gamma": inv_gamma,
-        "update_after_step": update_after_step,
-    }  # fmt: skip
-    return Schedule.make("dist_ema", numbers)
+    return Schedule.make("dist_ema", locals())
 
 
 def diffusers(
@@ -106,11 +91,7 @@ def diffusers(
 
     0 for m <= 0; 1 - (1 + m / inv_gamma)^-power, or (1 + m) / (10 + m), into [min_decay, decay].
     """
-    numbers = {
-        "decay": decay, "min_decay": min_decay, "update_after_step": update_after_step, "use_ema_warmup": use_ema_warmup,
-        "inv_gamma": inv_gamma, "power": power,
-    }  # fmt: skip
-    return Schedule.make("diffusers", numbers)
+    return Schedule.make("diffusers", locals())
 
 
 def ema_pytorch(
@@ -122,8 +103,7 @@ def ema_pytorch(
 
     The origin computes in float32; this is within one rounding of it.
     """
-    numbers = {"beta": beta, "update_after_step": update_after_step, "inv_gamma": inv_gamma, "power": power, "min_value": min_value}
-    return Schedule.make("ema_pytorch", numbers)
+    return Schedule.make("ema_pytorch", locals())
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
@@ -146,12 +126,12 @@ def power(sigma_rel: float) -> Schedule:
 
     From EDM2, Karras et al., arXiv 2312.02696, eq. 121 ff.
     """
-    return Schedule.make("power", {"sigma_rel": sigma_rel})
+    return Schedule.make("power", locals())
 
 
 def debiased(decay: float) -> Schedule:
     """Adam's debiased mean as one lerp: 1 - d_n = (1 - decay) / (1 - decay^n); the first update copies."""
-    return Schedule.make("debiased", {"decay": decay})
+    return Schedule.make("debiased", locals())
 
 
 def as_schedules(decay: float | Schedule | Sequence[float | Schedule]) -> list[Schedule]:

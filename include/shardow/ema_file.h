@@ -1,11 +1,7 @@
 // What makes safetensors files an EMA: what its averages are called, and the key under which its state stands in their metadata.
 //
 // An EMA with one schedule is a checkpoint whose metadata have Average::state() under kStateKey. One with several is a directory with a
-// file for each schedule, which appear together and all have that state:
-//
-//   const auto keys = decay_keys(schedules);
-//   files.push_back({ema_file_name(keys[k]), views_of_average_k, {{kStateKey, ema.state()}}});  // for each k
-//   save(group, files, "run/ema");
+// file for each schedule, which appear together and all have that state; docs/file_format.md shows how they are written and read.
 //
 // For any thread, without a group.
 #pragma once

@@ -139,6 +139,63 @@ TEST_F(EmaFiles, AreNotWhatOnlyHasSuchAName) {
   EXPECT_TRUE(ema_files_in(folder_ / "ema-mine.safetensors").empty());
 }
 
+/// Weights, and an EMA of them.
+struct Training {
+  std::vector<float> weights = {1, 2, 3, 4, 5};
+  Average ema;
+
+  Training() : ema(std::vector<TensorView>{view()}, AverageOptions{.schedules = kSchedules}) {}
+  Training(const Training&) = delete;
+
+  TensorView view() { return {"w", DType::kF32, Region::whole({5}), weights.data()}; }
+  void step(float by) {
+    for (float& weight : weights) weight = weight * 0.75f + by;
+    ema.update();
+  }
+  std::vector<float> averages() const {
+    std::vector<float> all;
+    for (size_t k = 0; k < ema.size(); ++k) {
+      const auto* data = static_cast<const float*>(ema.views(k)[0].data);
+      all.insert(all.end(), data, data + 5);
+    }
+    return all;
+  }
+};
+
+TEST_F(EmaFiles, AreAllThatAnEmaNeedsToGoOn) {
+  const std::unique_ptr<Group> alone = solo();
+  Group& group = *alone;
+  const fs::path path = folder_ / "ema";
+  Training first, second;
+  for (const float by : {0.5f, -2.0f, 7.25f}) first.step(by);
+  {
+    shardow::Average& ema = first.ema;
+    const std::vector<std::string> keys = shardow::decay_keys(ema.schedules());
+    std::vector<shardow::SaveFile> files;
+    for (size_t k = 0; k < ema.size(); ++k) {
+      const auto averages = ema.views(k);
+      files.push_back({shardow::ema_file_name(keys[k]), {averages.begin(), averages.end()}, {{shardow::kStateKey, ema.state()}}});
+    }
+    shardow::save(group, files, path);
+  }
+  {
+    shardow::Average& ema = second.ema;
+    std::vector<std::string> names;
+    for (const shardow::EmaFile& one : shardow::ema_files_in(path)) names.push_back(one.name);
+    const std::vector<shardow::Checkpoint> opened = shardow::Checkpoint::open_files(path, names);
+    for (size_t k = 0; k < ema.size(); ++k) {
+      for (const shardow::TensorView& average : ema.views(k)) opened[k].read(average);
+    }
+    ema.set_state(opened[0].metadata().at(shardow::kStateKey));
+  }
+  EXPECT_EQ(second.averages(), first.averages());
+  second.weights = first.weights;
+  for (Training* one : {&first, &second}) one->step(1.5f);
+  EXPECT_EQ(second.averages(), first.averages());
+  EXPECT_EQ(second.ema.state(), first.ema.state());
+  EXPECT_NE(first.averages(), Training().averages());
+}
+
 TEST_F(EmaFiles, ThatAreDamagedAreAnError) {
   save_ema(kSchedules);
   std::ofstream(folder_ / "ema-0.5.safetensors") << "abc";

@@ -36,7 +36,7 @@ def test_averages_take_four_bytes_a_parameter_and_updates_nothing(decays: str) -
     done = subprocess.run([sys.executable, "-c", PROGRAM, decays], capture_output=True, text=True, check=True, timeout=120)
     made, first, rest = map(int, done.stdout.split())
     averages = 4 * 12 * 1_000_003 * len(decays.split(","))
-    assert averages <= made < averages + (1 << 20)
+    assert abs(made - averages) < 1 << 20  # a page that was in use before may have been given back meanwhile
     assert first < 1 << 20  # threads' stacks
     assert rest < 64 << 10
 

@@ -91,13 +91,8 @@ class InternalError(Error, RuntimeError):
     """A bug in shardow."""
 
 
-_CLASSES: dict[str, type[Error]] = {
-    cls.code: cls
-    for cls in (
-        InvalidArgumentError, NotFoundError, CorruptError, UnsupportedError, IoError, OutOfSpaceError, OutOfMemoryError, DeadlineError,
-        PeerFailedError, InternalError,
-    )
-}  # fmt: skip
+_KINDS: list[type[Error]] = [*Error.__subclasses__(), OutOfSpaceError]
+_CLASSES = {kind.code: kind for kind in _KINDS}
 
 
 def make(code: str, message: str, errno: int = 0) -> Error:

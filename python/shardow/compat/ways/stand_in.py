@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, unsupported
-from shardow.compat.ways.follower import Change, Choose, Follower, Kind, Rule
+from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule
 from shardow.compat.ways.pairs import copy_all
 from shardow.ema import EMA
 from shardow.model.local import LocalTensor
@@ -141,25 +142,21 @@ class _Sorted(Follower):
 
     def __init__(self, stand_in: StandIn, choose: Choose) -> None:
         self._stand_in, self._choose = stand_in, choose
-        self._sort()
 
     @property
     def _core(self) -> Averages:
         return self._stand_in.core
 
-    def _sort(self) -> None:
+    @functools.cached_property
+    def _sorted(self) -> dict[Fate, list[Tracked]]:
         buffers = {one.name for one in self._core.view.buffers}
-        fates: dict[str, list[Tracked]] = {"average": [], "copy": [], "leave": []}
+        found: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
         for one in self._core.tracked:
-            fates[self._choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")].append(one)
-        self._averaged, self._copied, self._left = fates.values()
+            found[self._choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")].append(one)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_averaged", "_copied", "_left")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._sort()
+        return {name: value for name, value in self.__dict__.items() if name != "_sorted"}
 
 
 class Behind(_Sorted):
@@ -173,16 +170,16 @@ class Behind(_Sorted):
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         self._check(model)
-        left = [average.clone() for average in _memory(self._left)]  # the engine averages all, in one pass
+        left = [average.clone() for average in _memory(self._sorted["leave"])]  # the engine averages all, in one pass
         self._core.update_by(decay, weight)
-        copy_all(_memory(self._left), left)
+        copy_all(_memory(self._sorted["leave"]), left)
         self._copy_rest()
 
     @torch.no_grad()
     def apply(self, model: nn.Module, change: Change) -> None:
         self._check(model)
         self._core.ready_to_update()
-        change(_memory(self._averaged), [one.sources() for one in self._averaged])
+        change(_memory(self._sorted["average"]), [one.sources() for one in self._sorted["average"]])
         self._copy_rest()
 
     @torch.no_grad()
@@ -192,7 +189,7 @@ class Behind(_Sorted):
         self._copy_rest()
 
     def _copy_rest(self) -> None:
-        copy_all(_memory(self._copied), [one.sources() for one in self._copied])
+        copy_all(_memory(self._sorted["copy"]), [one.sources() for one in self._sorted["copy"]])
 
     def _check(self, model: nn.Module) -> None:
         if model is not self._seen:
@@ -221,8 +218,8 @@ class Returning(_Sorted):
 
     def apply(self, model: nn.Module, change: Change) -> None:
         def write() -> None:
-            change([one.weights() for one in self._averaged], _memory(self._averaged))
-            copy_all([one.weights() for one in self._copied], _memory(self._copied))
+            change([one.weights() for one in self._sorted["average"]], _memory(self._sorted["average"]))
+            copy_all([one.weights() for one in self._sorted["copy"]], _memory(self._sorted["copy"]))
 
         self._write(write)
 

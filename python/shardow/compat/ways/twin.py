@@ -14,7 +14,7 @@ from shardow.compat.ways.follower import Fate, Kind, Paired
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.model.local import LocalTensor
 from shardow.model.match import compare
-from shardow.model.slots import slots
+from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
 
 
@@ -24,23 +24,20 @@ class _MissingError(RuntimeError, KeyError):
 
 @dataclass(eq=False)
 class _Buffer:
-    """The same buffer's place in both modules, and what was there when pairs were made."""
+    """The same buffer's places in both modules, as they were when pairs were made."""
 
-    name: str
-    theirs: dict[str, Any]
-    ours: dict[str, Any]
-    key: str
+    theirs: Slot
+    ours: Slot
     fate: Fate
-    was: tuple[Any, ...] = ()
 
-    def now(self) -> tuple[Any, ...]:
-        a, b = self.theirs.get(self.key), self.ours.get(self.key)
-        return () if a is None or b is None else (a, a.data_ptr(), b, b.data_ptr())
+    def __post_init__(self) -> None:
+        self._were = self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [slot.recorded.data_ptr() for slot in (self.theirs, self.ours)]
 
     def unchanged(self) -> bool:
-        return len(now := self.now()) == len(self.was) and all(
-            x is y or (isinstance(x, int) and x == y) for x, y in zip(now, self.was, strict=True)
-        )
+        return all(slot.owner.get(slot.key) is slot.recorded for slot in (self.theirs, self.ours)) and self._addresses() == self._were
 
 
 class Twin(Paired):
@@ -55,8 +52,7 @@ class Twin(Paired):
         return self._pairs.held() if self._model is not None else 0
 
     def _copy_rest(self) -> None:
-        pairs = [(buffer.ours[buffer.key], buffer.theirs[buffer.key]) for buffer in self._buffers if buffer.fate == "copy"] + self._copied
-        copy_all([ours for ours, _ in pairs if ours is not None], [theirs for _, theirs in pairs if theirs is not None])
+        copy_all([ours for ours, _ in self._copied], [theirs for _, theirs in self._copied])
 
     def _bind(self, model: nn.Module) -> None:
         if self._model is not None and self.module is not self._followed:
@@ -79,14 +75,10 @@ class Twin(Paired):
         ours.reshard()
         theirs.reshard()
         weights = [(one.name, p, e, self._choose(one.name, p, "parameter")) for one, p, e in _matched(ours, theirs)]
-        self._copied: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(e, p) for _, p, e, fate in weights if fate == "copy"]
-        pairs = [Pair(name, p, e) for name, p, e, fate in weights if fate == "average"]
         self._buffers = list(self._found_buffers(inner))
-        for buffer in self._buffers:
-            buffer.was = buffer.now()
-            if buffer.fate == "average":
-                pairs.append(Pair(buffer.name, buffer.was[0].detach(), buffer.was[2].detach()))
-        self._pairs = self._paired(pairs)
+        weights += [(one.ours.name, one.theirs.recorded, one.ours.recorded, one.fate) for one in self._buffers]
+        self._copied = [(e, p) for _, p, e, fate in weights if fate == "copy"]
+        self._pairs = self._paired([Pair(name, p, e) for name, p, e, fate in weights if fate == "average"])
         self._ours, self._theirs, self._model, self._followed = ours, theirs, model, self.module
 
     def _found_buffers(self, model: nn.Module) -> Iterator[_Buffer]:
@@ -102,7 +94,7 @@ class Twin(Paired):
             if there is None or there.recorded.shape != buffer.shape:
                 raise _differ(f"buffer '{slot.name}'", buffer.shape, None if there is None else there.recorded.shape)
             floating = buffer.is_floating_point() or buffer.is_complex()
-            yield _Buffer(slot.name, there.owner, slot.owner, slot.key, fate if floating else "copy")
+            yield _Buffer(there, slot, fate if floating else "copy")
 
 
 def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:

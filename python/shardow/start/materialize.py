@@ -149,13 +149,13 @@ def fill_model(request: Request) -> dict[str, Any]:
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
     team = Team(group_of_model(model, request.group), seconds(request.timeout))
-    given: list[torch.Tensor] = []
+    given: dict[str, torch.Tensor] = {}
     try:
         bindings, job = team.agree(request.what, lambda: _prepared(request, team, given))
         report = _filled(request, job, team)
         team.agree(request.what, lambda: _finished(request, job, given, set(report["missing"])))
     except BaseException:
-        meta.take_memory(model, given)
+        meta.take_memory(model, given.values())
         raise
     meta.have_values(model)
     if request.optimizer is not None and bindings is not None:
@@ -163,28 +163,28 @@ def fill_model(request: Request) -> dict[str, Any]:
     return report
 
 
-def _finished(request: Request, job: fill.Job, given: list[torch.Tensor], missing: set[str]) -> None:
+def _finished(request: Request, job: fill.Job, given: dict[str, torch.Tensor], missing: set[str]) -> None:
     model = request.model
     job.held.put_back()
     if given and request.device is not None:
         meta.move_tables(model, request.device)
-    meta.take_memory(model, meta.called(model, given, missing))
+    meta.take_memory(model, [given[name] for name in missing if name in given])
     tie = getattr(model, "tie_weights", None)
     if given and callable(tie):
         tie()
 
 
-def _prepared(request: Request, team: Team, given: list[torch.Tensor]) -> tuple[origins.Bindings | None, fill.Job]:
+def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> tuple[origins.Bindings | None, fill.Job]:
     model = request.model
     kind_of(request.source)
     refuse_foreign(request.what, model.parameters)
     bindings = None if request.optimizer is None else origins.bindings(request.optimizer, model)
-    given += meta.give_memory(model, request.device, request.dtype)
+    given |= meta.give_memory(model, request.device, request.dtype)
     held = held_by(model, request.group, saving=False)
     for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
         refuse_expanded(one.name, one.tensor)
     essential = meta.valueless(model)
-    without = meta.names_of(model, given) | essential
+    without = given.keys() | essential
     wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
     lacking = wanted if without else []
     return bindings, fill.Job(request.what, held, team, wanted, essential, request.strict, request.verify, request.progress, lacking)

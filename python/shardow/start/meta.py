@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,12 +106,12 @@ def have_values(model: nn.Module) -> None:
         recorded.forget(module)
 
 
-def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now."""
+def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now, by all its names."""
     origins.forget_swapped(model)
     known = [where for where in by_tensor(slots(model)).values() if where[0].recorded.is_meta]
     if not known:
-        return []
+        return {}
     _refuse_tables(known)
 
     beside = device or next((mesh.device_type for mesh in meshes_of(model)), "cpu")  # of what is not sharded, as persistent buffers
@@ -128,7 +128,8 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     except BaseException:  # out of memory
         take_memory(model, [tensor for where in known if not (tensor := _now(where[0])).is_meta])
         raise
-    return _joined(known)
+    _join(known)
+    return {slot.name: _now(slot) for where in known for slot in where}
 
 
 def move_tables(model: nn.Module, device: torch.device | str) -> None:
@@ -152,19 +153,7 @@ def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
         return
     known = [where for key, where in by_tensor(slots(model)).items() if key in ours]
     model._apply(lambda tensor: tensor.to("meta") if id(tensor) in ours else tensor)
-    _joined(known)
-
-
-def names_of(model: nn.Module, tensors: Collection[torch.Tensor]) -> set[str]:
-    """All clean names of the tensors."""
-    ours = {id(tensor) for tensor in tensors}
-    return {slot.name for slot in slots(model) if id(slot.recorded) in ours}
-
-
-def called(model: nn.Module, tensors: Collection[torch.Tensor], names: Collection[str]) -> list[torch.Tensor]:
-    """Those of the tensors that have one of the names."""
-    wanted = {id(slot.recorded) for slot in slots(model) if slot.name in names}
-    return [tensor for tensor in tensors if id(tensor) in wanted]
+    _join(known)
 
 
 def _now(slot: Slot) -> torch.Tensor:
@@ -172,14 +161,11 @@ def _now(slot: Slot) -> torch.Tensor:
     return found
 
 
-def _joined(known: list[list[Slot]]) -> list[torch.Tensor]:
+def _join(known: list[list[Slot]]) -> None:
     """Puts the tensor of the first place into the others; torch gives each a new one."""
-    tensors = []
     for where in known:
-        tensors.append(_now(where[0]))
         for slot in where[1:]:
-            slot.owner[slot.key] = tensors[-1]
-    return tensors
+            slot.owner[slot.key] = _now(where[0])
 
 
 def _refuse_tables(known: list[list[Slot]]) -> None:

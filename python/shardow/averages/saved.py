@@ -13,10 +13,9 @@ from shardow.averages import counters
 from shardow.averages.states import Decay, OptionsFrom, States
 from shardow.base.checks import invalid
 from shardow.base.progress import Progress
-from shardow.files import engine
+from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 from shardow.files.decay_keys import choose
-from shardow.files.paths import StrPath
 from shardow.model.dtypes import floating
 from shardow.model.extra_state import extra_states, for_file
 from shardow.model.local import refuse_all_odd
@@ -28,7 +27,7 @@ class Saved(States):
 
     def save(
         self,
-        path: StrPath,
+        path: paths.StrPath,
         *,
         max_shard_size: int | str | None = None,
         progress: Progress | None = None,
@@ -51,7 +50,7 @@ class Saved(States):
 
     def async_save(
         self,
-        path: StrPath,
+        path: paths.StrPath,
         *,
         max_shard_size: int | str | None = None,
         progress: Progress | None = None,
@@ -82,7 +81,7 @@ class Saved(States):
     @torch.no_grad()
     def load(
         self,
-        path: StrPath,
+        path: paths.StrPath,
         strict: bool = True,
         *,
         verify: bool = True,
@@ -104,7 +103,13 @@ class Saved(States):
         Raises:
             ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
         """
-        self._core.team.agree("load()", lambda: self._core.swap.refuse("load()"))
+
+        def ready() -> None:
+            self._core.swap.refuse("load()")
+            paths.to_read(path)
+
+        self._core.team.agree("load()", ready)
+        self._core.team.same("load()", {"strict": bool(strict), "verify": bool(verify), "options": str(options)})
         theirs = engine.averages_there(path, len(self._core.keys), self._core.team)
         there = self._core.team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
         found = list(engine.opened_averages(path, there, self._core.team).values())
@@ -127,7 +132,7 @@ class Saved(States):
 
     def export(
         self,
-        path: StrPath,
+        path: paths.StrPath,
         dtype: torch.dtype | str | None = None,
         *,
         max_shard_size: int | str | None = None,

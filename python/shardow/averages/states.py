@@ -75,6 +75,7 @@ class States:
             return found
 
         with self._core.or_as_before():
+            self._core.team.same("load_state_dict()", {"strict": bool(strict), "options": str(options)})
             copies, report = self._core.team.agree("load_state_dict()", check)
         for target, value, region in copies:
             _state.copy(target, value, region)

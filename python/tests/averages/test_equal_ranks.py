@@ -122,6 +122,35 @@ def test_which_of_several_averages_is_meant_is_asked_of_all_ranks(kind: str, tmp
     assert not list(tmp_path.iterdir())
 
 
+def asked_of_a_load(path: str) -> list[Outcome]:
+    """Ranks ask for different ones; then one of them for what there is not."""
+    rank = dist.get_rank()
+    made, ema = (shardow.EMA(models.build("ddp", dist.get_world_size()), decay, timeout=60) for decay in (0.5, 0.7))
+    made.save(path)
+    state, which = made.state_dict(), ("file", "own")[rank]
+    return [
+        outcome(lambda: ema.load(path, options=which)),
+        outcome(lambda: ema.load_state_dict(state, options=which)),
+        outcome(lambda: ema.load(path, strict=bool(rank))),
+        outcome(lambda: ema.load_state_dict(state, strict=bool(rank))),
+        outcome(lambda: ema.load(5 if rank else path)),
+        outcome(ema.distance),
+    ]
+
+
+def test_what_a_load_takes_is_asked_of_all_ranks(tmp_path: Path) -> None:
+    for by_file, by_state, strict, strict_state, no_path, after in ranks.run(2, asked_of_a_load, str(tmp_path / "ema.safetensors")):
+        for error, message, _ in (by_file, by_state):
+            assert error == "InvalidArgumentError", message
+            assert "options is 'file' on rank 0 and 'own' on rank 1" in message
+        for error, message, _ in (strict, strict_state):
+            assert error == "InvalidArgumentError", message
+            assert "strict is False on rank 0 and True on rank 1" in message
+        assert "5 is a int, not a path" in no_path[1]
+        assert no_path[2] < 20
+        assert after[0] == "none", after
+
+
 # ---- whose call
 
 

@@ -111,6 +111,7 @@ class _Recent:
     def __init__(self, source: Mapping[str, torch.Tensor]) -> None:
         self._source = source
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._bytes = 0
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self._kept:
@@ -118,8 +119,9 @@ class _Recent:
             return self._kept[key]
         found = self._source[key].detach()
         self._kept[key] = found
-        while len(self._kept) > 1 and sum(tensor.nbytes for tensor in self._kept.values()) > self._MOST:
-            self._kept.popitem(last=False)
+        self._bytes += found.nbytes
+        while len(self._kept) > 1 and self._bytes > self._MOST:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return found
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 import time
@@ -30,9 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(options, command)
     except launch.RankError as error:
-        print(f"\nThe demo stopped: {error}", file=sys.stderr)
+        message, trace = error.args
+        print(f"\nThe demo stopped: {message}", file=sys.stderr)
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "error.txt").write_text(error.details)
+        (options.out / "error.txt").write_text(trace)
         print(f"The traceback is in {options.out / 'error.txt'}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -41,30 +43,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: Options, command: str) -> int:
-    from examples.digits import report, starts, text, train
+    from examples.digits import data, report, starts, text, train
+    from examples.digits.evaluate import KEPT
 
     begin = time.monotonic()
     kept = f"averages of decay {' and '.join(map(str, options.decays))}" if options.use_ema else "no averages"
-    how = f"{text.ranks(options.ranks)}, {options.shard}, {kept}"
-    print(f"A small diffusion transformer learns 1,797 handwritten digits: {how}.")
+    print(f"A small diffusion transformer learns 1,797 handwritten digits: {text.ranks(options.ranks)}, {options.shard}, {kept}.")
     usual = USUAL if replace(options, out=Options.out) == Options() else {}
+    run: dict[str, Any] = {"options": options, "command": command, "real_images": data.load().of_each_class(KEPT)}
     with stage("1 of 3, training", usual):
-        trained = launch.run(options.ranks, train.run, options)
+        run["train"] = launch.run(options.ranks, train.run, options)
     print(f"Checkpoint at step {options.steps}. {text.ranks(options.resume_ranks).capitalize()} in fresh processes go on from it:")
     with stage("2 of 3, resuming", usual):
-        resumed = launch.run(options.resume_ranks, train.resume, options, trained["classifier"], trained["judge"])
-    run = _gathered(options, command, trained, resumed)
+        run["resume"] = launch.run(options.resume_ranks, train.resume, options, run["train"]["classifier"], run["train"]["judge"])
     equal = text.is_equal(run)
     what = "averages" if options.use_ema else "weights"
     print(f"  {what} after the resume: {'bit for bit those that were saved' if equal else 'NOT those that were saved'}")
     print("A larger model is started twice, whole on every rank and without memory:")
     with stage("3 of 3, starting", usual):
         run["starts"] = starts.compare(options)
-    print(f"  {text.starts(run)}")
     run["seconds"] = time.monotonic() - begin
     page = report.write(run, options.out)
-    _summary(run, page)
-    return 0 if equal and trained["swap"] is not False else 1
+    for number, words, _ in text.tiles(run):
+        print(f"  {number:>14}  {re.sub('<[^>]*>', '', words)}")
+    print(f"\nDone in {run['seconds']:.0f} s. Open {page}")
+    return 0 if equal and run["train"]["swap"] is not False else 1
 
 
 @contextlib.contextmanager
@@ -74,34 +77,6 @@ def stage(what: str, usual: dict[str, int]) -> Iterator[None]:
     print(f"Part {what}{f': usually about {usual[what]} s on two quiet cores' if what in usual else ''}", flush=True)
     yield
     print(f"  took {time.monotonic() - begin:.0f} s", flush=True)
-
-
-def _gathered(options: Options, command: str, trained: dict[str, Any], resumed: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from examples.digits import data, machine
-    from examples.digits.evaluate import KEPT
-
-    digits = data.load()
-    rows = [torch.nonzero(digits.labels == c).flatten()[: KEPT // data.CLASSES] for c in range(data.CLASSES)]
-    real = digits.images[torch.stack(rows, dim=1).flatten()]
-    return {"options": options, "command": command, "train": trained, "resume": resumed, "real_images": real, "machine": machine.facts()}
-
-
-def _summary(run: dict[str, Any], page: Path) -> None:
-    from examples.digits import text
-    from examples.digits.averages import RAW
-    from examples.digits.measure import SHARDOW, SOURCES
-
-    costs, scores, best, memory = run["train"]["costs"], text.last(run).frechet, text.best(run), run["train"]["memory"]
-    middle = {way: 1e3 * seconds[1] for way, seconds in costs["seconds"].items()}
-    raw = f"raw weights {scores[RAW]:.3f}"
-    print(f"\n  Frechet distance   {raw if best == RAW else f'{best} {scores[best]:.3f}, {raw}'}")
-    print(f"  memory per rank    {memory['total']['planned'] / 1e6:.2f} MB planned, {memory['total']['measured'] / 1e6:.2f} MB measured")
-    if middle:
-        print(f"  of averages        {max(costs['bytes']) / 1e6:.2f} MB, a full copy would take {costs['full_copy'] / 1e6:.2f} MB")
-        print(f"  time per update    {middle[SHARDOW]:.3f} ms, mul_().add_() per tensor {middle[SOURCES]:.3f} ms")
-    print(f"\nDone in {run['seconds']:.0f} s. Open {page}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ class Digits:
     def take(self, index: torch.Tensor) -> Digits:
         return Digits(self.images[index], self.labels[index])
 
+    def of_each_class(self, count: int) -> torch.Tensor:
+        """``count`` images, of class 0, 1, ... 9, 0, 1, ..."""
+        rows = [torch.nonzero(self.labels == c).flatten()[: count // CLASSES] for c in range(CLASSES)]
+        return self.images[torch.stack(rows, dim=1).flatten()]
+
 
 def load() -> Digits:
     """All digits in an order of our own: the file lists them by writer, a split of it would not be fair."""

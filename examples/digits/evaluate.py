@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import shardow
 
@@ -28,6 +29,14 @@ class Evaluation:
     named: dict[str, float] = field(default_factory=dict)
     apart: dict[str, float] = field(default_factory=dict)
     images: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def say(self, first: bool) -> None:
+        """A row of a table that grows on the terminal while training goes on; of rank 0's, which alone knows."""
+        if self.frechet and first:
+            tqdm.write("  Frechet distance of samples from the real digits (lower is better)")
+            tqdm.write(f"  {'step':>6}" + "".join(f"{name:>16}" for name in self.frechet))
+        if self.frechet:
+            tqdm.write(f"  {self.step:>6}" + "".join(f"{value:>16.3f}" for value in self.frechet.values()))
 
 
 class Judge:

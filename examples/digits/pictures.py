@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from . import figures
-from .figures import Run
-from .theme import Theme, new_figure
+from .theme import Run, Theme
 
 COLUMNS = 10  # one for each class
 SHOWN = (3, 8)  # digits that are followed over training
@@ -23,37 +22,28 @@ def sample_sets(run: Run) -> dict[str, torch.Tensor]:
     return {"real digits": run["real_images"], **run["train"]["evaluations"][-1].images}
 
 
-def tile(images: torch.Tensor, columns: int) -> torch.Tensor:
-    """(n, 1, 8, 8) to one picture, row by row, with a gap around every image."""
+def show(axes: Axes, images: torch.Tensor, columns: int, theme: Theme) -> None:
+    """(n, 1, 8, 8) as one picture, row by row, with a gap around every image."""
     rows = len(images) // columns
     framed = torch.nn.functional.pad(images[: rows * columns, 0], (1, 1, 1, 1), value=-1.0)
-    return framed.unflatten(0, (rows, columns)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
-
-
-def show(axes: Axes, picture: torch.Tensor, theme: Theme) -> None:
+    picture = framed.unflatten(0, (rows, columns)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
     axes.imshow(picture, cmap=theme.pixels, vmin=-1, vmax=1, interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_color(theme.grid)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set(visible=True, color=theme.grid)
 
 
 def samples(run: Run, theme: Theme, which: str) -> Figure:
-    figure = new_figure(theme, 5.0, 3.07)
-    show(figure.add_subplot(), tile(sample_sets(run)[which], COLUMNS), theme)
+    figure = Figure((5.0, 3.07))
+    show(figure.add_subplot(), sample_sets(run)[which], COLUMNS, theme)
     return figure
 
 
 def samples_side_by_side(run: Run, theme: Theme) -> Figure:
     sets = sample_sets(run)
     rows = -(-len(sets) // 2)
-    figure = new_figure(theme, 9.0, 3.1 * rows)
-    places = figure.subplots(rows, 2, squeeze=False).flatten()
-    for axes, (name, images) in zip(places, sets.items(), strict=False):
-        show(axes, tile(images, COLUMNS), theme)
-        axes.set_title(name, color=theme.ink)
-    for axes in places[len(sets) :]:
-        axes.remove()
+    figure = Figure((9.0, 3.1 * rows))
+    for place, (name, images) in enumerate(sets.items(), 1):
+        show(figure.add_subplot(rows, 2, place, title=name), images, COLUMNS, theme)
     return figure
 
 
@@ -63,11 +53,12 @@ def growth(run: Run, theme: Theme) -> Figure:
     count = min(MOST, len(evaluations))
     chosen = [evaluations[round((i + 1) * len(evaluations) / count) - 1] for i in range(count)]
     names = list(evaluations[0].images)
-    figure = new_figure(theme, 1.0 * count + 0.6, 1.98 * len(names) + 0.3, pad=0.03)
+    figure = Figure((1.0 * count + 0.6, 1.98 * len(names) + 0.3))
+    figure.set_layout_engine("constrained", w_pad=0.03, h_pad=0.03)
     grid = figure.subplots(len(names), count, squeeze=False)
     for row, name in zip(grid, names, strict=True):
         for axes, evaluation in zip(row, chosen, strict=True):
-            show(axes, tile(evaluation.images[name][list(SHOWN)], 1), theme)
+            show(axes, evaluation.images[name][list(SHOWN)], 1, theme)
         row[0].set_ylabel(name, color=theme.colour(name, run["options"]))
     for axes, evaluation in zip(grid[0], chosen, strict=True):
         axes.set_title(f"step {evaluation.step:,}", color=theme.faint, fontsize=9)

@@ -5,105 +5,96 @@ from __future__ import annotations
 import base64
 import html
 import json
+import os
+import platform
+import re
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from matplotlib import rc_context
-
 from . import text
-from .figures import Run
-from .options import Options
 from .pictures import all_figures
-from .theme import DARK, FONT, LIGHT, png
+from .theme import DARK, LIGHT, Run, png
+
+WIDE = ("start", "growth")
 
 
 def write(run: Run, out: Path) -> Path:
     """The path of report.html; pictures lie in figures/ beside it, those on dark ground in figures/dark/."""
-    pictures = draw(run)
-    for theme, folder in ((LIGHT, out / "figures"), (DARK, out / "figures" / "dark")):
+    pictures = {name: (png(draw, run, LIGHT), png(draw, run, DARK)) for name, draw in all_figures(run).items()}
+    folders = (out / "figures", out / "figures" / "dark")
+    for i, folder in enumerate(folders):
         folder.mkdir(parents=True, exist_ok=True)
-        for name in pictures:
-            (folder / f"{name}.png").write_bytes(pictures[name][theme.name])
+        for name, drawn in pictures.items():
+            (folder / f"{name}.png").write_bytes(drawn[i])
     page = out / "report.html"
     page.write_text(compose(run, pictures), encoding="utf-8")
     (out / "results.json").write_text(json.dumps(numbers(run), indent=1) + "\n", encoding="utf-8")
     return page
 
 
-def draw(run: Run) -> dict[str, dict[str, bytes]]:
-    """{name: {theme: PNG}}"""
-    with rc_context(FONT):
-        return {name: {theme.name: png(make(run, theme), theme) for theme in (LIGHT, DARK)} for name, make in all_figures(run).items()}
+def compose(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
+    shown = {name: figure(name, *pictures[name], caption) for name, caption in text.captions(run).items()}
+    memory = [[key, f"{one['planned']:,}", f"{one['measured']:,}"] for key, one in run["train"]["memory"].items()]
+    parts = {
+        **dict.fromkeys(("distance", "decay", "memory", "update_time"), ""),  # where there are no averages
+        **shown, **text.words(run), "samples": "".join(shown[name] for name in shown if name.startswith("samples_")),
+        "tiles": "".join(f'<div class="tile {kind}"><b>{number}</b><span>{words}</span></div>' for number, words, kind in text.tiles(run)),
+        "evaluations": table(*text.evaluations(run)),
+        "plan_table": table(["bytes of", "planned", "measured"], memory),
+        "resume_table": table(*text.comparisons(run)),
+        "command": html.escape(run["command"]),
+        "options": table(["option", "value"], [[f"--{name}", html.escape(value)] for name, value in run["options"].as_text().items()]),
+        "machine": table(["machine", ""], [[name, html.escape(value)] for name, value in machine().items()]),
+    }  # fmt: skip
+    return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(parts)
 
 
-def compose(run: Run, pictures: dict[str, dict[str, bytes]]) -> str:
-    options: Options = run["options"]
-    captions = text.captions(run)
-    shown = {name: figure(name, pictures[name], caption) for name, caption in captions.items()}
-    grids = "".join(shown[name] for name in shown if name.startswith("samples_"))
-    return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(
-        {name: shown.get(name, "") for name in ("frechet", "distance", "loss", "decay", "memory", "update_time")},
-        **text.headings(run),
-        samples=grids,
-        start=figure("start", pictures["start"], captions["start"], "wide"),
-        growth=figure("growth", pictures["growth"], captions["growth"], "wide"),
-        intro=text.intro(run),
-        tiles="".join(tile(*each) for each in text.tiles(run)),
-        samples_text=text.samples(run),
-        growth_text=text.growth(run),
-        evaluations=table(*text.evaluations(run)),
-        plan_table=table(*text.planned(run)),
-        resume_text=text.resume(run),
-        resume_table=table(*text.comparisons(run)),
-        command=html.escape(run["command"]),
-        options=table(["option", "value"], [[f"--{name}", html.escape(value)] for name, value in options.as_text().items()]),
-        machine=table(["machine", ""], [[name, html.escape(value)] for name, value in run["machine"].items()]),
+def figure(name: str, light: bytes, dark: bytes, caption: str) -> str:
+    on_light, on_dark = (f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in (light, dark))
+    picture = (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{on_dark}">'
+        f'<img src="{on_light}" alt="{html.escape(name.replace("_", " "))}"></picture>'
     )
-
-
-def figure(name: str, picture: dict[str, bytes], caption: str, kind: str = "") -> str:
-    light, dark = (f"data:image/png;base64,{base64.b64encode(picture[theme.name]).decode()}" for theme in (LIGHT, DARK))
-    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-    alternative = html.escape(name.replace("_", " "))
-    picture_tag = f'<picture>{source}<img src="{light}" alt="{alternative}"></picture>'
-    return f'<figure class="{kind}" id="{name}">{picture_tag}<figcaption>{caption}</figcaption></figure>'
-
-
-def tile(number: str, words: str, kind: str = "") -> str:
-    return f'<div class="tile {kind}"><b>{number}</b><span>{words}</span></div>'
+    return f'<figure class="{"wide" if name in WIDE else ""}" id="{name}">{picture}<figcaption>{caption}</figcaption></figure>'
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Columns whose cells are numbers stand to the right."""
-    right = [all(_is_number(row[i]) for row in rows) for i in range(len(head))]
-    style = ['class="number"' if r else "" for r in right]
-    top = "".join(f"<th {s}>{cell}</th>" for cell, s in zip(head, style, strict=True))
-    body = "".join("<tr>" + "".join(f"<td {s}>{cell}</td>" for cell, s in zip(row, style, strict=True)) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    style = ['class="number"' if all(re.fullmatch(r"[\d.,% ]+", row[i]) for row in rows) else "" for i in range(len(head))]
+
+    def line(cells: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag} {s}>{cell}</{tag}>" for cell, s in zip(cells, style, strict=True)) + "</tr>"
+
+    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
-def _is_number(cell: str) -> bool:
-    return cell.replace(".", "").replace(",", "").replace("%", "").strip().isdigit()
+def machine() -> dict[str, str]:
+    """On what the figures were measured."""
+    import sklearn
+    import torch
 
+    import shardow
 
-def numbers(run: Run) -> dict[str, Any]:
-    """Everything but the pictures, as JSON."""
+    processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
     return {
-        "command": run["command"],
-        "options": run["options"].as_text(),
-        "machine": run["machine"],
-        "seconds": run["seconds"],
-        "train": _plain(run["train"]),
-        "resume": _plain(run["resume"]),
-        "starts": {
-            "parameters": run["starts"]["parameters"],
-            "above": {name: [one.peak - one.before for one in ranks] for name, ranks in run["starts"]["timelines"].items()},
-        },
+        "processor": processor[1] if processor else platform.processor() or platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        "system": f"{platform.system()} {platform.machine()}",
+        **{module.__name__: module.__version__ for module in (shardow, torch, sklearn)},
+        "python": platform.python_version(),
     }
 
 
-def _plain(part: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in part.items() if name not in ("classifier", "evaluations")}
-    kept["evaluations"] = [{"step": e.step, "frechet": e.frechet, "named": e.named, "apart": e.apart} for e in part["evaluations"]]
-    return kept
+def numbers(run: Run) -> dict[str, Any]:
+    """Everything but the pictures, as JSON takes it."""
+    starts = run["starts"]
+    above = {name: [one.peak - one.before for one in ranks] for name, ranks in starts["timelines"].items()}
+    parts = {name: {key: value for key, value in run[name].items() if key != "classifier"} for name in ("train", "resume")}
+    for part in parts.values():
+        part["evaluations"] = [{key: value for key, value in vars(e).items() if key != "images"} for e in part["evaluations"]]
+    return {
+        "command": run["command"], "options": run["options"].as_text(), "machine": machine(), "seconds": run["seconds"], **parts,
+        "starts": {"parameters": starts["parameters"], "above": above},
+    }  # fmt: skip

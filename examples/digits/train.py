@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import trange
 
 import shardow
 
 from . import averages, checkpoint, classifier, data, diffusion, measure, shard
-from .evaluate import KEPT, STRIP, Judge
+from .evaluate import KEPT, STRIP, Evaluation, Judge
 from .model import DiT
 from .options import Options
-from .show import Show
 
 WARMUP = 50
 
@@ -60,12 +61,12 @@ class Trainer:
 
 def run(options: Options) -> dict[str, Any]:
     """Training from scratch to the checkpoint. Rank 0's result has all figures of the report."""
-    show = Show(enabled=dist.get_rank() == 0)
     digits = data.load()
     trainer = Trainer(options, digits, options.seed)  # first, since it refuses options
     judge = Judge(*classifier.train(digits, options.epochs, options.seed), digits, options)
-    show.line(f"The judge, a small classifier, names {judge.accuracy:.1%} of the held-out digits rightly.")
-    result = _train(trainer, judge, show, options.steps)
+    if trainer.rank == 0:
+        print(f"The judge, a small classifier, names {judge.accuracy:.1%} of the held-out digits rightly.", flush=True)
+    result = _train(trainer, judge, options.steps)
     memory = (trainer.model, trainer.optimizer, trainer.ema, trainer.batch(options.steps), options)
     result["memory"] = measure.planned_and_measured(*memory)
     result |= {"judge": judge.accuracy, "real": judge.real_against_real(), "classifier": judge.classifier.state_dict()}
@@ -83,7 +84,6 @@ def resume(options: Options, judge_state: dict[str, torch.Tensor], accuracy: flo
 
     The model begins from other weights, so that nothing but the checkpoint can make the averages equal.
     """
-    show = Show(enabled=dist.get_rank() == 0)
     digits = data.load()
     model = classifier.Classifier().eval().requires_grad_(False)
     model.load_state_dict(judge_state)
@@ -95,32 +95,30 @@ def resume(options: Options, judge_state: dict[str, torch.Tensor], accuracy: flo
     result |= {"step": trainer.steps_done, "bytes": measure.bytes_per_rank(trainer.ema)}
     result["file_hashes"] = checkpoint.hashes_of_files(trainer.model, options)
     first = judge.evaluate(trainer.model, trainer.ema, trainer.steps_done)
-    show.evaluation(first)
-    result |= _train(trainer, judge, show, options.resume_steps)
-    result["evaluations"].insert(0, first)
+    first.say(first=True)
+    result |= _train(trainer, judge, options.resume_steps, [first])
     del trainer
     gc.collect()
     return result
 
 
-def _train(trainer: Trainer, judge: Judge, show: Show, steps: int) -> dict[str, Any]:
-    """``steps`` steps with an evaluation soon after the start, every so often, and at the end."""
+def _train(trainer: Trainer, judge: Judge, steps: int, evaluations: Sequence[Evaluation] = ()) -> dict[str, Any]:
+    """``steps`` steps with an evaluation soon after the start, every so often, and at the end. The curves of the report."""
     options = trainer.options
-    curves: dict[str, list[Any]] = {"evaluations": [], "loss": [], "decay": [], "step_seconds": []}
-    with show.progress("Training", steps) as bar:
-        for i in range(1, steps + 1):
-            decays = averages.current_decays(trainer.ema, options)
-            begin = time.perf_counter()
-            loss = trainer.step()
-            curves["step_seconds"].append(time.perf_counter() - begin)
-            curves["decay"].append((trainer.steps_done, *decays))
-            if i % 10 == 0 or i == steps:
-                dist.all_reduce(loss)
-                curves["loss"].append((trainer.steps_done, float(loss) / trainer.world))
-            bar(loss=curves["loss"][-1][1] if curves["loss"] else None)
-            if trainer.steps_done == options.eval_every // 3 or i % options.eval_every == 0 or i == steps:
-                curves["evaluations"].append(judge.evaluate(trainer.model, trainer.ema, trainer.steps_done, KEPT if i == steps else STRIP))
-                show.evaluation(curves["evaluations"][-1])
+    curves: dict[str, list[Any]] = {"evaluations": [*evaluations], "loss": [], "decay": [], "step_seconds": []}
+    for i in trange(1, steps + 1, desc="  Training", leave=False, disable=None if trainer.rank == 0 else True):
+        decays = averages.current_decays(trainer.ema, options)
+        begin = time.perf_counter()
+        loss = trainer.step()
+        curves["step_seconds"].append(time.perf_counter() - begin)
+        curves["decay"].append((trainer.steps_done, *decays))
+        if i % 10 == 0 or i == steps:
+            dist.all_reduce(loss)
+            curves["loss"].append((trainer.steps_done, float(loss) / trainer.world))
+        if trainer.steps_done == options.eval_every // 3 or i % options.eval_every == 0 or i == steps:
+            found = judge.evaluate(trainer.model, trainer.ema, trainer.steps_done, KEPT if i == steps else STRIP)
+            found.say(first=not curves["evaluations"])
+            curves["evaluations"].append(found)
     return dict(curves)
 
 

@@ -39,8 +39,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _each(func, args, kwargs)
     region = _one_region(func, flat)
     local_args, local_kwargs = tree_unflatten([one.local if _is_piece(one) else one for one in flat], spec)
-    memory_format = local_kwargs.pop("memory_format", None)  # of the whole tensor; a part has none
-    del memory_format
+    local_kwargs.pop("memory_format", None)  # of the whole tensor; a part has none
     result = func(*local_args, **local_kwargs)
     if func._schema.is_mutable:
         return args[0]

@@ -42,11 +42,10 @@ class Held:
         return [*(part.flat for part in self.parts), *(tensor for tensor, _ in self.copied)]
 
     def put_back(self) -> None:
-        if self.view is not None:
-            give(self.view.model, self.filled)
         for target, filled in self.copied:
             target.copy_(filled.view(target.shape))
         if self.view is not None:
+            give(self.view.model, self.filled)
             self.view.bump_versions()
             self.view.reshard()
 

@@ -32,7 +32,7 @@ class ModelView:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
         refuse_valueless(model)
-        self._model, self._form = model, form
+        self.model, self._form = model, form
         self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, form), Fsdp1Adapter(model), PlainAdapter(model, group, form)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
         self.watch_buffers = False
@@ -44,10 +44,6 @@ class ModelView:
         self._buffers = [one.local for one in self._found_buffers if not one.tied]
         self._record()
         self.process_group = group_of_model(model, group, self._fsdp1)
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
 
     @property
     def buffers(self) -> list[LocalTensor]:
@@ -139,7 +135,7 @@ class ModelView:
 
     def as_it_is_now(self) -> list[LocalTensor]:
         """Parameters and buffers found anew, whatever has become of the model; this view stays as it is."""
-        now = ModelView(self._model, self.process_group, self._form)
+        now = ModelView(self.model, self.process_group, self._form)
         return [*now.parameters, *now.buffers]
 
     def versions(self) -> dict[str, int]:
@@ -148,12 +144,12 @@ class ModelView:
 
     def parameter_objects(self) -> list[torch.Tensor]:
         """Those that the model shows, and those that were recorded."""
-        return [*self._model.parameters(), *self._named.values()]
+        return [*self.model.parameters(), *self._named.values()]
 
     def _change(self) -> str | None:
         """None where nothing but addresses has changed."""
         buffers = self._found_buffers if self.watch_buffers else ()
-        return change(self._model, self._named, self._found, self._fsdp1.others(), buffers)
+        return change(self.model, self._named, self._found, self._fsdp1.others(), buffers)
 
     def explain_change(self) -> str:
         """Which tensor is not what it was when this view was made, and the way out."""
@@ -162,7 +158,7 @@ class ModelView:
     def _take_in_buffers(self) -> None:
         """Those that were registered since this view was made."""
         known = {(id(one.slot.owner), one.slot.key) for one in self._found_buffers}
-        new = [slot for slot in slots(self._model, "buffer") if (id(slot.owner), slot.key) not in known]
+        new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
         if new:
             found = self._collect(new, {id(one.slot.recorded): one.local for one in self._found_buffers})
             self._found_buffers += found
@@ -188,8 +184,8 @@ class ModelView:
 
         Every dict of every module: a replaced module leaves the old parameters in place, out of the model.
         """
-        self._named = {slot.name: slot.recorded for slot in slots(self._model, "parameter")}
-        modules = list(self._model.modules())
+        self._named = {slot.name: slot.recorded for slot in slots(self.model, "parameter")}
+        modules = list(self.model.modules())
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
         objects = [one.slot.recorded for one in self._found if not oddity(one.local.tensor)]
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]

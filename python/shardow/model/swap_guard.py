@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardow.base.checks import invalid
+from shardow.model.storage import address_of
 
 
 class Swapping(Protocol):
@@ -52,7 +53,7 @@ def _now() -> list[Swapping]:
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors} - {0}
+    return {address_of(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors} - {0}
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -136,6 +136,12 @@ def odd_model() -> nn.Module:
     return model
 
 
+def test_what_has_no_memory_is_in_nobodys_swap() -> None:
+    other, ema = shardow.EMA(nn.Linear(3, 2), decay=0.5), shardow.EMA(odd_model(), decay=0.5)
+    with other.swapped():
+        assert ema.full_state_dict()["sparse"].layout is torch.sparse_coo
+
+
 def test_what_is_not_averaged_may_be_what_it_likes(tmp_path: Path) -> None:
     model = odd_model()
     ema = shardow.EMA(model, decay=0.5)

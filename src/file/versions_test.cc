@@ -72,6 +72,27 @@ TEST_F(Versions, OfADirectoryThatIsReplacedMeanwhileAreNotMixed) {
   EXPECT_EQ(loaded_version(folder_ / "model", 2, 4), 3);
 }
 
+TEST_F(Versions, OfADirectoryThatIsReplacedWhileOneRankOpensAndReadsItAreNotMixed) {
+  SaveOptions options;
+  options.max_shard_size = 1 << 20;
+  std::vector<fs::path> newer;
+  for (int i = 1; i < 12; ++i) save_version(i, newer.emplace_back(folder_ / std::to_string(i)), options);
+  save_version(0, folder_ / "model", options);
+  Replaced disk(folder_ / "model", newer);
+  machine_.syscalls = &disk;
+  const file::InEnvironment here(&machine_);
+  const Checkpoint opened = Checkpoint::open(folder_ / "model");
+  auto held = hold(whole, 0, 1, false);
+  for (const TensorView& view : views_of(held)) opened.read(view);
+  int found = 0;
+  for (version = 0; version < 12; ++version) {
+    const auto expected = hold(whole, 0, 1, true);
+    const auto same = [](const Held& a, const Held& b) { return a.memory == b.memory; };
+    found += std::equal(held.begin(), held.end(), expected.begin(), same) ? 1 : 0;
+  }
+  EXPECT_EQ(found, 1);
+}
+
 TEST_F(Versions, ThatWereOpenedStay) {
   save_version(1, folder_ / "new.safetensors");
   save_version(0, folder_ / "a.safetensors");

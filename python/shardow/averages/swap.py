@@ -118,7 +118,7 @@ class Swap(SwapMemory):
             self._bring_back(self._moves(strict))
             return
         try:
-            moves, exchange = self._team.agree("restore()", lambda: self._prepare_return(strict))
+            moves, exchange = self._meet_to_restore(strict)
             shared = self._team.gather("restore()", b"%d" % self._average.swap_state.shared)
             self._bring_back(moves, exchange if b"1" in shared else None, "restore()")
         except (TimeoutError, ConnectionError) as missing:
@@ -128,6 +128,15 @@ class Swap(SwapMemory):
                 f"{missing}. The model's memory still holds averages. What a dead rank held of the weights is gone: "
                 "load the last checkpoint then"
             ) from None
+
+    def _meet_to_restore(self, strict: bool, again: bool = True) -> tuple[list[Move], Exchange]:
+        """Once more after others who were leaving: they learn there that they have to restore too."""
+        try:
+            return self._team.agree("restore()", lambda: self._prepare_return(strict))
+        except ValueError as other:
+            if not again or f"calls {LEAVING}" not in str(other):
+                raise
+        return self._meet_to_restore(strict, again=False)
 
     def refuse(self, what: str) -> None:
         """Raises while the averages are in the model, or may be."""

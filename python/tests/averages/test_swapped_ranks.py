@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from outcomes import outcome
 
 import shardow
 
@@ -183,3 +184,21 @@ def sharded_backward_from_before(kind: str) -> str:
 def test_a_backward_from_before_the_swap_raises_under_ddp() -> None:
     for message in ranks.run(2, sharded_backward_from_before, "ddp"):
         assert "modified by an inplace operation" in message
+
+
+def restored_on_one(kind: str) -> list[Any]:
+    """Rank 1 restores, as after a Ctrl-C, while rank 0 is leaving; then rank 0 does what it is told."""
+    _, ema, _ = trained(kind)
+    weights = local_weights(ema)
+    ema.swap_in()
+    left = outcome(ema.restore if dist.get_rank() else ema.swap_out)[:2]
+    restored = ("none", "") if dist.get_rank() else outcome(ema.restore)[:2]
+    return [left, restored, same(local_weights(ema), weights), outcome(ema.distance)[0]]
+
+
+def test_a_rank_that_restores_waits_for_those_that_were_leaving() -> None:
+    zero, one = ranks.run(2, restored_on_one, "ddp")
+    assert zero[0][0] == "InvalidArgumentError"
+    assert "restore()" in zero[0][1]
+    assert one[0] == ("none", "")
+    assert zero[1:] == one[1:] == [("none", ""), True, "none"]

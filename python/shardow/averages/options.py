@@ -51,15 +51,13 @@ class Options:
 
     def engine(self, alone: bool) -> _core.AverageOptions:
         """``alone``: no other rank would wait for one that raises in an update."""
-        waits = self.nonfinite == "raise" and not alone
+        non_finite = "hold" if self.nonfinite == "raise" and not alone else self.nonfinite.replace("raise", "raise_")  # a keyword
         return _core.AverageOptions(
             schedules=self.schedules,
             dtype=DTYPES[self.dtype],
             rule=getattr(_core.Rule, self.rule),
             rounding=getattr(_core.Rounding, self.rounding),
-            non_finite=getattr(
-                _core.NonFinite, "hold" if waits else "raise_" if self.nonfinite == "raise" else self.nonfinite
-            ),  # a keyword
+            non_finite=getattr(_core.NonFinite, non_finite),
             update_every=self.update_every,
             start_step=self.start_step,
             seed=self.seed,

@@ -162,8 +162,7 @@ class Averages:
             facts.update(asked())
             if others is None:
                 return list(self._common())
-            self.swap.refuse_foreign(what)
-            self.swap.rebind()
+            self.swap.ready(what)
             weights = set(self.view.parameters)
             return [*self._common(), *(common_of(one) for one in others() if one in weights)]
 

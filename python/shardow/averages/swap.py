@@ -159,6 +159,7 @@ class Swap(SwapMemory):
         self.refuse_foreign(what)
         if not self._view.unchanged():
             self.rebind()
+            self.refuse_foreign(what)
 
     def rebind(self) -> None:
         """Memory of the model that moved, or is unsharded for a while, is followed. Raises where more than memory has changed."""

@@ -36,11 +36,14 @@ class SwapMemory:
         return self._engine
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """The memory of the weights, of what is averaged in their place, and of the averages."""
+        """The memory of the weights, of what is averaged in their place, and of the averages; in a swap also where the model shows them by
+        now."""
         for one in self._tracked:
             yield one.local.tensor
             yield one.source
             yield from one.averages
+        if self.swapped and not self._view.unchanged():
+            yield from self.parameters()
 
     def parameters(self) -> list[torch.Tensor]:
         return self._view.parameter_objects()

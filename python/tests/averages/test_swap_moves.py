@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,37 @@ def test_weights_come_back_to_where_the_model_has_them(move: Callable[[nn.Module
         move(model)
     assert same(bits(model.named_parameters()), weights)
     assert same(bits(ema.full_state_dict(complete=False)), averages)
+
+
+@pytest.mark.parametrize(
+    ("move", "when"), [(data, "before"), (data, "inside"), (data, "both"), (to_and_back, "both"), (assigned, "inside")]
+)
+def test_averages_pass_for_no_weights_where_the_model_was_moved(move: Callable[[nn.Module], object], when: str, tmp_path: Path) -> None:
+    """Neither for another EMA, which has not seen the move yet, nor for a file."""
+    model, ema = trained()
+    other = shardow.EMA(model, 0.9)
+    weights, averages = bits(model.named_parameters()), bits(other.full_state_dict(complete=False))
+    if when != "inside":
+        move(model)
+    with ema.swapped():
+        if when != "before":
+            move(model)
+        takers: list[Callable[[], object]] = [
+            other.update,
+            other.swap_in,
+            other.reset,
+            other.full_state_dict,
+            lambda: other.copy_to(model),
+            lambda: shardow.EMA(model),
+            lambda: shardow.save(model, tmp_path / "model.safetensors"),
+            lambda: shardow.full_state_dict(model),
+            torch.optim.SGD(model.parameters(), lr=0.1).step,
+        ]
+        for take in takers:
+            with pytest.raises(ValueError, match=r"an EMA has its averages in this model|inside swapped\(\)"):
+                take()
+    assert same(bits(model.named_parameters()), weights)
+    assert same(bits(other.full_state_dict(complete=False)), averages)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

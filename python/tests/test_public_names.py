@@ -63,8 +63,8 @@ def public_names() -> list[str]:
 
 def test_names_and_signatures_are_as_recorded() -> None:
     found, recorded = public_names(), RECORD.read_text().splitlines()
-    assert sorted(set(recorded) - set(found)) == [], "gone"
-    assert sorted(set(found) - set(recorded)) == [], "new"
+    changed = [f"- {line}" for line in sorted(set(recorded) - set(found))] + [f"+ {line}" for line in sorted(set(found) - set(recorded))]
+    assert changed == [], "if this is meant: python python/tests/test_public_names.py"
 
 
 if __name__ == "__main__":

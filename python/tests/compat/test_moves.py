@@ -7,10 +7,12 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import models
 import pytest
 import ranks
+import surfaces
 import torch
 import torch.distributed as dist
 from moves import CHANGES, data, swapping
@@ -18,6 +20,7 @@ from surfaces import SURFACES, made
 from torch import nn
 
 import shardow
+from shardow import compat
 from shardow.compat import automodel, diffusers
 from shardow.model.names import clean_file_key
 
@@ -80,6 +83,12 @@ def _follows(surface: str, change: str, model: nn.Module, again: Callable[[], nn
 
 
 @pytest.mark.filterwarnings("ignore:averages in torch.bfloat16")
+def test_every_origin_has_a_surface_here_and_its_place_in_the_docs() -> None:
+    page = Path(__file__).parents[3].joinpath("docs", "migration.md").read_text()
+    assert [name for name in compat.__all__ if f"`shardow.compat.{name}" not in page] == []
+    assert [name for name in compat.__all__ if not hasattr(surfaces, name)] == ["twinkle"]  # which starts models and averages none
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("surface", SURFACES)
 def test_memory_that_moves_is_followed_or_refused(surface: str, change: str) -> None:

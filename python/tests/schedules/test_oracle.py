@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,8 +65,11 @@ def of(ema: shardow.EMA, k: int) -> float:
     return float(ema._core.tracked[0].averages[k][0])
 
 
-def test_every_kind_is_here() -> None:
-    assert set(shardow.schedules.__all__) - {"as_schedules"} == set(KINDS)
+def test_every_kind_is_here_in_the_docs_and_public() -> None:
+    made = {name for name, one in vars(shardow.schedules).items() if inspect.isfunction(one) and one.__module__ == "shardow.schedules"}
+    page = Path(__file__).parents[3].joinpath("docs", "schedules.md").read_text()
+    assert {name for name in made if name[0] != "_"} == set(shardow.schedules.__all__)
+    assert set(re.findall(r"^\| `(\w+)\(", page, re.M)) == set(shardow.schedules.__all__) - {"as_schedules"} == set(KINDS)
 
 
 @given(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from causal_forcing_models import Wrapper, assert_same, averaged, expected, generator, shake
 from torch import nn
 
+import shardow
 from shardow.compat import causal_forcing
 from shardow.compat.causal_forcing import EMA_FSDP, fsdp_wrap
 
@@ -135,3 +136,14 @@ def test_a_job_is_launched_by_torchrun_s_variables(monkeypatch: pytest.MonkeyPat
     assert {key: started[key] for key in ("backend", "init_method", "rank", "world_size")} == {
         "backend": "gloo", "init_method": "tcp://[::1]:29500", "rank": 1, "world_size": 2,
     }  # fmt: skip
+
+
+def test_a_module_that_holds_another_emas_averages_is_not_copied_to() -> None:
+    """They would be lost: the way back would take what was copied for them."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    ema, holding = EMA_FSDP(model, 0.5), shardow.EMA(other, 0.9)
+    averages = holding.full_state_dict(complete=False)
+    with holding.swapped(), pytest.raises(ValueError, match="an EMA has its averages in this model"):
+        ema.copy_to(other)
+    assert_same(holding.full_state_dict(complete=False), averages)
+    ema.copy_to(other)

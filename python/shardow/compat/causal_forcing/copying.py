@@ -11,6 +11,7 @@ from shardow.averages.core import Averages
 from shardow.averages.tracked import Tracked, divide
 from shardow.base.checks import invalid
 from shardow.model.match import compare
+from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer
 
@@ -32,6 +33,7 @@ class Copier:
         self._view.reshard()
         if not self._view.unchanged() and not self._view.follow_moves(self._follow):
             raise errors.make("invalid_argument", self._view.explain_change())
+        refuse_foreign("copy_to()", lambda: [one.local.tensor for one in self._tracked])
 
     def _follow(self) -> None:
         for one in self._tracked:

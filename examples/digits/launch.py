@@ -27,7 +27,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> Any:
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of the ranks, too: no chatter of C++ libraries on the terminal
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["examples.digits.train"])  # and torch with it, which takes every rank seconds otherwise
+    context.set_forkserver_preload(["shardow", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"])  # for all ranks
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's, so that it outlives every rank
     job = pickle.dumps((fn, args))  # in plain bytes: torch would share tensors through files that end with their process
     pipes: dict[Any, int] = {}

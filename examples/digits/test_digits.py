@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,8 @@ ALL = bool(os.environ.get("SHARDOW_ALL"))
 SHARDINGS = [("fsdp2", 2), ("fsdp1", 2), ("hsdp", 4), ("ddp", 2), ("plain", 1)] if ALL else [("fsdp2", 2)]
 
 
-def demo(*flags: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "examples.digits", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+def demo(*flags: str, timeout: float = 280, start: tuple[str, ...] = ("-m", "examples.digits"), cwd: Path = ROOT) -> Any:
+    return subprocess.run([sys.executable, *start, *flags], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @pytest.fixture(scope="module", params=SHARDINGS, ids=lambda p: p[0])
@@ -103,8 +103,11 @@ def test_bad_flags_are_refused_at_once(flags: tuple[str, ...], said: str) -> Non
 
 
 def test_a_rank_that_fails_ends_the_demo_with_its_message(tmp_path: Path) -> None:
+    """It is started by its path, from where other examples are."""
     (tmp_path / "checkpoint").write_text("a file where the demo wants a directory")
-    done = demo("--quick", "--steps", "2", "--shard", "ddp", "--out", str(tmp_path))
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "__init__.py").touch()
+    done = demo("--quick", "--steps", "2", "--shard", "ddp", "--out", ".", start=(str(ROOT / "examples" / "digits"),), cwd=tmp_path)
     assert done.returncode == 1
     assert "The demo stopped: rank" in done.stderr
     assert "Traceback" in (tmp_path / "error.txt").read_text()

@@ -1,6 +1,6 @@
 """The demo from end to end: train and average on several ranks, save, resume on others, report.
 
-.venv/bin/python -m examples.digits             # about four minutes on two cores
+.venv/bin/python -m examples.digits             # about three minutes on two cores
 .venv/bin/python -m examples.digits --quick     # the same path in seconds
 """
 
@@ -22,7 +22,7 @@ if not __package__:  # started by path
 from examples.digits import launch
 from examples.digits.options import Options, parse
 
-USUAL = {"1 of 3, training": 140, "2 of 3, resuming": 45, "3 of 3, starting": 15}  # seconds
+USUAL = {"1 of 3, training": 140, "2 of 3, resuming": 20, "3 of 3, starting": 5}  # seconds
 
 
 def main(arguments: list[str] | None = None) -> int:

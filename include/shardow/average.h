@@ -55,7 +55,8 @@ struct AverageOptions {
   int64_t start_step = 0;    ///< an update at a step <= start_step copies the parameters; so does the first one past it if none came before
   uint64_t seed = 0;         ///< of stochastic rounding
   bool keep_values = false;  ///< the averages begin with what their memory holds, not equal to the parameters
-  int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow
+  int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow; with `overlap` 1
+  bool overlap = false;      ///< update() returns when its work has begun on threads in the background; see wait(). Host memory alone
   Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
   std::chrono::milliseconds timeout{600'000};  ///< of what `replicas` send each other in a swap
 };
@@ -75,7 +76,8 @@ struct OptionDifference {
 
 struct UpdateReport {
   bool applied = false;    ///< false between the update_every-th steps
-  int64_t non_finite = 0;  ///< elements held in this update, CPU views; CUDA views are counted by stats()
+  int64_t non_finite = 0;  ///< elements held in this update, CPU views; with options.overlap in updates that ended since the last report;
+                           ///< CUDA views are counted by stats()
   int64_t bytes_moved = 0;
   Factors factors{1, 0};  ///< of the first schedule
 };
@@ -94,6 +96,8 @@ struct AverageStats {
   int64_t bytes = 0;                     ///< memory of all averages on this rank
   int64_t bytes_moved = 0;               ///< by the last update
   double seconds = 0;                    ///< of the last update; CUDA: of its launch
+  double hidden_seconds = 0;             ///< options.overlap: of all updates' work, while nobody waited for it
+  double waited_seconds = 0;             ///< options.overlap: somebody waited for it, in all
   int64_t held_non_finite = 0;           ///< elements, since the start
   int64_t table_bytes = 0;               ///< memory of the lists of what an update goes through
 };
@@ -122,6 +126,11 @@ class Average {
   /// After an optimizer step, on the parameters as last bound. Without `step` it counts itself; a given step must exceed the last one.
   /// `samples`: training samples seen so far, for schedules in samples. CUDA views: enqueued on the view's stream, nothing waits.
   UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
+
+  /// With options.overlap: until the update under way has ended. To be called before the parameters change; all other calls that read or
+  /// change averages, counters or addresses do it themselves. Throws what that update met (NonFinite::kRaise), once; the averages are
+  /// those of a whole update in any case. A fork waits too.
+  void wait() const;
 
   /// Of CUDA views on device `index`: from here on all work goes to `stream` (a cudaStream_t), behind what is under way on the last one.
   /// Nothing waits on the host.

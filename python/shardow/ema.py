@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
+from shardow.averages import figures
 from shardow.averages import state as _state
 from shardow.averages.attach import Attachments, Handle, Samples
 from shardow.averages.core import Averages, Facts
@@ -63,7 +64,10 @@ class EMA(Saved):
         group: process group of ranks that hold replicas of a plain model, or the ranks of a model whose groups cannot be told from its
             meshes.
         threads: CPU threads; 0: what OMP_NUM_THREADS and the affinity mask allow, at most 4.
-        overlap: not built yet.
+        overlap: average weights on the CPU in the background, on ``threads`` threads (one by default), while training goes on. Needs
+            attach() or ``optimizer=``: the optimizer's next step waits, as do all calls that read averages. What else writes into weights
+            meanwhile (``p.data.mul_()``, ``load_state_dict()``) would be averaged half old, half new: call stats() first, which waits.
+        optimizer: attach() to it.
         timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
         momentum: refused: it would be 1 - decay in one library, and decay in another.
 
@@ -93,6 +97,7 @@ class EMA(Saved):
         group: dist.ProcessGroup | None = None,
         threads: int = 0,
         overlap: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
         timeout: float | timedelta | None = None,
         momentum: None = None,
     ) -> None:
@@ -103,6 +108,8 @@ class EMA(Saved):
         }  # fmt: skip
         self._core = Averages(model, decay, asked, source, group, timeout)
         self._attached = Attachments(self._update_attached, lambda: self._core.swap.refuse("optimizer.step()"))
+        if optimizer is not None:
+            self.attach(optimizer)
 
     # ---- training
 
@@ -114,8 +121,7 @@ class EMA(Saved):
             step: optimizer steps taken so far; None: one more than before. A step is counted once; skipped ones are made up for by decay^n.
             samples: training samples seen so far, for schedules in samples.
         """
-        if self._attached:
-            raise invalid("update() while attached to an optimizer would count each step twice; call neither, or handle.remove() first")
+        self._attached.refuse_update(self._core.options.overlap)
         self._core.update(step, samples)
 
     @torch.no_grad()
@@ -272,11 +278,10 @@ class EMA(Saved):
         averages on this rank, bytes_moved and seconds of the last update, held_nonfinite: elements kept because their weight was NaN or
         Inf, since the start,
         table_bytes: memory of the lists that an update goes through.
+
+        With overlap=True also, since the start, offload/hidden_seconds of averaging while nobody waited, and offload/waited_seconds.
         """
-        stats: dict[str, float] = dict(self._core.engine.stats())
-        for k, decay in enumerate(self._core.engine.decays):
-            stats["decay" if len(self._core.keys) == 1 else f"decay/{k}"] = decay
-        return stats
+        return figures.stats(self._core.engine, self._core.options.overlap)
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
@@ -286,12 +291,7 @@ class EMA(Saved):
         return _state.distance(self._core.tracked, choose(self._core.keys, decay), self._core.team)
 
     def __repr__(self) -> str:
-        stats, options = self._core.engine.stats(), self._core.engine.state()
-        return (
-            f"EMA(decay=[{', '.join(self._core.keys)}], {_state.options_in(options)}, {stats['parameters']} tensors, "
-            f"{stats['elements']:,} elements "
-            f"on this rank of {self._core.team.size}, {stats['bytes']:,} bytes, step {stats['step']})"
-        )
+        return figures.text(self._core.engine, self._core.keys, self._core.team.size)
 
 
 def _remade(model: nn.Module, arguments: Mapping[str, Any], state: Mapping[str, Any]) -> EMA:

@@ -13,6 +13,7 @@
 #include "average/arena.h"
 #include "average/plan.h"
 #include "average/swap_seam.h"
+#include "base/worker.h"
 #include "core.h"
 #include "kernels/cuda.h"
 #include "kernels/kernels.h"
@@ -32,7 +33,7 @@ TensorView make_view(std::string name, const std::string& dtype, const Region& r
 }
 
 AverageOptions make_options(std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding, NonFinite non_finite,
-                            int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool keep_values) {
+                            int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool overlap, bool keep_values) {
   AverageOptions options;
   options.schedules = std::move(schedules);
   options.dtype = dtype_from_name(dtype);
@@ -43,6 +44,7 @@ AverageOptions make_options(std::vector<Schedule> schedules, const std::string& 
   options.start_step = start_step;
   options.seed = seed;
   options.num_threads = num_threads;
+  options.overlap = overlap;
   options.keep_values = keep_values;
   return options;
 }
@@ -65,13 +67,30 @@ bool fail_swaps(int steps, int failures) {
   return failed;
 }
 
+std::atomic<bool> updates_held = false;
+
+/// For tests: while held, overlapped updates have begun and do nothing yet.
+void hold_updates(bool held) {
+  if (!base::worker_seam) base::worker_seam = [] { updates_held.wait(true); };
+  updates_held = held;
+  updates_held.notify_all();
+}
+
 struct Limit {
   std::vector<kernels::Chunk> chunks;
   int num_averages;
 };
 
+/// Other threads of Python go on while this one waits for an update in the background.
+template <typename Any>
+Any& waited(Any& average) {
+  const nb::gil_scoped_release release;
+  average.wait();
+  return average;
+}
+
 nb::dict stats_dict(const Average& average) {
-  const AverageStats stats = average.stats();
+  const AverageStats stats = waited(average).stats();
   nb::dict dict;
   dict["step"] = stats.step;
   dict["updates"] = stats.updates;
@@ -82,6 +101,8 @@ nb::dict stats_dict(const Average& average) {
   dict["seconds"] = stats.seconds;
   dict["held_nonfinite"] = stats.held_non_finite;
   dict["table_bytes"] = stats.table_bytes;
+  dict["hidden_seconds"] = stats.hidden_seconds;
+  dict["waited_seconds"] = stats.waited_seconds;
   return dict;
 }
 
@@ -122,12 +143,13 @@ void bind_average(nb::module_& m) {
       .def(
           "__init__",
           [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding,
-             NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool keep_values) {
+             NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool overlap,
+             bool keep_values) {
             new (self) AverageOptions(make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every, start_step, seed,
-                                                   num_threads, keep_values));
+                                                   num_threads, overlap, keep_values));
           },
           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a, "start_step"_a, "seed"_a,
-          "num_threads"_a, "keep_values"_a = false);
+          "num_threads"_a, "overlap"_a = false, "keep_values"_a = false);
   nb::class_<SwapState>(m, "SwapState", "How far a swap has come: all that the way back needs to know.")
       .def_ro("average", &SwapState::average)
       .def_ro("exchanged", &SwapState::exchanged)
@@ -139,7 +161,7 @@ void bind_average(nb::module_& m) {
              const AverageOptions& options) { new (self) Average(parameters, averages, options); },
           "parameters"_a, "averages"_a, "options"_a)
       .def(
-          "bind", [](Average& self, const std::vector<TensorView>& parameters) { self.bind(parameters); }, "parameters"_a)
+          "bind", [](Average& self, const std::vector<TensorView>& parameters) { waited(self).bind(parameters); }, "parameters"_a)
       .def(
           "update",
           [](Average& self, std::optional<int64_t> step, double samples) {
@@ -172,6 +194,8 @@ void bind_average(nb::module_& m) {
       .def(
           "set_stream", [](Average& self, int index, uintptr_t stream) { self.set_stream(index, reinterpret_cast<void*>(stream)); },
           "index"_a, "stream"_a, "CUDA: from here on the work on the device goes to this stream, behind what is under way on the last one.")
+      .def("wait", &Average::wait, nb::call_guard<nb::gil_scoped_release>(),
+           "Until the update that goes on in the background, if any, has ended; raises what it met.")
       .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(), "Copies the bound parameters into every average.")
       .def(
           "swap_in", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap_in(weights, k); }, "weights"_a,
@@ -187,16 +211,19 @@ void bind_average(nb::module_& m) {
       .def(
           "non_finite",
           [](const Average& self) -> std::optional<std::tuple<int64_t, int64_t, std::string>> {
-            const auto met = self.non_finite();
+            const auto met = waited(self).non_finite();
             if (!met) return std::nullopt;
             return std::tuple(met->step, met->elements, met->tensor);
           },
           "(step, elements on this rank, name of the first tensor) of the first update that held NaN or Inf and was not forgotten yet, or "
           "None.")
       .def("forget_non_finite", &Average::forget_non_finite)
-      .def("state", &Average::state, "Counters, schedules and seed as JSON.")
-      .def("set_state", &Average::set_state, "json"_a, "options"_a = OptionsFrom::kFile,
-           "Counters of a saved state, and with OptionsFrom.file its options; nothing has changed where it raises.")
+      .def(
+          "state", [](const Average& self) { return waited(self).state(); }, "Counters, schedules and seed as JSON.")
+      .def(
+          "set_state", [](Average& self, std::string_view json, OptionsFrom options) { waited(self).set_state(json, options); }, "json"_a,
+          "options"_a = OptionsFrom::kFile,
+          "Counters of a saved state, and with OptionsFrom.file its options; nothing has changed where it raises.")
       .def(
           "differences",
           [](const Average& self, std::string_view json) {
@@ -228,6 +255,7 @@ void bind_average(nb::module_& m) {
   m.def("fail_swaps", &fail_swaps, "steps"_a, "failures"_a,
         "For tests: `steps` steps of swaps go well from now on, the `failures` after them raise MemoryError. True if some did since the "
         "last call.");
+  m.def("hold_updates", &hold_updates, "held"_a, "For tests: while held, updates in the background have begun and do nothing yet.");
   m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a,
         "Bytes from one average's memory to the next one's, on a CPU.");
   m.def("simd_target", &kernels::cpu::target, "The instruction set that the CPU kernels use here.");

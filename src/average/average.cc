@@ -40,6 +40,10 @@ UpdateReport Average::prepare_replay(std::optional<int64_t> step, double samples
   return impl_->update(step, samples, {}, Impl::Launch::kByReplay);
 }
 
+void Average::wait() const {
+  impl_->wait();
+}
+
 void Average::set_stream(int index, void* stream) {
   impl_->set_stream(index, stream);
 }
@@ -60,6 +64,7 @@ UpdateReport Average::update(std::span<const TensorView> parameters, std::option
 }
 
 void Average::reset() {
+  impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "reset() while weights and averages are swapped; swap back first");
   impl_->copy_parameters();
 }
@@ -75,12 +80,14 @@ size_t Average::size() const noexcept {
 }
 
 std::span<const TensorView> Average::views(size_t k) const {
+  impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
   if (k >= size()) fail(Code::kInvalidArgument, "average {} of {}", k, size());
   return impl_->averages[k];
 }
 
 AverageStats Average::stats() const {
+  impl_->wait();
   impl_->read_counts();
   const average::Counters& counters = impl_->counters;
   const auto averaged = static_cast<int64_t>(size());
@@ -93,11 +100,14 @@ AverageStats Average::stats() const {
           .bytes = averaged * byte_size(impl_->options.dtype, impl_->elements),
           .bytes_moved = counters.applied_step > 0 ? impl_->bytes_per_update : 0,
           .seconds = impl_->seconds,
+          .hidden_seconds = impl_->hidden_seconds,
+          .waited_seconds = impl_->waited_seconds,
           .held_non_finite = counters.held_non_finite,
           .table_bytes = tables};
 }
 
 std::optional<NonFiniteReport> Average::non_finite() const {
+  impl_->wait();
   impl_->read_counts();
   if (!impl_->met) return std::nullopt;
   const auto [step, elements, part] = *impl_->met;
@@ -114,6 +124,7 @@ std::string Average::state() const {
 }
 
 void Average::set_state(std::string_view json, OptionsFrom options) {
+  impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
   const average::State state = average::state_from_json(json);
   if (state.options.schedules.size() != size()) {

@@ -39,7 +39,7 @@ std::vector<TensorView> on(const Device& device, std::span<const TensorView> vie
 Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chosen) : options(std::move(chosen)) {
   average::check_options(options);
   average::check_parameters(parameters);
-  average::check_devices(parameters, options.replicas != nullptr);
+  average::check_devices(parameters, options);
   whole.assign(parameters.begin(), parameters.end());
   parts = divide(whole);
   for (const TensorView& part : parts) {
@@ -48,6 +48,9 @@ Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chose
     bytes_per_update += byte_size(part.dtype, part.region.size()) + 2 * averaged * byte_size(options.dtype, part.region.size());
   }
   pool = std::make_unique<base::ThreadPool>(average::threads_for(elements, options.num_threads));
+  if (!options.overlap) return;
+  background_pool_ = std::make_unique<base::ThreadPool>(std::max(options.num_threads, 1));
+  worker_ = std::make_unique<base::Worker>();
 }
 
 /// All that can fail is made first; then everything changes at once.
@@ -102,7 +105,7 @@ std::vector<std::unique_ptr<average::Backend>> Average::Impl::make_backends(std:
     const std::vector<TensorView> here = on(device, bound, bound);
     std::vector<std::vector<TensorView>> averaged;
     for (const auto& average : averages) averaged.push_back(on(device, average, bound));
-    made.push_back(average::make_backend(device, here, averaged, *pool));
+    made.push_back(average::make_backend(device, here, averaged, background_pool_ ? *background_pool_ : *pool));
     if (options.rounding == Rounding::kStochastic) made.back()->prepare_noise();  // else before the first step that draws noise
   }
   return made;
@@ -114,9 +117,10 @@ void Average::Impl::copy_parameters() {
 
 void Average::bind(std::span<const TensorView> parameters) {
   average::check_same(impl_->whole, parameters);
-  average::check_devices(parameters, impl_->options.replicas != nullptr);
+  average::check_devices(parameters, impl_->options);
   impl_->follow_streams(parameters);
   if (same_addresses(impl_->whole, parameters)) return;
+  impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
   impl_->bind(parameters);
 }

@@ -79,10 +79,15 @@ void check_parameters(std::span<const TensorView> parameters) {
   }
 }
 
-void check_devices(std::span<const TensorView> parameters, bool replicated) {
+void check_devices(std::span<const TensorView> parameters, const AverageOptions& options) {
+  const bool replicated = options.replicas != nullptr, overlapped = options.overlap;
   std::map<int, const TensorView*> first;  // by device
   for (const TensorView& view : parameters) {
     if (view.device.kind == Device::Kind::kCpu) continue;
+    if (overlapped) {
+      fail(Code::kUnsupported, "'{}' is on CUDA device {}: AverageOptions.overlap is of updates on the host; a device's go on by themselves",
+           view.name, view.device.index);
+    }
     if (replicated) {
       fail(Code::kUnsupported,
            "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself, and all-gather the "

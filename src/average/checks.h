@@ -12,7 +12,7 @@ void check_options(const AverageOptions& options);
 
 /// Names unique, dtypes averaged, memory there.
 void check_parameters(std::span<const TensorView> parameters);
-void check_devices(std::span<const TensorView> parameters, bool replicated);
+void check_devices(std::span<const TensorView> parameters, const AverageOptions& options);
 
 /// `averages` fit `parts`, the views that this rank averages.
 void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages, const AverageOptions& options);

@@ -74,6 +74,7 @@ SwapState Average::swap_state() const noexcept {
 
 void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
+  wait();
   if (swap) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, swap->k);
   const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
   std::optional<Swap> prepared;

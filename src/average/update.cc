@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
+#include <utility>
 
 #include "average/impl.h"
 #include "base/errors.h"
@@ -31,6 +33,18 @@ int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
 }
 
 UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch) {
+  std::exception_ptr last;  // what the update before this one met: told when this one is on its way too
+  try {
+    wait();
+  } catch (const Error&) {
+    last = std::current_exception();
+  }
+  const UpdateReport report = begin_update(step, samples, given, launch);
+  if (last) std::rethrow_exception(last);
+  return report;
+}
+
+UpdateReport Average::Impl::begin_update(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch) {
   if (swap) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
   if (!std::isfinite(samples) || samples < 0) {
     fail(Code::kInvalidArgument, "update(samples={}): the number of training samples seen so far, 0 or more", samples);
@@ -61,16 +75,23 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
   report.applied = true;
   report.bytes_moved = bytes_per_update;
   NonFiniteCount count;
-  if (launch == Launch::kNow) {
+  if (worker_) {
+    begin_overlapped(planned);
+  } else if (launch == Launch::kNow) {
+    prepare_noise(planned);
     count = dispatch(planned);
   } else {
     for (const auto& backend : backends) backend->prepare(planned, draws_by_runs(planned));
   }
-  report.non_finite = count.elements;
+  report.non_finite = count.elements + std::exchange(unreported_, 0);
   counters.step = step;
   counters.applied_step = step;
   counters.applied_samples = samples;
   if (step > options.start_step) ++counters.updates;
+  met_non_finite(count, step);
+}
+
+void Average::Impl::met_non_finite(const NonFiniteCount& count, int64_t step) {
   hold(count, step);
   if (options.non_finite == NonFinite::kRaise && count.elements > 0) {
     const size_t part = part_of(count.first);
@@ -122,11 +143,13 @@ bool Average::Impl::draws_by_runs(const kernels::Step& step) const {
   return std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
 }
 
+void Average::Impl::prepare_noise(const kernels::Step& step) {
+  if (!draws_by_runs(step)) return;
+  for (const auto& backend : backends) backend->prepare_noise();
+}
+
 NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   const bool by_runs = draws_by_runs(step);
-  if (by_runs) {
-    for (const auto& backend : backends) backend->prepare_noise();
-  }
   NonFiniteCount total;
   for (const auto& backend : backends) {
     NonFiniteCount count = backend->update(step, by_runs);

@@ -13,3 +13,4 @@
 #define SHARDOW_REQUIRES(mutex) SHARDOW_ANNOTATE(requires_capability(mutex))  // function: the caller holds `mutex`
 #define SHARDOW_ACQUIRE(...) SHARDOW_ANNOTATE(acquire_capability(__VA_ARGS__))
 #define SHARDOW_RELEASE(...) SHARDOW_ANNOTATE(release_capability(__VA_ARGS__))
+#define SHARDOW_NO_THREAD_SAFETY_ANALYSIS SHARDOW_ANNOTATE(no_thread_safety_analysis)  // function: locks here what is unlocked elsewhere

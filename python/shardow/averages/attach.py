@@ -50,8 +50,15 @@ class Attachments:
         self._all: list[Handle] = []
         self._stepped: list[Handle] = []  # in this round
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
+    def refuse_update(self, overlap: bool) -> None:
+        """update() by hand."""
+        if self._all:
+            raise invalid("update() while attached to an optimizer would count each step twice; call neither, or handle.remove() first")
+        if overlap:
+            raise invalid(
+                "update() with overlap=True: nothing would keep the next step from changing weights that are still being averaged; "
+                "attach(optimizer) instead, whose step waits, or leave overlap out"
+            )
 
     def add(self, optimizer: Any, samples: Samples | None) -> Handle:
         found = _innermost(optimizer)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
-from shardow.averages import counters
+from shardow.averages import counters, figures
 from shardow.averages import state as _state
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.options import Options, make_options
@@ -22,6 +22,7 @@ from shardow.averages.tracked import Tracked, Unfrozen, common_weight, track
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
+from shardow.model import swap_guard
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.swap_guard import refuse_foreign
@@ -187,8 +188,14 @@ class Averages:
 
     def update(self, step: int | None, samples: float) -> None:
         self.ready_to_update()
+        if self.options.overlap:
+            swap_guard.read(self.swap)
         _, held = self.engine.update(step, samples)
         self._warn_of(held)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # an overlapped update ends before the memory that it reads is given back
+            self._engine.wait()
 
     @torch.no_grad()
     def update_by(self, decay: float, weight: float) -> None:
@@ -204,18 +211,7 @@ class Averages:
     def _warn_of(self, held: int) -> None:
         if held and not self._warned:
             self._warned = True
-            warn(
-                f"{held} weights on this rank are NaN or Inf; their averages {self._fate()} (nonfinite={self.options.nonfinite!r}). "
-                "stats()['held_nonfinite'] counts them; this warning is given once",
-                RuntimeWarning,
-            )
-
-    def _fate(self) -> str:
-        if self.options.nonfinite == "propagate":
-            return "become so too"
-        return "keep their last values" + (
-            ", and the next collective call raises on every rank" if self.options.nonfinite == "raise" else ""
-        )
+            warn(figures.of_non_finite(held, self.options.nonfinite), RuntimeWarning)
 
     def reset(self) -> None:
         """See EMA.reset()."""

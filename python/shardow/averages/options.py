@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from shardow import _core, errors
-from shardow.base.checks import invalid, one_of, unsupported, whole
+from shardow.base.checks import invalid, one_of, whole
 from shardow.base.warnings import warn
 from shardow.model.dtypes import NAMES
 from shardow.model.local import LocalTensor
@@ -43,6 +43,7 @@ class Options:
     start_step: int
     seed: int
     threads: int
+    overlap: bool
 
     def wants(self, weight: LocalTensor) -> bool:
         if callable(self.params):
@@ -62,6 +63,7 @@ class Options:
             start_step=self.start_step,
             seed=self.seed,
             num_threads=self.threads,
+            overlap=self.overlap,
         )
 
 
@@ -70,13 +72,11 @@ _LEAST = {"update_every": 1, "start_step": 0, "seed": 0, "threads": 0}
 _ROUNDING: dict[Stochastic, str] = {"auto": "auto", True: "stochastic", False: "nearest"}
 
 
-def make_options(*, decay: Any, momentum: Any, overlap: bool, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
+def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
     """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for momentum= a TypeError too."""
     if momentum is not None:
         hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})" if isinstance(momentum, float) else ""
         raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
-    if overlap:
-        raise unsupported("overlap=True (averaging in the background) is not built yet; leave it out")
     dtype = asked["dtype"]
     if dtype not in DTYPES:
         raise invalid(f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any dtype")

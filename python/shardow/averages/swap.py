@@ -139,7 +139,9 @@ class Swap(SwapMemory):
         return self._meet_to_restore(strict, again=False)
 
     def refuse(self, what: str) -> None:
-        """Raises while the averages are in the model, or may be."""
+        """Raises while the averages are in the model, or may be. What follows reads averages or changes weights: an overlapped update ends
+        first."""
+        self._average.wait()
         if not self.swapped:
             return
         if self._why:

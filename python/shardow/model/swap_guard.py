@@ -1,8 +1,9 @@
 """Who else would take averages for weights: other EMAs of the same model, optimizers, and what fills a model. Nothing here is asked whether
-anything is swapped: the engine is."""
+anything is swapped: the engine is. And whose weights are read in the background: an optimizer that would change them waits."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -26,13 +27,15 @@ class Swapping(Protocol):
         """The parameters that show them."""
 
     def refuse(self, what: str) -> None:
-        """Raises while ``swapped``."""
+        """Raises while ``swapped``; waits for an update in the background."""
 
 
 _entered: set[Any] = set()  # Swapping, from before the first exchange until the weights are back: nobody else may have them any more
+_read: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from when an update in the background began
 
 enter = _entered.add
 settle = _entered.discard
+read = _read.add
 
 
 def refuse_foreign(what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None, instead: str = "") -> None:
@@ -57,11 +60,12 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before any optimizer's step: one on averages would be lost, and spoil them."""
-    for swap in _now() if _entered else ():
+    """Before any optimizer's step: one on averages would be lost, and spoil them; one on weights that are read would tear the averages."""
+    for swap in {*(_now() if _entered else ()), *_read} if _entered or _read else ():
         steps = [p for group in optimizer.param_groups for p in group["params"]]
         shown = set(map(id, swap.parameters()))
         if any(id(p) in shown for p in steps) or not _addresses(steps).isdisjoint(_addresses(swap.weights())):
+            _read.discard(swap)
             swap.refuse("optimizer.step()")
 
 

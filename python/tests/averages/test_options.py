@@ -33,7 +33,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"start_step": -1}, ValueError, "at least 0"),
     ({"threads": -1}, ValueError, "at least 0"),
     ({"timeout": 0}, ValueError, "more than 0"),
-    ({"overlap": True}, NotImplementedError, "overlap"),
+    ({"optimizer": "adam"}, TypeError, "attach"),
     ({"device": "cuda"}, NotImplementedError, "cuda"),
     ({"source": {"nothing": torch.ones(1)}}, ValueError, "nothing"),
     ({"source": {"3.weight": torch.ones(1)}}, ValueError, "3.weight"),

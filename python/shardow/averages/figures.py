@@ -1,0 +1,39 @@
+"""What averages tell of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardow import _core
+from shardow.averages import state as _state
+
+
+def stats(engine: _core.Average, overlap: bool) -> dict[str, float]:
+    """See EMA.stats()."""
+    found: dict[str, float] = dict(engine.stats())
+    times = {f"offload/{name}": found.pop(name) for name in ("hidden_seconds", "waited_seconds")}
+    decays = engine.decays
+    return {
+        **found,
+        **(times if overlap else {}),
+        **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)},
+    }
+
+
+def text(engine: _core.Average, keys: Sequence[str], ranks: int) -> str:
+    """Of repr()."""
+    found = engine.stats()
+    return (
+        f"EMA(decay=[{', '.join(keys)}], {_state.options_in(engine.state())}, {found['parameters']} tensors, "
+        f"{found['elements']:,} elements on this rank of {ranks}, {found['bytes']:,} bytes, step {found['step']})"
+    )
+
+
+def of_non_finite(held: int, nonfinite: str) -> str:
+    """A warning."""
+    fate = "become so too" if nonfinite == "propagate" else "keep their last values"
+    raised = ", and the next collective call raises on every rank" if nonfinite == "raise" else ""
+    return (
+        f"{held} weights on this rank are NaN or Inf; their averages {fate}{raised} (nonfinite={nonfinite!r}). "
+        "stats()['held_nonfinite'] counts them; this warning is given once"
+    )

@@ -1,0 +1,227 @@
+"""overlap=True: averages in the background are those of updates that are waited for, and nobody changes weights under them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardow
+from shardow import _core
+
+
+def make(overlap: bool = True, decay: Any = 0.5, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, shardow.EMA]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, shardow.EMA(model, decay, overlap=overlap, optimizer=optimizer, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, 0.1 * step - 0.05 * i)
+    optimizer.step()
+
+
+@pytest.fixture
+def held() -> Iterator[Callable[[], None]]:
+    """Updates in the background stand still until it is called."""
+    _core.hold_updates(True)
+    yield lambda: _core.hold_updates(False)
+    _core.hold_updates(False)
+
+
+def released_soon(go_on: Callable[[], None]) -> threading.Event:
+    """Set when they go on."""
+    released = threading.Event()
+    threading.Timer(0.2, lambda: (released.set(), go_on())).start()
+    return released
+
+
+def of_training(kind: str, path: str) -> list[dict[str, torch.Tensor]]:
+    """What averages are after steps, a swap, moved memory, a save and a load in between; without overlap and with it."""
+    found = []
+    for overlap in (False, True):
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        model = models.build(kind, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ema = shardow.EMA(model, [0.5, 0.9], overlap=overlap, optimizer=optimizer, stochastic=True)
+        for step in range(1, 9):
+            train(model, optimizer, step)
+            if step == 3:
+                with ema.swapped(0.9):
+                    pass
+            if step == 5:
+                ema.save(path)
+            if step == 6:
+                ema.load(path)
+        found.append({f"{decay}/{name}": value for decay in ema.decays for name, value in ema.full_state_dict(decay).items()})
+        del ema, optimizer, model
+        gc.collect()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 2), ("hsdp", 4), ("tp+fsdp2", 4)])
+def test_averages_are_those_of_updates_that_are_waited_for(kind: str, world: int, tmp_path: Path) -> None:
+    waited, overlapped = ranks.run(world, of_training, kind, str(tmp_path / "ema"))[0]
+    assert waited.keys() == overlapped.keys()
+    assert all(torch.equal(waited[name], overlapped[name]) for name in waited)
+
+
+def test_an_update_goes_on_while_python_does_and_the_next_step_waits(held: Callable[[], None]) -> None:
+    model, optimizer, ema = make()
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 1)
+    after = [p.detach().clone() for p in model.parameters()]
+    released = released_soon(held)
+    train(model, optimizer, 2)  # waits for the first update
+    assert released.is_set()
+    _core.hold_updates(False)
+    ema.stats()
+    expected = [torch.lerp(torch.lerp(a, b, 0.5), p.detach(), 0.5) for a, b, p in zip(before, after, model.parameters(), strict=True)]
+    assert all(torch.equal(one, other) for one, other in zip(ema.state_dict()["averages"].values(), expected, strict=True))
+
+
+READS: dict[str, Callable[[nn.Module, shardow.EMA, Path], Any]] = {
+    "state_dict": lambda model, ema, path: ema.state_dict(),
+    "full_state_dict": lambda model, ema, path: ema.full_state_dict(),
+    "save": lambda model, ema, path: ema.save(path / "ema.safetensors"),
+    "async_save": lambda model, ema, path: ema.async_save(path / "ema.safetensors").wait(),
+    "export": lambda model, ema, path: ema.export(path / "export"),
+    "swap_in": lambda model, ema, path: (ema.swap_in(), ema.swap_out()),
+    "copy_to": lambda model, ema, path: ema.copy_to(copy.deepcopy(model)),
+    "load_state_dict": lambda model, ema, path: ema.load_state_dict(make()[2].state_dict()),
+    "reset": lambda model, ema, path: ema.reset(),
+    "stats": lambda model, ema, path: ema.stats(),
+    "step": lambda model, ema, path: ema.step,
+    "distance": lambda model, ema, path: ema.distance(),
+    "deepcopy": lambda model, ema, path: copy.deepcopy((model, ema)),
+    "repr": lambda model, ema, path: repr(ema),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_everything_that_reads_averages_waits(name: str, tmp_path: Path, held: Callable[[], None]) -> None:
+    model, optimizer, ema = make()
+    train(model, optimizer, 1)
+    released = released_soon(held)
+    READS[name](model, ema, tmp_path)
+    assert released.is_set()
+
+
+@pytest.mark.parametrize("same", ["parameters", "memory"])
+def test_any_optimizer_of_the_same_weights_waits(same: str, held: Callable[[], None]) -> None:
+    model, optimizer, ema = make()
+    weights = list(model.parameters()) if same == "parameters" else [nn.Parameter(p.detach()) for p in model.parameters()]
+    other = torch.optim.SGD(weights, lr=0.1)
+    train(model, optimizer, 1)
+    after = [p.detach().clone() for p in model.parameters()]
+    released = released_soon(held)
+    for p in weights:
+        p.grad = torch.ones_like(p)
+    other.step()
+    assert released.is_set()
+    assert all(torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True))
+
+
+def halfway(after: list[torch.Tensor]) -> list[torch.Tensor]:
+    before = [p.detach() for p in make()[0].parameters()]
+    return [torch.lerp(a, b, 0.5) for a, b in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("gone", ["model and EMA", "memory"])
+def test_memory_that_is_read_stays(gone: str, held: Callable[[], None]) -> None:
+    """Of a model that is gone before its update has ended, and of weights that moved."""
+    model, optimizer, ema = make()
+    train(model, optimizer, 1)
+    after = [p.detach().clone() for p in model.parameters()]
+    released = released_soon(held)
+    if gone == "memory":
+        for p in model.parameters():
+            p.data = torch.full_like(p, 7.0)
+        gc.collect()
+        averages = ema.state_dict()["averages"].values()
+        assert all(torch.equal(a, b) for a, b in zip(averages, halfway(after), strict=True))
+        train(model, optimizer, 2)  # follows
+        assert ema.stats()["updates"] == 2
+    else:
+        del model, optimizer, ema
+        gc.collect()
+        assert released.is_set()
+
+
+def test_update_without_attach_is_refused() -> None:
+    ema = shardow.EMA(nn.Linear(2, 2), overlap=True)
+    with pytest.raises(ValueError, match=r"update\(\) with overlap=True: .*attach\(optimizer\) instead"):
+        ema.update()
+    assert ema.step == 0
+
+
+def test_what_is_not_finite_is_told_at_the_next_call() -> None:
+    model, optimizer, ema = make(nonfinite="raise")
+    next(model.parameters()).data[0, 0] = float("nan")
+    train(model, optimizer, 1)
+    with pytest.raises(ValueError, match=r"step 1: 1 elements of the parameters are NaN or Inf, the first in '0.weight'"):
+        train(model, optimizer, 2)
+    assert ema.stats()["updates"] == 1
+
+    model, optimizer, ema = make()
+    next(model.parameters()).data[0, 0] = float("nan")
+    train(model, optimizer, 1)
+    with pytest.warns(RuntimeWarning, match="1 weights on this rank are NaN or Inf"):
+        train(model, optimizer, 2)
+    assert ema.stats()["held_nonfinite"] == 2
+
+
+def test_stats_tell_what_was_hidden_and_what_was_waited_for() -> None:
+    model, optimizer, ema = make()
+    for step in range(5):
+        train(model, optimizer, step)
+    stats = ema.stats()
+    assert stats["offload/hidden_seconds"] >= 0
+    assert stats["offload/hidden_seconds"] + stats["offload/waited_seconds"] > 0
+    assert not any(name.startswith("offload/") for name in make(overlap=False)[2].stats())
+
+
+def test_threads_and_descriptors_stay_as_many() -> None:
+    model, optimizer, ema = make()
+    train(model, optimizer, 1)
+    ema.stats()
+    before = [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+    for step in range(10_000):
+        train(model, optimizer, step)
+    assert [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")] == before
+
+
+def test_a_fork_finds_whole_averages() -> None:
+    """As a DataLoader's workers are made. (src/average/overlap_test.cc holds up what the fork waits for; here it would wait for itself.)"""
+    torch.manual_seed(3)
+    model = nn.Linear(2000, 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ema = shardow.EMA(model, 0.5, overlap=True, optimizer=optimizer)
+    before = model.weight.detach().clone()
+    averages = ema.state_dict()["averages"]["weight"].numpy()
+    train(model, optimizer, 1)
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
+        child = os.fork()
+    if child == 0:  # where torch's threads are gone
+        os.write(writing, hashlib.sha256(averages.tobytes()).digest())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    expected = torch.lerp(before, model.weight.detach(), 0.5)
+    assert os.read(reading, 64) == hashlib.sha256(expected.numpy().tobytes()).digest()

@@ -50,11 +50,16 @@ class Held:
     def _end(self) -> None:
         if self in _holding:
             _holding.remove(self)
-        for number in sorted(self._handlers, key=signal.SIGINT.__eq__):  # last the one that will raise
-            signal.signal(number, self._handlers[number])
-        pending, self._pending = self._pending, {}
-        for number in pending:
-            signal.raise_signal(number)
+        left = sorted(self._handlers, key=signal.SIGINT.__eq__, reverse=True)  # last the one that will raise
+        while left or self._pending:  # whatever handlers raise meanwhile
+            try:
+                while left:
+                    signal.signal(left[-1], self._handlers[left[-1]])
+                    left.pop()
+                while self._pending:
+                    signal.raise_signal(self._pending.popitem()[0])
+            except BaseException as raised:
+                self._raised.append(raised)
         for error in self._raised:
             raise error
 

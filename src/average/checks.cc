@@ -85,14 +85,14 @@ void check_devices(std::span<const TensorView> parameters, const AverageOptions&
   for (const TensorView& view : parameters) {
     if (view.device.kind == Device::Kind::kCpu) continue;
     if (overlapped) {
-      fail(Code::kUnsupported, "'{}' is on CUDA device {}: AverageOptions.overlap is of updates on the host; a device's go on by themselves",
-           view.name, view.device.index);
+      fail(Code::kUnsupported,
+           "'{}' is on CUDA device {}: AverageOptions.overlap is of updates on the host; a device's go on by themselves", view.name,
+           view.device.index);
     }
     if (replicated) {
       fail(Code::kUnsupported,
            "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself, and all-gather the "
-           "parts "
-           "with the collectives of your framework",
+           "parts with the collectives of your framework",
            view.name, view.device.index);
     }
     const TensorView& other = *first.emplace(view.device.index, &view).first->second;

@@ -88,9 +88,9 @@ struct Average::Impl {
 
   // An overlapped update, from begin_overlapped() to wait(). The thread writes count and seconds; averages are its own meanwhile.
   struct UnderWay {
-    kernels::Step step{};
+    kernels::Step step;
     average::NonFiniteCount count;
-    double seconds = 0;
+    double seconds;
   };
   std::optional<UnderWay> under_way_;
   int64_t unreported_ = 0;                             // NaN and Inf that overlapped updates met, until a report tells of them

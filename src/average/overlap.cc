@@ -18,7 +18,7 @@ double seconds_since(steady_clock::time_point began) {
 
 void Average::Impl::begin_overlapped(const kernels::Step& step) {
   prepare_noise(step);  // may lack memory, which the caller hears at once
-  under_way_.emplace().step = step;
+  under_way_ = UnderWay{step, {}, 0};
   worker_->begin([this] {  // one pointer: nothing allocates
     const auto began = steady_clock::now();
     under_way_->count = dispatch(under_way_->step);

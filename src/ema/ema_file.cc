@@ -33,6 +33,7 @@ std::vector<std::string> newest_first(const base::Path& directory) {
   }
   std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<std::string> names;
+  names.reserve(found.size());
   for (auto& [when, name] : found) names.push_back(std::move(name));
   return names;
 }

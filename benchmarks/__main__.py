@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from benchmarks import files, init, machine, report, startup, surfaces
+from benchmarks import files, init, machine, overlap, report, startup, surfaces
 from benchmarks.cases import Case, all_cases
 from benchmarks.measure import Timing, interleaved
 from benchmarks.peers import Candidate, candidates, limit
@@ -37,11 +37,18 @@ def main() -> None:
         init.run(64, 2, 1) if options.quick else init.run(init.WIDTH, init.LAYERS, 5, picture=report.PAGE.parent / "pictures" / "init.png")
     )
     print("\n".join(init.lines(begun)))
-    bars = report.bars(results, started) + surfaces.bars(beside) + files.bars(saved) + init.bars(begun)
+    overlapped = overlap.run(options.quick, options.rounds)
+    print("\n".join(overlap.lines(overlapped)))
+    bars = report.bars(results, started) + surfaces.bars(beside) + overlap.bars(overlapped) + files.bars(saved) + init.bars(begun)
     report.print_bars(bars)
     if options.write:
         report.write(
-            machine.facts(), results, notes, started, [*surfaces.lines(beside), "", *files.lines(saved), "", *init.lines(begun)], bars
+            machine.facts(),
+            results,
+            notes,
+            started,
+            [*surfaces.lines(beside), "", *overlap.lines(overlapped), "", *files.lines(saved), "", *init.lines(begun)],
+            bars,
         )
 
 

@@ -33,6 +33,18 @@ class Timing:
 
 def interleaved(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int) -> dict[str, Timing]:
     """``limit`` names the step that the others are compared with. Each step runs twice untimed first."""
+    return _rounds(steps, limit, rounds, lambda step: None, 1)
+
+
+def bursts(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, burst: int) -> dict[str, Timing]:
+    """The same of ``burst`` steps at a time, of which each begins with what the one before has left under way: one more goes before them,
+    untimed."""
+    return _rounds(steps, limit, rounds, lambda step: step(), burst)
+
+
+def _rounds(
+    steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, before: Callable[[Callable[[], object]], object], burst: int
+) -> dict[str, Timing]:
     for _, step in steps:
         step()
         step()
@@ -42,8 +54,10 @@ def interleaved(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, r
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name, step in order:
+            before(step)
             began = time.perf_counter()
-            step()
+            for _ in range(burst):
+                step()
             seconds[name].append(time.perf_counter() - began)
     limits = seconds[limit]
     return {name: Timing(own, [a / b for a, b in zip(limits, own, strict=True)]) for name, own in seconds.items()}

@@ -49,6 +49,8 @@ def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
         "accelerate, fsdp2_load",
         "set_model_state_dict, broadcast_from_rank0",
         "shardow: by initialisation",
+        "shardow, overlap=True",
+        "overlap: a step with averages, times one without",
     ):
         assert bar in text
     assert (ROOT / "docs" / "performance.md").read_bytes() == performance

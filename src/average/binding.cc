@@ -49,7 +49,7 @@ Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chose
   }
   pool = std::make_unique<base::ThreadPool>(average::threads_for(elements, options.num_threads));
   if (!options.overlap) return;
-  background_pool_ = std::make_unique<base::ThreadPool>(std::max(options.num_threads, 1));
+  background_pool_ = std::make_unique<base::ThreadPool>(std::max(options.num_threads, 1), base::ThreadPool::Threads::kOwn);
   worker_ = std::make_unique<base::Worker>();
 }
 

@@ -57,6 +57,7 @@ AverageOptions options_of(std::mt19937& random) {
   if (random() % 2 == 0) options.rounding = Rounding::kStochastic;
   options.update_every = 1 + random() % 2;
   options.start_step = random() % 3;
+  options.num_threads = static_cast<int>(random() % 3);
   return options;
 }
 

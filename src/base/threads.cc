@@ -74,7 +74,7 @@ int allowed_threads() noexcept {
   return asked > 0 ? asked : std::clamp(from_affinity(), 1, kMostByDefault);
 }
 
-ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads) {
+ThreadPool::ThreadPool(int num_threads, Threads threads) : num_threads_(num_threads), own_(threads == Threads::kOwn) {
   if (num_threads < 1) fail(Code::kInvalidArgument, "a pool of {} threads; at least 1 is needed", num_threads);
 }
 
@@ -102,7 +102,7 @@ bool ThreadPool::run_in_team(const Task& task) const noexcept {
 }
 
 void ThreadPool::run_task(Task task) noexcept {
-  if (num_threads_ > 1 && run_in_team(task)) return;
+  if (num_threads_ > 1 && !own_ && run_in_team(task)) return;
   if (num_threads_ > 1 && process_ != getpid()) start();
   const int num_workers = workers_ ? static_cast<int>(workers_->size()) : 0;
   if (num_workers > 0) {

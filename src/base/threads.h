@@ -14,13 +14,15 @@ namespace shardow::base {
 /// mask, at most 4: a few cores saturate memory, the rest belong to training. At least 1. Reads the environment at every call.
 int allowed_threads() noexcept;
 
-/// Where the process has an OpenMP runtime, its threads do the work. Elsewhere, and in a forked child, the pool owns num_threads - 1
-/// workers, started at the first run(), waiting between runs without using a processor. Never pins them. One thread uses a pool at a time,
-/// and run() is not called from within run().
+/// Where the process has an OpenMP runtime, its threads do the work, but of a pool that wants its own: those of the runtime spin after
+/// their work, which a pool in the background should not. Elsewhere, and in a forked child, the pool owns num_threads - 1 workers, started
+/// at the first run(), waiting between runs without using a processor. Never pins them. One thread uses a pool at a time, and run() is not
+/// called from within run().
 class ThreadPool {
  public:
-  explicit ThreadPool(int num_threads);  ///< throws kInvalidArgument below 1
-  ~ThreadPool();                         ///< joins the workers
+  enum class Threads { kOfTheRuntime, kOwn };
+  explicit ThreadPool(int num_threads, Threads threads = Threads::kOfTheRuntime);  ///< throws kInvalidArgument below 1
+  ~ThreadPool();                                                                   ///< joins the workers
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
@@ -49,6 +51,7 @@ class ThreadPool {
   // A run is one generation. task_ is written by the caller before generation_ moves and read by workers after; it is written again only
   // when pending_, which each worker lowers once per generation, is back at 0.
   const int num_threads_;
+  const bool own_;
   Task task_{};
   std::atomic<uint32_t> generation_{0};
   std::atomic<int> pending_{0};

@@ -65,7 +65,7 @@ def train(steps: int, out: Path, save_every: int = 100) -> dict[str, float]:
     trainer.add_callback(trainer.averages)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.exists() else None)
     trainer.averages.ema.export(out / "model")
-    config.save_pretrained(out / "model")
+    config.save_pretrained(out / "model") if trainer.is_world_process_zero() else None
     return trainer.evaluate()
 
 

@@ -33,18 +33,17 @@ class Timing:
 
 def interleaved(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int) -> dict[str, Timing]:
     """``limit`` names the step that the others are compared with. Each step runs twice untimed first."""
-    return _rounds(steps, limit, rounds, lambda step: None, 1)
+    return _rounds(steps, limit, rounds, lead=0, burst=1)
 
 
 def bursts(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, burst: int) -> dict[str, Timing]:
     """The same of ``burst`` steps at a time, of which each begins with what the one before has left under way: one more goes before them,
     untimed."""
-    return _rounds(steps, limit, rounds, lambda step: step(), burst)
+    return _rounds(steps, limit, rounds, lead=1, burst=burst)
 
 
-def _rounds(
-    steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, before: Callable[[Callable[[], object]], object], burst: int
-) -> dict[str, Timing]:
+def _rounds(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, lead: int, burst: int) -> dict[str, Timing]:
+    """``lead`` steps untimed, then ``burst`` timed, in each round."""
     for _, step in steps:
         step()
         step()
@@ -54,7 +53,8 @@ def _rounds(
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name, step in order:
-            before(step)
+            for _ in range(lead):
+                step()
             began = time.perf_counter()
             for _ in range(burst):
                 step()

@@ -141,7 +141,7 @@ class Swap(SwapMemory):
     def refuse(self, what: str) -> None:
         """Raises while the averages are in the model, or may be. What follows reads averages or changes weights: an overlapped update ends
         first."""
-        self._average.wait()
+        self._engine.wait()
         if not self.swapped:
             return
         if self._why:

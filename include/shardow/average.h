@@ -57,6 +57,8 @@ struct AverageOptions {
   bool keep_values = false;  ///< the averages begin with what their memory holds, not equal to the parameters
   int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow; with `overlap` 1
   bool overlap = false;      ///< update() returns when its work has begun on threads in the background; see wait(). Host memory alone
+  int64_t ring_bytes =
+      128 << 20;              ///< pinned host memory through which weights on devices reach averages on the host, in all; none elsewhere
   Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
   std::chrono::milliseconds timeout{600'000};  ///< of what `replicas` send each other in a swap
 };
@@ -96,10 +98,11 @@ struct AverageStats {
   int64_t bytes = 0;                     ///< memory of all averages on this rank
   int64_t bytes_moved = 0;               ///< by the last update
   double seconds = 0;                    ///< of the last update; CUDA: of its launch
-  double hidden_seconds = 0;             ///< options.overlap: of all updates' work, while nobody waited for it
-  double waited_seconds = 0;             ///< options.overlap: somebody waited for it, in all
-  int64_t held_non_finite = 0;           ///< elements, since the start
-  int64_t table_bytes = 0;               ///< memory of the lists of what an update goes through
+  int64_t offload_bytes = 0;    ///< averages on the host: what updates copied from devices, since the start; the weights' own bytes
+  double hidden_seconds = 0;    ///< of all updates' work in the background, while nobody waited for it
+  double waited_seconds = 0;    ///< somebody waited for work in the background, in all
+  int64_t held_non_finite = 0;  ///< elements, since the start
+  int64_t table_bytes = 0;      ///< memory of the lists of what an update goes through
 };
 
 /// How far a swap has come: all that the way back needs to know, whatever interrupted it.
@@ -131,6 +134,11 @@ class Average {
   /// change averages, counters or addresses do it themselves. Throws what that update met (NonFinite::kRaise), once; the averages are
   /// those of a whole update in any case. A fork waits too.
   void wait() const;
+
+  /// To be called before the parameters change, where an update may be under way. Averages on the host of weights on devices: the device
+  /// makes what comes next on the weights' streams wait for the last copy; the host waits until all copies are on their way and no longer.
+  /// With options.overlap: wait(). Else nothing is under way. Throws as wait() does.
+  void finish_reading() const;
 
   /// Of CUDA views on device `index`: from here on all work goes to `stream` (a cudaStream_t), behind what is under way on the last one.
   /// Nothing waits on the host.

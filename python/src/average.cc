@@ -33,7 +33,8 @@ TensorView make_view(std::string name, const std::string& dtype, const Region& r
 }
 
 AverageOptions make_options(std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding, NonFinite non_finite,
-                            int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool overlap, bool keep_values) {
+                            int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool overlap, bool keep_values,
+                            int64_t ring_bytes) {
   AverageOptions options;
   options.schedules = std::move(schedules);
   options.dtype = dtype_from_name(dtype);
@@ -46,6 +47,7 @@ AverageOptions make_options(std::vector<Schedule> schedules, const std::string& 
   options.num_threads = num_threads;
   options.overlap = overlap;
   options.keep_values = keep_values;
+  options.ring_bytes = ring_bytes;
   return options;
 }
 
@@ -101,6 +103,7 @@ nb::dict stats_dict(const Average& average) {
   dict["seconds"] = stats.seconds;
   dict["held_nonfinite"] = stats.held_non_finite;
   dict["table_bytes"] = stats.table_bytes;
+  dict["offload_bytes"] = stats.offload_bytes;
   dict["hidden_seconds"] = stats.hidden_seconds;
   dict["waited_seconds"] = stats.waited_seconds;
   return dict;
@@ -143,13 +146,13 @@ void bind_average(nb::module_& m) {
       .def(
           "__init__",
           [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding,
-             NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool overlap,
-             bool keep_values) {
+             NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool overlap, bool keep_values,
+             int64_t ring_bytes) {
             new (self) AverageOptions(make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every, start_step, seed,
-                                                   num_threads, overlap, keep_values));
+                                                   num_threads, overlap, keep_values, ring_bytes));
           },
           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a, "start_step"_a, "seed"_a,
-          "num_threads"_a, "overlap"_a = false, "keep_values"_a = false);
+          "num_threads"_a, "overlap"_a = false, "keep_values"_a = false, "ring_bytes"_a = AverageOptions{}.ring_bytes);
   nb::class_<SwapState>(m, "SwapState", "How far a swap has come: all that the way back needs to know.")
       .def_ro("average", &SwapState::average)
       .def_ro("exchanged", &SwapState::exchanged)
@@ -196,6 +199,9 @@ void bind_average(nb::module_& m) {
           "index"_a, "stream"_a, "CUDA: from here on the work on the device goes to this stream, behind what is under way on the last one.")
       .def("wait", &Average::wait, nb::call_guard<nb::gil_scoped_release>(),
            "Until the update that goes on in the background, if any, has ended; raises what it met.")
+      .def("finish_reading", &Average::finish_reading, nb::call_guard<nb::gil_scoped_release>(),
+           "Before the parameters change: CUDA devices wait for the copies of the update under way, the host until all have begun; else "
+           "wait().")
       .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(), "Copies the bound parameters into every average.")
       .def(
           "swap_in", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap_in(weights, k); }, "weights"_a,

@@ -44,6 +44,10 @@ void Average::wait() const {
   impl_->wait();
 }
 
+void Average::finish_reading() const {
+  impl_->wait();
+}
+
 void Average::set_stream(int index, void* stream) {
   impl_->set_stream(index, stream);
 }

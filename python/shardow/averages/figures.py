@@ -12,6 +12,7 @@ def stats(engine: _core.Average, overlap: bool) -> dict[str, float]:
     """See EMA.stats()."""
     found: dict[str, float] = dict(engine.stats())
     times = {f"offload/{name}": found.pop(name) for name in ("hidden_seconds", "waited_seconds")}
+    del found["offload_bytes"]  # 0 while averages live where their weights do
     decays = engine.decays
     return {
         **found,

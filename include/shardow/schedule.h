@@ -91,6 +91,10 @@ class Schedule {
   /// Adam's debiased mean as one lerp: w = (1 - d) / (1 - d^n).
   static Schedule debiased(double decay);
 
+  /// The plain mean of the weights at the updates of steps first to last, 1 <= first <= last, held afterwards; before `first` it copies
+  /// them. w = 1 / (floor((n - first) / delta) + 1): updates at uneven distances count for the steps since the one before.
+  static Schedule window(int64_t first, int64_t last);
+
   /// Any of these by name, as in JSON; numbers that are left out have their defaults.
   static Schedule make(std::string_view kind, const Numbers& numbers);
   static std::vector<std::string_view> kinds();

@@ -134,6 +134,15 @@ def debiased(decay: float) -> Schedule:
     return Schedule.make("debiased", locals())
 
 
+def window(first: int, last: int) -> Schedule:
+    """The plain mean of the weights at the updates of steps ``first`` to ``last``, held afterwards; before ``first`` it copies them.
+
+    1 <= first <= last. A mean of the end of a constant learning rate (PMA, arXiv 2505.12082; LAWA, arXiv 2209.14981). Pass several for
+    windows that overlap.
+    """
+    return Schedule.make("window", locals())
+
+
 def as_schedules(decay: float | Schedule | Sequence[float | Schedule]) -> list[Schedule]:
     """One schedule or several, from numbers, schedules or a mixture of both.
 
@@ -162,7 +171,7 @@ def _as_schedule(decay: object) -> Schedule:
 __all__ = [
     "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life", "half_life_fraction",
     "half_life_in_samples",
-    "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup",
+    "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup", "window",
 ]  # fmt: skip
 
 

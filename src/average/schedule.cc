@@ -59,6 +59,10 @@ Schedule Schedule::make(std::string_view kind, const Numbers& numbers) {
       fail(Code::kInvalidArgument, "schedule {} needs {}", kind, parameter.name);
     values.push_back(given == numbers.end() ? parameter.otherwise : given->second);
     check(known, parameter, values.back());
+    if (known.rising && values.size() > 1 && values.back() < values.end()[-2]) {
+      fail(Code::kInvalidArgument, "schedule {}: {} is {}, below {}, which is {}", kind, parameter.name, values.back(),
+           known.parameters[values.size() - 2].name, values.end()[-2]);
+    }
   }
   for (const auto& [name, value] : numbers) {
     const auto named = [&name = name](const Parameter& parameter) { return parameter.name == name; };
@@ -195,6 +199,9 @@ Schedule Schedule::power(double sigma_rel) {
 }
 Schedule Schedule::debiased(double decay) {
   return make("debiased", {{"decay", decay}});
+}
+Schedule Schedule::window(int64_t first, int64_t last) {
+  return make("window", {{"first", static_cast<double>(first)}, {"last", static_cast<double>(last)}});
 }
 
 }  // namespace shardow

@@ -133,6 +133,15 @@ Factors mean(In, const Progress& progress) {
   return {1 - 1 / count, 1 / count};
 }
 
+/// How many updates came before in the window follows from the distance between them: nothing has to be remembered.
+Factors window(In x, const Progress& progress) {
+  const auto n = static_cast<double>(progress.step);
+  if (n < x[0]) return {0, 1};
+  if (n > x[1]) return {1, 0};
+  const double count = std::floor((n - x[0]) / static_cast<double>(progress.delta)) + 1;
+  return {1 - 1 / count, 1 / count};
+}
+
 Factors power(In x, const Progress& progress) {
   const double t = static_cast<double>(progress.step), delta = static_cast<double>(progress.delta);
   const double exponent = power_gamma(x[0]) + 1;
@@ -208,6 +217,7 @@ std::span<const Kind> schedule_table() {
       {"mean", {}, mean},
       {"power", {{"sigma_rel", {0, 0.28, false, true}}}, power},
       {"debiased", {{"decay", kDecay}}, debiased},
+      {"window", {{"first", kSteps}, {"last", kSteps}}, window, /*rising=*/true},
   };
   return table;
 }

@@ -28,6 +28,7 @@ struct Kind {
   std::string_view name;
   std::vector<Parameter> parameters;
   Factors (*factors)(std::span<const double> numbers, const Progress& progress);
+  bool rising = false;  ///< no number may be below the one before
 };
 
 std::span<const Kind> schedule_table();

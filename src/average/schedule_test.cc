@@ -135,6 +135,29 @@ TEST(Schedule, ManyStepsAtOnceAreTheProductOfTheirDecays) {
   }
 }
 
+TEST(Schedule, AWindowIsThePlainMeanOfItsUpdatesAndHeldAfterwards) {
+  const Schedule window = Schedule::window(100, 200);
+  for (const int64_t every : {1, 3, 10, 40}) {
+    double mean = -1, sum = 0, count = 0;
+    for (int64_t step = every; step <= 400; step += every) {
+      const auto value = static_cast<double>(step * step % 997);
+      const Factors factors = window.factors({step, 1, every, 0, 0});
+      mean = factors.decay * mean + factors.weight * value;
+      if (step < 100) {
+        EXPECT_EQ(mean, value) << "before its first step the average is the weights";
+      } else if (step <= 200) {
+        sum += value;
+        ++count;
+      }
+      if (count > 0) EXPECT_NEAR(mean, sum / count, 1e-9) << step << " every " << every;
+    }
+  }
+  EXPECT_EQ(Schedule::window(5, 5).factors({.step = 5}).decay, 0);
+  EXPECT_EQ(Schedule::window(5, 5).factors({.step = 6}).weight, 0);
+  EXPECT_EQ(code_of([] { Schedule::window(5, 4); }), Code::kInvalidArgument);
+  EXPECT_EQ(code_of([] { Schedule::window(0, 4); }), Code::kInvalidArgument);
+}
+
 TEST(Schedule, AnyNumberOfStepsCostsLittle) {
   for (const Schedule& schedule : one_of_each()) {
     const Factors factors = schedule.factors({int64_t{1} << 52, 3, int64_t{1} << 51, 1e9, 1e9});  // one by one: for weeks

@@ -96,8 +96,16 @@ class Oracle:
             return 1 - 1 / (self.updates + 1)
         if self.kind == "half_life_in_samples":
             return float(2 ** (-(samples - self.samples) / self.numbers["samples"]))
+        if self.kind == "window":
+            return self._window(step - self.start_step, min(step - self.applied, step - self.start_step))
         steps = range(max(self.applied, self.start_step) + 1, step + 1)
         return math.prod(decay(self.kind, self.numbers, n - self.start_step) for n in steps)
+
+    def _window(self, n: int, since: int) -> float:
+        if n < self.numbers["first"] or n > self.numbers["last"]:
+            return float(n > self.numbers["last"])
+        inside = len(range(n, int(self.numbers["first"]) - 1, -since))
+        return 1 - 1 / inside
 
     def _apply(self, step: int, weight: float, samples: float, kept: float) -> None:
         self.value = kept * self.value + (1 - kept) * weight

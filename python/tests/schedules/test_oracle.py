@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, st.SearchStrategy[float]]] = {
     "mean": {},
     "power": {"sigma_rel": st.floats(0.01, 0.28)},
     "debiased": {"decay": decays},
+    "window": {"first": st.integers(1, 40).map(float), "last": st.integers(40, 80).map(float)},
 }  # fmt: skip
 
 schedules = st.sampled_from(sorted(KINDS)).flatmap(lambda kind: st.tuples(st.just(kind), st.fixed_dictionaries(KINDS[kind])))

@@ -234,6 +234,7 @@ def test_json_and_back(kind: str) -> None:
         "cosine": (0.5, 0.9, 40),
         "power": (0.1,),
         "mean": (),
+        "window": (3, 9),
     }
     ours = getattr(schedules, kind)(*numbers.get(kind, (0.1 + 0.2,)))
     assert type(ours).from_json(ours.to_json()) == ours

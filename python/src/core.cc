@@ -7,7 +7,7 @@
 
 namespace shardow::python {
 
-NB_MODULE(_core, m) {
+void bind_engine(nanobind::module_& m) {
   m.doc() = "The engine of shardow. Use the package `shardow`; what is here may change.";
   nanobind::set_leak_warnings(false);  // at interpreter exit a user's EMA may outlive the module; nothing is lost by it
   m.def(

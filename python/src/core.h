@@ -13,6 +13,8 @@ void throw_if_ours(const nanobind::python_error& raised);
 /// "ValueError: decay=7.0". What python_error::what() says begins with the whole stack, and a status is cut at its end. The GIL is held.
 std::string without_stack(const nanobind::python_error& raised);
 
+void bind_engine(nanobind::module_& m);  ///< all of them
+
 void bind_errors(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
 void bind_placement(nanobind::module_& m);

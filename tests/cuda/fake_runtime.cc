@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <set>
@@ -13,12 +14,14 @@ namespace shardow::fake {
 namespace {
 
 struct World {
-  int num_devices = 0;
+  int num_devices = 1;
   std::vector<Call> log;
   std::set<int> contexts;
-  std::map<const void*, size_t> memory;
+  std::map<const void*, size_t> memory, pinned;
   std::set<void*> captured;
   int until_failure = -1;
+  int until_copy_fails = -1, times = 0;
+  Copied copied;
 };
 
 World world;
@@ -43,6 +46,7 @@ cudaError_t allocate(const char* what, void** memory, size_t bytes) {
   if (world.until_failure >= 0 && world.until_failure-- == 0) return last = cudaErrorMemoryAllocation;
   *memory = std::malloc(bytes);
   world.memory[*memory] = bytes;
+  if (std::string(what) == "pin") world.pinned[*memory] = bytes;
   return cudaSuccess;
 }
 
@@ -50,8 +54,29 @@ cudaError_t release(const char* what, void* memory) {
   const std::lock_guard lock(mutex);
   note(what, nullptr, memory);
   if (memory == nullptr) return cudaSuccess;
+  world.pinned.erase(memory);
   if (world.memory.erase(memory) == 0) return last = cudaErrorInvalidValue;
   std::free(memory);
+  return cudaSuccess;
+}
+
+bool on_host(const void* memory) {
+  const auto found = world.pinned.upper_bound(memory);
+  return found != world.pinned.begin() && std::prev(found)->first <= memory &&
+         memory < static_cast<const char*>(std::prev(found)->first) + std::prev(found)->second;
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, void* stream) {
+  const std::lock_guard lock(mutex);
+  note("copy", stream, to);
+  if (world.until_copy_fails == 0 && world.times != 0) {
+    if (world.times > 0) --world.times;
+    return last = cudaErrorInvalidValue;
+  }
+  if (world.until_copy_fails > 0) --world.until_copy_fails;
+  std::memcpy(to, from, bytes);
+  if (kind == cudaMemcpyDeviceToHost || (kind == cudaMemcpyDefault && on_host(to))) world.copied.to_host += static_cast<int64_t>(bytes);
+  if (kind == cudaMemcpyHostToDevice || (kind == cudaMemcpyDefault && on_host(from))) world.copied.to_device += static_cast<int64_t>(bytes);
   return cudaSuccess;
 }
 
@@ -70,7 +95,7 @@ int primary_context_state(int device, unsigned* flags, int* active) {
 
 }  // namespace
 
-void reset(int num_devices) {
+void reset(int num_devices, std::optional<uint64_t>) {
   const std::lock_guard lock(mutex);
   world = World{};
   world.num_devices = num_devices;
@@ -110,6 +135,21 @@ size_t allocated() {
 void fail_allocation(int number) {
   const std::lock_guard lock(mutex);
   world.until_failure = number;
+}
+
+void run(int, void*) {}
+void synchronize() {}
+size_t pending() {
+  return 0;
+}
+Copied copied() {
+  const std::lock_guard lock(mutex);
+  return world.copied;
+}
+void fail_copy(int number, int times) {
+  const std::lock_guard lock(mutex);
+  world.until_copy_fails = number;
+  world.times = times;
 }
 
 void capture(void* stream, bool begins) {
@@ -183,17 +223,11 @@ cudaError_t cudaFree(void* memory) {
 cudaError_t cudaFreeHost(void* memory) {
   return release("unpin", memory);
 }
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  const std::lock_guard lock(mutex);
-  note("copy", nullptr, to);
-  std::memcpy(to, from, bytes);
-  return cudaSuccess;
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  return copy(to, from, bytes, kind, nullptr);
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  const std::lock_guard lock(mutex);
-  note("copy", stream, to);
-  std::memcpy(to, from, bytes);
-  return cudaSuccess;
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  return copy(to, from, bytes, kind, stream);
 }
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
   const std::lock_guard lock(mutex);

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,7 +22,17 @@ struct Call {
 };
 
 /// Forgets everything: `num_devices` devices, no contexts, no memory, an empty log.
-void reset(int num_devices);
+void reset(int num_devices, std::optional<uint64_t> seed = std::nullopt);
+
+void run(int device, void* stream);  ///< does what the stream has to do by now, and what that waits for
+void synchronize();                  ///< does all that there is
+size_t pending();                    ///< operations under way
+
+struct Copied {
+  int64_t to_host = 0, to_device = 0;
+};
+Copied copied();                        ///< bytes since reset()
+void fail_copy(int number, int times);  ///< the number-th copy from now fails (0: the next) and times - 1 after it; times < 0: all
 
 std::vector<Call> calls();  ///< since reset() or clear()
 std::vector<Call> calls_of(const std::string& what);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/turns.h"
 
 namespace shardow::base {
 
@@ -76,12 +77,12 @@ void Worker::begin(std::function<void()> piece) {
   Workers::all().begin([&] {
     state_.store(kBusy, std::memory_order_release);
     state_.notify_all();
-    if (thread_) return;
     try {
-      thread_ = std::make_unique<std::thread>([this] { work(); });
+      if (!thread_) thread_ = std::make_unique<std::thread>([this] { work(); });
     } catch (const std::exception&) {  // no thread or no memory for it
       here = true;
     }
+    if (turns != nullptr && !here) turns->add();
   });
   if (here) perform();
 }
@@ -92,13 +93,15 @@ void Worker::wait() {
 }
 
 void Worker::settle() const noexcept {
-  for (int state; (state = state_.load(std::memory_order_acquire)) == kBusy;) state_.wait(state, std::memory_order_acquire);
+  await(state_, [](int state) { return state != kBusy; });
 }
 
 void Worker::work() noexcept {
   for (int state; (state = state_.load(std::memory_order_acquire)) != kEnd;) {
     if (state == kBusy) {
+      if (turns != nullptr) turns->begin();
       perform();
+      if (turns != nullptr) turns->end();
     } else {
       state_.wait(state, std::memory_order_acquire);
     }

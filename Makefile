@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check
 WERROR := $(if $(CI),ON,OFF)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz gpu gpu-bundle clean
+.PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,9 @@ test-python: build
 
 bench: build  ## side-by-side tables; writes docs/performance.md
 	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: build build/.docs  ## the pages and the reference as HTML, in build/docs; a link within them that leads nowhere is an error
+	$(BIN)/sphinx-build -q -W --keep-going -j auto -b html docs build/docs
 
 gpu:  ## on a machine with a device: builds, runs what needs one, measures; needs no network; out/gpu/report.txt
 	tools/gpu $(PYTHON)
@@ -94,6 +97,10 @@ build/.system: tools/packages.txt
 build/.lint: tools/packages-lint.txt
 	tools/install-packages $<
 	@mkdir -p build && touch $@
+
+build/.docs: tools/requirements-docs.txt build/.venv
+	@$(PIP) -r $<
+	@touch $@
 
 build/.venv: tools/requirements.txt build/.system
 	@echo "Installing Python packages into $(VENV); the first time takes a few minutes"

@@ -285,7 +285,7 @@ class EMA(Saved):
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
-        """|averages - weights| / |weights| over the whole model, in the Euclidean norm, computed in float64. Collective."""
+        """``|averages - weights| / |weights|`` over the whole model, in the Euclidean norm, computed in float64. Collective."""
         self._core.together("distance()", lambda: self._core.swap.ready("distance()"), self._core.asked(decay))
         self._core.swap.gather()
         return _state.distance(self._core.tracked, choose(self._core.keys, decay), self._core.team)

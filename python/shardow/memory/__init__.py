@@ -68,7 +68,7 @@ def timeline(
 ) -> Iterator[Timeline]:
     """Samples the memory of every rank during the block.
 
-    Collective at its end: with torch.distributed, over ``group``, by default all ranks; if the block raises, nothing is exchanged.
+    Collective at its end: with torch.distributed, over ``group``, by default all ranks; if the block raises, nothing is exchanged::
 
         with shardow.memory.timeline() as t:
             model = build()

@@ -68,7 +68,7 @@ class AccelerateStrategy(Strategy):
             )
 
     def wrap_model(self, model: nn.Module, *args: Any) -> Any:
-        """accelerator.prepare(model, *args), with its result: (model, optimizer, ...), FSDP2's at once. Collective."""
+        """``accelerator.prepare(model, *args)``, with its result: (model, optimizer, ...), FSDP2's at once. Collective."""
         if not (self._memory_efficient_init and self._shards()):
             return self.accelerator.prepare(model, *args)
         team = everybody()

@@ -54,4 +54,21 @@ class Copy {
 /// Between pinned and device memory, behind what device.stream has to do before.
 std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device);
 
+/// Copies between a device and pinned memory, one after the other on a stream of their own, beside all else that the device does. The
+/// runtime reports a copy that fails where it is begun, or to whoever waits for a mark behind it. One thread at a time copies and marks;
+/// another one may follow(), join() and hold() meanwhile.
+class Link {
+ public:
+  virtual ~Link() = default;                          ///< when nothing is on its way any more
+  virtual void follow(void* stream) = 0;              ///< copies begun from here on come after what `stream` has to do by now
+  virtual void join(void* stream, void* behind) = 0;  ///< what `stream` is given from here on comes after what `behind` has to do by now
+  virtual void copy(void* to, const void* from, size_t bytes) = 0;
+  virtual void mark(size_t which) = 0;                ///< after the copies begun so far
+  virtual void wait(size_t which) = 0;                ///< the host, until the copies before the last mark(which) have ended
+  virtual void hold(void* stream, size_t which) = 0;  ///< what `stream` is given from here on waits for them, on the device
+  virtual void drain() noexcept = 0;                  ///< the host, until nothing is on its way, however that ended
+};
+
+std::unique_ptr<Link> make_link(int index, size_t num_marks);
+
 }  // namespace shardow::kernels::cuda

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "kernels/cuda.h"
 #include "kernels/cuda_calls.h"
@@ -62,6 +63,55 @@ class EventCopy final : public Copy {
  private:
   int index_;
   std::unique_ptr<Event> event_;
+};
+
+/// Its stream does not wait for the default one, which would make copies wait for what they are to go on beside.
+class StreamLink final : public Link {
+ public:
+  StreamLink(int index, size_t num_marks) : index_(index), followed_(std::make_unique<Event>()) {
+    for (size_t i = 0; i < num_marks; ++i) marks_.push_back(std::make_unique<Event>());
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
+  ~StreamLink() override {
+    const DeviceGuard guard(index_, std::nothrow);
+    static_cast<void>(cudaStreamSynchronize(stream_));
+    static_cast<void>(cudaStreamDestroy(stream_));
+    marks_.clear();
+    followed_.reset();
+  }
+  void follow(void* stream) override { join(stream_, stream); }
+  void join(void* stream, void* behind) override {
+    const DeviceGuard guard(index_);
+    followed_->record(static_cast<cudaStream_t>(behind));
+    followed_->wait_on(static_cast<cudaStream_t>(stream));
+  }
+  void copy(void* to, const void* from, size_t bytes) override {
+    const DeviceGuard guard(index_);
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "copy between host and device");
+  }
+  void mark(size_t which) override {
+    const DeviceGuard guard(index_);
+    marks_[which]->record(stream_);
+  }
+  void wait(size_t which) override {
+    const DeviceGuard guard(index_);
+    marks_[which]->wait();
+  }
+  void hold(void* stream, size_t which) override {
+    const DeviceGuard guard(index_);
+    marks_[which]->wait_on(static_cast<cudaStream_t>(stream));
+  }
+  void drain() noexcept override {
+    const DeviceGuard guard(index_, std::nothrow);
+    static_cast<void>(cudaStreamSynchronize(stream_));
+    static_cast<void>(cudaGetLastError());
+  }
+
+ private:
+  int index_;
+  cudaStream_t stream_ = nullptr;
+  std::unique_ptr<Event> followed_;
+  std::vector<std::unique_ptr<Event>> marks_;
 };
 
 }  // namespace
@@ -132,6 +182,11 @@ void unpin(void* memory, int index) noexcept {
 std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device) {
   const DeviceGuard guard(device.index);
   return std::make_unique<EventCopy>(to, from, bytes, device);
+}
+
+std::unique_ptr<Link> make_link(int index, size_t num_marks) {
+  const DeviceGuard guard(index);
+  return std::make_unique<StreamLink>(index, num_marks);
 }
 
 }  // namespace shardow::kernels::cuda

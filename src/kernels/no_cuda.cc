@@ -49,4 +49,8 @@ std::unique_ptr<Copy> begin_copy(void* /*to*/, const void* /*from*/, size_t /*by
   refuse();
 }
 
+std::unique_ptr<Link> make_link(int /*index*/, size_t /*num_marks*/) {
+  refuse();
+}
+
 }  // namespace shardow::kernels::cuda

@@ -269,6 +269,18 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   note("stream waits", stream, event);
   return cudaSuccess;
 }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  const std::lock_guard lock(mutex);
+  *stream = reinterpret_cast<cudaStream_t>(new int);
+  note(flags & cudaStreamNonBlocking ? "stream" : "stream that the default one blocks", *stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const std::lock_guard lock(mutex);
+  note("end of stream", stream);
+  delete reinterpret_cast<int*>(stream);
+  return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   const std::lock_guard lock(mutex);
   note("host waits", stream);

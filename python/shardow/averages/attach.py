@@ -9,6 +9,7 @@ import torch
 
 from shardow import errors
 from shardow.base.checks import invalid
+from shardow.base.warnings import warn
 
 #: Training samples of one step, all ranks together; or a function that tells how many have been seen so far.
 Samples = float | Callable[[], float]
@@ -67,6 +68,11 @@ class Attachments:
         if samples is not None and not callable(samples) and not samples > 0:
             raise invalid(
                 f"samples={samples}; give the training samples of one step, more than 0, or a function that tells how many were seen"
+            )
+        if any("train_mode" in group for group in found.param_groups):
+            warn(
+                f"{type(found).__name__} averages by itself (Defazio et al., arXiv 2405.15682): after its eval() the weights are averages "
+                "already, before it the points between; an average of either lags further behind than its decay says"
             )
         self._all.append(Handle(self, found, samples))
         return self._all[-1]

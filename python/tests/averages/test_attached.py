@@ -97,6 +97,13 @@ def test_a_step_that_a_scaler_skips_inside_a_fused_optimizer_is_not_counted() ->
     assert ema.stats()["step"] == 2
 
 
+def test_an_optimizer_that_averages_by_itself_is_warned_of() -> None:
+    schedulefree = pytest.importorskip("schedulefree", reason="pip install -r tools/requirements-peers.txt")
+    model = nn.Linear(3, 3)
+    with pytest.warns(UserWarning, match=r"AdamWScheduleFree averages by itself .* lags further behind"):
+        shardow.EMA(model, optimizer=schedulefree.AdamWScheduleFree(model.parameters()))
+
+
 def test_two_optimizers_of_one_model_make_one_update_a_step() -> None:
     model, ema = make()
     twin, expected = make()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardow.memory.samples import Samples, Series
+from shardow.memory.samples import Samples, Series, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,19 +29,33 @@ class Colours:
     others: str = "#2c6fbb"
 
 
-def figure_of(timelines: Mapping[str, Sequence[Samples]], colours: Colours) -> Figure:
-    """One column for each title; rows are memory of the host above what was there at the start and, where there is any, of the device."""
+def draw(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+    """Timelines side by side, by their titles, with one scale.
+
+    Each rank's resident memory above what it had at the start, and its device's memory where there is one. Needs matplotlib; the suffix of
+    ``path`` is the format.
+    """
+    colours = Colours()
+    figure(timelines, colours).savefig(path, dpi=160, facecolor=colours.ground)
+
+
+def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) -> Figure:
+    """The matplotlib figure that draw() writes, for reports with colours of their own.
+
+    One column for each title; rows are memory of the host above what was there at the start and, where there is any, of the device."""
     from matplotlib.figure import Figure
 
+    colours = colours or Colours()
+    columns = {title: one.ranks for title, one in timelines.items()}
     rows = [("host memory above the start", _above)]
-    if any(one.device for ranks in timelines.values() for one in ranks):
+    if any(one.device for ranks in columns.values() for one in ranks):
         rows.append(("device memory", lambda one: one.device))
-    figure = Figure(figsize=(_WIDTH * len(timelines), _HEIGHT * len(rows)), layout="constrained", facecolor=colours.ground)
-    axes = figure.subplots(len(rows), len(timelines), sharex="row", sharey="row", squeeze=False)
+    drawn = Figure(figsize=(_WIDTH * len(columns), _HEIGHT * len(rows)), layout="constrained", facecolor=colours.ground)
+    axes = drawn.subplots(len(rows), len(columns), sharex="row", sharey="row", squeeze=False)
     for row, (what, series_of) in enumerate(rows):
-        most = max((amount for ranks in timelines.values() for one in ranks for _, amount in series_of(one)), default=1)
+        most = max((amount for ranks in columns.values() for one in ranks for _, amount in series_of(one)), default=1)
         scale, unit = next(((scale, unit) for scale, unit in _UNITS if most >= scale), (1, "bytes"))
-        for column, (title, ranks) in enumerate(timelines.items()):
+        for column, (title, ranks) in enumerate(columns.items()):
             panel = axes[row][column]
             _dress(panel, colours, f"{what}, {unit}" if column == 0 else "")
             _lines(panel, ranks, series_of, scale, colours)
@@ -51,8 +66,8 @@ def figure_of(timelines: Mapping[str, Sequence[Samples]], colours: Colours) -> F
                     f"{title}\nat most {highest / scale:.{2 if scale == 2**30 else 0}f} {unit}", color=colours.ink, fontsize=10, loc="left"
                 )
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink)
-    return figure
+    drawn.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink)
+    return drawn
 
 
 def _above(one: Samples) -> Series:

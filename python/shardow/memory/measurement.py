@@ -21,9 +21,30 @@ from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.slots import slots
 
 
-def take_measure(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, ema: EMA | nn.Module | None, loss: Callable[[Any], Any] | None
+def measure(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch: Any = None,
+    *,
+    ema: EMA | nn.Module | None = None,
+    loss: Callable[[Any], Any] | None = None,
 ) -> Usage:
+    """Counts the bytes that this rank holds now, by plan()'s keys: after an optimizer step and before zero_grad() there are all of them.
+
+    On CUDA also "device_peak".
+
+    With a batch, or under DDP or a sharding, call it where every rank does: it runs a forward pass, as in training but without backward.
+    Weights, gradients, optimizer, buffers and torch's random state are what they were afterwards; hooks on the model are called.
+
+    Args:
+        model: sharded or not, with the switches that are on it.
+        batch: tensors as for plan(), with values; None: activations are None.
+        ema: a shardow.EMA, or a module that holds averages.
+        loss: as for plan().
+
+    Raises:
+        ValueError: a model on meta; whatever the forward pass raises.
+    """
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
     if any(tensor.is_meta for tensor in _tensors(model)):

@@ -22,7 +22,7 @@ from shardow.errors import UnknownOptionError
 from shardow.memory.batch import dtype_of, is_shape
 from shardow.memory.fake_forward import Fake
 from shardow.memory.optimizer_state import state_bytes
-from shardow.memory.switches import is_switched, put_on
+from shardow.memory.switches import apply, is_switched
 from shardow.memory.usage import Usage, usage
 from shardow.model.modules import repeated_blocks
 from shardow.model.names import unwrapped
@@ -85,10 +85,51 @@ class _Tensor:
     buffer: bool = False
 
 
-def make_plan(
-    model_or_shapes: Any, ranks: int, sharding: str, optimizer: Any, batch: Any, switches: Mapping[str, Any] | None,
-    shards: int | None, averages: int, loss: Callable[[Any], Any] | None, device: Any,
-) -> Usage:  # fmt: skip
+def plan(
+    model_or_shapes: nn.Module | Mapping[str, Any],
+    ranks: int = 1,
+    sharding: str = "fsdp2",
+    *,
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw",
+    batch: Any = None,
+    switches: Mapping[str, Any] | None = None,
+    shards: int | None = None,
+    averages: int = 1,
+    loss: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+) -> Usage:
+    """Predicts what training will hold on the fullest rank, in bytes.
+
+    Weights, gradients, optimizer, averages, activations, and their total. Local; allocates nothing, and leaves the model alone.
+
+        print(shardow.memory.plan(model, ranks=8, batch=(32, 3, 64, 64), switches={"bf16": True}))
+
+    Not in it: temporary buffers of operations and collectives, what allocators waste, libraries' workspaces.
+
+    Args:
+        model_or_shapes: the model before it is sharded, with values or on meta; or {name: shape}, {name: (shape, dtype)}, {name: tensor},
+            all trainable but integers. Frozen parameters have neither gradients nor optimizer state nor averages.
+        ranks: that train together.
+        sharding: "plain", "ddp", "fsdp1", "fsdp2" (every parameter sharded along its rows), or "hsdp" with ``shards``.
+        optimizer: "adamw", "sgd", "sgd-momentum" or another of torch.optim's names, a class, an instance (its groups and their options
+            count), or None. Its state is that of a step on meta.
+        batch: one rank's: a tensor or its shape, or (shape, dtype); a tuple of such, as forward() takes them; or a dict by the names of
+            forward()'s arguments. Only shapes count. None: activations are not known, and are None in the result; so they are with shapes
+            in place of a model.
+        switches: what ``apply(model, **switches)`` will be given, with its defaults for what is not said; None: no switch is on.
+        shards: under "hsdp", ranks that share one copy of the model.
+        averages: how many (one for each decay), float32, divided among all ranks as EMA does: a plain model's need ``EMA(..., group=)`` for
+            that.
+        loss: of the model's output, where that is not the loss; what it keeps is counted too.
+        device: whose kernels are planned for; None: the model's, or if that is on meta the accelerator, or the CPU.
+
+    Returns:
+        A dict that prints as a table; with "saves", what each switch takes away from the activations.
+
+    Raises:
+        ValueError: options or shapes that make no sense, a model that is sharded already, a batch that the model refuses.
+        NotImplementedError: a forward pass that depends on values, an optimizer that can't step on meta.
+    """
     layout = layout_of(sharding, ranks, shards)
     whole("averages", averages, 0)
     wanted = _wanted(switches)
@@ -125,7 +166,7 @@ def _activations(fake: Fake, wanted: dict[str, Any]) -> tuple[int, dict[str, int
     """(bytes, what each switch saves): every switch is turned over by itself."""
 
     def kept(switches: dict[str, Any]) -> int:
-        with put_on(fake.model, switches["bf16"], switches["activation_checkpointing"], switches["attention_weights"]):
+        with apply(fake.model, **switches):
             return fake.kept()
 
     now = kept(wanted)

@@ -1,13 +1,25 @@
-"""A process's memory over time: what the kernel and torch's allocator say, sampled by a thread."""
+"""timeline(): a process's memory over time: what the kernel and torch's allocator say, sampled by a thread."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardow.base.checks import seconds, unsupported
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from shardow.ranks.team import Team
 
 _MOST = 4096  # samples; then every two become one
 _SHARE = 0.02  # of the time, for what is costly to ask: PSS needs a walk over all pages
@@ -31,6 +43,81 @@ class Samples:
     marks: list[tuple[float, str]] = field(default_factory=list)
     before: int = 0
     peak: int = 0
+
+
+@dataclass
+class Timeline:
+    """Of one block.
+
+    ``ranks`` are all ranks' samples, on every rank, once the block has ended; while it runs, and where it raised, this rank's alone.
+    """
+
+    ranks: list[Samples] = field(default_factory=list)
+    _sampler: Sampler | None = None
+
+    def mark(self, what: str) -> None:
+        """Names the instant, for the picture."""
+        if self._sampler is not None:
+            self._sampler.mark(what)
+
+    def peaks(self) -> dict[str, int]:
+        """Bytes of each rank.
+
+        {"rank0/peak": the most that were resident, "rank0/above": above what was there at the start, "rank0/device": the most on its
+        accelerator, ...}.
+        """
+        found = {}
+        for one in self.ranks:
+            found[f"rank{one.rank}/peak"] = one.peak
+            found[f"rank{one.rank}/above"] = one.peak - one.before
+            if one.device:
+                found[f"rank{one.rank}/device"] = max(amount for _, amount in one.device)
+        return found
+
+
+@contextlib.contextmanager
+def timeline(
+    interval: float = 0.01, *, group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None
+) -> Iterator[Timeline]:
+    """Samples the memory of every rank during the block.
+
+    Collective at its end: with torch.distributed, over ``group``, by default all ranks; if the block raises, nothing is exchanged::
+
+        with shardow.memory.timeline() as t:
+            model = build()
+            t.mark("built")
+            ...
+        shardow.memory.draw({"": t}, "memory.png")
+
+    Resident bytes (RSS) are read from /proc every ``interval`` seconds, proportional ones (PSS) as often as 2 % of the time allow, a
+    device's from torch's allocator.
+
+    Raises:
+        NotImplementedError: there is no /proc; TimeoutError: a rank did not come to the end.
+    """
+    team = _team(group, timeout)
+    if not sys.platform.startswith("linux"):
+        raise unsupported(f"memory.timeline() reads /proc, which {sys.platform} does not have")
+    sampler = Sampler(0 if team is None else team.rank, interval)
+    found = Timeline([sampler.samples], sampler)
+    sampler.start()
+    try:
+        yield found
+    finally:
+        sampler.stop()
+        found._sampler = None
+    if team is not None:
+        everybody = team.gather("memory.timeline()", json.dumps(asdict(sampler.samples)).encode())
+        found.ranks = [Samples(**json.loads(one)) for one in everybody]
+
+
+def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) -> Team | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    from shardow.ranks.team import Team
+
+    return Team(group or torch.distributed.group.WORLD, seconds(timeout))
 
 
 class Sampler:

@@ -54,11 +54,31 @@ def is_switched(module: nn.Module) -> bool:
     return isinstance(forward, functools.partial) and forward.func in (_checkpointed, _without_weights, _autocast)
 
 
-def put_on(model: nn.Module, bf16: bool, blocks: Blocks, attention_weights: bool) -> Switches:
-    if isinstance(blocks, str) and blocks != "blocks":
-        raise invalid(f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)")
-    chosen = _chosen(model, blocks)
-    switches = Switches()
+def apply(
+    model: nn.Module,
+    bf16: bool = True,
+    activation_checkpointing: Blocks = True,
+    *,
+    attention_weights: bool = False,
+) -> Switches:
+    """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block.
+
+    Names, parameters and hooks stay; sharded models too.
+
+    Args:
+        bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they are. In evaluation
+            nothing changes.
+        activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has several of their
+            class), or those that a predicate of (name, module) chooses (of what lies in another that it chooses, the outermost), keep their
+            inputs alone in a training forward, and are run again in backward (``torch.utils.checkpoint``, not reentrant): the same
+            gradients, bit for bit, where the forward is deterministic. In evaluation and under no_grad nothing changes.
+        attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so that they are never
+            built; also in evaluation. Values differ in the last digits, since another kernel computes them.
+
+    Raises:
+        ValueError: there are no such blocks.
+    """
+    chosen, switches = _chosen(model, activation_checkpointing), Switches()
     for module in chosen:
         switches.put(module, _checkpointed)
     if not attention_weights:
@@ -74,17 +94,15 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     if blocks is False:
         return []
     if callable(blocks):
-        predicate = blocks
         below = [(name, module) for name, module in walk(model) if module is not model and not is_container(module)]
-        found = _outermost({id(module): module for name, module in below if predicate(name, module)})
+        found = _outermost({id(module): module for name, module in below if blocks(name, module)})
+        what = "the predicate chose no module"
+    elif isinstance(blocks, str) and blocks != "blocks":
+        raise invalid(f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)")
     else:
         found = repeated_blocks(model)
+        what = "the model has no ModuleList or Sequential of several blocks of one class"
     if not found:
-        what = (
-            "the predicate chose no module"
-            if callable(blocks)
-            else "the model has no ModuleList or Sequential of several blocks of one class"
-        )
         raise invalid(f"memory.apply(): {what}; give activation_checkpointing a predicate of (name, module), or False")
     return found
 

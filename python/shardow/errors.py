@@ -12,13 +12,19 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class Error(Exception):
-    """Base of everything that shardow raises on purpose.
+_CLASSES: dict[str, type[Error]] = {}  # by the engine's codes
 
-    ``code`` is one of a closed set; ``errno`` is 0 unless the operating system refused.
-    """
+
+class Error(Exception):
+    """Base of everything that shardow raises on purpose. ``code`` is one of a closed set; ``errno`` is 0 unless the operating system
+    refused."""
 
     code = "internal"
+
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        if code is not None:
+            cls.code = code
+            _CLASSES[code] = cls
 
     def __init__(self, message: str, errno: int = 0) -> None:
         super().__init__(message)
@@ -29,70 +35,48 @@ class Error(Exception):
         return self.message
 
 
-class InvalidArgumentError(Error, ValueError):
+class InvalidArgumentError(Error, ValueError, code="invalid_argument"):
     """The call is wrong: another shape, dtype, name, decay, or not now."""
-
-    code = "invalid_argument"
 
 
 class UnknownOptionError(InvalidArgumentError, TypeError):
     """An option that does not exist."""
 
 
-class NotFoundError(Error, FileNotFoundError, KeyError):
+class NotFoundError(Error, FileNotFoundError, KeyError, code="not_found"):
     """No such file or tensor."""
 
-    code = "not_found"
 
-
-class CorruptError(Error, ValueError):
+class CorruptError(Error, ValueError, code="corrupt"):
     """A file or state contradicts its format or its checksums."""
 
-    code = "corrupt"
 
-
-class UnsupportedError(Error, NotImplementedError):
+class UnsupportedError(Error, NotImplementedError, code="unsupported"):
     """Valid, but not possible in this build, on this device or storage."""
 
-    code = "unsupported"
 
-
-class IoError(Error, OSError):
+class IoError(Error, OSError, code="io"):
     """The operating system refused; errno says why."""
 
-    code = "io"
 
-
-class OutOfSpaceError(IoError):
+class OutOfSpaceError(IoError, code="out_of_space"):
     """Disk or quota is full; nothing was published."""
 
-    code = "out_of_space"
 
-
-class OutOfMemoryError(Error, MemoryError):
+class OutOfMemoryError(Error, MemoryError, code="out_of_memory"):
     """A device, or pinned host memory, has none left."""
 
-    code = "out_of_memory"
 
-
-class DeadlineError(Error, TimeoutError):
+class DeadlineError(Error, TimeoutError, code="timeout"):
     """A deadline passed."""
 
-    code = "timeout"
 
-
-class PeerFailedError(Error, ConnectionError):
+class PeerFailedError(Error, ConnectionError, code="peer_failed"):
     """Another rank failed or is gone; the message names it and its own message."""
 
-    code = "peer_failed"
 
-
-class InternalError(Error, RuntimeError):
+class InternalError(Error, RuntimeError, code="internal"):
     """A bug in shardow."""
-
-
-_KINDS: list[type[Error]] = [*Error.__subclasses__(), OutOfSpaceError]
-_CLASSES = {kind.code: kind for kind in _KINDS}
 
 
 def make(code: str, message: str, errno: int = 0) -> Error:

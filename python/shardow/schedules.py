@@ -26,10 +26,8 @@ def half_life(steps: float) -> Schedule:
 
 
 def half_life_in_samples(samples: float) -> Schedule:
-    """The old average halves in ``samples`` training samples; ``update(samples=)`` must tell how many have been seen.
-
-    Independent of the batch size.
-    """
+    """The old average halves in ``samples`` training samples; ``update(samples=)`` must tell how many have been seen. Independent of the
+    batch size."""
     return Schedule.make("half_life_in_samples", locals())
 
 
@@ -122,10 +120,8 @@ def mean() -> Schedule:
 
 
 def power(sigma_rel: float) -> Schedule:
-    """Power-function profile of relative width sigma_rel in (0, 0.28]: d = (1 - 1/n)^(gamma + 1).
-
-    From EDM2, Karras et al., arXiv 2312.02696, eq. 121 ff.
-    """
+    """Power-function profile of relative width sigma_rel in (0, 0.28]: d = (1 - 1/n)^(gamma + 1). From EDM2, Karras et al., arXiv
+    2312.02696, eq. 121 ff."""
     return Schedule.make("power", locals())
 
 

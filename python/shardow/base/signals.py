@@ -17,11 +17,9 @@ _holding: list[Held] = []  # the main thread's, the innermost last
 
 
 class Held:
-    """A block, in which Python's signal handlers are put off, in the main thread; its end delivers what came. Elsewhere they never run.
-
-    A second signal of a kind is delivered at once. ``waits``: so is the first one in waits of other ranks, which can say that they were
-    interrupted; nowhere else.
-    """
+    """A block, in which Python's signal handlers are put off, in the main thread; its end delivers what came. Elsewhere they never run. A
+    second signal of a kind is delivered at once. ``waits``: so is the first one in waits of other ranks, which can say that they were
+    interrupted; nowhere else."""
 
     def __init__(self, waits: bool = False) -> None:
         self._waits = waits
@@ -80,11 +78,8 @@ class Held:
 def uninterrupted(
     run: Callable[[], None], stopped: Callable[[BaseException], None], undo: Callable[[BaseException], None] = lambda _: None
 ) -> None:
-    """run() with signals held, but in waits.
-
-    One that comes before they are held ends in ``stopped(exception)``, in place of run(); one that has waited until run() was done, in
-    ``undo(exception)``. The exception is raised then.
-    """
+    """run() with signals held, but in waits. One that comes before they are held ends in ``stopped(exception)``, in place of run(); one
+    that has waited until run() was done, in ``undo(exception)``. The exception is raised then."""
     begun = done = False
     try:
         with Held(waits=True):

@@ -55,11 +55,8 @@ class EMAModel:
     def from_pretrained(
         cls, path: str | os.PathLike[str], model_cls: Any, foreach: bool = False, parameters: Parameters | None = None
     ) -> EMAModel:
-        """What save_pretrained() wrote, here or in diffusers, with its counters.
-
-        ``parameters``: of the model that is trained; of DTensors each rank reads its own slices; collective. Without them the averages are
-        whole, on the CPU.
-        """
+        """What save_pretrained() wrote, here or in diffusers, with its counters. ``parameters``: of the model that is trained; of DTensors
+        each rank reads its own slices; collective. Without them the averages are whole, on the CPU."""
         config, model_config, shadows = read(path, model_cls, None if parameters is None else copies(parameters))
         ema = cls([], model_cls=model_cls, model_config=model_config, foreach=foreach)
         ema.shadow_params = shadows

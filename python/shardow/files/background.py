@@ -50,10 +50,8 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Until the checkpoint is on disk under its name; returns what save() returns.
-
-        Raises save()'s errors, the same on every rank; TimeoutError after ``timeout`` seconds, while the save goes on.
-        """
+        """Until the checkpoint is on disk under its name; returns what save() returns. Raises save()'s errors, the same on every rank;
+        TimeoutError after ``timeout`` seconds, while the save goes on."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise errors.make("timeout", f"{self._path}: not written after {timeout} s; it goes on")

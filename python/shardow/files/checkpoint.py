@@ -1,7 +1,5 @@
-"""save(), full_state_dict(): sharded modules and mappings of tensors as ordinary safetensors checkpoints.
-
-Every rank moves its own bytes alone.
-"""
+"""save(), full_state_dict(): sharded modules and mappings of tensors as ordinary safetensors checkpoints. Every rank moves its own bytes
+alone."""
 
 from __future__ import annotations
 

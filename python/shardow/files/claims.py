@@ -83,10 +83,8 @@ Save = _core.Save | ClaimedSave
 
 
 def claimed(save: _core.Save, names: Sequence[str], path: str, team: Team) -> Save:
-    """``save``, to be written in place of the given one. ``names``: of its files, empty where the engine names one or more.
-
-    Raises ValueError on all of the save's ranks where it must not be written. Collective.
-    """
+    """``save``, to be written in place of the given one. ``names``: of its files, empty where the engine names one or more. Raises
+    ValueError on all of the save's ranks where it must not be written. Collective."""
     if not dist.is_initialized() or team.size >= dist.get_world_size():
         return save
     ranks = [dist.get_rank()] if team.process_group is None else dist.get_process_group_ranks(team.process_group)

@@ -47,12 +47,8 @@ def with_state(by_key: dict[str, list[Part]], state: str, metadata: Mapping[str,
 
 
 def averages_there(path: StrPath, wanted: int, team: Team) -> list[str]:
-    """The keys of an EMA that was saved with several decays, in its order.
-
-    Where several are ``wanted``, also of one that was saved with one.
-
-    [] where it is neither, or nothing that can be read: then reading it says so. Rank 0 looks, for all. Collective.
-    """
+    """The keys of an EMA that was saved with several decays, in its order. Where several are ``wanted``, also of one that was saved with
+    one. [] where it is neither, or nothing that can be read: then reading it says so. Rank 0 looks, for all. Collective."""
     settle(team.process_group)
     found: list[str] = json.loads(team.gather("load()", json.dumps(_averages_here(path, wanted) if team.rank == 0 else []).encode())[0])
     return found
@@ -69,10 +65,8 @@ def _averages_here(path: StrPath, wanted: int) -> list[str]:
 
 
 def in_dtypes(parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: torch.dtype | None) -> tuple[list[Part], str | None]:
-    """(parts, the dtype to which the engine casts): so that floating tensors end up as ``wanted``, or each as its ``own``, by name.
-
-    ``own`` has every name, on all ranks alike. The engine knows one dtype for all, of 16 bits or more; for others parts are copied.
-    """
+    """(parts, the dtype to which the engine casts): so that floating tensors end up as ``wanted``, or each as its ``own``, by name. ``own``
+    has every name, on all ranks alike. The engine knows one dtype for all, of 16 bits or more; for others parts are copied."""
     targets = {name: wanted or dtype for name, dtype in own.items() if dtype.is_floating_point}
     different = set(targets.values())
     if len(different) == 1 and next(iter(different)).itemsize > 1:
@@ -181,10 +175,8 @@ Choose = Callable[[_core.Checkpoint], tuple[Sequence[Part], bool]]
 
 
 def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
-    """opened() and read_into() in one. Collective.
-
-    ``choose(checkpoint)`` says what this rank wants, and whether that must be all. What it raises is raised on every rank, before anything
-    changes. It is called again where the path was replaced meanwhile."""
+    """opened() and read_into() in one. Collective. ``choose(checkpoint)`` says what this rank wants, and whether that must be all. What it
+    raises is raised on every rank, before anything changes. It is called again where the path was replaced meanwhile."""
     settle(team.process_group)
     where = paths.to_read(path)
     wanted: list[Sequence[Part]] = [[], []]  # what is asked for, and the memory that the engine fills

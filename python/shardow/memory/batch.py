@@ -16,11 +16,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_arguments(batch: Any, like: Like, of_shape: OfShape) -> Arguments:
-    """(args, kwargs), tensors through ``like``.
-
-    A tensor is the only argument, a tuple or list the positional ones, a dict those by keyword; a shape (float32) or (shape, dtype) stands
-    for a tensor; whatever else is among them stays as it is.
-    """
+    """(args, kwargs), tensors through ``like``. A tensor is the only argument, a tuple or list the positional ones, a dict those by
+    keyword; a shape (float32) or (shape, dtype) stands for a tensor; whatever else is among them stays as it is."""
 
     def leaf(value: Any) -> Any:
         if is_shape(value):

@@ -30,19 +30,15 @@ class Colours:
 
 
 def draw(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Timelines side by side, by their titles, with one scale.
-
-    Each rank's resident memory above what it had at the start, and its device's memory where there is one. Needs matplotlib; the suffix of
-    ``path`` is the format.
-    """
+    """Timelines side by side, by their titles, with one scale. Each rank's resident memory above what it had at the start, and its device's
+    memory where there is one. Needs matplotlib; the suffix of ``path`` is the format."""
     colours = Colours()
     figure(timelines, colours).savefig(path, dpi=160, facecolor=colours.ground)
 
 
 def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) -> Figure:
-    """The matplotlib figure that draw() writes, for reports with colours of their own.
-
-    One column for each title; rows are memory of the host above what was there at the start and, where there is any, of the device."""
+    """The matplotlib figure that draw() writes, for reports with colours of their own. One column for each title; rows are memory of the
+    host above what was there at the start and, where there is any, of the device."""
     from matplotlib.figure import Figure
 
     colours = colours or Colours()

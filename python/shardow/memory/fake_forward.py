@@ -1,7 +1,5 @@
-"""A model that is only run for its shapes.
-
-FakeTensorMode goes the way that real kernels go on the device, autocast and attention included, and allocates nothing.
-"""
+"""A model that is only run for its shapes. FakeTensorMode goes the way that real kernels go on the device, autocast and attention included,
+and allocates nothing."""
 
 from __future__ import annotations
 

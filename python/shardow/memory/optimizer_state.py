@@ -1,7 +1,5 @@
-"""Bytes that an optimizer keeps, found by a step of its own class on meta.
-
-Any optimizer that torch can step there tells its state itself.
-"""
+"""Bytes that an optimizer keeps, found by a step of its own class on meta. Any optimizer that torch can step there tells its state
+itself."""
 
 from __future__ import annotations
 
@@ -40,10 +38,8 @@ Parts = Mapping[Any, torch.nn.Parameter]
 
 
 def state_bytes(optimizer: Any, parts: Parts) -> int:
-    """``optimizer``: a name, a class, an instance, or None.
-
-    ``parts``: what a rank holds of each trainable parameter, on meta, by the parameter's id, or by its name where there is only that.
-    """
+    """``optimizer``: a name, a class, an instance, or None. ``parts``: what a rank holds of each trainable parameter, on meta, by the
+    parameter's id, or by its name where there is only that."""
     if optimizer is None or not parts:
         return 0
     cls, groups, options = _recipe(optimizer, parts)

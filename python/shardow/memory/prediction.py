@@ -1,7 +1,5 @@
-"""plan(): bytes on the fullest rank before anything is built.
-
-They come from shapes, a step of the optimizer on meta, and a forward pass that allocates nothing.
-"""
+"""plan(): bytes on the fullest rank before anything is built. They come from shapes, a step of the optimizer on meta, and a forward pass
+that allocates nothing."""
 
 from __future__ import annotations
 
@@ -37,10 +35,8 @@ SHARDINGS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp")
 
 @dataclass(frozen=True)
 class Layout:
-    """``shards`` ranks hold different parts of a tensor, ``replicas`` the same.
-
-    ``flat``: parts are stretches of elements (FSDP1), else of rows.
-    """
+    """``shards`` ranks hold different parts of a tensor, ``replicas`` the same. ``flat``: parts are stretches of elements (FSDP1), else of
+    rows."""
 
     shards: int
     replicas: int

@@ -1,7 +1,5 @@
-"""Switches that trade memory for time or precision, put on a model and taken off again.
-
-Its modules' forward is wrapped in place, so names, hooks and sharding do not see them.
-"""
+"""Switches that trade memory for time or precision, put on a model and taken off again. Its modules' forward is wrapped in place, so names,
+hooks and sharding do not see them."""
 
 from __future__ import annotations
 

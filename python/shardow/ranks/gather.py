@@ -39,10 +39,8 @@ class Part:
 
 
 class Gatherer:
-    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every rank.
-
-    ``what``: the call, for messages. Collective.
-    """
+    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every rank. ``what``: the
+    call, for messages. Collective."""
 
     def __init__(self, what: str, parts: Sequence[Part], team: Team) -> None:
         self._what, self._team = what, team
@@ -157,8 +155,7 @@ def take(full: Any, region: _core.Region, flat: torch.Tensor) -> None:
 
 def _boxes(full: Any, region: _core.Region, flat: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
     """The same elements on both sides, for torch to copy: on any device, between dtypes, and moving version counters. Without torch, in
-    host memory, ``take()`` and ``place()`` of ``include/shardow/copy.h`` do it.
-    """
+    host memory, ``take()`` and ``place()`` of ``include/shardow/copy.h`` do it."""
     for offsets, sizes, begin in region.boxes():
         window = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         yield full[window], flat[begin : begin + math.prod(sizes)].view(sizes)

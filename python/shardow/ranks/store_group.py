@@ -53,10 +53,8 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = w
 
 
 def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
-    """The one StoreGroup of a process group and channel: all that act together count the same rounds.
-
-    A channel is for one thread; channels don't know each other.
-    """
+    """The one StoreGroup of a process group and channel: all that act together count the same rounds. A channel is for one thread; channels
+    don't know each other."""
     channels = _groups.setdefault(process_group, {})
     if channel not in channels:
         channels[channel] = StoreGroup(process_group, channel)
@@ -84,18 +82,13 @@ class StoreGroup(_core.Group):
         self._call, self._timeout = call, timeout
 
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
-        """Every rank's bytes, by rank.
-
-        Raises TimeoutError on all ranks if one was not there in time, ValueError on all if they make different calls, ConnectionError where
-        the store is gone, TimeoutError where it does not answer.
-        """
+        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ValueError on all if they make
+        different calls, ConnectionError where the store is gone, TimeoutError where it does not answer."""
         return self._meet(mine, seconds, {}, ())[0]
 
     def mail(self, letters: Mapping[int, bytes], sources: Sequence[int], seconds: float) -> list[bytes]:
-        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank.
-
-        A round as all_gather()'s, with its errors; who reads what is known to all beforehand.
-        """
+        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank. A round as all_gather()'s, with its
+        errors; who reads what is known to all beforehand."""
         return self._meet(b"", seconds, letters, sources)[1]
 
     def _meet(self, mine: bytes, seconds: float, letters: Mapping[int, bytes], sources: Sequence[int]) -> tuple[list[bytes], list[bytes]]:

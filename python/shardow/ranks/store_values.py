@@ -8,10 +8,7 @@ MOST = 4 << 20  # bytes of one key's; torch's TCPStore drops a client that sends
 
 
 def put(store: Any, key: str, value: bytes) -> list[str]:
-    """The first key, which others wait for, is written last and says how long it all is.
-
-    Returns the keys.
-    """
+    """The first key, which others wait for, is written last and says how long it all is. Returns the keys."""
     keys = [key, *(f"{key}/{at}" for at in range(MOST, len(value), MOST))]
     for i, one in reversed(list(enumerate(keys))):
         part = value[i * MOST : (i + 1) * MOST]

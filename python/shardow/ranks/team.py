@@ -29,12 +29,9 @@ class Team:
         self._whose = ""
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
-        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout.
-
-        The timeout begins when fn() is done. A rank whose fn() waited for others in vain waits no second time. ``begun``: the ranks have
-        begun this call together, so that who is missing did not forget it. ``behind``: seconds beyond the timeout for a rank that does
-        wait.
-        """
+        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout. The timeout begins
+        when fn() is done. A rank whose fn() waited for others in vain waits no second time. ``begun``: the ranks have begun this call
+        together, so that who is missing did not forget it. ``behind``: seconds beyond the timeout for a rank that does wait."""
         done: list[T] = []
         try:
             _core.agree(self.group, what + self._whose, self.timeout, lambda: done.append(fn()), behind)
@@ -46,10 +43,8 @@ class Team:
 
     def same(self, what: str, facts: dict[str, Any], joins: str = "") -> None:
         """Raises on every rank where ranks differ in ``facts`` (JSON values), naming the first fact that differs and what each has.
-
         ``joins``: from now on calls are those of one such thing ("EMA"), with a number that no other of these ranks has; calls of different
-        ones don't meet.
-        """
+        ones don't meet."""
         if self.size == 1:
             return
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
@@ -77,10 +72,8 @@ class Team:
         self.check_updates(what, [int(one) for one in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates])
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
-        """Every rank's bytes.
-
-        ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the same error at once.
-        """
+        """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the same error at
+        once."""
         seconds = self.timeout if patience is None else min(patience, self.timeout)
         return self._begun(what, lambda: _core.group_all_gather(self.group, mine, seconds))
 

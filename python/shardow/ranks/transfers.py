@@ -22,10 +22,8 @@ def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | 
 
 
 def finish(work: dist.Work | None, seconds: float, otherwise: str, timeout: float | None = None) -> None:
-    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``.
-
-    Past its deadline gloo closes the connection of the two ranks, for good. ``timeout``: what was asked for, of which ``seconds`` are left.
-    """
+    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo
+    closes the connection of the two ranks, for good. ``timeout``: what was asked for, of which ``seconds`` are left."""
     seconds = max(seconds, 0.001)
     try:
         if work is not None:

@@ -1,10 +1,6 @@
-"""Waits that end when they should.
-
-What may stand still for ever is left to a thread of its own, and the caller leaves at its deadline, or when a signal comes.
-
-Torch's waits for a store or a transfer can't be interrupted, and some have no deadline: a TCPStore whose host stands still answers nothing,
-not even that a wait is over.
-"""
+"""Waits that end when they should. What may stand still for ever is left to a thread of its own, and the caller leaves at its deadline, or
+when a signal comes. Torch's waits for a store or a transfer can't be interrupted, and some have no deadline: a TCPStore whose host stands
+still answers nothing, not even that a wait is over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Values for a model whose shards have memory: from a file, from tensors on every rank, or from rank 0's.
-
-Each fills what it can, and reports as load() does.
-"""
+"""Values for a model whose shards have memory: from a file, from tensors on every rank, or from rank 0's. Each fills what it can, and
+reports as load() does."""
 
 from __future__ import annotations
 
@@ -30,11 +28,8 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """``what`` is asked, for messages.
-
-    ``wanted``: names that have no values, or all where all have some; ``without``: those of them that have none, and ``essential``: that
-    can't be left so. What else there is keeps its values where the source has none.
-    """
+    """``what`` is asked, for messages. ``wanted``: names that have no values, or all where all have some; ``without``: those of them that
+    have none, and ``essential``: that can't be left so. What else there is keeps its values where the source has none."""
 
     what: str
     held: Held
@@ -48,9 +43,8 @@ class Job:
 
 
 def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, Any]:
-    """Each rank reads its own bytes. Raises where something does not fit, and changes nothing then.
-
-    ``check_only``: reads nothing either."""
+    """Each rank reads its own bytes. Raises where something does not fit, and changes nothing then. ``check_only``: reads nothing
+    either."""
     choice: list[_Choice] = []
 
     def choose(found: _core.Checkpoint) -> tuple[list[Part], bool]:

@@ -1,7 +1,5 @@
-"""Values by initialisation: module by module, whole, on the CPU, from one random stream.
-
-Each rank keeps its slices, so that values are the same at any world size.
-"""
+"""Values by initialisation: module by module, whole, on the CPU, from one random stream. Each rank keeps its slices, so that values are the
+same at any world size."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ Own = dict[str, Part]  # a module's parameters and persistent buffers by their k
 
 
 def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[str, Any]:
-    """Fills what is wanted.
-
-    Modules come in the order of named_modules(), once each, as in a loop over them; of a tied tensor the last module's values stay.
-    """
+    """Fills what is wanted. Modules come in the order of named_modules(), once each, as in a loop over them; of a tied tensor the last
+    module's values stay."""
 
     def fill() -> None:
         if init is None and not job.without:
@@ -68,11 +64,8 @@ def _modules(job: Job, model: nn.Module) -> list[tuple[str, nn.Module, Own]]:
 
 
 def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Own]]) -> dict[int, Init]:
-    """By module, how it initialises itself: what meta_init() recorded of its constructor.
-
-    Else ``reset_parameters()``, ``_reset_parameters()``, the model's ``_init_weights(module)``, or ``init_weights()``. Raises where there
-    is none of these.
-    """
+    """By module, how it initialises itself: what meta_init() recorded of its constructor. Else ``reset_parameters()``,
+    ``_reset_parameters()``, the model's ``_init_weights(module)``, or ``init_weights()``. Raises where there is none of these."""
     by_model = getattr(unwrapped(model), "_init_weights", None)
     ways: dict[int, Init] = {}
     lacking, lost = [], []

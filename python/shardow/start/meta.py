@@ -1,7 +1,5 @@
-"""meta_init(): models that are built without memory; memory for what is on meta, and back.
-
-to_empty() is for FSDP1, which wants memory when it wraps them. materialize() brings the values.
-"""
+"""meta_init(): models that are built without memory; memory for what is on meta, and back. to_empty() is for FSDP1, which wants memory when
+it wraps them. materialize() brings the values."""
 
 from __future__ import annotations
 
@@ -80,11 +78,9 @@ def on_meta(buffers: bool) -> Iterator[None]:
 
 
 def to_empty(module: nn.Module) -> None:
-    """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta.
-
-    This gives a module's own tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at once,
-    unit by unit, and materialize() brings the values. What has values keeps them.
-    """
+    """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta. This gives a module's own
+    tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at once, unit by unit, and
+    materialize() brings the values. What has values keeps them."""
     accelerator = torch.accelerator.current_accelerator()
     device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
     for slot in slots_of(module):
@@ -133,10 +129,8 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
 
 
 def move_tables(model: nn.Module, device: torch.device | str) -> None:
-    """Buffers that no file has follow the weights to ``device``; two names of one table stay so.
-
-    Of a sharded model, which moves them itself, they stay.
-    """
+    """Buffers that no file has follow the weights to ``device``; two names of one table stay so. Of a sharded model, which moves them
+    itself, they stay."""
     if meshes_of(model):
         return
     for where in by_tensor(slots(model)).values():

@@ -1,7 +1,4 @@
-"""wrap(): shards a model with FSDP2, layer by layer.
-
-No rank holds more than its own shards, beside where the weights come from.
-"""
+"""wrap(): shards a model with FSDP2, layer by layer. No rank holds more than its own shards, beside where the weights come from."""
 
 from __future__ import annotations
 

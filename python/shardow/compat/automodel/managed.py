@@ -115,10 +115,8 @@ class Managed(ABC):
         return names
 
     def save(self, directory: str | Path) -> None:
-        """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads it. Collective.
-
-        It is published by one rename, and torch's cache of save plans, which other objects' saves may use, is left alone.
-        """
+        """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads it. Collective. It
+        is published by one rename, and torch's cache of save plans, which other objects' saves may use, is left alone."""
         dcp.save(self._together("save()", self._live), self.decay, self.updates, Path(directory), self._team)
 
     @torch.no_grad()

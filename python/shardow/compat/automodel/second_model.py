@@ -69,10 +69,8 @@ class ShardedModelEMAManager(Managed):
         return [(ours[name], theirs[name]) for name in self._twin.names]
 
     def update(self, model: nn.Module | None = None) -> None:
-        """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held.
-
-        Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has changed then.
-        """
+        """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held. Raises RuntimeError
+        and ValueError where the models differ in names or shapes; nothing has changed then."""
         self._twin.update(self._train_model if model is None else model, self.decay, 1.0 - self.decay)
         self.updates += 1
 

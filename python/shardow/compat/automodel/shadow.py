@@ -66,10 +66,7 @@ class EMAManager(Managed):
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """After each optimizer step. Local, unless the model's parameters have been replaced or wrapped since: all ranks find them by name
-        then.
-
-        What is NaN or Inf is held. Raises ValueError for a parameter that is trained and has no average.
-        """
+        then. What is NaN or Inf is held. Raises ValueError for a parameter that is trained and has no average."""
         if model is not self._model or not self._core.view.unchanged():
             self._follow(model)
         if any(parameter.requires_grad for parameter in self._frozen):

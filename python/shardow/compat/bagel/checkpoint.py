@@ -98,10 +98,8 @@ class FSDPCheckpoint:
     def try_load_train_state(
         resume_from: str | Path | None, optimizer: torch.optim.Optimizer, scheduler: Any, fsdp_config: FSDPConfig
     ) -> tuple[torch.optim.Optimizer, Any, int, Any]:
-        """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before anything is loaded.
-
-        Raises FileNotFoundError where the optimizer's state was saved in another number of shards, naming both.
-        """
+        """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before anything is loaded. Raises
+        FileNotFoundError where the optimizer's state was saved in another number of shards, naming both."""
         team = everybody()
         folder = _existing(resume_from, team)
         if folder is None:

@@ -30,11 +30,8 @@ def follow(
     replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
 ) -> Follower:  # fmt: skip
     """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights keep a part of the
-    averages each. That is chosen once, and collective then.
-
-    ``rule``, ``choose``: as in Paired. ``device``, ``dtype``: of the averages, by default the model's. ``stochastic``: how 16 bits are
-    rounded.
-    """
+    averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Paired. ``device``, ``dtype``: of the averages, by
+    default the model's. ``stochastic``: how 16 bits are rounded."""
     one_of("replicas", replicas, ("split", "copy"))
     if needed(model, replicas):
         stand_in = stand_in_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic, seed=seed)
@@ -107,11 +104,9 @@ def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool
 
 
 def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
-    """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and there.
-
-    Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name is missing or unknown;
-    where no name fits, always. Collective where ranks share the module, which then may be sharded. ``what`` is for messages.
-    """
+    """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and there. Raises
+    RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name is missing or unknown; where no
+    name fits, always. Collective where ranks share the module, which then may be sharded. ``what`` is for messages."""
     here = {clean_file_key(name) for name in module.state_dict()}
     fitting = [name for name in state if clean_file_key(name) in here]
     team_of(module).agree(what, lambda: _refuse_parts(fitting, state, here, of_parts=isinstance(module, StandIn)))

@@ -1,8 +1,6 @@
-"""Pairs: averages beside the tensors that they follow, both of somebody else's making. What twins and lists are made of.
-
-The engine averages what it can reach in one pass; the rest (low-precision averages rounded to nearest, complex numbers, tensors on two
-devices, or with holes) goes through torch by the same formula.
-"""
+"""Pairs: averages beside the tensors that they follow, both of somebody else's making. What twins and lists are made of. The engine
+averages what it can reach in one pass; the rest (low-precision averages rounded to nearest, complex numbers, tensors on two devices, or
+with holes) goes through torch by the same formula."""
 
 from __future__ import annotations
 
@@ -22,11 +20,9 @@ _NOTHING = torch.empty(0)
 
 @dataclass(eq=False)
 class Pair:
-    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors.
-
-    ``region``: what they are of a global tensor, by whose elements stochastic rounding draws, so that it is the same however they are
-    shared out; None: all of one. ``copied``: each update copies it, though it is floating.
-    """
+    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors. ``region``: what
+    they are of a global tensor, by whose elements stochastic rounding draws, so that it is the same however they are shared out; None: all
+    of one. ``copied``: each update copies it, though it is floating."""
 
     name: str
     source: torch.Tensor
@@ -37,10 +33,8 @@ class Pair:
 
 class Pairs:
     """``rule``: as in shardow.EMA. ``stochastic``: bfloat16 and float16 averages follow "lerp", rounded by ``seed``; else as torch rounds.
-
     Averages that are not floating are copies. What is NaN or Inf in a source is held: the average keeps its value, in the engine. Addresses
-    are those of construction.
-    """
+    are those of construction."""
 
     def __init__(self, pairs: Iterable[Pair], rule: str, stochastic: bool = False, seed: int = 0) -> None:
         self._rule, self._stochastic, self._seed = rule, stochastic, seed

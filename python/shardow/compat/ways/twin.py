@@ -42,9 +42,7 @@ class _Buffer:
 
 class Twin(Paired):
     """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers put into them.
-
-    Replaced or moved tensors of either model, and another ``module``, are found at the next update, and paired again.
-    """
+    Replaced or moved tensors of either model, and another ``module``, are found at the next update, and paired again."""
 
     _model: nn.Module | None = None
 

@@ -1,5 +1,3 @@
-"""What every room needs and what knows neither torch nor the engine.
-
-Checks of options, warnings at the user's line, signals that wait, progress.
+"""What every room needs and what knows neither torch nor the engine: checks of options, warnings, signals that wait, progress.
 
 May import: errors."""

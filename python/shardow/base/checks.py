@@ -8,17 +8,13 @@ from typing import Any
 from shardow import errors
 
 
-def invalid(message: str, also: type[Exception] | None = None) -> Exception:
+def invalid(message: str, also: type[Exception] | None = None, code: str = "invalid_argument") -> Exception:
     """``also``: what another library raises there, whose users may be catching it."""
-    return _error("invalid_argument", message, also)
+    return errors.make(code, message) if also is None else errors.make_also(also, message, code)
 
 
 def unsupported(message: str, also: type[Exception] | None = None) -> Exception:
-    return _error("unsupported", message, also)
-
-
-def _error(code: str, message: str, also: type[Exception] | None) -> Exception:
-    return errors.make(code, message) if also is None else errors.make_also(also, message, code)
+    return invalid(message, also, "unsupported")
 
 
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:

@@ -1,9 +1,5 @@
-"""Saves of some of a job's ranks.
-
-Who saved what to which path, kept in the job's store, so that parts of one model (pipeline stages) do not replace each other there without
-a word.
-
-All that follows is of the place where the files will be:
+"""Saves of some of a job's ranks: who saved what to which path, kept in the job's store, so that parts of one model (pipeline stages) do
+not replace each other there without a word. All that follows is of the place where the files will be:
 
 1. Whoever saves first leaves a claim (``compare_set``): its ranks, and a digest of names and global shapes. Whoever comes later with the
    same tensors shares the claim.
@@ -59,24 +55,39 @@ class _Claim:
         return f"'{self.first}'{others} of rank{'s' * (len(self.ranks) > 1)} {some}"
 
 
+@dataclass(frozen=True)
 class ClaimedSave:
-    """_core.Save of a place that is claimed."""
+    """_core.Save of a place that is claimed. ``before``: what was left there."""
 
-    def __init__(self, save: _core.Save, held: _Held) -> None:
-        self._save, self._held = save, held
-        self.staging_bytes: int = save.staging_bytes
+    save: _core.Save
+    group: StoreGroup
+    patience: float
+    place: _Place
+    nonce: str
+    before: str | None
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.save.staging_bytes
 
     def stage(self, memory: int, size: int) -> None:
-        self._save.stage(memory, size)
+        self.save.stage(memory, size)
 
     def write(self) -> dict[str, Any]:
+        """(3). Where it fails, what was there still is; where nothing was, the next claim finds it gone."""
         try:
-            report: dict[str, Any] = self._save.write()
+            report: dict[str, Any] = self.save.write()
         except BaseException:
-            self._held.give_back()
+            if self.before != "":  # that of others, who are on the way
+                self._leave(json.loads(self.before or '{"file": "", "what": "nothing"}'))
             raise
-        self._held.leave(report["files"][0])
+        file = os.path.abspath(report["files"][0])
+        self._leave({"file": file, "what": _what_is_at(file)})
         return report
+
+    def _leave(self, left: dict[str, Any]) -> None:
+        with contextlib.suppress(Exception):  # the job may be at its end
+            self.group.ask(lambda store: self.place.leave(store, {**left, "nonce": self.nonce}), self.patience)
 
 
 Save = _core.Save | ClaimedSave
@@ -88,36 +99,36 @@ def claimed(save: _core.Save, names: Sequence[str], path: str, team: Team) -> Sa
     if not dist.is_initialized() or team.size >= dist.get_world_size():
         return save
     ranks = [dist.get_rank()] if team.process_group is None else dist.get_process_group_ranks(team.process_group)
-    answer = team.agree("save()", lambda: _claim(_Claim.of(ranks, save.tensors), names, path, team.timeout) if team.rank == 0 else None)
-    refusal = team.gather("save()", answer.encode() if isinstance(answer, str) else b"")[0].decode()
-    if refusal:
+    answer = team.agree("save()", lambda: _claim(save, ranks, _Place(path, names), path, team.timeout) if team.rank == 0 else save)
+    refusal = team.first("save()", answer.encode() if isinstance(answer, str) else b"").decode()
+    if refusal or isinstance(answer, str):
         raise errors.make("invalid_argument", refusal)
-    return ClaimedSave(save, answer) if isinstance(answer, _Held) else save
+    return answer
 
 
-def _claim(mine: _Claim, names: Sequence[str], path: str, timeout: float) -> _Held | str | None:
-    """The claim, or why the save must not be written."""
+def _claim(save: _core.Save, ranks: list[int], place: _Place, path: str, timeout: float) -> Save | str:
+    """The save to write, or why it must not be written."""
     assert dist.group.WORLD is not None
+    mine = _Claim.of(ranks, save.tensors)
     group, patience = store_group(dist.group.WORLD, _CHANNEL), min(ANSWER, timeout / 2)  # once before the save, once after it
-    place = _Place(path, names)
     try:
         answer = group.ask(lambda store: _settle(store, place, mine), patience)
     except RuntimeError:  # a store that can't: the job is only simulated
-        return None
+        return save
     if answer is None:
         warnings.warn(
             f"{path}: the job's store did not answer within {patience:g} s, and can't say whether other ranks save other tensors there; "
             "if they do, the last save stays",
             RuntimeWarning,
         )
-        return _Held(group, patience, place, mine.nonce, None)  # the store may still come to it
+        return ClaimedSave(save, group, patience, place, mine.nonce, None)  # the store may still come to it
     if isinstance(answer, _Claim):
         return (
             f"{path}: two saves of one job would replace each other, and nothing was written. There, or on the way: {answer}. "
             f"Now: {mine}. Give each part of a model a path of its own (a pipeline stage: its number in the name), "
             "or save all parts as one: shardow.save(part, path, group=) with a group of all their ranks"
         )
-    return _Held(group, patience, place, *answer)
+    return ClaimedSave(save, group, patience, place, *answer)
 
 
 def _settle(store: Any, place: _Place, mine: _Claim) -> tuple[str, str | None] | _Claim:
@@ -174,31 +185,6 @@ class _Place:
     def _left(self, store: Any) -> str | None:
         key = f"{self.key}/left"
         return bytes(store.get(key)).decode() if store.check([key]) else None
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A place that is claimed, for one save."""
-
-    group: StoreGroup
-    patience: float
-    place: _Place
-    nonce: str
-    before: str | None
-
-    def leave(self, file: str) -> None:
-        """(3)"""
-        file = os.path.abspath(file)
-        self._leave({"file": file, "what": _what_is_at(file)})
-
-    def give_back(self) -> None:
-        """The save failed. What was there still is; where nothing was, the next claim finds it gone."""
-        if self.before != "":  # that of others, who are on the way
-            self._leave(json.loads(self.before or '{"file": "", "what": "nothing"}'))
-
-    def _leave(self, left: dict[str, Any]) -> None:
-        with contextlib.suppress(Exception):  # the job may be at its end
-            self.group.ask(lambda store: self.place.leave(store, {**left, "nonce": self.nonce}), self.patience)
 
 
 def _what_is_at(file: str) -> list[int] | None:

@@ -52,13 +52,7 @@ def is_switched(module: nn.Module) -> bool:
     return isinstance(forward, functools.partial) and forward.func in (_checkpointed, _without_weights, _autocast)
 
 
-def apply(
-    model: nn.Module,
-    bf16: bool = True,
-    activation_checkpointing: Blocks = True,
-    *,
-    attention_weights: bool = False,
-) -> Switches:
+def apply(model: nn.Module, bf16: bool = True, activation_checkpointing: Blocks = True, *, attention_weights: bool = False) -> Switches:
     """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block.
 
     Names, parameters and hooks stay; sharded models too.

@@ -1,5 +1,3 @@
-"""The ranks that act together.
-
-Agreement and deadlines, the group over a process group's store, tensors gathered to rank 0 and sent out from it.
+"""The ranks that act together: agreement and deadlines, the group over a process group's store, tensors gathered to rank 0 and sent out.
 
 May import: base, errors."""

@@ -45,7 +45,9 @@ class EMA(Saved):
         decay: weight kept on the old average per step, in [0, 1]; a Schedule of shardow.schedules; or a list of up to 8, all averaged in
             one pass.
         dtype: of the averages; float32 whatever the weights are.
-        device: where the averages live; None: with their weights.
+        device: where the averages live; None: with their weights. "cpu" with weights on CUDA devices: in host memory. Weights cross the
+            link once per update, in their own dtype, and are averaged in the background. With attach() or ``optimizer=`` that optimizer's
+            next step waits for the copies, on the device; else update() makes torch's current stream wait for them.
         replicas: "split": ranks that hold the same weights (DDP, HSDP) divide the work and the memory; "copy": each averages everything it
             holds.
         params: "trainable", "all", or a predicate of (name, parameter).
@@ -67,6 +69,7 @@ class EMA(Saved):
         overlap: average weights on the CPU in the background, on ``threads`` threads (one by default), while training goes on. Needs
             attach() or ``optimizer=``: the optimizer's next step waits, as do all calls that read averages. What else writes into weights
             meanwhile (``p.data.mul_()``, ``load_state_dict()``) would be averaged half old, half new: call stats() first, which waits.
+        ring_bytes: pinned host memory through which weights on devices reach averages on the host; shared by this rank's devices.
         optimizer: attach() to it.
         timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
         momentum: refused: it would be 1 - decay in one library, and decay in another.
@@ -97,6 +100,7 @@ class EMA(Saved):
         group: dist.ProcessGroup | None = None,
         threads: int = 0,
         overlap: bool = False,
+        ring_bytes: int = 128 << 20,
         optimizer: torch.optim.Optimizer | None = None,
         timeout: float | timedelta | None = None,
         momentum: None = None,
@@ -104,10 +108,10 @@ class EMA(Saved):
         asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step, "seed": seed,
-            "threads": threads, "overlap": overlap, "momentum": momentum,
+            "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         self._core = Averages(model, decay, asked, source, group, timeout)
-        self._attached = Attachments(self._update_attached, lambda: self._core.swap.refuse("optimizer.step()"))
+        self._attached = Attachments(self._update_attached, self._core.before_step)
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -168,7 +172,7 @@ class EMA(Saved):
             seen = float(samples())
         else:
             seen = self._core.engine.samples_by(float(samples))
-        self._core.update(None, seen)
+        self._core.update(None, seen, attached=True)
 
     # ---- evaluation
 
@@ -225,7 +229,7 @@ class EMA(Saved):
 
         def check() -> Facts:
             self._core.swap.ready("copy_to()")
-            refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()])
+            refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()], writes=True)
             _state.refuse_unlike(self._core.tracked, target)
             return self._core.asked(decay)()
 
@@ -279,9 +283,10 @@ class EMA(Saved):
         Inf, since the start,
         table_bytes: memory of the lists that an update goes through.
 
-        With overlap=True also, since the start, offload/hidden_seconds of averaging while nobody waited, and offload/waited_seconds.
+        With overlap=True, or averages on the host of weights on a device, also, since the start: offload/hidden_seconds of averaging while
+        nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied from devices.
         """
-        return figures.stats(self._core.engine, self._core.options.overlap)
+        return figures.stats(self._core.engine, self._core.options.overlap, self._core.offloaded)
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:

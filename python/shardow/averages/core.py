@@ -61,7 +61,8 @@ class Averages:
             return options, _core.decay_keys(options.schedules), *self._build(options, source)
 
         self.options, self.keys, self.tracked, self._engine = self.team.agree("EMA(...)", build)
-        self.streams = Streams(average for one in self.tracked for average in one.averages)
+        self.offloaded = any(one.is_offloaded for one in self.tracked)
+        self.streams = Streams((one.source for one in self.tracked), (average for one in self.tracked for average in one.averages))
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
         self.team.same("EMA(...)", self._facts(), "EMA")
         check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
@@ -84,12 +85,19 @@ class Averages:
             raise invalid(f"no parameter is averaged: params={options.params!r} chose none of {len(self.view.parameters)}")
         if options.buffers == "average":
             self.view.watch_buffers = True
-            chosen += [one for one in self.view.buffers if one.tensor.is_floating_point()]
+            buffers = [one for one in self.view.buffers if one.tensor.is_floating_point()]
+            if buffers and options.overlap:
+                raise invalid(
+                    f"overlap=True with buffers='average': nothing would keep the next forward from writing '{buffers[0].name}' while "
+                    "it is averaged; take buffers='copy', or leave overlap out"
+                )
+            chosen += buffers
         return chosen
 
     def _facts(self) -> dict[str, Any]:
         tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in self.tracked}
-        return {"tensors": tensors, "options": self.engine.state(), "order": list(tensors), "replicas": self.options.replicas}
+        facts = {"tensors": tensors, "options": self.engine.state(), "order": list(tensors), "replicas": self.options.replicas}
+        return {**facts, "averages on the host of weights on a device": self.offloaded}
 
     @property
     def engine(self) -> _core.Average:
@@ -186,25 +194,44 @@ class Averages:
 
     # ---- training
 
-    def update(self, step: int | None, samples: float) -> None:
+    def update(self, step: int | None, samples: float, attached: bool = False) -> None:
+        """``attached``: the next step calls before_step(), so that weights may be read until then."""
         self.ready_to_update()
-        if self.options.overlap:
-            swap_guard.read(self.swap)
-        _, held = self.engine.update(step, samples)
-        self._warn_of(held)
+        self._begin_update(lambda: self.engine.update(step, samples)[1], attached)
+
+    def _begin_update(self, update: Callable[[], int], attached: bool = False) -> None:
+        """``update()`` tells how many weights were not finite. Buffers are written by the next forward, before any step."""
+        if not (self.options.overlap or self.offloaded):
+            self._warn_of(update())
+            return
+        swap_guard.read(self.swap)
+        try:
+            self._warn_of(update())
+        finally:
+            if not attached or self.options.buffers == "average":
+                self.swap.finish_reading()
+
+    def before_step(self) -> None:
+        """Of an optimizer that this is attached to: refuses a step that would be lost; an update under way has read the weights first."""
+        self.swap.refuse_swapped("optimizer.step()")
+        self.swap.finish_reading()
+
+    def wait(self) -> None:
+        """Until an update in the background has ended."""
+        self._engine.wait()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # an overlapped update ends before the memory that it reads is given back
-            self._engine.wait()
+        with contextlib.suppress(Exception):  # an update in the background ends before the memory that it reads is given back
+            self.wait()
 
     @torch.no_grad()
     def update_by(self, decay: float, weight: float) -> None:
         """update() by somebody else's schedule: the surfaces of other libraries have their own."""
         self.ready_to_update()
-        self._warn_of(self.engine.update_by([(decay, weight)]))
+        self._begin_update(lambda: self.engine.update_by([(decay, weight)]))
 
     def ready_to_update(self) -> None:
-        self.swap.ready("update()")
+        self.swap.ready_to_update()
         self.unfrozen.look()
         self.swap.gather()
 

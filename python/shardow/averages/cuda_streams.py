@@ -1,4 +1,4 @@
-"""Averages on CUDA devices follow torch's current streams, as every torch operation does."""
+"""What is done with weights and averages on CUDA devices follows torch's current streams, as every torch operation does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from shardow import _core, errors
+from shardow.model import storage
 
 T = TypeVar("T")
 
@@ -18,9 +19,10 @@ class Streams:
     The device waits where they differ, never the host.
     """
 
-    def __init__(self, averages: Iterable[torch.Tensor]) -> None:
+    def __init__(self, weights: Iterable[torch.Tensor], averages: Iterable[torch.Tensor]) -> None:
+        devices = dict.fromkeys(map(storage.device_of, weights))
         self._memory = {tensor.device: tensor for tensor in averages if tensor.is_cuda}  # any tensor stands for its allocation
-        self._last = {device: torch.cuda.current_stream(device).cuda_stream for device in self._memory}
+        self._last = {device: torch.cuda.current_stream(device).cuda_stream for device in devices if device.type == "cuda"}
 
     def follow(self, average: _core.Average) -> None:
         for device, last in self._last.items():
@@ -28,7 +30,8 @@ class Streams:
             if stream.cuda_stream == last:
                 continue
             average.set_stream(device.index or 0, stream.cuda_stream)
-            self._memory[device].record_stream(stream)  # its memory is not given to others before this stream is done
+            if device in self._memory:
+                self._memory[device].record_stream(stream)  # its memory is not given to others before this stream is done
             self._last[device] = stream.cuda_stream
 
 

@@ -8,15 +8,15 @@ from shardow import _core
 from shardow.averages import state as _state
 
 
-def stats(engine: _core.Average, overlap: bool) -> dict[str, float]:
+def stats(engine: _core.Average, overlap: bool, offloaded: bool) -> dict[str, float]:
     """See EMA.stats()."""
     found: dict[str, float] = dict(engine.stats())
-    times = {f"offload/{name}": found.pop(name) for name in ("hidden_seconds", "waited_seconds")}
-    del found["offload_bytes"]  # 0 while averages live where their weights do
+    link, hidden, waited = (found.pop(name) for name in ("offload_bytes", "hidden_seconds", "waited_seconds"))
     decays = engine.decays
     return {
         **found,
-        **(times if overlap else {}),
+        **({"offload/bytes": link} if offloaded else {}),
+        **({"offload/hidden_seconds": hidden, "offload/waited_seconds": waited} if overlap or offloaded else {}),
         **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)},
     }
 

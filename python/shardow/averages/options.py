@@ -44,6 +44,7 @@ class Options:
     seed: int
     threads: int
     overlap: bool
+    ring_bytes: int
 
     def wants(self, weight: LocalTensor) -> bool:
         if callable(self.params):
@@ -64,11 +65,12 @@ class Options:
             seed=self.seed,
             num_threads=self.threads,
             overlap=self.overlap,
+            ring_bytes=self.ring_bytes,
         )
 
 
 _WORDS = {"replicas": get_args(Replicas), "buffers": get_args(Buffers), "rule": get_args(Rule), "nonfinite": get_args(NonFinite)}
-_LEAST = {"update_every": 1, "start_step": 0, "seed": 0, "threads": 0}
+_LEAST = {"update_every": 1, "start_step": 0, "seed": 0, "threads": 0, "ring_bytes": 1}
 _ROUNDING: dict[Stochastic, str] = {"auto": "auto", True: "stochastic", False: "nearest"}
 
 

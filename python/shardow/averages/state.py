@@ -144,7 +144,7 @@ def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
         if not _owned(one, team):
             continue
         for average, weight in zip(one.averages[k].split(_CHUNK), one.sources().split(_CHUNK), strict=True):
-            weight = weight.double()
+            weight = weight.to(average.device).double()
             apart += float((average.double() - weight).square().sum())
             length += float(weight.square().sum())
     sums = [struct.unpack("dd", facts) for facts in team.gather("distance()", struct.pack("dd", apart, length))]

@@ -139,9 +139,12 @@ class Swap(SwapMemory):
         return self._meet_to_restore(strict, again=False)
 
     def refuse(self, what: str) -> None:
-        """Raises while the averages are in the model, or may be. What follows reads averages or changes weights: an overlapped update ends
-        first."""
+        """refuse_swapped(). What follows reads averages or changes weights: an update in the background ends first."""
         self._engine.wait()
+        self.refuse_swapped(what)
+
+    def refuse_swapped(self, what: str) -> None:
+        """Raises while the averages are in the model, or may be."""
         if not self.swapped:
             return
         if self._why:
@@ -158,6 +161,14 @@ class Swap(SwapMemory):
     def ready(self, what: str) -> None:
         """The model's memory holds its weights, and the engine knows where. Raises otherwise. Local."""
         self.refuse(what)
+        self._find_weights(what)
+
+    def ready_to_update(self) -> None:
+        """ready(), while an update may go on: the engine begins the next one before it tells what that one met, so that none is lost."""
+        self.refuse_swapped("update()")
+        self._find_weights("update()")
+
+    def _find_weights(self, what: str) -> None:
         self.refuse_foreign(what)
         if not self._view.unchanged():
             self.rebind()
@@ -178,6 +189,7 @@ class Swap(SwapMemory):
 
     def _ready(self) -> list[Exchange]:
         self.ready("swapped()")
+        swap_guard.refuse_foreign("swapped()", self.weights, self, writes=True)
         return [Exchange(self._tracked)] if self._splits else []
 
     def _exchange_own(self, k: int) -> None:

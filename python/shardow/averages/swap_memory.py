@@ -48,8 +48,14 @@ class SwapMemory:
     def parameters(self) -> list[torch.Tensor]:
         return self._view.parameter_objects()
 
+    def finish_reading(self) -> None:
+        """Before the weights change: an update in the background has read them by then, in the order of torch's current streams."""
+        self._average.finish_reading()
+
     def gather(self) -> None:
-        """Strided weights into the memory that the engine reads. Others lie there already."""
+        """Strided weights into the memory that the engine reads, once an update in the background has read it. Others lie there already."""
+        if self._strided:
+            self._engine.wait()
         for one in self._strided:
             one.gather()
 

@@ -14,9 +14,9 @@ from shardow import _core
 from shardow.averages.options import DTYPES, Options
 from shardow.base.checks import invalid, unsupported
 from shardow.base.warnings import warn
+from shardow.model import storage
 from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
-from shardow.model.storage import engine_view
 from shardow.ranks.gather import place, take
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ class Tracked:
     @property
     def name(self) -> str:
         return self.local.name
+
+    @property
+    def is_offloaded(self) -> bool:
+        """The averages are on the host, their weights on a device."""
+        return storage.device_of(self.source).type == "cuda" and all(storage.device_of(one).type == "cpu" for one in self.averages)
 
     @property
     def is_whole(self) -> bool:
@@ -81,8 +86,8 @@ class Tracked:
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
         """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""
         if tensor.device.type not in ("cpu", "cuda"):
-            raise unsupported(f"'{self.name}' is on {tensor.device}; averages are kept on cpu and cuda devices")
-        return engine_view(self.name, DTYPES[tensor.dtype], tensor, self.region)
+            raise unsupported(f"'{self.name}' is on {tensor.device}; averages are kept of weights on the CPU and on CUDA devices")
+        return storage.engine_view(self.name, DTYPES[tensor.dtype], tensor, self.region)
 
     def _window(self) -> _core.Region:
         return _core.Region.whole(list(self.local.tensor.shape)).window(self.begin, self.begin + self.region.size)
@@ -108,15 +113,23 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
         refuse_unaverageable(local)
     sources = _sources(locals_, source or {})
     tracked = [Tracked(local, *divide(local, options.replicas), sources[local.name], local.name in (source or {})) for local in locals_]
-    for one in tracked:
-        device = one.source.device
-        if options.device is not None and options.device.type != device.type:
-            raise unsupported(
-                f"device={str(options.device)!r}: averages live where their weights are ({device}, '{one.name}'); offload is not built yet"
-            )
-    for device in dict.fromkeys(one.source.device for one in tracked):
-        _allocate([one for one in tracked if one.source.device == device], device, options)
+    homes = [_home(one, options.device) for one in tracked]
+    for device in dict.fromkeys(homes):
+        _allocate([one for one, home in zip(tracked, homes, strict=True) if home == device], device, options)
     return tracked
+
+
+def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
+    """Where the averages of ``one`` live: with its weights, or on the host."""
+    there = storage.device_of(one.source)
+    if wanted is None or wanted == there or (wanted.type == there.type and wanted.index is None):
+        return there
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    raise unsupported(
+        f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= out) or on the host "
+        "(device='cpu')"
+    )
 
 
 def _sources(locals_: Sequence[LocalTensor], source: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

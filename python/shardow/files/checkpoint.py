@@ -139,7 +139,8 @@ def prepared(
 
     def hold() -> Held:
         held = held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving)
-        refuse_foreign(what, held.memory, instead="" if what == "load()" else _INSTEAD)
+        writes = what == "load()"
+        refuse_foreign(what, held.memory, instead="" if writes else _INSTEAD, writes=writes)
         return held
 
     held = team.agree(what, hold)

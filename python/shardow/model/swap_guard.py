@@ -26,21 +26,29 @@ class Swapping(Protocol):
     def parameters(self) -> Iterable[torch.Tensor]:
         """The parameters that show them."""
 
-    def refuse(self, what: str) -> None:
-        """Raises while ``swapped``; waits for an update in the background."""
+    def refuse_swapped(self, what: str) -> None:
+        """Raises while ``swapped``."""
+
+    def finish_reading(self) -> None:
+        """Returns when the weights may change: an update in the background has read them, in the order of torch's current streams."""
 
 
 _entered: set[Any] = set()  # Swapping, from before the first exchange until the weights are back: nobody else may have them any more
-_read: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from when an update in the background began
+_read: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from its first update in the background on
 
 enter = _entered.add
 settle = _entered.discard
 read = _read.add
 
 
-def refuse_foreign(what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None, instead: str = "") -> None:
-    """Raises where ``weights()``, as ``own`` needs them, are exchanged by a swap now, of another EMA than
-    ``own``. Costs nothing where no EMA is swapped in. ``instead``: what else leads to what was wanted."""
+def refuse_foreign(
+    what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None, instead: str = "", writes: bool = False
+) -> None:
+    """Raises where ``weights()``, as ``own`` needs them, are exchanged by a swap now, of another EMA than ``own``. Costs nothing where no
+    EMA is swapped in. ``instead``: what else leads to what was wanted. ``writes``: they are written next, and updates in the background
+    read them first."""
+    if writes:
+        _finish_reading(weights)
     if not _entered:
         return
     needed = _addresses(weights())
@@ -51,6 +59,16 @@ def refuse_foreign(what: str, weights: Callable[[], Iterable[torch.Tensor]], own
             )
 
 
+def _finish_reading(weights: Callable[[], Iterable[torch.Tensor]]) -> None:
+    """Who reads ``weights()`` in the background has done so. Costs nothing where no EMA averages there."""
+    if not _read:
+        return
+    written = _addresses(weights())
+    for one in list(_read):
+        if not written.isdisjoint(_addresses(one.weights())):
+            one.finish_reading()
+
+
 def _now() -> list[Swapping]:
     return [one for one in list(_entered) if one.swapped]
 
@@ -59,14 +77,14 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {address_of(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors} - {0}
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before any optimizer's step: one on averages would be lost, and spoil them; one on weights that are read would tear the averages."""
     for swap in {*(_now() if _entered else ()), *_read} if _entered or _read else ():
         steps = [p for group in optimizer.param_groups for p in group["params"]]
         shown = set(map(id, swap.parameters()))
         if any(id(p) in shown for p in steps) or not _addresses(steps).isdisjoint(_addresses(swap.weights())):
-            _read.discard(swap)
-            swap.refuse("optimizer.step()")
+            swap.refuse_swapped("optimizer.step()")
+            swap.finish_reading()
 
 
-register_optimizer_step_pre_hook(_refuse_step)
+register_optimizer_step_pre_hook(_before_step)

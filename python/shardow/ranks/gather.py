@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shardow import _core
 from shardow.base.checks import invalid
 from shardow.ranks.team import Team
-from shardow.ranks.transfers import begun, finish
+from shardow.ranks.transfers import begun, carrier, finish
 
 _BLOCK = 16 << 20  # bytes of one message
 _REFUSED = b"!"  # begins what rank 0 says in place of orders
@@ -57,7 +57,7 @@ class Gatherer:
             else:
                 if self._mine[i]:
                     for block in part.flat.split(_elements(part.flat.itemsize)):
-                        self._move(dist.isend, block.contiguous(), 0, group_dst=0)
+                        self._move(dist.isend, block.contiguous().to(self._carrier(block)), 0, group_dst=0)
                 yield part.name, None
 
     def whole(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
@@ -98,6 +98,9 @@ class Gatherer:
         otherwise = f"a block between rank {self._team.rank} and rank {peer} did not arrive"
         finish(begun(lambda: how(block, group=group, **options), otherwise), timeout, otherwise)
 
+    def _carrier(self, tensor: torch.Tensor) -> torch.device:
+        return carrier(self._team.process_group, tensor.device)
+
     def _receive(self, i: int) -> torch.Tensor:
         part = self._parts[i]
         full = torch.empty(part.region.shape, dtype=part.flat.dtype)
@@ -106,7 +109,7 @@ class Gatherer:
                 place(part.flat.cpu(), region, full)
                 continue
             for window in _windows(region, full.element_size()):
-                block = torch.empty(window.size, dtype=part.flat.dtype, device=part.flat.device)
+                block = torch.empty(window.size, dtype=part.flat.dtype, device=self._carrier(part.flat))
                 self._move(dist.irecv, block, rank, group_src=rank)
                 place(block.cpu(), window, full)
         return full

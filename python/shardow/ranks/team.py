@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.ranks.store_group import MISSING, StoreGroup, store_group
-from shardow.ranks.transfers import begun, default_timeout, finish
+from shardow.ranks.transfers import begun, carrier, default_timeout, finish
 
 T = TypeVar("T")
 
@@ -83,14 +83,15 @@ class Team:
 
     def broadcast(self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Rank 0's ``full`` on every rank, on its ``device``. Collective."""
-        moved = full.to(device) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=device)
+        there = carrier(self.process_group, device)
+        moved = full.to(there) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=there)
         if self.process_group is None:
             return moved
         if moved.numel():
             otherwise = f"a tensor from rank 0 did not reach rank {self.rank}"
             work = begun(lambda: dist.broadcast(moved, group_src=0, group=self.process_group, async_op=True), otherwise)
             finish(work, self.timeout, otherwise)
-        return moved
+        return moved.to(device)
 
     def mail(self, what: str, letters: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
         """gather() for single ranks: ``letters`` by the rank that reads them; returns those of ``sources`` to this rank."""

@@ -44,11 +44,18 @@ def _lost(error: RuntimeError, otherwise: str, timeout: float | None = None) -> 
 
 def has_cpu(process_group: dist.ProcessGroup) -> bool:
     """Whether it moves tensors of the CPU."""
+    return carrier(process_group, torch.device("cpu")).type == "cpu"
+
+
+def carrier(process_group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where a tensor of ``device`` lies while the group moves it: there, or on the group's own device (NCCL moves none of the CPU)."""
+    if process_group is None:
+        return device
     try:
-        process_group._get_backend(torch.device("cpu"))
+        process_group._get_backend(device)
     except RuntimeError:
-        return False
-    return True
+        return process_group.bound_device_id or torch.device(next(iter(process_group._device_types)).type)
+    return device
 
 
 def default_timeout(process_group: dist.ProcessGroup | None) -> float:

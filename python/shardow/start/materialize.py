@@ -177,7 +177,7 @@ def _finished(request: Request, job: fill.Job, given: dict[str, torch.Tensor], m
 def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> tuple[origins.Bindings | None, fill.Job]:
     model = request.model
     kind_of(request.source)
-    refuse_foreign(request.what, model.parameters)
+    refuse_foreign(request.what, model.parameters, writes=True)
     bindings = None if request.optimizer is None else origins.bindings(request.optimizer, model)
     given |= meta.give_memory(model, request.device, request.dtype)
     held = held_by(model, request.group, saving=False)

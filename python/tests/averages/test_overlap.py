@@ -21,6 +21,7 @@ from torch import nn
 
 import shardow
 from shardow import _core
+from shardow.compat.causal_forcing import EMA_FSDP
 
 
 def make(overlap: bool = True, decay: Any = 0.5, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, shardow.EMA]:
@@ -135,6 +136,39 @@ def test_any_optimizer_of_the_same_weights_waits(same: str, held: Callable[[], N
     other.step()
     assert released.is_set()
     assert all(torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True))
+
+
+def swap_in_of_another(model: nn.Module, path: Path) -> None:
+    with shardow.EMA(model, 0.9).swapped():
+        pass
+
+
+WRITERS: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "another EMA's swapped()": swap_in_of_another,
+    "load()": lambda model, path: shardow.load(model, path),
+    "materialize()": lambda model, path: shardow.materialize(model, path),
+    "copy_to()": lambda model, path: shardow.EMA(make()[0], 0.9).copy_to(model),
+    "copy_to() of EMA_FSDP": lambda model, path: EMA_FSDP(make()[0]).copy_to(model),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_else_writes_weights_waits(name: str, tmp_path: Path, held: Callable[[], None]) -> None:
+    path = tmp_path / "other.safetensors"
+    shardow.save(make()[0], path)
+    model, optimizer, ema = make()
+    train(model, optimizer, 1)
+    after = [p.detach().clone() for p in model.parameters()]
+    released = released_soon(held)
+    WRITERS[name](model, path)
+    assert released.is_set()
+    assert all(torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True))
+
+
+def test_what_the_next_forward_writes_is_not_averaged_in_the_background() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match=r"keep the next forward from writing '1.running_mean' while it is averaged; take buffers='copy'"):
+        shardow.EMA(model, overlap=True, buffers="average")
 
 
 def halfway(after: list[torch.Tensor]) -> list[torch.Tensor]:

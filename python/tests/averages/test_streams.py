@@ -30,7 +30,7 @@ def test_the_engine_is_told_of_another_stream_once(monkeypatch: pytest.MonkeyPat
     tensors = [_Tensor(0), _Tensor(0), _Tensor(1)]
     told: list[tuple[int, int]] = []
     average: Any = SimpleNamespace(set_stream=lambda index, stream: told.append((index, stream)))
-    streams = Streams(tensors)  # type: ignore[arg-type]
+    streams = Streams(tensors, tensors)  # type: ignore[arg-type]
     streams.follow(average)
     assert told == []
     current[1] = 21
@@ -41,6 +41,19 @@ def test_the_engine_is_told_of_another_stream_once(monkeypatch: pytest.MonkeyPat
     streams.follow(average)
     assert told == [(1, 21), (0, 11), (1, 20)]
     assert [sorted(tensor.recorded) for tensor in tensors[1:]] == [[11], [20, 21]]  # one tensor stands for a device's memory
+
+
+def test_averages_on_the_host_follow_the_streams_of_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = {0: 10, 1: 20}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=current[device.index]))
+    told: list[tuple[int, int]] = []
+    average: Any = SimpleNamespace(set_stream=lambda index, stream: told.append((index, stream)))
+    weights = [_Tensor(0), _Tensor(1)]
+    streams = Streams(weights, [torch.zeros(2), torch.zeros(3)])  # type: ignore[arg-type]
+    current[1] = 21
+    streams.follow(average)
+    assert told == [(1, 21)]
+    assert [tensor.recorded for tensor in weights] == [[], []]  # they are kept alive until the copies have ended
 
 
 def test_every_call_follows_the_stream_first(tmp_path: Any) -> None:

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core
+from shardow.ranks import gather, team
 from shardow.ranks.gather import Gatherer, Part, place, stretch, take
 from shardow.ranks.team import Team
+from shardow.ranks.transfers import carrier
 
 SHAPE = (3000, 2000)  # of which rank 1 holds 20 MB: two blocks
 
@@ -31,6 +33,24 @@ def gathered() -> dict[str, bool]:
 
 def test_a_tensor_of_several_blocks_arrives_whole() -> None:
     assert ranks.run(2, gathered) == [{"t": True}, {}]
+
+
+def carried() -> list[str]:
+    """What is asked of a group that moves no tensors of the CPU, and what it is given. (The one at hand moves none else.)"""
+    alone = dist.new_group(backend="cuda:gloo")
+    asked = [str(carrier(alone, torch.device(device))) for device in ("cpu", "cuda:1")]
+    with pytest.MonkeyPatch.context() as patch:
+        went: list[str] = []
+        for module in (gather, team):
+            patch.setattr(module, "carrier", lambda group, device: (went.append(str(device)), device)[1])
+        gathered()
+        Team(dist.group.WORLD, 60.0).broadcast(torch.ones(2) if dist.get_rank() == 0 else None, [2], torch.float32, torch.device("cpu"))
+    return [*asked, *went]
+
+
+def test_what_a_group_cannot_move_goes_through_its_device() -> None:
+    """NCCL alone knows no tensors of the CPU; averages on the host are such. A block of at most 16 MiB at a time."""
+    assert ranks.run(2, carried) == [["cuda", "cuda:1", "cpu", "cpu", "cpu"]] * 2
 
 
 COLUMNS = _core.Region.grid([6, 8], [[(1, 6)], [(0, 2), (5, 8)]])

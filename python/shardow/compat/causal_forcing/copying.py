@@ -33,7 +33,7 @@ class Copier:
         self._view.reshard()
         if not self._view.unchanged() and not self._view.follow_moves(self._follow):
             raise errors.make("invalid_argument", self._view.explain_change())
-        refuse_foreign("copy_to()", lambda: [one.local.tensor for one in self._tracked])
+        refuse_foreign("copy_to()", lambda: [one.local.tensor for one in self._tracked], writes=True)
 
     def _follow(self) -> None:
         for one in self._tracked:

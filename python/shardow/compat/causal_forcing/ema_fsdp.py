@@ -33,6 +33,7 @@ class EMA_FSDP:
     Args:
         decay: weight kept on the old average, in [0, 1]; or a Schedule of shardow.schedules.
         start_step: until then updates copy the weights: in place of making the average late, at an ``ema_start_step``.
+        device: where the averages live: the host, as in the origin; None: with their weights.
         replicas: "split": ranks that hold the same weights (HSDP, DDP) divide averages and work; "copy": as in the origin.
         group, timeout: as in shardow.EMA.
 
@@ -40,13 +41,14 @@ class EMA_FSDP:
     """
 
     def __init__(
-        self, fsdp_module: Any, decay: float | Schedule = 0.999, *, start_step: int = 0, replicas: Replicas = "split",
+        self, fsdp_module: Any, decay: float | Schedule = 0.999, *, start_step: int = 0,
+        device: torch.device | str | None = "cpu", replicas: Replicas = "split",
         group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
     ) -> None:  # fmt: skip
         self._model, root = model_and_root(fsdp_module)
         self.ema = EMA(
-            self._model, decay, rule="mul_add", params="all", stochastic=False, start_step=start_step, replicas=replicas, group=group,
-            timeout=timeout,
+            self._model, decay, device=device, rule="mul_add", params="all", stochastic=False, start_step=start_step, replicas=replicas,
+            group=group, timeout=timeout,
         )  # fmt: skip
         name_of = called(root)
         self._names = {name: name_of(name) for name in self._core.averages()}  # {clean: the origin's}

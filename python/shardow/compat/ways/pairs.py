@@ -1,21 +1,23 @@
 """Pairs: averages beside the tensors that they follow, both of somebody else's making. What twins and lists are made of. The engine
-averages what it can reach in one pass; the rest (low-precision averages rounded to nearest, complex numbers, tensors on two devices, or
-with holes) goes through torch by the same formula."""
+averages what it can reach in one pass, on the host also of tensors on a device; the rest (low-precision averages rounded to nearest,
+complex numbers, tensors on other devices than that, or with holes) goes through torch by the same formula."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from shardow import _core
+from shardow.averages.cuda_streams import Streams
 from shardow.averages.options import DTYPES
 from shardow.base.warnings import warn
-from shardow.model.storage import engine_view
+from shardow.model import storage
 
 Tensors = list[torch.Tensor]
 _NOTHING = torch.empty(0)
+_HOST = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -68,7 +70,7 @@ class Pairs:
                 self._apart.append(pair)
             else:
                 self._others.setdefault((pair.average.device, pair.average.dtype, pair.source.dtype), []).append(pair)
-        self._engines = [self._engine(dtype, some) for dtype, some in engine.items()]
+        self._engines = [(self._engine(dtype, some), Streams(*_sides(some))) for dtype, some in engine.items()]
 
     def let_go(self) -> None:
         """Keeps no source alive; take() brings them again before each update(), which is all that can be called then."""
@@ -83,9 +85,11 @@ class Pairs:
 
     def update(self, decay: float, weight: float, step: int | None = None) -> None:
         """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average. ``step``, more than at
-        the last update, draws the noise; None: one more."""
+        the last update, draws the noise; None: one more. Averages on the host are whole when it returns, since anybody may look at them."""
         self._copy(self._staged)
-        held = sum(engine.update_by([(decay, weight)], step) for engine in self._engines)
+        held = sum(engine.update_by([(decay, weight)], step) for engine in self._followed())
+        for engine, _ in self._engines:
+            engine.wait()
         torch.autograd.graph.increment_version(self._averages)
         for pairs in self._others.values():
             in_torch(self._rule, [pair.average for pair in pairs], [pair.source for pair in pairs], decay, weight)
@@ -105,21 +109,28 @@ class Pairs:
     def copy(self) -> None:
         """The averages become what they follow."""
         self._copy(self._staged)
-        for engine in self._engines:
+        for engine in self._followed():
             engine.reset()
         torch.autograd.graph.increment_version(self._averages)
         self._copy([*self._copies, *self._apart, *(pair for pairs in self._others.values() for pair in pairs)])
 
     def held(self) -> int:
         """Elements kept because what they follow was NaN or Inf, since construction."""
-        return sum(engine.stats()["held_nonfinite"] for engine in self._engines)
+        return sum(engine.stats()["held_nonfinite"] for engine, _ in self._engines)
+
+    def _followed(self) -> Iterator[_core.Average]:
+        """On torch's current streams."""
+        for engine, streams in self._engines:
+            streams.follow(engine)
+            yield engine
 
     def _copy(self, pairs: Sequence[Pair]) -> None:
         copy_all([pair.average for pair in pairs], [pair.source for pair in pairs])
 
     def _engine_takes(self, pair: Pair) -> bool:
         source, average = pair.source, pair.average
-        if source.device != average.device or not (average.is_cpu or (average.is_cuda and _core.cuda_available())):
+        here, there = storage.device_of(average), storage.device_of(source)
+        if (here.type, there.type) != ("cpu", "cpu") and not (there.type == "cuda" and here in (there, _HOST) and _core.cuda_available()):
             return False
         if source.dtype not in DTYPES or average.dtype not in DTYPES or flat(source) is None or _strides(source) != _strides(average):
             return False
@@ -138,6 +149,10 @@ class Pairs:
             non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0, keep_values=True,
         )  # fmt: skip
         return _core.Average([_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options)
+
+
+def _sides(pairs: Sequence[Pair]) -> tuple[Tensors, Tensors]:
+    return [pair.source for pair in pairs], [pair.average for pair in pairs]
 
 
 def copy_all(targets: Tensors, values: Tensors) -> None:
@@ -185,7 +200,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 def _view(pair: Pair, tensor: torch.Tensor) -> _core.TensorView:
     memory = flat(tensor)
     assert memory is not None
-    return engine_view(pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()]))
+    return storage.engine_view(pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()]))
 
 
 def in_torch(rule: str, averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:

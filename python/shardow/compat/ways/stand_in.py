@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -170,16 +170,17 @@ class Behind(_Sorted):
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         self._check(model)
+        self._core.wait()
         left = [average.clone() for average in _memory(self._sorted["leave"])]  # the engine averages all, in one pass
         self._core.update_by(decay, weight)
-        copy_all(_memory(self._sorted["leave"]), left)
-        self._copy_rest()
+        self._copy_rest(left)
 
     @torch.no_grad()
     def apply(self, model: nn.Module, change: Change) -> None:
         self._check(model)
         self._core.ready_to_update()
-        change(_memory(self._sorted["average"]), [one.sources() for one in self._sorted["average"]])
+        self._core.wait()
+        change(_memory(self._sorted["average"]), [one.sources().to(one.averages[0].device) for one in self._sorted["average"]])
         self._copy_rest()
 
     @torch.no_grad()
@@ -188,7 +189,11 @@ class Behind(_Sorted):
         self._core.update_by(0.0, 1.0)
         self._copy_rest()
 
-    def _copy_rest(self) -> None:
+    def _copy_rest(self, left: Sequence[torch.Tensor] = ()) -> None:
+        if not left and not self._sorted["copy"]:
+            return
+        self._core.wait()
+        copy_all(_memory(self._sorted["leave"]) if left else [], list(left))
         copy_all(_memory(self._sorted["copy"]), [one.sources() for one in self._sorted["copy"]])
 
     def _check(self, model: nn.Module) -> None:
@@ -218,7 +223,8 @@ class Returning(_Sorted):
 
     def apply(self, model: nn.Module, change: Change) -> None:
         def write() -> None:
-            change([one.weights() for one in self._sorted["average"]], _memory(self._sorted["average"]))
+            averaged = self._sorted["average"]
+            change([one.weights() for one in averaged], [one.averages[0].to(one.source.device) for one in averaged])
             copy_all([one.weights() for one in self._sorted["copy"]], _memory(self._sorted["copy"]))
 
         self._write(write)

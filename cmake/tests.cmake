@@ -15,10 +15,21 @@ foreach(layer base tensor kernels average comm file ema)
   endif()
 endforeach()
 
-# The CUDA path's calls, through a runtime without a device that is linked in place of NVIDIA's.
-if(SHARDOW_HAVE_CUDA)
-  add_executable(cuda_calls_test tests/cuda/calls_test.cc tests/cuda/fake_runtime.cc)
-  target_include_directories(cuda_calls_test PRIVATE src tests/cuda ${CUDAToolkit_INCLUDE_DIRS})
-  target_link_libraries(cuda_calls_test PRIVATE shardow GTest::gtest_main Threads::Threads)
-  add_test(NAME cuda_calls COMMAND cuda_calls_test)
-endif()
+# The CUDA path over a device that does not exist: the same sources, compiled without a toolkit over an emulation, with a runtime of the
+# tests' own in place of NVIDIA's. Its objects come before the engine's library, whose own CUDA path (or its stub) is left out then.
+file(GLOB fake_device CONFIGURE_DEPENDS tests/cuda/*.cc)
+list(FILTER fake_device EXCLUDE REGEX "_(test|module|main)\\.cc$")
+add_library(fake_device OBJECT ${fake_device} src/kernels/cuda_device.cc)
+target_include_directories(fake_device BEFORE PUBLIC tests/cuda/include tests/cuda src include)
+target_compile_options(fake_device PRIVATE -Wno-unknown-pragmas)
+target_link_libraries(fake_device PRIVATE shardow_options)
+
+function(add_fake_device_test name)
+  add_executable(${name}_test ${ARGN} $<TARGET_OBJECTS:fake_device>)
+  target_include_directories(${name}_test BEFORE PRIVATE tests/cuda/include tests/cuda src)
+  target_link_libraries(${name}_test PRIVATE shardow shardow_options fmt::fmt GTest::gtest Threads::Threads)
+  add_test(NAME ${name} COMMAND ${name}_test)
+endfunction()
+add_fake_device_test(cuda_calls tests/cuda/calls_test.cc tests/cuda/seeded_main.cc)
+add_fake_device_test(cuda_kernels src/kernels/cuda_test.cc tests/cuda/seeded_main.cc)
+target_compile_definitions(cuda_kernels_test PRIVATE SHARDOW_HAVE_CUDA)

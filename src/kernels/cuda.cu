@@ -77,6 +77,16 @@ Kernel kernel_for(std::span<const Chunk> chunks) {
   return kernel != nullptr ? kernel : update_kernel<Mixed, Mixed>;
 }
 
+/// Not in the language's own `<<<>>>`, so that a compiler of plain C++ reads this file too (tests/cuda/emulated.cc).
+template <class... Parameters, class... Arguments>
+void launch(const char* what, void (*kernel)(Parameters...), unsigned blocks, void* stream, const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+}
+
 int multiprocessors(int device) {
   int count = 0;
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
@@ -107,8 +117,8 @@ class TableImpl final : public Table {
     const DeviceGuard guard(device_.index);
     const Work work{resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()};
     const unsigned blocks = (num_tiles_ + kWarps - 1) / kWarps;
-    kernel_<<<blocks, kThreads, 0, stream()>>>(work, step, capturing(device_) ? resources_->step.get() : nullptr);
-    check(cudaGetLastError(), "launch of update");
+    const Step* const latest = capturing(device_) ? resources_->step.get() : nullptr;
+    launch("launch of update", kernel_, blocks, device_.stream, work, step, latest);
   }
 
   void set_step(const Step& step) override {
@@ -193,17 +203,15 @@ std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
 void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction, Device device) {
   const DeviceGuard guard(device.index);
   if (count == 0) return;
-  const auto stream = static_cast<cudaStream_t>(device.stream);
   auto* const a = static_cast<uint16_t*>(parameter);
   if (parameter_dtype == average_dtype) {
     with_dtype(parameter_dtype, [&]<class P>() {
       const int64_t words = count * static_cast<int64_t>(sizeof(P) / 2);
-      swap_kernel<<<blocks_for(words), kThreads, 0, stream>>>(a, static_cast<uint16_t*>(average), words);
+      launch("launch of swap", &swap_kernel, blocks_for(words), device.stream, a, static_cast<uint16_t*>(average), words);
     });
   } else if (swaps_in_place(parameter_dtype, average_dtype)) {
-    exchange_kernel<<<blocks_for(count), kThreads, 0, stream>>>(a, static_cast<uint32_t*>(average), count, direction);
+    launch("launch of swap", &exchange_kernel, blocks_for(count), device.stream, a, static_cast<uint32_t*>(average), count, direction);
   }
-  check(cudaGetLastError(), "launch of swap");
 }
 
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device) {
@@ -215,11 +223,11 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
       if constexpr (std::is_same_v<From, To>) {
         check(cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(To), cudaMemcpyDeviceToDevice, stream), "copy");
       } else {
-        cast_kernel<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const From*>(from), static_cast<To*>(to), count);
+        launch("launch of cast", &cast_kernel<From, To>, blocks_for(count), device.stream, static_cast<const From*>(from),
+               static_cast<To*>(to), count);
       }
     });
   });
-  check(cudaGetLastError(), "launch of cast");
 }
 
 }  // namespace shardow::kernels::cuda

@@ -1,5 +1,5 @@
 // What the CUDA path asks of the runtime, and in what order: read from the log of a runtime without a device. That kernels compute the
-// right numbers is shown on a device alone (src/kernels/cuda_test.cc).
+// right numbers is shown by src/kernels/cuda_test.cc, on a device and over the emulation.
 #include <gtest/gtest.h>
 
 #include <algorithm>

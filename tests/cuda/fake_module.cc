@@ -19,8 +19,10 @@ void* stream_of(uintptr_t handle) {
 NB_MODULE(_core, m) {
   python::bind_engine(m);
   nb::module_ f = m.def_submodule("fake", "The device in place of CUDA's. Memory of any CPU tensor may stand for memory of the device.");
-  f.def("reset", &fake::reset, "num_devices"_a = 1, "seed"_a = nb::none(),
-        "Forgets everything. Without a seed each operation is done at once; with one, some time between its call and a wait for it.");
+  f.def(
+      "reset", [](int num_devices, std::optional<uint64_t> seed) { fake::reset({.num_devices = num_devices, .seed = seed, .log = false}); },
+      "num_devices"_a = 1, "seed"_a = nb::none(),
+      "Forgets everything. Without a seed each operation is done at once; with one, some time between its call and a wait for it.");
   f.def(
       "run", [](uintptr_t stream, int device) { fake::run(device, stream_of(stream)); }, "stream"_a = 0, "device"_a = 0,
       "Does what the stream has to do by now, and what that waits for, and nothing else: so the next write to weights is in stream order.");

@@ -1,0 +1,97 @@
+// A warp: 32 fibers, resumed in an order that the caller draws. Each goes on until it meets the others or ends; when all have arrived, what
+// they brought is put where all can read it, and the next round begins. Warps of a block know nothing of each other here, since no kernel
+// of ours has blocks that meet.
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+
+#include "emulation_run.h"
+#include "fiber.h"
+
+namespace shardow::fake {
+namespace {
+
+constexpr unsigned kLanes = 32;
+
+[[noreturn]] void refuse(const char* what) {
+  std::fprintf(stderr, "a kernel on a device would go wrong: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
+  std::abort();
+}
+
+class Warp {
+ public:
+  void run(const std::function<void()>& body, unsigned first_thread, unsigned lanes, Random* random) {
+    first_thread_ = first_thread;
+    std::iota(order_.begin(), order_.end(), 0u);
+    for (unsigned lane = 0; lane < lanes; ++lane) fibers_[lane].begin(&body);
+    for (unsigned ended = 0; ended < lanes;) {
+      if (random != nullptr) std::shuffle(order_.begin(), order_.begin() + lanes, *random);
+      for (unsigned i = 0; i < lanes; ++i) go_on(order_[i]);
+      ended = 0;
+      for (unsigned lane = 0; lane < lanes; ++lane) ended += fibers_[lane].ended() ? 1 : 0;
+      if (ended > 0 && ended < lanes) refuse("a lane has ended that others wait for");
+      if (ended == 0 && lanes < kLanes) refuse("a warp that is not full meets");
+      for (unsigned lane = 1; ended == 0 && lane < lanes; ++lane) {
+        if (meetings_[lane] != meetings_[0]) refuse("lanes of a warp wait in different places");
+      }
+      seen_ = brought_;
+    }
+  }
+
+  const unsigned* meet(Meeting meeting, unsigned brought) {
+    const unsigned lane = lane_;
+    meetings_[lane] = meeting;
+    brought_[lane] = brought;
+    fibers_[lane].leave();
+    return seen_.data();
+  }
+
+  unsigned lane() const { return lane_; }
+
+  static Warp& here() {
+    static thread_local Warp warp;
+    return warp;
+  }
+
+ private:
+  void go_on(unsigned lane) {
+    if (fibers_[lane].ended()) return;
+    lane_ = lane;
+    threadIdx = {first_thread_ + lane, 0, 0};
+    fibers_[lane].resume();
+  }
+
+  std::array<Fiber, kLanes> fibers_;
+  std::array<unsigned, kLanes> order_{}, brought_{}, seen_{};
+  std::array<Meeting, kLanes> meetings_{};
+  unsigned first_thread_ = 0, lane_ = 0;
+};
+
+}  // namespace
+
+void check_access(const void* address, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes != 0) refuse("a misaligned address");
+}
+
+const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought) {
+  if (mask != 0xffffffffu) refuse("a mask that is not the whole warp");
+  return Warp::here().meet(meeting, brought);
+}
+
+unsigned lane_number() {
+  return Warp::here().lane();
+}
+
+void run_block(dim3 grid, dim3 block, unsigned index, const std::function<void()>& body, Random* random) {
+  gridDim = grid;
+  blockDim = block;
+  blockIdx = {index, 0, 0};
+  std::vector<unsigned> warps((block.x + kLanes - 1) / kLanes);
+  std::iota(warps.begin(), warps.end(), 0u);
+  if (random != nullptr) std::shuffle(warps.begin(), warps.end(), *random);
+  for (const unsigned warp : warps) Warp::here().run(body, warp * kLanes, std::min(kLanes, block.x - warp * kLanes), random);
+}
+
+}  // namespace shardow::fake

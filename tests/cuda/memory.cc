@@ -1,0 +1,94 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <iterator>
+
+namespace shardow::fake {
+namespace {
+
+constexpr size_t kArena = size_t{1} << 30, kPage = 4096, kAlignment = 256;
+
+/// Addresses alone, until something is taken.
+std::byte* arena() {
+  static void* const begin = ::mmap(nullptr, kArena, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return static_cast<std::byte*>(begin);
+}
+
+size_t up(size_t bytes, size_t to) {
+  return (bytes + to - 1) / to * to;
+}
+
+}  // namespace
+
+void Memory::start(bool guard) {
+  for (const auto& [memory, block] : blocks_) {
+    if (!block.in_arena) std::free(const_cast<void*>(memory));
+  }
+  blocks_.clear();
+  allocated_ = 0;
+  if (used_ > 0) ::mprotect(arena(), up(used_, kPage), PROT_NONE);
+  guard_ = guard;
+  free_ = {{0, kArena}};
+  used_ = 0;
+}
+
+void* Memory::take(size_t bytes, bool pinned) {
+  if (bytes > kArena) return nullptr;
+  const bool in_arena = guard_ && !pinned;
+  void* const memory = in_arena ? take_from_arena(up(bytes + 1, kAlignment)) : std::aligned_alloc(kAlignment, up(bytes + 1, kAlignment));
+  if (memory == nullptr) return nullptr;
+  blocks_[memory] = {bytes, pinned, in_arena};
+  allocated_ += bytes;
+  return memory;
+}
+
+/// The first gap that is wide enough.
+void* Memory::take_from_arena(size_t bytes) {
+  for (auto gap = free_.begin(); gap != free_.end(); ++gap) {
+    const auto [begin, length] = *gap;
+    if (length < bytes) continue;
+    free_.erase(gap);
+    if (length > bytes) free_[begin + bytes] = length - bytes;
+    used_ = std::max(used_, begin + bytes);
+    return arena() + begin;
+  }
+  return nullptr;
+}
+
+bool Memory::give(void* memory) {
+  const auto found = blocks_.find(memory);
+  if (found == blocks_.end()) return false;
+  const Block block = found->second;
+  blocks_.erase(found);
+  allocated_ -= block.bytes;
+  if (!block.in_arena) {
+    std::free(memory);
+    return true;
+  }
+  const auto begin = static_cast<size_t>(static_cast<std::byte*>(memory) - arena());
+  auto gap = free_.emplace(begin, up(block.bytes + 1, kAlignment)).first;
+  if (const auto after = std::next(gap); after != free_.end() && gap->first + gap->second == after->first) {
+    gap->second += after->second;
+    free_.erase(after);
+  }
+  if (gap != free_.begin() && std::prev(gap)->first + std::prev(gap)->second == gap->first) {
+    std::prev(gap)->second += gap->second;
+    free_.erase(gap);
+  }
+  return true;
+}
+
+bool Memory::pinned(const void* memory) const {
+  auto found = blocks_.upper_bound(memory);
+  if (found == blocks_.begin()) return false;
+  --found;
+  return found->second.pinned && memory < static_cast<const std::byte*>(found->first) + found->second.bytes;
+}
+
+void Memory::protect(bool open) const {
+  if (guard_ && used_ > 0) ::mprotect(arena(), up(used_, kPage), open ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+}  // namespace shardow::fake

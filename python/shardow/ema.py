@@ -21,6 +21,7 @@ from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule,
 from shardow.averages.saved import Saved
 from shardow.averages.states import Decay
 from shardow.averages.swap import Block
+from shardow.averages.tracked import Source
 from shardow.base.checks import invalid
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
@@ -62,7 +63,9 @@ class EMA(Saved):
         update_every: average every n-th step, with decay^n.
         start_step: an update at a step <= start_step copies the weights, the next one averages.
         seed: of stochastic rounding.
-        source: {name: tensor} averaged in a parameter's place (an optimizer's float32 master copy), same local shape.
+        source: {name: tensor} averaged in a parameter's place (an optimizer's float32 master copy), same local shape. Where an optimizer
+            divides its masters among replicas: {name: (tensor, first)}, the parameter's elements from ``first`` on, row-major; or
+            (tensor, first, "local") of those that this rank holds. Together ranks have each element once; an empty tensor says none.
         group: process group of ranks that hold replicas of a plain model, or the ranks of a model whose groups cannot be told from its
             meshes.
         threads: CPU threads; 0: what OMP_NUM_THREADS and the affinity mask allow, at most 4.
@@ -96,7 +99,7 @@ class EMA(Saved):
         update_every: int = 1,
         start_step: int = 0,
         seed: int = 0,
-        source: Mapping[str, torch.Tensor] | None = None,
+        source: Mapping[str, Source] | None = None,
         group: dist.ProcessGroup | None = None,
         threads: int = 0,
         overlap: bool = False,

@@ -57,6 +57,7 @@ void bind_region(nb::module_& m) {
       .def_static("whole", &Region::whole, "shape"_a, "All of the tensor: a replica.")
       .def_static("grid", &grid, "shape"_a, "dims"_a, "The cross product of dims[d], sorted disjoint (begin, end) pairs of each dimension.")
       .def("window", &Region::window, "begin"_a, "end"_a, "Elements [begin, end) of this region's own numbering.")
+      .def("position", &Region::position, "element"_a, "How many of its elements come before one of the tensor, counted row-major.")
       .def("part", &Region::part, "index"_a, "count"_a, "align"_a = 16,
            "Part `index` of `count` near-equal windows, cut at multiples of `align`.")
       .def_prop_ro(

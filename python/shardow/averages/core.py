@@ -17,8 +17,9 @@ from shardow.averages import state as _state
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
+from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import Tracked, Unfrozen, common_weight, track
+from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, track
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
@@ -47,7 +48,7 @@ class Averages:
         model: nn.Module,
         decay: Any,
         asked: Mapping[str, Any],
-        source: Mapping[str, torch.Tensor] | None,
+        source: Mapping[str, Source] | None,
         group: dist.ProcessGroup | None,
         timeout: float | timedelta | None,
     ) -> None:
@@ -65,12 +66,14 @@ class Averages:
         self.streams = Streams((one.source for one in self.tracked), (average for one in self.tracked for average in one.averages))
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
         self.team.same("EMA(...)", self._facts(), "EMA")
+        if any(one.stretched for one in self.tracked):
+            share_out("EMA(...)", self.tracked, self.team)
         check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
         self._warned = False
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
-    def _build(self, options: Options, source: Mapping[str, torch.Tensor] | None) -> tuple[list[Tracked], _core.Average]:
+    def _build(self, options: Options, source: Mapping[str, Source] | None) -> tuple[list[Tracked], _core.Average]:
         self.view.reshard()
         tracked = track(self._chosen(options), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
@@ -97,7 +100,8 @@ class Averages:
     def _facts(self) -> dict[str, Any]:
         tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in self.tracked}
         facts = {"tensors": tensors, "options": self.engine.state(), "order": list(tensors), "replicas": self.options.replicas}
-        return {**facts, "averages on the host of weights on a device": self.offloaded}
+        stretched = [one.name for one in self.tracked if one.stretched]
+        return {**facts, "averages on the host of weights on a device": self.offloaded, "stretches in source=": stretched}
 
     @property
     def engine(self) -> _core.Average:

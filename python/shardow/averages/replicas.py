@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardow import _core
+from shardow.averages.shares import rounds
 from shardow.averages.tracked import Tracked, places
 from shardow.base.signals import Held, impatient
 from shardow.model.local import LocalTensor
@@ -93,11 +95,20 @@ class Exchange:
 
 def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
     """The same on every replica, since replicas hold the same tensors."""
-    by_groups: dict[tuple[tuple[int, ...], ...], list[Tracked]] = {}
+    by_groups: dict[Any, list[Tracked]] = {}
+    stretched: dict[Any, list[Tracked]] = {}
     for one in tracked:
         if one.local.replicas:
             key = tuple(tuple(dist.get_process_group_ranks(group)) for group, _, _ in one.local.replicas)
-            by_groups.setdefault(key, []).append(one)
+            if one.stretched:
+                stretched.setdefault((key, one.local.tensor.dtype, one.local.tensor.device), []).append(one)
+            else:
+                by_groups.setdefault(key, []).append(one)
+    for alike in stretched.values():
+        group, index, size = alike[0].local.replicas[0]
+        flats = [one.local.tensor.view(-1) for one in alike]
+        for members in rounds(alike, size):
+            yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], [])
     for alike in by_groups.values():
         flats = [one.local.flat() for one in alike]
         kinds: dict[tuple[torch.dtype, torch.device], int] = {}

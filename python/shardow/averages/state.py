@@ -154,7 +154,7 @@ def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
 
 def _owned(one: Tracked, team: Team) -> bool:
     """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank holds."""
-    divided = one.region.size < one.local.region.size or not one.local.replicas
+    divided = one.stretched or one.region.size < one.local.region.size or not one.local.replicas
     if divided:
         return one.local.replicas != () or one.local.sharded or team.rank == 0
     return all(index == 0 for _, index, _ in one.local.replicas) or one.begin > 0

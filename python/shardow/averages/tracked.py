@@ -12,6 +12,7 @@ import torch
 
 from shardow import _core
 from shardow.averages.options import DTYPES, Options
+from shardow.averages.stretches import Stretch
 from shardow.base.checks import invalid, unsupported
 from shardow.base.warnings import warn
 from shardow.model import storage
@@ -21,6 +22,9 @@ from shardow.ranks.gather import place, take
 
 if TYPE_CHECKING:
     from shardow.model.local import LocalTensor
+
+#: Of `source=`: a tensor of the parameter's local shape, or what Stretch is made of.
+Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
 
 _ALIGN = 64  # bytes; the engine's kernels like averages to start there
 
@@ -38,6 +42,8 @@ class Tracked:
     begin: int
     source: torch.Tensor  # what is averaged, all of the local region: local.tensor, or what `source=` names; 1-D unless strided
     mastered: bool = False  # `source=` names it
+    stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
+    owners: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a stretched one: (begin, end) in local memory, by replica
     averages: list[torch.Tensor] = field(default_factory=list)
     stage: torch.Tensor | None = None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
 
@@ -63,6 +69,8 @@ class Tracked:
         refuse_unaverageable(self.local)
         weights = self.local.tensor
         self.stage = None if weights.is_contiguous() else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
+        if self.stretched and self.stage is not None:
+            raise unsupported(f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first")
         if not self.mastered:
             self.source = weights.view(-1) if self.stage is None else weights
         self.gather()
@@ -81,6 +89,8 @@ class Tracked:
 
     def sources(self) -> torch.Tensor:
         """The same part of what is averaged."""
+        if self.stretched:
+            return self.source
         return self._part(self.source) if self.mastered or self.stage is None else self.stage
 
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
@@ -106,13 +116,15 @@ def places(local: LocalTensor) -> list[tuple[int, int]]:
     return [(index, count) for _, index, count in local.replicas]
 
 
-def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, torch.Tensor] | None) -> list[Tracked]:
+def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, Source] | None) -> list[Tracked]:
     """Everything that is averaged, with memory for the averages; nothing is copied yet."""
     locals_ = list(locals_)
     for local in locals_:
         refuse_unaverageable(local)
-    sources = _sources(locals_, source or {})
-    tracked = [Tracked(local, *divide(local, options.replicas), sources[local.name], local.name in (source or {})) for local in locals_]
+    source = source or {}
+    if unknown := set(source) - {local.name for local in locals_}:
+        raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
+    tracked = [_tracked(local, options, source.get(local.name)) for local in locals_]
     homes = [_home(one, options.device) for one in tracked]
     for device in dict.fromkeys(homes):
         _allocate([one for one, home in zip(tracked, homes, strict=True) if home == device], device, options)
@@ -132,24 +144,31 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
     )
 
 
-def _sources(locals_: Sequence[LocalTensor], source: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    unknown = set(source) - {local.name for local in locals_}
-    if unknown:
-        raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
-    found = {}
-    for local in locals_:
-        tensor = source.get(local.name, local.tensor)
-        tensor = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor's memory on this rank
-        strided = local.name in source and not tensor.is_contiguous()
-        if tensor.numel() != local.region.size or strided or tensor.device != local.tensor.device:
-            raise invalid(
-                f"source= of '{local.name}' has {tensor.numel()} elements on {tensor.device}; "
-                f"it must be contiguous, with the {local.region.size} of this rank's part, on {local.tensor.device}"
-            )
-        if tensor.dtype not in DTYPES:
-            raise invalid(f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
-        found[local.name] = tensor.view(-1) if tensor.is_contiguous() else tensor
-    return found
+def _tracked(local: LocalTensor, options: Options, given: Source | None) -> Tracked:
+    """``given``: what `source=` says of it."""
+    if isinstance(given, tuple):
+        stretch = Stretch(*given)
+        if options.replicas == "copy" and local.replicas:
+            raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has: that takes replicas='split'")
+        region, begin = stretch.placed(local)
+        return Tracked(local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True, True)
+    region, begin = divide(local, options.replicas)
+    found = local.tensor if given is None else _source(local, given, local.region.size, "of this rank's part")
+    if found.dtype not in DTYPES:
+        raise invalid(f"'{local.name}' is {found.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
+    return Tracked(local, region, begin, found.view(-1) if found.is_contiguous() else found, given is not None)
+
+
+def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torch.Tensor:
+    tensor = getattr(given, "_local_tensor", given).detach()  # a DTensor's memory on this rank
+    if tensor.numel() != size or not tensor.is_contiguous() or tensor.device != local.tensor.device:
+        raise invalid(
+            f"source= of '{local.name}' has {tensor.numel()} elements on {tensor.device}; "
+            f"it must be contiguous, with the {size} {of}, on {local.tensor.device}"
+        )
+    if tensor.dtype not in DTYPES:
+        raise invalid(f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
+    return tensor.view(-1)
 
 
 def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
@@ -210,4 +229,4 @@ class Unfrozen:
 
 def common_weight(one: Tracked) -> Common | None:
     """What is averaged, where other ranks should have the same."""
-    return common_of(one.local, one.source if one.mastered else one.local.tensor)
+    return common_of(one.local, one.source if one.mastered and not one.stretched else one.local.tensor)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardow.model.fsdp1 import FlatTensor
-from shardow.model.local import Adapter, LocalTensor, oddity
+from shardow.model.local import Adapter, HiddenTensor, LocalTensor, oddity
 from shardow.model.slots import Slot, slots
 
 WAY_OUT = (
@@ -37,7 +36,7 @@ class Found:
 
 
 def change(
-    model: nn.Module, named: Mapping[str, torch.Tensor], found: Iterable[Found], flats: Iterable[FlatTensor], buffers: Iterable[Found]
+    model: nn.Module, named: Mapping[str, torch.Tensor], found: Iterable[Found], hidden: Iterable[HiddenTensor], buffers: Iterable[Found]
 ) -> str | None:
     """The first; None where nothing but addresses has changed. ``named``: the parameters that there were."""
     now = {slot.name: slot.recorded for slot in slots(model, "parameter")}
@@ -52,7 +51,7 @@ def change(
     for name, tensor in now.items():
         if id(tensor) not in known:
             return f"parameter '{name}' has been added since this EMA was made, and has no average; {WAY_OUT}"
-    text = next(itertools.chain(_of_parameters(list(found)), _of_flat(flats), _of_buffers(buffers)), None)
+    text = next(itertools.chain(_of_parameters(list(found)), _of_hidden(hidden), _of_buffers(buffers)), None)
     return None if text is None else f"{text}; {WAY_OUT}"
 
 
@@ -73,10 +72,10 @@ def _of_parameters(found: list[Found]) -> Iterator[str]:
             yield f"parameter '{one.slot.name}' no longer shares the memory of '{one.local.name}'"
 
 
-def _of_flat(flats: Iterable[FlatTensor]) -> Iterator[str]:
-    for flat in flats:
-        if text := _difference(flat, flat.memory()):
-            yield f"parameter '{flat.name}' {text}"
+def _of_hidden(hidden: Iterable[HiddenTensor]) -> Iterator[str]:
+    for one in hidden:
+        if text := _difference(one, one.memory()):
+            yield f"parameter '{one.name}' {text}"
 
 
 def _of_buffers(buffers: Iterable[Found]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid
-from shardow.model.local import LocalTensor, Replicas
+from shardow.model.local import HiddenTensor, Replicas
 from shardow.model.names import join, walk
 from shardow.model.parents import fsdp1_around, owners
 from shardow.model.slots import Slot
@@ -28,15 +28,14 @@ _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.
 
 
 @dataclass(eq=False)
-class FlatTensor(LocalTensor):
+class FlatTensor(HiddenTensor):
     """A parameter inside a flat shard: ``offset`` elements from its start.
 
-    ``shown``: the parameter that has the gradient, of its own or of the whole flat one. ``index``: among the flat one's.
+    ``shown``: a parameter of its own, or the whole flat one. ``index``: among the flat one's.
     """
 
     handle: Any = None
     offset: int = 0
-    shown: Any = None
     index: int = 0
 
     def memory(self) -> torch.Tensor:
@@ -181,7 +180,7 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
         memory = shard_of(handle)[offset : offset + count]
-        yield FlatTensor(called[0], memory, region, shown[i].requires_grad, replicas, True, tuple(called[1:]), handle, offset, shown[i], i)
+        yield FlatTensor(called[0], memory, region, shown[i].requires_grad, replicas, True, tuple(called[1:]), shown[i], handle, offset, i)
 
 
 def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:

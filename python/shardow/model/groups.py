@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow.base.checks import invalid
+from shardow.model import zero3
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.slots import slots
@@ -24,7 +25,7 @@ def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsd
     DTensorAdapter(model, form="any").reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
     fsdp1 = fsdp1 or Fsdp1Adapter(model)
     groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return choose_group(groups, meshes_of(model), given, fsdp1.spans_world())
+    return choose_group([*groups, *zero3.groups_of(model)], meshes_of(model), given, fsdp1.spans_world())
 
 
 def meshes_of(model: nn.Module) -> list[DeviceMesh]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,17 @@ class LocalTensor:
         return self.sharded or bool(self.replicas) or rank == 0
 
 
+@dataclass(eq=False)
+class HiddenTensor(LocalTensor):
+    """What no slot shows: a stretch of a parameter that its wrapper keeps elsewhere. ``shown``: the parameter that has the gradient."""
+
+    shown: Any = None
+
+    def memory(self) -> torch.Tensor:
+        """Where it lies now."""
+        raise NotImplementedError
+
+
 class Adapter(Protocol):
     """One way to hold parameters.
 
@@ -64,7 +75,7 @@ class Adapter(Protocol):
         """True if this adapter knows what the slot's tensor is."""
 
     def local(self, slot: Slot) -> LocalTensor | None:
-        """The local tensor in a claimed slot; None if it is found elsewhere (FSDP1's flat handles)."""
+        """The local tensor in a claimed slot; None if it is found elsewhere: a HiddenTensor."""
 
     def memory(self, slot: Slot) -> torch.Tensor:
         """The plain local tensor in a claimed slot as it is now."""

@@ -33,7 +33,7 @@ def wrapped_child(module: nn.Module) -> str | None:
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"
     for cls in type(module).__mro__:
-        child = _WRAPPERS.get(cls.__name__)
+        child = "module" if cls.__name__ == "DeepSpeedEngine" else _WRAPPERS.get(cls.__name__)
         if child is not None and child in module._modules:
             return child
     return None

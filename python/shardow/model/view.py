@@ -16,11 +16,12 @@ from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_model
-from shardow.model.local import Adapter, Form, LocalTensor, oddity
+from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
 from shardow.model.names import walk
 from shardow.model.plain import PlainAdapter
 from shardow.model.slots import Slot, refuse_valueless, slots
 from shardow.model.storage import MARKS, address_of, objects_behind, overlaps
+from shardow.model.zero3 import Zero3Adapter
 
 
 class ModelView:
@@ -34,13 +35,15 @@ class ModelView:
         refuse_valueless(model)
         self.model, self._form = model, form
         self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, form), Fsdp1Adapter(model), PlainAdapter(model, group, form)
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._plain)
+        self._zero3 = Zero3Adapter(model)
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._zero3, self._plain)
+        self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
         self.watch_buffers = False
         self._show_shards()
         self._found, self._found_buffers = self._collect(slots(model, "parameter")), self._collect(slots(model, "buffer"))
         self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]
-        self.parameters = _in_model_order([*found, *self._fsdp1.others()], model)
+        self.parameters = _in_model_order([*found, *self._hidden], model)
         self._buffers = [one.local for one in self._found_buffers if not one.tied]
         self._record()
         self.process_group = group_of_model(model, group, self._fsdp1)
@@ -126,8 +129,8 @@ class ModelView:
             return False
         for one in self._found:
             one.local.tensor = one.memory()
-        for flat in self._fsdp1.others():
-            flat.tensor = flat.memory()
+        for hidden in self._hidden:
+            hidden.tensor = hidden.memory()
         self._follow_buffers()
         bind()
         self._record()
@@ -149,7 +152,7 @@ class ModelView:
     def _change(self) -> str | None:
         """None where nothing but addresses has changed."""
         buffers = self._found_buffers if self.watch_buffers else ()
-        return change(self.model, self._named, self._found, self._fsdp1.others(), buffers)
+        return change(self.model, self._named, self._found, self._hidden, buffers)
 
     def explain_change(self) -> str:
         """Which tensor is not what it was when this view was made, and the way out."""
@@ -197,7 +200,7 @@ class ModelView:
         self._recorded_buffers = [(one.slot.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
 
     def _flat_addresses(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._fsdp1.shards()))
+        return [*map(torch.Tensor.data_ptr, self._fsdp1.shards()), *map(torch.Tensor.data_ptr, self._zero3.shards())]
 
     def _buffers_same(self) -> bool:
         now = [one.slot.owner.get(one.slot.key) for one in self._found_buffers]
@@ -209,7 +212,7 @@ class ModelView:
     def frozen(self) -> list[tuple[str, torch.Tensor]]:
         """What had no gradient when this view was made, as the model shows it."""
         slots = [(one.local.name, one.slot.recorded) for one in self._found if not one.tied and not one.local.requires_grad]
-        return slots + [(flat.name, flat.shown) for flat in self._fsdp1.others() if not flat.requires_grad]
+        return slots + [(one.name, one.shown) for one in self._hidden if not one.requires_grad]
 
     def bump_versions(self) -> None:
         """Tells autograd that weights were written behind its back: a backward through the old values raises, where autograd can see it."""

@@ -45,17 +45,19 @@ class RankError(AssertionError):
 
 
 class _Worker:
-    def __init__(self, port: int) -> None:
-        self.pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, port), daemon=True)
+    def __init__(self, context: Any, serve: Callable[..., None], port: int) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, port), daemon=True)
         self.process.start()
         theirs.close()
 
 
 class Pool:
-    """The processes, and the store that they meet in, which outlives every rank as a launcher's does."""
+    """The processes, and the store that they meet in, which outlives every rank as a launcher's does. ``context``: of multiprocessing;
+    ``serve``: what a process does, _serve() in the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Any = _context, serve: Callable[..., None] | None = None) -> None:
+        self._new = functools.partial(_Worker, context, serve or _serve)
         # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1, which can take
         # seconds.
         listener = socket.create_server(("127.0.0.1", 0))
@@ -66,7 +68,7 @@ class Pool:
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
         """``may_die``: a rank that ends without an answer gives None, and so does one that is still busy when all others have answered."""
         while len(self._workers) < world:
-            self._workers.append(_Worker(self._store.port))
+            self._workers.append(self._new(self._store.port))
         workers = self._workers[:world]
         name = f"case{next(_case)}"
         for rank, worker in enumerate(workers):

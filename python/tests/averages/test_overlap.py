@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
+import trainings
 from torch import nn
 
 import shardow
@@ -52,34 +51,11 @@ def released_soon(go_on: Callable[[], None]) -> threading.Event:
     return released
 
 
-def of_training(kind: str, path: str) -> list[dict[str, torch.Tensor]]:
-    """What averages are after steps, a swap, moved memory, a save and a load in between; without overlap and with it."""
-    found = []
-    for overlap in (False, True):
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        model = models.build(kind, world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ema = shardow.EMA(model, [0.5, 0.9], overlap=overlap, optimizer=optimizer, stochastic=True)
-        for step in range(1, 9):
-            train(model, optimizer, step)
-            if step == 3:
-                with ema.swapped(0.9):
-                    pass
-            if step == 5:
-                ema.save(path)
-            if step == 6:
-                ema.load(path)
-        found.append({f"{decay}/{name}": value for decay in ema.decays for name, value in ema.full_state_dict(decay).items()})
-        del ema, optimizer, model
-        gc.collect()
-    return found
-
-
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 2), ("hsdp", 4), ("tp+fsdp2", 4)])
-def test_averages_are_those_of_updates_that_are_waited_for(kind: str, world: int, tmp_path: Path) -> None:
-    waited, overlapped = ranks.run(world, of_training, kind, str(tmp_path / "ema"))[0]
-    assert waited.keys() == overlapped.keys()
-    assert all(torch.equal(waited[name], overlapped[name]) for name in waited)
+@pytest.mark.parametrize(("kind", "world", "dtype"), trainings.SOME, ids=str)
+def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(kind: str, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    (waited, _), *_ = ranks.run(world, trainings.everything, kind, dtype, "resident", str(tmp_path))
+    (overlapped, _), *_ = ranks.run(world, trainings.everything, kind, dtype, "overlapped", str(tmp_path))
+    trainings.same(waited, overlapped)
 
 
 def test_an_update_goes_on_while_python_does_and_the_next_step_waits(held: Callable[[], None]) -> None:

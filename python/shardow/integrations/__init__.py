@@ -1,0 +1,15 @@
+"""Shardow inside training frameworks: one module for each, over EMA's own verbs; docs/integrations.md tells how they are used.
+
+Nothing is imported until one of them is. They use their frameworks' checkpoints, and keep the averages in them.
+
+May import: ema, schedules, base, errors.
+"""
+
+__all__ = ["TESTED_WITH", "accelerate", "transformers"]
+
+#: Versions that the tests ran with, by package; others may do.
+TESTED_WITH = {"transformers": "5.23.0", "accelerate": "1.15.0"}
+
+
+def __dir__() -> list[str]:
+    return __all__

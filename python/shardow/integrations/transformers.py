@@ -1,0 +1,167 @@
+"""Averages under Hugging Face's Trainer: a callback keeps them, a mixin evaluates, saves and exports them.
+
+    class Averaged(AveragedTrainer, Trainer): ...
+
+    trainer = Averaged(model, arguments, callbacks=[EMACallback(0.999)], ...)
+    trainer.train(resume_from_checkpoint=last_checkpoint(arguments.output_dir))
+    trainer.save_averages("run/model")  # for from_pretrained()
+
+The mixin exists since the Trainer has no event before an evaluation, nor before it removes old checkpoints. The callback alone averages,
+and saves with the checkpoints. Any trainer that is a Trainer will do, TRL's too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from shardow.base.checks import invalid, one_of, unsupported
+from shardow.base.warnings import warn
+from shardow.ema import EMA
+from shardow.errors import NotFoundError
+from shardow.integrations.pretrained import save_pretrained
+
+__all__ = ["AveragedTrainer", "EMACallback", "last_checkpoint"]
+
+#: In each checkpoint: a file, or with several decays a directory.
+FILE = "averages.safetensors"
+
+
+class EMACallback(TrainerCallback):
+    """Averages of the Trainer's model, plain, under DDP or FSDP, on every rank; ``callback.ema`` from the beginning of training on.
+
+    One update follows each optimizer step; those that a GradScaler skips are not counted. The averages are saved in the Trainer's
+    checkpoints, and go on from the one that the Trainer resumes.
+
+    Args:
+        decay, options: of shardow.EMA.
+        use: which of several decays is evaluated and exported.
+        samples: of attach(), for schedules in samples.
+        missing: "error": a checkpoint without averages can't be resumed; "from_model": they begin anew there, with a warning.
+    """
+
+    ema: EMA | None = None
+
+    def __init__(
+        self,
+        decay: Any = 0.9999,
+        *,
+        use: Any = None,
+        samples: Any = None,
+        missing: Literal["error", "from_model"] = "error",
+        **options: Any,
+    ) -> None:
+        self.options = {"decay": decay, **options}
+        self.use, self.samples, self.missing = use, samples, one_of("missing", missing, ("error", "from_model"))
+        self.resumed: str | None = None  # the checkpoint, where the mixin knows it
+        self._handle: Any = None
+        self._saved: Path | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
+        if getattr(args, "deepspeed", None):
+            raise unsupported("EMACallback: under DeepSpeed the optimizer steps master weights that the Trainer's model does not show")
+        self._detach()
+        self.ema = EMA(model, **{"group": dist.group.WORLD if dist.is_initialized() else None, **self.options})
+        if state.global_step:
+            self._load(Path(self.resumed or Path(args.output_dir, f"checkpoint-{state.global_step}"), FILE))
+        self._handle = self.ema.attach(optimizer, samples=self.samples)
+
+    def _load(self, path: Path) -> None:
+        assert self.ema is not None
+        try:
+            self.ema.load(path)
+        except NotFoundError as error:
+            if self.missing == "error":
+                raise NotFoundError(
+                    f"{path} is missing, so the averages can't go on where this checkpoint was saved. Resume one that has it (those that "
+                    "last_checkpoint() finds do), name the right directory through AveragedTrainer, or let them begin anew from the "
+                    "weights: EMACallback(missing='from_model')"
+                ) from error
+            warn(f"{path} is missing: the averages begin anew from the checkpoint's weights")
+
+    def save(self, folder: str) -> None:
+        """Into a checkpoint's directory. Collective."""
+        assert self.ema is not None
+        self._saved = Path(folder, FILE)
+        self.ema.save(self._saved)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._saved is None or self._saved.parent.name != f"checkpoint-{state.global_step}":  # not by the mixin
+            self.save(f"{args.output_dir}/checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint:  # the weights have been loaded from there
+            self._load(Path(state.best_model_checkpoint, FILE))
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._saved = None
+
+
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class AveragedTrainer(_Base):  # type: ignore[misc]
+    """Before a Trainer in a class's bases: evaluates and predicts with the averages, saves them first of a checkpoint, exports them."""
+
+    @property
+    def averages(self) -> EMACallback:
+        for one in self.callback_handler.callbacks:
+            if isinstance(one, EMACallback):
+                return one
+        raise invalid(f"{type(self).__name__} has no EMACallback: give it one with callbacks=[EMACallback(...)]")
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; ``True`` is the last whole checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise invalid(f"{self.args.output_dir} has no whole checkpoint with averages to resume from")
+        self.averages.resumed = resume_from_checkpoint or None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """With the averages in the model, from the beginning of training on."""
+        if (ema := self.averages.ema) is None:
+            return super().evaluation_loop(*args, **kwargs)
+        with ema.swapped(self.averages.use):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if _internal_call and output_dir is not None and self.averages.ema is not None:  # the beginning of a checkpoint
+            self.averages.save(output_dir)
+        super().save_model(output_dir, _internal_call)
+
+    def save_averages(self, output_dir: str, dtype: Any = None, *, max_shard_size: int | str | None = None) -> None:
+        """What save_pretrained() leaves, with averaged weights: configuration, tokenizer and all, for from_pretrained(). Collective.
+
+        Args: of EMA.export(). An adapter (PEFT) is saved in its own dtype.
+        """
+        if (ema := self.averages.ema) is None:
+            raise invalid("save_averages(): nothing has been averaged before train()")
+        model, main = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), self.args.should_save
+        save_pretrained(ema, model, output_dir, dtype, main=main, max_shard_size=max_shard_size, decay=self.averages.use)
+        if main and self.processing_class is not None:
+            self.processing_class.save_pretrained(output_dir)
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest checkpoint in ``output_dir`` that is whole, averages too; None where there is none.
+
+    A killed save leaves a directory that transformers' own get_last_checkpoint() would choose.
+    """
+    for step, path in sorted(
+        ((int(one.name[11:]), one) for one in Path(output_dir).glob("checkpoint-*") if one.name[11:].isdigit()), reverse=True
+    ):
+        try:
+            whole = TrainerState.load_from_json(str(path / "trainer_state.json")).global_step == step  # which is written last
+        except (OSError, ValueError):
+            continue
+        if whole and (path / FILE).exists():
+            return str(path)
+    return None

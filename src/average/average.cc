@@ -17,14 +17,15 @@ Average::Average(std::span<const TensorView> parameters, std::span<const std::ve
     : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
   average::check_averages(impl_->parts, averages, impl_->options);
   impl_->averages.assign(averages.begin(), averages.end());
-  impl_->backends = impl_->make_backends(impl_->parts);
+  impl_->bound = impl_->make_bound(impl_->parts);
   if (!impl_->options.keep_values) impl_->copy_parameters();
 }
 
 Average::Average(std::span<const TensorView> parameters, AverageOptions options)
     : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
+  average::check_overlap(impl_->parts, impl_->parts, impl_->options);
   impl_->allocate();
-  impl_->backends = impl_->make_backends(impl_->parts);
+  impl_->bound = impl_->make_bound(impl_->parts);
   impl_->copy_parameters();
 }
 
@@ -45,7 +46,7 @@ void Average::wait() const {
 }
 
 void Average::finish_reading() const {
-  impl_->wait();
+  impl_->finish_reading();
 }
 
 void Average::set_stream(int index, void* stream) {
@@ -68,9 +69,7 @@ UpdateReport Average::update(std::span<const TensorView> parameters, std::option
 }
 
 void Average::reset() {
-  impl_->wait();
-  if (impl_->swap) fail(Code::kInvalidArgument, "reset() while weights and averages are swapped; swap back first");
-  impl_->copy_parameters();
+  impl_->reset();
 }
 
 void Average::restart() {
@@ -96,7 +95,12 @@ AverageStats Average::stats() const {
   const average::Counters& counters = impl_->counters;
   const auto averaged = static_cast<int64_t>(size());
   int64_t tables = 0;
-  for (const auto& backend : impl_->backends) tables += backend->table_bytes();
+  int64_t offloaded = 0;
+  for (const auto& backend : impl_->bound.backends) tables += backend->table_bytes();
+  for (const auto& offload : impl_->bound.offloads) {
+    tables += offload->table_bytes();
+    offloaded += offload->bytes();
+  }
   return {.step = counters.step,
           .updates = counters.updates,
           .parameters = static_cast<int64_t>(impl_->parts.size()),
@@ -104,6 +108,7 @@ AverageStats Average::stats() const {
           .bytes = averaged * byte_size(impl_->options.dtype, impl_->elements),
           .bytes_moved = counters.applied_step > 0 ? impl_->bytes_per_update : 0,
           .seconds = impl_->seconds,
+          .offload_bytes = impl_->offload_bytes_before + offloaded,
           .hidden_seconds = impl_->hidden_seconds,
           .waited_seconds = impl_->waited_seconds,
           .held_non_finite = counters.held_non_finite,

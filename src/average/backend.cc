@@ -2,11 +2,9 @@
 #include "average/backend.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "average/plan.h"
-#include "average/shares.h"
 #include "base/errors.h"
 #include "kernels/cuda.h"
 #include "tensor/dtype.h"
@@ -16,89 +14,24 @@ namespace {
 
 using kernels::Chunk;
 using kernels::Step;
-using kernels::Tally;
 
 constexpr int64_t kSerialElements = 1 << 20;
-
-void add(NonFiniteCount& total, const Tally& tally, std::span<const Chunk> chunks) {
-  total.elements += tally.non_finite;
-  if (total.first == nullptr && tally.first_chunk >= 0) total.first = chunks[static_cast<size_t>(tally.first_chunk)].parameter;
-}
 
 class CpuBackend final : public Backend {
  public:
   CpuBackend(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, base::ThreadPool& pool)
-      : chunks_(make_chunks(parameters, averages)),
-        runs_(parameters),
-        num_averages_(averages.size()),
-        pool_(pool),
-        shares_(chunks_, pool.size()),
-        counts_(static_cast<size_t>(pool.size())) {}
+      : table_(make_chunks(parameters, averages), RunCutter(parameters), averages.size(), pool),
+        shares_(table_.shares(0, table_.chunks().size())) {}
 
   void prepare_noise() override {}
-
-  NonFiniteCount update(const Step& step, bool by_runs) override {
-    std::fill(counts_.begin(), counts_.end(), Count{});
-    for_each_block([&](int thread, Stretch block) {
-      NonFiniteCount met;
-      const auto run = [&](std::span<const Chunk> some) { add(met, kernels::cpu::update(some, step), some); };
-      if (by_runs && runs_.cuts()) {
-        runs_.for_each(chunks_, block.begin, block.end, run);
-      } else {
-        run(std::span(chunks_).subspan(block.begin, block.end - block.begin));
-      }
-      counts_[static_cast<size_t>(thread)].add(met, block.begin);
-    });
-    Count total;
-    for (const Count& count : counts_) total.add(count.met, count.at);
-    return total.met;
-  }
-
-  void copy_parameters() override {
-    for_each_block([&](int, Stretch block) {
-      for (size_t k = 0; k < num_averages_; ++k) {
-        for (size_t c = block.begin; c < block.end; ++c) {
-          const Chunk& chunk = chunks_[c];
-          kernels::cpu::cast(chunk.parameter, chunk.parameter_dtype, chunk.averages[k], chunk.average_dtype, chunk.count);
-        }
-      }
-    });
-  }
-
+  NonFiniteCount update(const Step& step, bool by_runs) override { return table_.update(shares_, step, by_runs); }
+  void copy_parameters() override { table_.copy_parameters(shares_); }
   NonFiniteCount read_count() override { return {}; }
-  int64_t table_bytes() const noexcept override {
-    return static_cast<int64_t>(chunks_.capacity() * sizeof(Chunk) + runs_.bytes() + shares_.bytes());
-  }
+  int64_t table_bytes() const noexcept override { return table_.bytes() + static_cast<int64_t>(shares_.bytes()); }
 
  private:
-  /// What a thread met, and the block of the first of it: the first of all is the same whoever took which block.
-  struct alignas(64) Count {
-    NonFiniteCount met;
-    size_t at = 0;
-
-    void add(const NonFiniteCount& more, size_t block) {
-      met.elements += more.elements;
-      if (more.first == nullptr || (met.first != nullptr && at < block)) return;
-      met.first = more.first;
-      at = block;
-    }
-  };
-
-  /// fn(thread, block) for every block, on all threads.
-  template <typename Fn>
-  void for_each_block(const Fn& fn) {
-    shares_.begin();
-    pool_.run([&](int thread) {
-      while (const std::optional<Stretch> block = shares_.take(thread)) fn(thread, *block);
-    });
-  }
-
-  std::vector<Chunk> chunks_;
-  RunCutter runs_;
-  size_t num_averages_;
-  base::ThreadPool& pool_;
+  HostTable table_;
   Shares shares_;
-  std::vector<Count> counts_;  // of the threads; kept, so that an update allocates nothing
 };
 
 class CudaBackend final : public Backend {
@@ -134,8 +67,8 @@ class CudaBackend final : public Backend {
 
   NonFiniteCount read_count() override {
     NonFiniteCount total;
-    add(total, memory_->read_tally(), chunks_);
-    if (runs_) add(total, runs_->read_tally(), pieces_);
+    total.add(memory_->read_tally(), chunks_);
+    if (runs_) total.add(runs_->read_tally(), pieces_);
     return total;
   }
 
@@ -206,7 +139,7 @@ namespace {
 
 /// fn(begin, count) for parts of `count` elements, on all threads where they are worth their wake. Cuts keep vectors whole.
 template <typename Fn>
-void in_parts(int64_t count, base::ThreadPool& pool, const Fn& fn) {
+void in_parts(int64_t count, base::ThreadPool& pool, const Fn& fn) noexcept {
   if (count < kSerialElements) return fn(0, count);
   const int64_t part = (count / pool.size() + 63) / 64 * 64;
   pool.run([&](int thread) {
@@ -215,19 +148,37 @@ void in_parts(int64_t count, base::ThreadPool& pool, const Fn& fn) {
   });
 }
 
-void* at(const TensorView& view, int64_t element) {
-  return static_cast<std::byte*>(view.data) + byte_size(view.dtype, element);
+template <typename Byte>
+Byte* at(Byte* data, DType dtype, int64_t element) {
+  return data + byte_size(dtype, element);
+}
+
+std::byte* data_of(const TensorView& view) {
+  return static_cast<std::byte*>(view.data);
 }
 
 }  // namespace
+
+void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count, base::ThreadPool& pool) noexcept {
+  in_parts(count, pool, [&](int64_t begin, int64_t part) {
+    kernels::cpu::cast(at(from, from_dtype, begin), from_dtype, at(to, to_dtype, begin), to_dtype, part);
+  });
+}
+
+void swap_on_host(std::byte* parameter, DType parameter_dtype, std::byte* average, DType average_dtype, int64_t count,
+                  kernels::Direction direction, base::ThreadPool& pool) noexcept {
+  in_parts(count, pool, [&](int64_t begin, int64_t part) {
+    kernels::cpu::swap(at(parameter, parameter_dtype, begin), parameter_dtype, at(average, average_dtype, begin), average_dtype, part,
+                       direction);
+  });
+}
 
 void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool) {
   const int64_t count = from.region.size();
   if (on_cuda(from.device)) {
     kernels::cuda::cast(from.data, from.dtype, to.data, to.dtype, count, from.device);
   } else {
-    in_parts(count, pool,
-             [&](int64_t begin, int64_t part) { kernels::cpu::cast(at(from, begin), from.dtype, at(to, begin), to.dtype, part); });
+    cast_on_host(data_of(from), from.dtype, data_of(to), to.dtype, count, pool);
   }
 }
 
@@ -236,9 +187,7 @@ void swap(const TensorView& parameter, const TensorView& average, kernels::Direc
   if (on_cuda(parameter.device)) {
     kernels::cuda::swap(parameter.data, parameter.dtype, average.data, average.dtype, count, direction, parameter.device);
   } else {
-    in_parts(count, pool, [&](int64_t begin, int64_t part) {
-      kernels::cpu::swap(at(parameter, begin), parameter.dtype, at(average, begin), average.dtype, part, direction);
-    });
+    swap_on_host(data_of(parameter), parameter.dtype, data_of(average), average.dtype, count, direction, pool);
   }
 }
 

@@ -1,21 +1,16 @@
-// Backend: where averages live and are computed, one per device. The rest of the layer speaks of views and never asks which device.
+// Backend: where averages live and are computed beside their weights, one per device; offload.h is of those that live elsewhere.
 #pragma once
 
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "average/host_table.h"
 #include "base/threads.h"
 #include "kernels/kernels.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::average {
-
-/// Parameter elements that were NaN or Inf.
-struct NonFiniteCount {
-  int64_t elements = 0;
-  const void* first = nullptr;  ///< start of the first chunk that has one; null if none
-};
 
 /// The views of one device, bound and ready to be updated.
 class Backend {
@@ -53,5 +48,10 @@ void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool);
 
 /// Exchanges a parameter with its average; kernels::swaps_in_place(dtypes) must hold.
 void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction, base::ThreadPool& pool);
+
+/// The same of `count` elements in host memory. Allocate nothing.
+void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count, base::ThreadPool& pool) noexcept;
+void swap_on_host(std::byte* parameter, DType parameter_dtype, std::byte* average, DType average_dtype, int64_t count,
+                  kernels::Direction direction, base::ThreadPool& pool) noexcept;
 
 }  // namespace shardow::average

@@ -26,12 +26,26 @@ bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b
                     [](const TensorView& x, const TensorView& y) { return x.data == y.data && same_device(x.device, y.device); });
 }
 
-std::vector<TensorView> on(const Device& device, std::span<const TensorView> views, std::span<const TensorView> where) {
-  std::vector<TensorView> found;
-  for (size_t i = 0; i < views.size(); ++i) {
-    if (same_device(where[i].device, device)) found.push_back(views[i]);
+/// Views that are averaged together: parameters on one device, and where their averages are.
+struct Place {
+  Device device;
+  bool offloaded;
+  std::vector<TensorView> parameters;
+  std::vector<std::vector<TensorView>> averages;  // [k], parallel to parameters
+};
+
+std::vector<Place> places_of(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages) {
+  std::vector<Place> places;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Device& device = parameters[i].device;
+    const bool offloaded = average::is_offloaded(parameters[i], averages[0][i]);
+    auto place = std::find_if(places.begin(), places.end(),
+                              [&](const Place& one) { return same_device(one.device, device) && one.offloaded == offloaded; });
+    if (place == places.end()) place = places.insert(place, {device, offloaded, {}, std::vector<std::vector<TensorView>>(averages.size())});
+    place->parameters.push_back(parameters[i]);
+    for (size_t k = 0; k < averages.size(); ++k) place->averages[k].push_back(averages[k][i]);
   }
-  return found;
+  return places;
 }
 
 }  // namespace
@@ -48,18 +62,26 @@ Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chose
     bytes_per_update += byte_size(part.dtype, part.region.size()) + 2 * averaged * byte_size(options.dtype, part.region.size());
   }
   pool = std::make_unique<base::ThreadPool>(average::threads_for(elements, options.num_threads));
-  if (!options.overlap) return;
-  background_pool_ = std::make_unique<base::ThreadPool>(std::max(options.num_threads, 1), base::ThreadPool::Threads::kOwn);
+}
+
+/// Threads for what goes on while the caller does. Beside training on the host one must do; beside training on a device the host is idle.
+void Average::Impl::make_background() {
+  bool offloads = false;
+  for (size_t i = 0; i < parts.size(); ++i) offloads = offloads || average::is_offloaded(parts[i], averages[0][i]);
+  if (!options.overlap && !offloads) return;
+  const int num_threads = offloads ? average::threads_for(elements, options.num_threads) : std::max(options.num_threads, 1);
+  background_pool_ = std::make_unique<base::ThreadPool>(num_threads, base::ThreadPool::Threads::kOwn);
   worker_ = std::make_unique<base::Worker>();
 }
 
 /// All that can fail is made first; then everything changes at once.
 void Average::Impl::bind(std::span<const TensorView> parameters) {
   std::vector<TensorView> now(parameters.begin(), parameters.end()), divided = divide(now);
-  auto made = make_backends(divided);
+  Bound made = make_bound(divided);
+  for (const auto& offload : bound.offloads) offload_bytes_before += offload->bytes();
   whole.swap(now);
   parts.swap(divided);
-  backends.swap(made);
+  std::swap(bound, made);
 }
 
 /// The parts of `views` that this rank averages.
@@ -92,27 +114,39 @@ void Average::Impl::allocate() {
   }
 }
 
-/// One backend for each device of `bound`, whose averages are ours.
-std::vector<std::unique_ptr<average::Backend>> Average::Impl::make_backends(std::span<const TensorView> bound) const {
-  std::vector<std::unique_ptr<average::Backend>> made;
-  std::vector<Device> devices;
-  for (const TensorView& part : bound) {
-    if (std::none_of(devices.begin(), devices.end(), [&](const Device& known) { return same_device(known, part.device); })) {
-      devices.push_back(part.device);
+/// What averages `views`, whose averages are ours. Rings are kept: to pin memory is slow.
+Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views) {
+  if (!worker_) make_background();
+  const std::vector<Place> places = places_of(views, averages);
+  size_t whole_rings = 0;
+  for (const Place& place : places) whole_rings += place.offloaded ? average::whole_ring_bytes(place.parameters) : 0;
+  const double share = std::min(1.0, static_cast<double>(options.ring_bytes) / static_cast<double>(std::max<size_t>(whole_rings, 1)));
+  Bound made;
+  for (const auto& [device, offloaded, parameters, averaged] : places) {
+    if (offloaded) {
+      std::shared_ptr<average::Ring> ring = ring_of(device.index);
+      if (!ring) {
+        const auto bytes = static_cast<double>(average::whole_ring_bytes(parameters)) * share;
+        ring = std::make_shared<average::Ring>(device.index, static_cast<size_t>(bytes));
+      }
+      made.offloads.push_back(std::make_unique<average::Offload>(device, parameters, averaged, std::move(ring), *background_pool_));
+    } else {
+      made.backends.push_back(average::make_backend(device, parameters, averaged, options.overlap ? *background_pool_ : *pool));
+      if (options.rounding == Rounding::kStochastic) made.backends.back()->prepare_noise();  // else before the first step that draws noise
     }
-  }
-  for (const Device& device : devices) {
-    const std::vector<TensorView> here = on(device, bound, bound);
-    std::vector<std::vector<TensorView>> averaged;
-    for (const auto& average : averages) averaged.push_back(on(device, average, bound));
-    made.push_back(average::make_backend(device, here, averaged, background_pool_ ? *background_pool_ : *pool));
-    if (options.rounding == Rounding::kStochastic) made.back()->prepare_noise();  // else before the first step that draws noise
   }
   return made;
 }
 
+std::shared_ptr<average::Ring> Average::Impl::ring_of(int index) const {
+  const auto found =
+      std::find_if(bound.offloads.begin(), bound.offloads.end(), [&](const auto& one) { return one->device().index == index; });
+  return found == bound.offloads.end() ? nullptr : (*found)->ring();
+}
+
 void Average::Impl::copy_parameters() {
-  for (const auto& backend : backends) backend->copy_parameters();
+  for (const auto& backend : bound.backends) backend->copy_parameters();
+  for (const auto& offload : bound.offloads) offload->copy_parameters();
 }
 
 void Average::bind(std::span<const TensorView> parameters) {

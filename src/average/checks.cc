@@ -13,6 +13,8 @@ namespace {
 
 using base::fail;
 
+constexpr int64_t kLeastRingBytes = 4096;
+
 void check_at_least(const char* name, int64_t value, int64_t least) {
   if (value < least) fail(Code::kInvalidArgument, "{} is {}; it must be at least {}", name, value, least);
 }
@@ -45,8 +47,9 @@ void check_fits(const TensorView& part, const TensorView& average, DType dtype) 
     fail(Code::kInvalidArgument, "average '{}' has region {}, this rank averages {}", part.name, average.region.to_string(),
          part.region.to_string());
   }
-  if (!same_place(average.device, part.device)) {
-    fail(Code::kUnsupported, "average '{}' is on another device than its parameter; keep both on one", part.name);
+  if (average.device.kind != Device::Kind::kCpu && !same_place(average.device, part.device)) {
+    fail(Code::kUnsupported, "average '{}' is on another device than its parameter; keep both on one, or the average on the host",
+         part.name);
   }
 }
 
@@ -65,6 +68,7 @@ void check_options(const AverageOptions& options) {
   check_at_least("update_every", options.update_every, 1);
   check_at_least("start_step", options.start_step, 0);
   check_at_least("num_threads", options.num_threads, 0);
+  check_at_least("ring_bytes", options.ring_bytes, kLeastRingBytes);
   check_rounding(options);
 }
 
@@ -80,15 +84,10 @@ void check_parameters(std::span<const TensorView> parameters) {
 }
 
 void check_devices(std::span<const TensorView> parameters, const AverageOptions& options) {
-  const bool replicated = options.replicas != nullptr, overlapped = options.overlap;
+  const bool replicated = options.replicas != nullptr;
   std::map<int, const TensorView*> first;  // by device
   for (const TensorView& view : parameters) {
     if (view.device.kind == Device::Kind::kCpu) continue;
-    if (overlapped) {
-      fail(Code::kUnsupported,
-           "'{}' is on CUDA device {}: AverageOptions.overlap is of updates on the host; a device's go on by themselves", view.name,
-           view.device.index);
-    }
     if (replicated) {
       fail(Code::kUnsupported,
            "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself, and all-gather the "
@@ -103,6 +102,16 @@ void check_devices(std::span<const TensorView> parameters, const AverageOptions&
   }
 }
 
+void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages, const AverageOptions& options) {
+  if (!options.overlap) return;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (averages[i].device.kind == Device::Kind::kCpu) continue;
+    fail(Code::kUnsupported,
+         "'{}' and its average are on CUDA device {}: AverageOptions.overlap is of updates on the host; a device's go on by themselves",
+         parameters[i].name, parameters[i].device.index);
+  }
+}
+
 void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages, const AverageOptions& options) {
   if (averages.size() != options.schedules.size()) {
     fail(Code::kInvalidArgument, "{} averages for {} schedules", averages.size(), options.schedules.size());
@@ -112,8 +121,11 @@ void check_averages(std::span<const TensorView> parts, std::span<const std::vect
     for (size_t i = 0; i < parts.size(); ++i) {
       check_fits(parts[i], average[i], options.dtype);
       check_memory(average[i]);
+      if (average[i].device.kind == averages[0][i].device.kind) continue;
+      fail(Code::kUnsupported, "of '{}' one average is on the host and another one on its device; keep all in one place", parts[i].name);
     }
   }
+  check_overlap(parts, averages[0], options);
 }
 
 namespace {

@@ -13,6 +13,8 @@ void check_options(const AverageOptions& options);
 /// Names unique, dtypes averaged, memory there.
 void check_parameters(std::span<const TensorView> parameters);
 void check_devices(std::span<const TensorView> parameters, const AverageOptions& options);
+/// `averages` are one average of each.
+void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages, const AverageOptions& options);
 
 /// `averages` fit `parts`, the views that this rank averages.
 void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages, const AverageOptions& options);

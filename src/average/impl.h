@@ -1,4 +1,5 @@
-// The inside of Average, shared by its source files: average.cc (face, state), binding.cc (memory), update.cc, swap.cc, streams.cc.
+// The inside of Average, shared by its source files: average.cc (face, state), binding.cc (memory), update.cc, background.cc (updates that
+// go on while the caller does), swap.cc, streams.cc.
 #pragma once
 
 #include <memory>
@@ -8,9 +9,12 @@
 
 #include "average/backend.h"
 #include "average/counters.h"
+#include "average/offload.h"
+#include "average/ring_swap.h"
 #include "base/worker.h"
 #include "kernels/memory.h"
 #include "shardow/average.h"
+#include "shardow/error.h"
 
 namespace shardow {
 
@@ -22,20 +26,30 @@ struct Average::Impl {
   std::vector<TensorView> parts;                  // what this rank averages of them
   std::vector<std::vector<TensorView>> averages;  // [k][parameter]
   kernels::Memory memory;                         // of the averages, where they are our own
-  std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU but overlapped updates; never null
-  std::vector<std::unique_ptr<average::Backend>> backends;
+  std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU but updates in the background; never null
+
+  /// What averages, of the views as bound: those whose averages lie beside them, and those whose averages are on the host.
+  struct Bound {
+    std::vector<std::unique_ptr<average::Backend>> backends;
+    std::vector<std::unique_ptr<average::Offload>> offloads;
+  };
+  Bound bound;
 
   /// A swap from its first exchange to its end. Invariant: the parts of weights[0] to weights[exchanged - 1] hold averages, and what was
-  /// there lies in the average's memory or in `kept`; the others hold weights.
+  /// there lies in the average's memory or in `kept`; the others hold weights. What goes through a ring is exchanged as far as its RingSwap
+  /// says.
   struct Swap {
-    size_t k;                           // which averages are in the weights' memory
-    std::vector<TensorView> whole;      // the weights' memory, with the parts that other replicas own
-    std::vector<TensorView> weights;    // this rank's parts of it; parallel to parts
-    std::vector<kernels::Memory> kept;  // parallel to parts: weights whose dtype does not swap in place, else empty
+    size_t k;                              // which averages are in the weights' memory
+    std::vector<TensorView> whole;         // the weights' memory, with the parts that other replicas own
+    std::vector<TensorView> weights;       // this rank's parts of it; parallel to parts
+    std::vector<kernels::Memory> kept;     // parallel to parts: weights whose dtype does not swap in place, else empty
+    std::vector<average::RingSwap> rings;  // of consecutive weights on a device whose averages are on the host
     size_t exchanged = 0;
     bool shared = false;
   };
   std::optional<Swap> swap;
+
+  std::optional<Error> torn;  // why the averages are those of no update; until reset()
 
   struct Met {
     int64_t step, elements;
@@ -45,6 +59,7 @@ struct Average::Impl {
 
   int64_t elements = 0;  // of one average
   int64_t bytes_per_update = 0;
+  int64_t offload_bytes_before = 0;  // by what was bound before
   double seconds = 0;
   double hidden_seconds = 0, waited_seconds = 0;
 
@@ -52,13 +67,16 @@ struct Average::Impl {
 
   void allocate();
   void bind(std::span<const TensorView> parameters);
-  std::vector<std::unique_ptr<average::Backend>> make_backends(std::span<const TensorView> bound) const;
+  Bound make_bound(std::span<const TensorView> views);
+  std::shared_ptr<average::Ring> ring_of(int index) const;
+  void reset();
   void copy_parameters();
   void read_counts();
   void set_state(const average::State& state, OptionsFrom from);
   enum class Launch { kNow, kByReplay };
   UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {}, Launch launch = Launch::kNow);
   void wait();
+  void finish_reading();
   void set_stream(int index, void* stream);
   void follow_streams(std::span<const TensorView> views);
   std::vector<TensorView> divide(std::span<const TensorView> views) const;
@@ -73,28 +91,38 @@ struct Average::Impl {
   void apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given, Launch launch);
   bool capturing() const;
   void capture();
+  [[noreturn]] void refuse_graph(const char* what) const;
   kernels::Step plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const;
   kernels::Step::One plan_one(const Factors& factors) const;
   bool draws_by_runs(const kernels::Step& step) const;
   void prepare_noise(const kernels::Step& step);
   average::NonFiniteCount dispatch(const kernels::Step& step);
-  void begin_overlapped(const kernels::Step& step);
+  void make_background();
+  void begin_background(const kernels::Step& step, const average::Counters& before);
+  void work();
+  [[noreturn]] void stopped(const Error& cause);
   void met_non_finite(const average::NonFiniteCount& count, int64_t step);
   void hold(const average::NonFiniteCount& count, int64_t step);
   size_t part_of(const void* element) const;
   Swap prepare_swap(std::span<const TensorView> weights, size_t k) const;
   void exchange_in();
   void exchange_out();
+  average::RingSwap::Tensors through_ring() const;
 
-  // An overlapped update, from begin_overlapped() to wait(). The thread writes count and seconds; averages are its own meanwhile.
+  // An update in the background, from begin_background() to the wait() that ends it. While the worker is busy it writes count, seconds and
+  // changed, and averages are its own.
   struct UnderWay {
     kernels::Step step;
-    average::NonFiniteCount count;
-    double seconds;
+    average::Counters before;  // those of the last whole update
+    average::NonFiniteCount count = {};
+    double seconds = 0, waited = 0;
+    bool changed = false;   // some averages are those of this update
+    bool released = false;  // finish_reading() let the weights change
+    bool stopped = false;   // it failed halfway, and the next wait() takes it up
   };
   std::optional<UnderWay> under_way_;
-  int64_t unreported_ = 0;                             // NaN and Inf that overlapped updates met, until a report tells of them
-  std::unique_ptr<base::ThreadPool> background_pool_;  // null without options.overlap, as the next one
+  int64_t unreported_ = 0;                             // NaN and Inf that updates in the background met, until a report tells of them
+  std::unique_ptr<base::ThreadPool> background_pool_;  // null where nothing is done in the background, as the next one
   std::unique_ptr<base::Worker> worker_;               // the last member: ends first
 };
 

@@ -34,16 +34,17 @@ bool jumps(const Region& region) {
   return first && (first->global_begin != 0 || first->length != region.size());
 }
 
-int64_t num_chunks(const TensorView& view) {
-  return (view.region.size() + kChunkElements - 1) / kChunkElements;
+int64_t num_chunks(const TensorView& view, int64_t chunk_elements) {
+  return (view.region.size() + chunk_elements - 1) / chunk_elements;
 }
 
 }  // namespace
 
-std::vector<Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages) {
+std::vector<Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
+                               int64_t chunk_elements) {
   std::vector<Chunk> chunks;
   int64_t count = 0;
-  for (const TensorView& parameter : parameters) count += num_chunks(parameter);
+  for (const TensorView& parameter : parameters) count += num_chunks(parameter, chunk_elements);
   chunks.reserve(static_cast<size_t>(count));
   for (size_t i = 0; i < parameters.size(); ++i) {
     Chunk chunk{};
@@ -51,10 +52,10 @@ std::vector<Chunk> make_chunks(std::span<const TensorView> parameters, std::span
     chunk.parameter_dtype = parameters[i].dtype;
     chunk.average_dtype = averages[0][i].dtype;
     const int64_t size = parameters[i].region.size();
-    for (int64_t begin = 0; begin < size; begin += kChunkElements) {
+    for (int64_t begin = 0; begin < size; begin += chunk_elements) {
       chunk.parameter = at(parameters[i], begin);
       for (size_t k = 0; k < averages.size(); ++k) chunk.averages[k] = at(averages[k][i], begin);
-      chunk.count = std::min(kChunkElements, size - begin);
+      chunk.count = std::min(chunk_elements, size - begin);
       chunk.global_begin = begin;
       chunks.push_back(chunk);
     }
@@ -107,7 +108,7 @@ class RunCutter::Batch {
   size_t count_ = 0;
 };
 
-RunCutter::RunCutter(std::span<const TensorView> parameters) {
+RunCutter::RunCutter(std::span<const TensorView> parameters, int64_t chunk_elements) : chunk_elements_(chunk_elements) {
   if (std::none_of(parameters.begin(), parameters.end(), [](const TensorView& view) { return jumps(view.region); })) return;
   size_t first = 0;
   regions_.reserve(parameters.size());
@@ -115,7 +116,7 @@ RunCutter::RunCutter(std::span<const TensorView> parameters) {
   for (const TensorView& view : parameters) {
     regions_.push_back(view.region);
     firsts_.push_back(first);
-    first += static_cast<size_t>(num_chunks(view));
+    first += static_cast<size_t>(num_chunks(view, chunk_elements));
   }
 }
 
@@ -130,7 +131,7 @@ void RunCutter::for_each_piece(std::span<const Chunk> table, size_t begin, size_
   for (size_t c = begin; c < end; ++c) {
     while (view + 1 < firsts_.size() && firsts_[view + 1] <= c) ++view;
     batch.begin(table[c]);
-    const int64_t local = static_cast<int64_t>(c - firsts_[view]) * kChunkElements;
+    const int64_t local = static_cast<int64_t>(c - firsts_[view]) * chunk_elements_;
     const Region here = regions_[view].window(local, local + table[c].count);
     here.for_each_run([&](const Run& run) {
       for (int64_t done = 0; done < run.length;) {

@@ -18,14 +18,16 @@ namespace shardow::average {
 inline constexpr int64_t kChunkElements = int64_t{64} * 1024;
 
 /// One table for `parameters` and their averages, cut for size alone; averages[k][i] belongs to parameters[i] and has its region. Chunk c
-/// of a view begins at its element c * kChunkElements; global_begin counts as if the view were the first elements of its tensor.
-std::vector<kernels::Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages);
+/// of a view begins at its element c * chunk_elements; global_begin counts as if the view were the first elements of its tensor.
+/// `chunk_elements`: a power of two, at least 16.
+std::vector<kernels::Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
+                                        int64_t chunk_elements = kChunkElements);
 
 /// Cuts a table's chunks where the global index jumps, a few at a time as they are needed: a table of runs would take 104 bytes for each.
 class RunCutter {
  public:
   /// Of the table that make_chunks() gave for `parameters`. Where no index jumps it keeps nothing, and chunks stay as they are.
-  explicit RunCutter(std::span<const TensorView> parameters);
+  explicit RunCutter(std::span<const TensorView> parameters, int64_t chunk_elements = kChunkElements);
 
   bool cuts() const noexcept { return !regions_.empty(); }
   size_t bytes() const noexcept;
@@ -49,6 +51,7 @@ class RunCutter {
 
   std::vector<Region> regions_;  // of the views, in order
   std::vector<size_t> firsts_;   // parallel to regions_: the view's first chunk
+  int64_t chunk_elements_;
 };
 
 /// The same pieces as a table of their own, for devices that cannot walk regions.

@@ -12,7 +12,7 @@ uint64_t range(uint64_t begin, uint64_t end) {
 
 }  // namespace
 
-Shares::Shares(std::span<const kernels::Chunk> chunks, int num_threads) : left_(static_cast<size_t>(num_threads)) {
+Shares::Shares(std::span<const kernels::Chunk> chunks, int num_threads, size_t first) : left_(static_cast<size_t>(num_threads)) {
   const std::vector<size_t> shares = partition(chunks, num_threads);
   for (size_t share = 0; share < left_.size(); ++share) {
     bounds_.push_back(static_cast<uint32_t>(blocks_.size()));
@@ -20,14 +20,14 @@ Shares::Shares(std::span<const kernels::Chunk> chunks, int num_threads) : left_(
     for (size_t c = shares[share]; c < shares[share + 1]; ++c) {
       // Alone, a thread needs no blocks.
       if (elements >= kChunkElements && (num_threads > 1 || c == 0)) {
-        blocks_.push_back(c);
+        blocks_.push_back(first + c);
         elements = 0;
       }
       elements += chunks[c].count;
     }
   }
   bounds_.push_back(static_cast<uint32_t>(blocks_.size()));
-  blocks_.push_back(chunks.size());
+  blocks_.push_back(first + chunks.size());
   begin();
 }
 

@@ -22,7 +22,8 @@ struct Stretch {
 class Shares {
  public:
   /// `num_threads` contiguous shares of nearly equal elements, in blocks of about kChunkElements; the same chunks always give the same.
-  Shares(std::span<const kernels::Chunk> chunks, int num_threads);
+  /// `first`: the place of chunks[0] in the table that answers speak of.
+  Shares(std::span<const kernels::Chunk> chunks, int num_threads, size_t first = 0);
 
   /// All is to be done again. Before the threads start.
   void begin() noexcept;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "average/impl.h"
+#include "base/errors.h"
 
 namespace shardow {
 namespace {
@@ -16,10 +17,14 @@ void follow(std::vector<TensorView>& views, int index, void* stream) {
 }  // namespace
 
 void Average::Impl::set_stream(int index, void* stream) {
-  for (const auto& backend : backends) backend->set_stream(index, stream);
+  for (const auto& backend : bound.backends) backend->set_stream(index, stream);
+  for (const auto& offload : bound.offloads) offload->set_stream(index, stream);
   follow(whole, index, stream);
   follow(parts, index, stream);
   for (std::vector<TensorView>& average : averages) follow(average, index, stream);
+  if (!swap) return;
+  follow(swap->whole, index, stream);
+  follow(swap->weights, index, stream);
 }
 
 /// Of views that are bound anew: one stream for each device.
@@ -31,15 +36,26 @@ void Average::Impl::follow_streams(std::span<const TensorView> views) {
 }
 
 bool Average::Impl::capturing() const {
-  return std::any_of(backends.begin(), backends.end(), [](const auto& backend) { return backend->capturing(); });
+  const auto captures = [](const auto& one) { return one->capturing(); };
+  return std::any_of(bound.backends.begin(), bound.backends.end(), captures) ||
+         std::any_of(bound.offloads.begin(), bound.offloads.end(), captures);
 }
 
 void Average::Impl::capture() {
+  if (!bound.offloads.empty()) refuse_graph("update() while its stream is captured");
   kernels::Step step{};  // its numbers come with prepare_replay()
   step.num_averages = static_cast<int32_t>(options.schedules.size());
-  for (const auto& backend : backends) {
+  for (const auto& backend : bound.backends) {
     if (backend->capturing()) backend->capture(step);
   }
+}
+
+void Average::Impl::refuse_graph(const char* what) const {
+  base::fail(
+      Code::kUnsupported,
+      "{}: the averages are on the host, whose threads do what no graph repeats; capture the step without it, and call update() after "
+      "each replay",
+      what);
 }
 
 }  // namespace shardow

@@ -5,6 +5,7 @@
 //   3. `shared` is set, and replicas send each other the parts that they own, so that everybody has the whole averages
 // The way back is 2 reversed, from the last view exchanged, then, where `shared`, 3: replicas' weights are equal, so the owner's part
 // restores everybody's. It can be stopped between any two steps too, and is taken up where it stands.
+#include <algorithm>
 #include <chrono>
 
 #include "average/checks.h"
@@ -95,20 +96,37 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
 
 /// All memory that a swap needs.
 Average::Impl::Swap Average::Impl::prepare_swap(std::span<const TensorView> weights, size_t k) const {
-  Swap prepared{k, {weights.begin(), weights.end()}, divide(weights), std::vector<Memory>(weights.size())};
+  Swap prepared{k, {weights.begin(), weights.end()}, divide(weights), std::vector<Memory>(weights.size()), {}};
   for (size_t i = 0; i < weights.size(); ++i) {
     const TensorView& part = prepared.weights[i];
     if (kernels::swaps_in_place(part.dtype, options.dtype)) continue;
-    prepared.kept[i] = Memory(static_cast<size_t>(byte_size(part.dtype, part.region.size())), part.device);
+    prepared.kept[i] = Memory(static_cast<size_t>(byte_size(part.dtype, part.region.size())), averages[k][i].device);
     step_done();
+  }
+  const auto on_ring = [&](size_t i) { return average::is_offloaded(prepared.weights[i], averages[k][i]); };
+  for (size_t first = 0, end = 0; first < weights.size(); first = end) {
+    const int index = prepared.weights[first].device.index;
+    for (end = first + 1; on_ring(first) && end < weights.size() && on_ring(end) && prepared.weights[end].device.index == index;) ++end;
+    if (on_ring(first)) prepared.rings.emplace_back(ring_of(index), prepared.weights, first, end);
   }
   return prepared;
 }
 
+average::RingSwap::Tensors Average::Impl::through_ring() const {
+  return {swap->weights, averages[swap->k], swap->kept};
+}
+
 void Average::Impl::exchange_in() {
   try {
+    auto ring = swap->rings.begin();
     for (size_t i = 0; i < swap->weights.size(); ++i) {
       step_done();
+      if (ring != swap->rings.end() && ring->first() == i) {
+        swap->exchanged = ring->end();  // from here on taking back is right: the ring's swap knows how far it came
+        ring->in(through_ring(), *pool);
+        i = ring++->end() - 1;
+        continue;
+      }
       const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
       if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
         average::swap(weight, average, Direction::kIn, *pool);
@@ -134,6 +152,12 @@ void Average::Impl::exchange_out() {
   while (swap->exchanged > 0) {
     step_done();
     const size_t i = swap->exchanged - 1;
+    const auto ring = std::find_if(swap->rings.begin(), swap->rings.end(), [&](const auto& one) { return one.end() == swap->exchanged; });
+    if (ring != swap->rings.end()) {
+      ring->out(through_ring(), *pool);
+      swap->exchanged = ring->first();
+      continue;
+    }
     const TensorView& weight = swap->weights[i];
     if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
       average::swap(weight, averages[swap->k][i], Direction::kOut, *pool);

@@ -8,6 +8,7 @@
 
 #include "average/impl.h"
 #include "base/errors.h"
+#include "base/seconds.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -37,8 +38,10 @@ UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, 
   try {
     wait();
   } catch (const Error&) {
+    if (torn || under_way_) throw;
     last = std::current_exception();
   }
+  if (launch == Launch::kByReplay && !bound.offloads.empty()) refuse_graph("prepare_replay()");
   const UpdateReport report = begin_update(step, samples, given, launch);
   if (last) std::rethrow_exception(last);
   return report;
@@ -54,14 +57,14 @@ UpdateReport Average::Impl::begin_update(std::optional<int64_t> step, double sam
   const int64_t now = next_step(step);
   if (!copies_at(now) && now - counters.applied_step < options.update_every) {
     if (launch == Launch::kByReplay) {
-      for (const auto& backend : backends) backend->prepare({}, false);
+      for (const auto& backend : bound.backends) backend->prepare({}, false);
     }
     counters.step = now;
     return report;
   }
   const auto began = std::chrono::steady_clock::now();
   apply(report, now, samples, given, launch);
-  seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  seconds = base::seconds_since(began);
   return report;
 }
 
@@ -75,13 +78,13 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
   report.applied = true;
   report.bytes_moved = bytes_per_update;
   NonFiniteCount count;
-  if (worker_) {
-    begin_overlapped(planned);
-  } else if (launch == Launch::kNow) {
-    prepare_noise(planned);
-    count = dispatch(planned);
+  if (launch == Launch::kNow) {
+    prepare_noise(planned);  // may lack memory, which the caller hears at once
+    for (const auto& offload : bound.offloads) offload->begin();
+    if (!options.overlap) count = dispatch(planned);
+    if (worker_) begin_background(planned, counters);
   } else {
-    for (const auto& backend : backends) backend->prepare(planned, draws_by_runs(planned));
+    for (const auto& backend : bound.backends) backend->prepare(planned, draws_by_runs(planned));
   }
   report.non_finite = count.elements + std::exchange(unreported_, 0);
   counters.step = step;
@@ -145,18 +148,17 @@ bool Average::Impl::draws_by_runs(const kernels::Step& step) const {
 
 void Average::Impl::prepare_noise(const kernels::Step& step) {
   if (!draws_by_runs(step)) return;
-  for (const auto& backend : backends) backend->prepare_noise();
+  for (const auto& backend : bound.backends) backend->prepare_noise();
 }
 
 NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   const bool by_runs = draws_by_runs(step);
   NonFiniteCount total;
-  for (const auto& backend : backends) {
+  for (const auto& backend : bound.backends) {
     NonFiniteCount count = backend->update(step, by_runs);
     if (options.non_finite == NonFinite::kRaise && count.elements == 0)
       count = backend->read_count();  // CUDA: the price of raising is a wait
-    total.elements += count.elements;
-    if (total.first == nullptr) total.first = count.first;
+    total.add(count);
   }
   return total;
 }
@@ -179,7 +181,7 @@ size_t Average::Impl::part_of(const void* element) const {
 
 /// What CUDA updates met since the last call.
 void Average::Impl::read_counts() {
-  for (const auto& backend : backends) hold(backend->read_count(), counters.applied_step);
+  for (const auto& backend : bound.backends) hold(backend->read_count(), counters.applied_step);
 }
 
 }  // namespace shardow

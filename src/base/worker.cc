@@ -93,6 +93,15 @@ void Worker::wait() {
 }
 
 void Worker::settle() const noexcept {
+  await(state_, [](int state) { return !is_busy(state); });
+}
+
+void Worker::part_done() noexcept {
+  state_.store(kPartDone, std::memory_order_release);
+  state_.notify_all();
+}
+
+void Worker::wait_for_part() const noexcept {
   await(state_, [](int state) { return state != kBusy; });
 }
 

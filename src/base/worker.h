@@ -25,17 +25,23 @@ class Worker {
   void begin(std::function<void()> piece);
   /// Until the piece has ended; throws what it threw, once. Returns at once where there is none.
   void wait();
-  bool busy() const noexcept { return state_.load(std::memory_order_acquire) == kBusy; }
+  bool busy() const noexcept { return is_busy(state_.load(std::memory_order_acquire)); }
+
+  /// By the piece: what wait_for_part() waits for is done.
+  void part_done() noexcept;
+  /// Until the piece has called part_done() or has ended.
+  void wait_for_part() const noexcept;
 
  private:
-  enum State : int { kIdle, kBusy, kEnd };
+  enum State : int { kIdle, kBusy, kPartDone, kEnd };
+  static bool is_busy(int state) noexcept { return state == kBusy || state == kPartDone; }
   friend class Workers;
 
   void settle() const noexcept;
   void work() noexcept;
   void perform() noexcept;
 
-  // piece_ and error_ are the thread's while state_ is kBusy, else the owner's.
+  // piece_ and error_ are the thread's while busy(), else the owner's.
   std::function<void()> piece_;
   std::exception_ptr error_;
   std::atomic<int> state_{kIdle};

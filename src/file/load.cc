@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/seconds.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/environment.h"
@@ -127,7 +128,7 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
   if (asked.told) agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
   if (sums) sums->check(found);
   report.bytes_read = reader.bytes();
-  report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  report.seconds = base::seconds_since(begin);
   return report;
 }
 
@@ -138,7 +139,7 @@ LoadReport load_from(Group& group, std::span<const TensorView> views, const Cata
   const auto begin = Clock::now();
   const std::vector<std::string> words = group.all_gather(pack(options, views), begin + options.timeout);
   LoadReport report = load_agreed(group, views, catalog, words, options);
-  report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  report.seconds = base::seconds_since(begin);
   return report;
 }
 
@@ -152,7 +153,7 @@ LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choos
     return pack(options, chosen.views);
   });
   LoadReport report = load_agreed(group, chosen.views, *found.catalog, found.words, options);
-  report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  report.seconds = base::seconds_since(begin);
   return report;
 }
 

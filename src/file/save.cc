@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "base/errors.h"
+#include "base/seconds.h"
 #include "comm/parts.h"
 #include "file/call.h"
 #include "file/direct.h"
@@ -222,7 +223,7 @@ SaveReport StagedSave::Plan::report() const {
   SaveReport report;
   for (const FilePlan& file : layout->files()) report.files.push_back(draft->directory ? draft->target / file.name : draft->target);
   report.bytes_written = written;
-  report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  report.seconds = base::seconds_since(begin);
   return report;
 }
 

@@ -1,0 +1,70 @@
+#include "average/host_table.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace shardow::average {
+
+using kernels::Chunk;
+
+HostTable::HostTable(std::vector<Chunk> chunks, RunCutter runs, size_t num_averages, base::ThreadPool& pool)
+    : chunks_(std::move(chunks)),
+      runs_(std::move(runs)),
+      num_averages_(num_averages),
+      pool_(pool),
+      counts_(static_cast<size_t>(pool.size())) {}
+
+Shares HostTable::shares(size_t begin, size_t end) const {
+  return {chunks().subspan(begin, end - begin), pool_.size(), begin};
+}
+
+/// fn(thread, block) for every block, on all threads.
+template <typename Fn>
+void HostTable::for_each_block(Shares& shares, const Fn& fn) {
+  shares.begin();
+  pool_.run([&](int thread) {
+    while (const std::optional<Stretch> block = shares.take(thread)) fn(thread, *block);
+  });
+}
+
+NonFiniteCount HostTable::update(Shares& shares, const kernels::Step& step, bool by_runs) {
+  std::fill(counts_.begin(), counts_.end(), Count{});
+  for_each_block(shares, [&](int thread, Stretch block) {
+    NonFiniteCount met;
+    const auto run = [&](std::span<const Chunk> some) { met.add(kernels::cpu::update(some, step), some); };
+    if (by_runs && runs_.cuts()) {
+      runs_.for_each(chunks_, block.begin, block.end, run);
+    } else {
+      run(chunks().subspan(block.begin, block.end - block.begin));
+    }
+    counts_[static_cast<size_t>(thread)].add(met, block.begin);
+  });
+  Count total;
+  for (const Count& count : counts_) total.add(count.met, count.at);
+  return total.met;
+}
+
+void HostTable::copy_parameters(Shares& shares) {
+  for_each_block(shares, [&](int, Stretch block) {
+    for (size_t k = 0; k < num_averages_; ++k) {
+      for (size_t c = block.begin; c < block.end; ++c) {
+        const Chunk& chunk = chunks_[c];
+        kernels::cpu::cast(chunk.parameter, chunk.parameter_dtype, chunk.averages[k], chunk.average_dtype, chunk.count);
+      }
+    }
+  });
+}
+
+int64_t HostTable::bytes() const noexcept {
+  return static_cast<int64_t>(chunks_.capacity() * sizeof(Chunk) + runs_.bytes());
+}
+
+void HostTable::Count::add(const NonFiniteCount& more, size_t block) {
+  met.elements += more.elements;
+  if (more.first == nullptr || (met.first != nullptr && at < block)) return;
+  met.first = more.first;
+  at = block;
+}
+
+}  // namespace shardow::average

@@ -1,0 +1,179 @@
+#include "average/offload.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "average/plan.h"
+#include "tensor/dtype.h"
+
+namespace shardow::average {
+namespace {
+
+using kernels::Chunk;
+
+constexpr int64_t kLeastChunkElements = 16;
+
+size_t round_up(size_t bytes) {
+  return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
+
+size_t bytes_of(const Chunk& chunk) {
+  return static_cast<size_t>(byte_size(chunk.parameter_dtype, chunk.count));
+}
+
+/// A power of two, such that any chunk fits a slot.
+int64_t chunk_elements_for(size_t slot_bytes) {
+  constexpr size_t kLargest = 8;  // bytes of an element
+  return std::clamp(static_cast<int64_t>(std::bit_floor(slot_bytes / kLargest)), kLeastChunkElements, kChunkElements);
+}
+
+}  // namespace
+
+size_t whole_ring_bytes(std::span<const TensorView> parameters) {
+  size_t bytes = 0;
+  for (const TensorView& view : parameters) bytes += round_up(static_cast<size_t>(byte_size(view.dtype, view.region.size())));
+  return bytes;
+}
+
+/// Where chunks go in slots of `slot_bytes`, and the copies that bring them there: of neighbours in the device's memory one together.
+class Offload::Layout {
+ public:
+  Layout(std::span<const Chunk> chunks, size_t slot_bytes) {
+    size_t used = slot_bytes;  // of the block's slot; full, so that the first chunk begins a block
+    for (size_t c = 0; c < chunks.size(); ++c) {
+      const auto* const from = static_cast<const std::byte*>(chunks[c].parameter);
+      const size_t bytes = bytes_of(chunks[c]);
+      const bool aligned = used % static_cast<size_t>(byte_size(chunks[c].parameter_dtype, 1)) == 0;
+      const bool follows = c > 0 && aligned && from == copies.back().from + copies.back().bytes;
+      size_t at = follows ? used : round_up(used);
+      const bool begins = at + bytes > slot_bytes;
+      if (begins) at = 0;
+      if (begins) blocks.push_back({c, c, copies.size(), copies.size()});
+      if (begins || !follows) copies.push_back({from, nullptr, 0});
+      copies.back().bytes += bytes;
+      offsets.push_back(at);
+      copy_of.push_back(copies.size() - 1);
+      used = at + bytes;
+      blocks.back().end = c + 1;
+      blocks.back().end_copy = copies.size();
+    }
+  }
+
+  struct Stretch {
+    size_t begin, end, first_copy, end_copy;  // chunks and copies
+  };
+  std::vector<Stretch> blocks;
+  std::vector<Copy> copies;
+  std::vector<size_t> offsets, copy_of;  // of the chunks
+};
+
+Offload::Offload(Device device, std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
+                 std::shared_ptr<Ring> ring, base::ThreadPool& pool)
+    : device_(device), ring_(std::move(ring)) {
+  const int64_t chunk_elements = chunk_elements_for(ring_->slot_bytes());
+  std::vector<Chunk> chunks = make_chunks(parameters, averages, chunk_elements);
+  Layout layout(chunks, ring_->bytes());
+  if (layout.blocks.size() > 1) layout = Layout(chunks, ring_->slot_bytes());
+  for (size_t b = 0; b < layout.blocks.size(); ++b) {
+    for (size_t c = layout.blocks[b].begin; c < layout.blocks[b].end; ++c) {
+      std::byte* const to = ring_->slot(b) + layout.offsets[c];
+      Copy& copy = layout.copies[layout.copy_of[c]];
+      if (copy.to == nullptr) copy.to = to;
+      chunks[c].parameter = to;
+    }
+  }
+  copies_ = std::move(layout.copies);
+  table_ = std::make_unique<HostTable>(std::move(chunks), RunCutter(parameters, chunk_elements), averages.size(), pool);
+  for (const auto& [begin, end, first_copy, end_copy] : layout.blocks)
+    blocks_.push_back({first_copy, end_copy, table_->shares(begin, end)});
+  fetched_ = averaged_ = blocks_.size();
+}
+
+void Offload::begin() {
+  ring_->link().follow(device_.stream);
+  fetched_ = averaged_ = 0;
+}
+
+void Offload::fetch() {
+  while (!fetched() && fetched_ < averaged_ + ring_->num_slots()) {
+    const Block& block = blocks_[fetched_];
+    for (size_t i = block.first_copy; i < block.end_copy; ++i) {
+      ring_->link().copy(copies_[i].to, copies_[i].from, copies_[i].bytes);
+      bytes_ += static_cast<int64_t>(copies_[i].bytes);
+    }
+    ring_->link().mark(fetched_ % ring_->num_slots());
+    ++fetched_;
+  }
+}
+
+void Offload::arrive() {
+  for (size_t b = averaged_; b < fetched_; ++b) ring_->link().wait(b % ring_->num_slots());
+}
+
+/// The next block, whose weights lie in the ring.
+Offload::Block& Offload::arrived() {
+  ring_->link().wait(averaged_ % ring_->num_slots());
+  return blocks_[averaged_];
+}
+
+NonFiniteCount Offload::next(const kernels::Step& step, bool by_runs) {
+  Block& block = arrived();
+  NonFiniteCount met = table_->update(block.shares, step, by_runs);
+  if (met.first != nullptr) met.first = on_device(met.first, block);
+  ++averaged_;
+  return met;
+}
+
+void Offload::stop() noexcept {
+  ring_->link().drain();
+  fetched_ = averaged_;
+}
+
+void Offload::release_weights() {
+  if (!blocks_.empty()) ring_->link().hold(device_.stream, (blocks_.size() - 1) % ring_->num_slots());
+}
+
+void Offload::copy_parameters() {
+  const int64_t bytes = bytes_;
+  begin();
+  try {
+    for (; !done(); ++averaged_) {
+      fetch();
+      table_->copy_parameters(arrived().shares);
+    }
+  } catch (...) {
+    stop();
+    bytes_ = bytes;
+    throw;
+  }
+  bytes_ = bytes;
+}
+
+void Offload::set_stream(int index, void* stream) {
+  if (index != device_.index || stream == device_.stream) return;
+  if (!kernels::cuda::capturing(device_) && !kernels::cuda::capturing({Device::Kind::kCuda, index, stream})) {
+    ring_->link().join(stream, device_.stream);
+  }
+  device_.stream = stream;
+}
+
+bool Offload::capturing() const {
+  return kernels::cuda::capturing(device_);
+}
+
+int64_t Offload::table_bytes() const noexcept {
+  int64_t bytes = table_->bytes() + static_cast<int64_t>(copies_.capacity() * sizeof(Copy) + blocks_.capacity() * sizeof(Block));
+  for (const Block& block : blocks_) bytes += static_cast<int64_t>(block.shares.bytes());
+  return bytes;
+}
+
+const void* Offload::on_device(const void* in_ring, const Block& block) const noexcept {
+  const auto* const at = static_cast<const std::byte*>(in_ring);
+  const auto holds = [&](const Copy& copy) { return at >= copy.to && at < copy.to + copy.bytes; };
+  const auto end = copies_.begin() + static_cast<std::ptrdiff_t>(block.end_copy);
+  const auto found = std::find_if(copies_.begin() + static_cast<std::ptrdiff_t>(block.first_copy), end, holds);
+  return found == end ? nullptr : found->from + (at - found->to);
+}
+
+}  // namespace shardow::average

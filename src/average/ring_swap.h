@@ -1,0 +1,61 @@
+// RingSwap: weights on a device exchanged with averages on the host, through the ring, with no second copy on either side where dtypes
+// allow that.
+//
+// Blocks of weights come to a slot of the ring, are exchanged there with their averages, and go back; while one is exchanged, the one
+// before goes back and the next one comes. Invariants between two calls:
+//   blocks [0, done_)                of the device's memory hold averages
+//   blocks [done_, done_ + unwritten_)  the host's side is as it was, the weights lie in the blocks' slots, and what the device's memory
+//                                    holds is not known: a copy to it has failed
+//   the others                       hold weights
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "average/ring.h"
+#include "base/threads.h"
+#include "kernels/kernels.h"
+#include "shardow/tensor_view.h"
+
+namespace shardow::average {
+
+class RingSwap {
+ public:
+  /// Parallel: the weights on a device, their averages on the host, and memory on the host for weights that do not swap in place.
+  struct Tensors {
+    std::span<const TensorView> weights, averages;
+    std::span<const kernels::Memory> kept;
+  };
+
+  /// Of weights[first] to weights[end - 1], all on the ring's device.
+  RingSwap(std::shared_ptr<Ring> ring, std::span<const TensorView> weights, size_t first, size_t end);
+
+  size_t first() const noexcept { return first_; }
+  size_t end() const noexcept { return end_; }
+
+  /// Averages to the weights' memory. The host waits until they are there. Where it throws, out() is the way back.
+  void in(const Tensors& tensors, base::ThreadPool& pool);
+  /// Weights back, from whatever point; where it throws it can be called again.
+  void out(const Tensors& tensors, base::ThreadPool& pool);
+
+ private:
+  struct Piece {
+    size_t view;
+    int64_t begin, count;  // elements
+    size_t at;             // bytes into the slot
+  };
+  struct Block {
+    size_t first, end;  // pieces
+  };
+  class Pass;
+
+  std::shared_ptr<Ring> ring_;
+  size_t first_, end_;
+  std::vector<Piece> pieces_;
+  std::vector<Block> blocks_;
+  size_t done_ = 0, unwritten_ = 0;
+};
+
+}  // namespace shardow::average

@@ -55,8 +55,8 @@ struct AverageOptions {
   int64_t start_step = 0;    ///< an update at a step <= start_step copies the parameters; so does the first one past it if none came before
   uint64_t seed = 0;         ///< of stochastic rounding
   bool keep_values = false;  ///< the averages begin with what their memory holds, not equal to the parameters
-  int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow; with `overlap` 1
-  bool overlap = false;      ///< update() returns when its work has begun on threads in the background; see wait(). Host memory alone
+  int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow; with `overlap`, of weights on the host, 1
+  bool overlap = false;      ///< update() returns when its work has begun on threads in the background; see wait(). Averages on the host
   int64_t ring_bytes =
       128 << 20;              ///< pinned host memory through which weights on devices reach averages on the host, in all; none elsewhere
   Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
@@ -108,15 +108,16 @@ struct AverageStats {
 /// How far a swap has come: all that the way back needs to know, whatever interrupted it.
 struct SwapState {
   std::optional<size_t> average;  ///< the one that is swapped in, or partly; none: the weights are where they belong
-  size_t exchanged = 0;           ///< views of which this rank's part holds averages, the first ones
+  size_t exchanged = 0;           ///< views of which this rank's part holds averages, or some of them, the first ones
   bool shared = false;            ///< parts that other replicas own may hold averages: the way back needs those replicas
 };
 
 class Average {
  public:
   /// Begins with averages equal to `parameters`. `averages[k]` is the memory of the k-th average: one view per parameter with the same
-  /// name, the region that this rank averages and dtype options.dtype; it is the caller's, aligned to 64 bytes for full speed. Throws
-  /// kInvalidArgument where names, regions, dtypes or options do not fit, before anything is written.
+  /// name, the region that this rank averages and dtype options.dtype, on the parameter's device or on the host; it is the caller's,
+  /// aligned to 64 bytes for full speed. Throws kInvalidArgument where names, regions, dtypes or options do not fit, before anything is
+  /// written.
   Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options = {});
 
   /// The same, with memory of its own, each average aligned to 64 bytes.
@@ -127,17 +128,22 @@ class Average {
   ~Average();
 
   /// After an optimizer step, on the parameters as last bound. Without `step` it counts itself; a given step must exceed the last one.
-  /// `samples`: training samples seen so far, for schedules in samples. CUDA views: enqueued on the view's stream, nothing waits.
+  /// `samples`: training samples seen so far, for schedules in samples. CUDA views: enqueued on the view's stream, nothing waits; where
+  /// their averages are on the host, done by threads in the background, see wait() and finish_reading().
   UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
 
-  /// With options.overlap: until the update under way has ended. To be called before the parameters change; all other calls that read or
-  /// change averages, counters or addresses do it themselves. Throws what that update met (NonFinite::kRaise), once; the averages are
-  /// those of a whole update in any case. A fork waits too.
+  /// Until the update under way in the background, if any, has ended. All calls that read or change averages, counters or addresses begin
+  /// with it, as a fork does. Throws, once, what that update met in the weights (NonFinite::kRaise).
+  ///
+  /// Weights on a device that do not reach their averages on the host are told here as well. Where all weights fit the ring, that update
+  /// was not made: counters are as before it, and the next one makes up for it. Where they don't, some averages are made already: every
+  /// call takes the update up where it stopped, and throws until one ends it, so that nobody reads averages of two steps. Where the weights
+  /// may have changed meanwhile, all calls throw until reset().
   void wait() const;
 
-  /// To be called before the parameters change, where an update may be under way. Averages on the host of weights on devices: the device
-  /// makes what comes next on the weights' streams wait for the last copy; the host waits until all copies are on their way and no longer.
-  /// With options.overlap: wait(). Else nothing is under way. Throws as wait() does.
+  /// To be called before the parameters change, where something is done in the background. Averages on the host of weights on devices: what
+  /// comes next on the weights' streams waits, on the device, for the last copy; the host waits until all copies are on their way, and no
+  /// longer (while a stream is captured: until they have ended). With options.overlap: wait(). Throws as wait() does.
   void finish_reading() const;
 
   /// Of CUDA views on device `index`: from here on all work goes to `stream` (a cudaStream_t), behind what is under way on the last one.

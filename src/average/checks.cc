@@ -107,7 +107,8 @@ void check_overlap(std::span<const TensorView> parameters, std::span<const Tenso
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (averages[i].device.kind == Device::Kind::kCpu) continue;
     fail(Code::kUnsupported,
-         "'{}' and its average are on CUDA device {}: AverageOptions.overlap is of updates on the host; a device's go on by themselves",
+         "'{}' is on CUDA device {}, and its average with it: AverageOptions.overlap is of updates on the host; a device's go on by "
+         "themselves",
          parameters[i].name, parameters[i].device.index);
   }
 }

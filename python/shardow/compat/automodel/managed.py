@@ -99,12 +99,10 @@ class Managed(ABC):
         def check() -> tuple[Held, list[_state.Copy], Unmatched]:
             held = self._held()
             found = fit(held, state, "the state")
-            names = _unmatched(found)
+            names = Unmatched(found.missing, found.unexpected)
             if strict and any(names):
-                what = (
-                    f"{type(self).__name__}.load_state_dict(): nothing was loaded: {_listed(names)}; strict=False leaves these as they are"
-                )
-                raise invalid(what, self._refusal)
+                what = f"{type(self).__name__}.load_state_dict(): nothing was loaded: {_listed(names)}"
+                raise invalid(f"{what}; strict=False leaves these as they are", self._refusal)
             return held, _copies(held.parts, found, state), names
 
         held, copies, names = self._team.agree("load_state_dict()", check)
@@ -136,7 +134,7 @@ class Managed(ABC):
         self.updates = 0 if counters is None else counters[1]
         if counters is not None and counters[0] != self.decay:
             warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}")
-        names = Unmatched(list(self._live()), []) if found is None else _unmatched(found.fit)
+        names = Unmatched(list(self._live()), []) if found is None else Unmatched(found.fit.missing, found.fit.unexpected)
         _warn_of(names)
         return names
 
@@ -148,18 +146,14 @@ class Managed(ABC):
         if found is None:
             raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
         if found.fit.missing:
-            raise invalid(f"{directory}: nothing was loaded: {_listed(_unmatched(found.fit))}; {way_out}", KeyError)
+            names = Unmatched(found.fit.missing, found.fit.unexpected)
+            raise invalid(f"{directory}: nothing was loaded: {_listed(names)}; {way_out}", KeyError)
         return found
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state dict for
         load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time. Collective. ``dtype``: of floating tensors."""
-
-        def prepare() -> tuple[list[Part], dict[str, tuple[str, ...]], torch.dtype | None]:
-            parts, names = self._complete()
-            return parts, names, floating(dtype)
-
-        parts, names, kind = self._together("export_shadow()", prepare)
+        parts, names, kind = self._together("export_shadow()", lambda: (*self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
         torch_files.write_gathered("export_shadow()", path, parts, names, self._team, kind)
         return path
@@ -196,10 +190,6 @@ def _difference(here: Form, there: Form | None, value: object) -> str | None:
         return f"has shape {there.shape} there and {here.shape} here"
     alike = there.dtype.is_floating_point == here.dtype.is_floating_point and there.dtype.is_complex == here.dtype.is_complex
     return None if alike else f"is {there.dtype} there and {here.dtype} here"
-
-
-def _unmatched(found: Fit[Form | None]) -> Unmatched:
-    return Unmatched(found.missing, found.unexpected)
 
 
 def _listed(names: Unmatched) -> str:

@@ -115,10 +115,8 @@ class ShardedModelEMAManager(Managed):
 
 def _check(ours: ModelView, theirs: ModelView) -> None:
     """The origin's exceptions for models that differ."""
-    shapes, wanted = (
-        {one.name: tuple(one.region.shape) for one in view.parameters if view is ours or one.requires_grad} for view in (ours, theirs)
-    )
-    found = compare(wanted, shapes)
+    shapes = {one.name: tuple(one.region.shape) for one in ours.parameters}
+    found = compare({one.name: tuple(one.region.shape) for one in theirs.parameters if one.requires_grad}, shapes)
     if found.missing:
         raise invalid(f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {found.missing[:5]}", KeyError)
     for name, train, ema in found.different:

@@ -41,7 +41,10 @@ def build_ema(
     if implementation == "auto":
         sharded = init_mode == "hf_backbones" and any(isinstance(module, FSDPModule) for module in model.modules())
         implementation = "sharded_model" if sharded else "shadow"
-    number = _number(decay)
+    try:
+        number = checked_decay(float(decay))
+    except TypeError:
+        raise invalid(f"ema.decay={decay!r} is not a number") from None
     ema = EMAManager(model, number) if implementation == "shadow" else _second_model(model, number, build_ema_model, init_mode)
     logger.info("EMA enabled with %s implementation, decay=%s, %d params tracked", implementation, decay, len(ema))
     return ema
@@ -55,13 +58,6 @@ def _second_model(
     if build_ema_model is None:
         raise invalid("ema.implementation 'sharded_model' needs build_ema_model=, which builds the second model; 'shadow' needs none")
     return ShardedModelEMAManager(build_ema_model(), model, decay)
-
-
-def _number(decay: Any) -> float:
-    try:
-        return checked_decay(float(decay))
-    except TypeError:
-        raise invalid(f"ema.decay={decay!r} is not a number") from None
 
 
 def _section(cfg: Any) -> dict[str, Any]:

@@ -87,10 +87,8 @@ class EMAManager(Managed):
             return
         missing = self._shadow.keys() - {one.name for one in theirs.parameters}
         if missing:
-            raise invalid(
-                f"the model has no '{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged; make a new manager of it",
-                KeyError,
-            )
+            lost = f"'{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged"
+            raise invalid(f"the model has no {lost}; make a new manager of it", KeyError)
         new = self._averages_of(model, functools.partial(_is_in, frozenset(self._shadow)))
         new._core.load_averages(self._core.averages())
         self._bind(model, new)
@@ -108,9 +106,7 @@ class EMAManager(Managed):
     def _refuse_new(self, view: ModelView) -> None:
         new = [one.name for one in view.parameters if one.requires_grad and one.name not in self._shadow]
         if new:
-            raise invalid(
-                f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or not there when the averages were made; {_AGAIN}"
-            )
+            raise invalid(f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or absent when averages were made; {_AGAIN}")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, by name."""

@@ -102,17 +102,13 @@ class _Kept:
 
 
 def _twin_of(ema_model: nn.Module) -> TrainedTwin:
-    kept = ema_model.__dict__.setdefault(_KEY, _Kept())
+    kept: _Kept = ema_model.__dict__.setdefault(_KEY, _Kept())
     if kept.twin is None:
-        valueless = meta.valueless(ema_model)
-        if valueless:
-            raise invalid(
-                f"fsdp_ema_update(): '{min(valueless)}' and {len(valueless) - 1} more averages have no values yet; call try_load_ckpt() "
-                "first"
-            )
+        if valueless := meta.valueless(ema_model):
+            some = f"'{min(valueless)}' and {len(valueless) - 1} more averages"
+            raise invalid(f"fsdp_ema_update(): {some} have no values yet; call try_load_ckpt() first")
         kept.twin = TrainedTwin(ema_model, keeps=False)
-    twin: TrainedTwin = kept.twin
-    return twin
+    return kept.twin
 
 
 __all__ = [

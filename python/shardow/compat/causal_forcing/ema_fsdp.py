@@ -163,14 +163,15 @@ class EMA_FSDP:
 
         Raises ValueError and KeyError, before anything changes, where a name is on one side only or a shape differs.
         """
-        self._copier = self._core.together("copy_to()", lambda: self._ready_to_copy(fsdp_module))
-        self._copier.copy()
 
-    def _ready_to_copy(self, given: Any) -> Copier:
-        target = model_and_root(given)[0]
-        copier = self._copier if self._copier is not None and self._copier.target is target else Copier(self._core, target)
-        copier.ready()
-        return copier
+        def ready() -> Copier:
+            target = model_and_root(fsdp_module)[0]
+            copier = self._copier if self._copier is not None and self._copier.target is target else Copier(self._core, target)
+            copier.ready()
+            return copier
+
+        self._copier = self._core.together("copy_to()", ready)
+        self._copier.copy()
 
     def swapped(self) -> AbstractContextManager[None]:
         """``with ema.swapped():`` the live module holds the averages; afterwards its weights, bit for bit. Collective."""
@@ -181,11 +182,8 @@ class Shadow(dict[str, torch.Tensor]):
     """What ``shadow`` gives: entries are the averages' memory, and can't be exchanged. It is pickled as a dict."""
 
     def __setitem__(self, name: str, value: torch.Tensor) -> NoReturn:
-        raise invalid(
-            f"shadow[{name!r}] = ... would change a dict and no average; write shadow[{name!r}].copy_(...), or assign the whole: shadow = "
-            f"{{...}}",
-            TypeError,
-        )
+        way_out = f"write shadow[{name!r}].copy_(...), or assign the whole: shadow = {{...}}"
+        raise invalid(f"shadow[{name!r}] = ... would change a dict and no average; {way_out}", TypeError)
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -198,8 +196,6 @@ def fsdp_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _floating(name: str, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-        raise invalid(
-            f"'{name}' is {tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__} in the state; an average is "
-            "floating"
-        )
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise invalid(f"'{name}' is {kind} in the state; an average is floating")
     return tensor

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardow import errors
 from shardow.base.checks import invalid
+from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
 from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.ways.names import model_and_root
@@ -18,9 +19,6 @@ from shardow.compat.ways.teams import team_of
 from shardow.model.names import without_wrappers
 from shardow.model.slots import slots
 from shardow.start.materialize import materialize
-
-if TYPE_CHECKING:
-    from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
 
 
 def write_model_pt(path: str | Path, ema: EMA_FSDP | None = None, key_style: str = "wrapped", **models: nn.Module) -> None:
@@ -63,8 +61,6 @@ def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: s
     Buffers of the model that the entry lacks keep their values. Raises, on every rank and before anything changes, where other names or
     shapes differ.
     """
-    from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
-
     model = target._model if isinstance(target, EMA_FSDP) else model_and_root(target)[0]
     found = team_of(model).agree("load_model_pt()", lambda: read_model_pt(path, entry))
     if isinstance(target, EMA_FSDP):

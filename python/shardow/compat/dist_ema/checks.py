@@ -39,23 +39,19 @@ def check_options(config: Mapping[str, Any], world_size: int, rank: int) -> None
 
 def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
     """decay_steps of a saved ``config``; raises ValueError where other options differ from those here."""
-    differs = [
-        f"{key}={saved.get(key)!r} (here {value!r})" for key, value in here.items() if key != "decay_steps" and saved.get(key) != value
-    ]
-    if differs:
-        raise invalid(
-            f"the averages were saved with {', '.join(differs)}; make DistEMA with the same options, or pass the averages alone and "
-            "set_decay_steps()"
-        )
+    other = {key: value for key, value in here.items() if key != "decay_steps" and saved.get(key) != value}
+    if other:
+        differs = ", ".join(f"{key}={saved.get(key)!r} (here {value!r})" for key, value in other.items())
+        way_out = "make DistEMA with the same options, or pass the averages alone and set_decay_steps()"
+        raise invalid(f"the averages were saved with {differs}; {way_out}")
     return whole("decay_steps", saved.get("decay_steps"), 0)
 
 
 def config_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Of a file that DistEMA saved; raises ValueError for another one."""
     if CONFIG not in metadata:
-        raise errors.make(
-            "corrupt", f"{path} is not a saved DistEMA: its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
-        )
+        why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
+        raise errors.make("corrupt", f"{path} is not a saved DistEMA: {why}")
     config: dict[str, Any] = json.loads(metadata[CONFIG])
     return config
 

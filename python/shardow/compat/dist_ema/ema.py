@@ -18,6 +18,7 @@ from shardow.compat.dist_ema.checks import CONFIG, PRECISION_TO_TYPE, check_opti
 from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, shares, unlike
 from shardow.compat.ways.names import called
 from shardow.compat.ways.pairs import Pair, Pairs
+from shardow.compat.ways.teams import unchanged
 from shardow.files import engine
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer, Part, take
@@ -71,15 +72,16 @@ class DistEMA:
         among = group or self._view.process_group or (dist.group.WORLD if dist.is_initialized() and world_size != 1 else None)
         self._team = Team(among, seconds(timeout))
         self._team.agree("DistEMA(...)", self._start)
-        self._team.same("DistEMA(...)", self._facts(), "DistEMA")
+        tensors = {one.name: f"{one.shape} in the order {one.order}" for one in self._shares}
+        facts = {"world_size": world_size, "tensors": tensors, "order": list(tensors), "config": self.config}
+        self._team.same("DistEMA(...)", facts, "DistEMA")
 
     def _start(self) -> None:
         check_options(self.config, self.world_size, self.rank)
         if dist.is_initialized() and (self.world_size, self.rank) != (self._team.size, self._team.rank):
             raise invalid(
                 f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._team.rank} of the {self._team.size} "
-                "that share the model; "
-                "give these, or the ranks' own group="
+                "that share the model; give these, or the ranks' own group="
             )
         self.torch_dtype = PRECISION_TO_TYPE[self.dtype]
         self.build_ema_model()
@@ -104,10 +106,6 @@ class DistEMA:
         self.build_ema_model()
         for share, average in zip(self._shares, state["_averages"], strict=True):
             share.average.copy_(average)
-
-    def _facts(self) -> dict[str, Any]:
-        tensors = {one.name: f"{one.shape} in the order {one.order}" for one in self._shares}
-        return {"world_size": self.world_size, "tensors": tensors, "order": list(tensors), "config": self.config}
 
     @torch.no_grad()
     def build_ema_model(self) -> None:
@@ -150,7 +148,7 @@ class DistEMA:
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:
         """After an optimizer step: one pass over this rank's stretch; no communication. Raises KeyError (a ValueError too), before anything
-        changes, where ``model`` is not what the averages were made of."""
+        changes, where ``model`` is not what the averages were made of: another model must have the same names."""
         used = fraction("decay", self.get_decay() if decay is None else decay)
         self._bind(model)
         self._pairs.update(used, 1.0 - used, self.decay_steps + 1)
@@ -158,34 +156,23 @@ class DistEMA:
         self._counted = self.decay_steps
 
     def _bind(self, model: nn.Module) -> None:
-        if model is not self._bound or not self._view.unchanged():
-            self._follow(model)
+        """Pairs anew what has been replaced or has moved."""
+        if model is not self._bound or not unchanged(self._view):
+            view = self._found(model)
+            if wrong := unlike(self._shares, view):
+                raise invalid(f"update(): the averages were made of another model: {'; '.join(wrong[:20])}; make a DistEMA of it", KeyError)
+            self._bound, self._view = model, view
+            self._pair()
         elif self._counted > self.decay_steps:  # the noise goes back with them
             self._pair()
-
-    def _follow(self, model: nn.Module) -> None:
-        """Another model of the same names, or one whose tensors have been replaced or have moved."""
-        if model is self._bound:
-            self._view.reshard()
-            if self._view.unchanged():
-                return
-        view = self._found(model)
-        if wrong := unlike(self._shares, view):
-            raise invalid(
-                f"update(): the model is not what the averages were made of: {'; '.join(wrong[:20])}; make a DistEMA of it", KeyError
-            )
-        self._bound, self._view = model, view
-        self._pair()
 
     # ---- state
 
     @property
     def config(self) -> dict[str, Any]:
         """All options, and decay_steps."""
-        return {
-            "dtype": self.dtype, "decay": self.decay, "warmup": self.warmup, "power": self.power, "min_decay": self.min_decay,
-            "inv_gamma": self.inv_gamma, "update_after_step": self.update_after_step, "decay_steps": self.decay_steps,
-        }  # fmt: skip
+        names = ("dtype", "decay", "warmup", "power", "min_decay", "inv_gamma", "update_after_step", "decay_steps")
+        return {name: getattr(self, name) for name in names}
 
     @torch.no_grad()
     def state_dict(
@@ -208,7 +195,7 @@ class DistEMA:
             if everywhere:
                 full = team.broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), part.flat.device).cpu()
             if full is not None:
-                found[self._called[name]] = stored[name].as_shaped(full) if name in stored else full
+                found[self._called[name]] = full.permute(stored[name].inverse) if name in stored else full
         return found
 
     def _parts_to_gather(self, cpu_group: dist.ProcessGroup | None, buffers: bool) -> list[Part]:
@@ -241,9 +228,7 @@ class DistEMA:
     def _together(self, what: str, fn: Callable[[], T], alone: bool = False) -> T:
         """fn() on every rank, or an error on all. ``alone``: it can do without the others."""
         if not alone and self._team.size != self.world_size:
-            raise invalid(
-                f"{what} needs the other {self.world_size - 1} ranks: call torch.distributed.init_process_group() before DistEMA(...)"
-            )
+            raise invalid(f"{what} needs the other {self.world_size - 1} ranks: call dist.init_process_group() before DistEMA(...)")
         return self._team.agree(what, fn)
 
     # ---- files

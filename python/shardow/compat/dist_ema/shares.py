@@ -52,23 +52,19 @@ class Share:
         return _memory(local or self.local, self.order)[self.begin : self.begin + self.region.size]
 
     @property
-    def form(self) -> tuple[_core.Region, tuple[int, ...]]:
-        return self.local.region, self.order
-
-    def as_shaped(self, stored: torch.Tensor) -> torch.Tensor:
-        """The dimensions as the parameter has them."""
-        return stored.permute(_inverse(self.order))
+    def inverse(self) -> list[int]:
+        """For permute(): gives the dimensions as the parameter has them."""
+        return sorted(range(len(self.order)), key=self.order.__getitem__)
 
     def parts(self, copied: Copied) -> Iterator[Part]:
         """The average as regions of the parameter: its own memory, or copies, which are noted."""
         if self.order == tuple(range(len(self.order))):
             yield Part(self.name, self.average, self.region)
             return
-        inverse = _inverse(self.order)
         for offsets, sizes, begin in self.region.boxes():
-            stretch = self.average[begin : begin + math.prod(sizes)].view(sizes).permute(inverse)
+            stretch = self.average[begin : begin + math.prod(sizes)].view(sizes).permute(self.inverse)
             copied.append((stretch, stretch.contiguous()))
-            box = _core.Region.grid(self.shape, [[(offsets[d], offsets[d] + sizes[d])] for d in inverse])
+            box = _core.Region.grid(self.shape, [[(offsets[d], offsets[d] + sizes[d])] for d in self.inverse])
             yield Part(self.name, copied[-1][1].view(-1), box)
 
 
@@ -99,13 +95,10 @@ def _share(local: LocalTensor, order: tuple[int, ...], region: _core.Region, beg
 
 def unlike(made: Sequence[Share], view: ModelView) -> list[str]:
     """What of a model is not as in the one that shares were made of."""
-    found = compare({share.name: share.form for share in made}, {one.name: _form(one) for one in view.parameters})
+    were = {share.name: (share.local.region, share.order) for share in made}
+    found = compare(were, {one.name: (one.region, _memory_order(one)) for one in view.parameters})
     wrong = [f"'{name}' has no average" for name in found.unexpected] + [f"'{name}' is gone" for name in found.missing]
     return wrong + [f"'{name}' was {_said(was)}, it is {_said(now)}" for name, was, now in found.different]
-
-
-def _form(local: LocalTensor) -> tuple[_core.Region, tuple[int, ...]]:
-    return local.region, _memory_order(local)
 
 
 def _said(form: tuple[_core.Region, tuple[int, ...]]) -> str:
@@ -134,7 +127,3 @@ def _memory_order(local: LocalTensor) -> tuple[int, ...]:
 def _memory(local: LocalTensor, order: tuple[int, ...]) -> torch.Tensor:
     """1-D, a view."""
     return local.tensor.view(-1) if local.tensor.is_contiguous() else local.tensor.permute(order).view(-1)
-
-
-def _inverse(order: tuple[int, ...]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import errors
-from shardow.base.checks import invalid
+from shardow.base.checks import invalid, unsupported
 from shardow.base.warnings import warn
 from shardow.compat.files.pretrained import unchanged_environment
 from shardow.compat.twinkle.strategy import Strategy
@@ -42,9 +41,7 @@ class AccelerateStrategy(Strategy):
             from accelerate import Accelerator, DistributedDataParallelKwargs
             from accelerate.utils import InitProcessGroupKwargs
         except ImportError as error:
-            raise errors.make(
-                "unsupported", "AccelerateStrategy needs accelerate: pip install accelerate; NativeFSDPStrategy needs nothing"
-            ) from error
+            raise unsupported("AccelerateStrategy needs accelerate: pip install accelerate; NativeFSDPStrategy needs nothing") from error
         self.device_mesh, self.mixed_precision = device_mesh, mixed_precision
         self._memory_efficient_init = memory_efficient_init
         seconds = int(os.environ.get("TWINKLE_DIST_TIMEOUT_SECONDS", "7200"))

@@ -62,9 +62,7 @@ def _rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tor
         else:
             found.append([place for place in known if place is not None])
         if len(found[-1]) != len(group["params"]):
-            raise invalid(
-                f"optimizer group {number}: it is not known which of the model's parameters it had; make it from model.named_parameters()"
-            )
+            raise invalid(f"optimizer group {number}: it is not known which parameters it had; make it from model.named_parameters()")
     optimizer.state.update(_unbound.pop(optimizer, {}))
     origins.bind(optimizer, found)
     return optimizer

@@ -79,9 +79,8 @@ class Strategy(ABC):
         """
         inner = self.unwrap_model(model)
         team = team_of(inner)
-        found = team.agree(
-            "load_peft_weights()", lambda: _named(inner, adapter_weights, adapter_name) if adapter_weights or team.rank == 0 else None
-        )
+        given = adapter_weights or team.rank == 0
+        found = team.agree("load_peft_weights()", lambda: _named(inner, adapter_weights or {}, adapter_name) if given else None)
         fill_model(Request("load_peft_weights()", inner, found, strict=False))
 
     # ---- the optimizer
@@ -118,11 +117,11 @@ def _is_of_adapter(name: str, adapter: str) -> bool:
     return adapter in name.split(".") and any(marker in name for marker in _LORA)
 
 
-def _named(model: nn.Module, weights: Mapping[str, torch.Tensor] | None, adapter: str) -> dict[str, torch.Tensor]:
+def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
     """By the model's own names."""
-    names = {alias: part.name for held in [held_by(model, None, saving=False)] for part in held.parts for alias in held.names[part.name]}
+    names = {alias: name for name, aliases in held_by(model, None, saving=False).names.items() for alias in aliases}
     found, unknown = {}, []
-    for key, tensor in (weights or {}).items():
+    for key, tensor in weights.items():
         name = next((names[one] for one in _called(key, adapter) if one in names), None)
         if name is None:
             unknown.append(key)

@@ -9,12 +9,21 @@ from torch import nn
 
 from shardow.compat.ways.stand_in import StandIn
 from shardow.model.groups import group_of_model
+from shardow.model.view import ModelView
 from shardow.ranks.team import Team
 
 
 def team_of(module: nn.Module) -> Team:
     """Those that share a module, or what it stands in for."""
     return module.core.team if isinstance(module, StandIn) else Team(group_of_model(module, None), None)
+
+
+def unchanged(view: ModelView) -> bool:
+    """view.unchanged(), if need be when unsharded copies of the weights are gone."""
+    if view.unchanged():
+        return True
+    view.reshard()
+    return view.unchanged()
 
 
 def everybody(process_group: dist.ProcessGroup | None = None) -> Team:

@@ -58,9 +58,7 @@ class EMA(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise unsupported(
-                f"model is a {type(model).__name__}; averages of trees of tensors are not kept here: shardow.compat.torch_ema takes a list"
-            )
+            raise unsupported(f"model is a {type(model).__name__}; of tensors without a module shardow.compat.torch_ema keeps averages")
         if isinstance(param_or_buffer_names_no_ema, str) or isinstance(ignore_names, str):
             raise invalid("names that are not averaged, or ignored, come as a set", AssertionError)
         if lazy_init_ema and ema_model is not None:
@@ -105,9 +103,7 @@ class EMA(nn.Module):
         try:
             return copy.deepcopy(self.model)
         except Exception as error:
-            raise invalid(
-                f"the model cannot be copied ({error}); give ema_model= a second one of the same form, made as the first one was"
-            ) from error
+            raise invalid(f"the model cannot be copied ({error}); give ema_model= a second one that is made as it was") from error
 
     @property
     def model(self) -> nn.Module:
@@ -222,9 +218,8 @@ class EMA(nn.Module):
             self._raw_names = {clean: raw for (clean, _), (raw, _) in modules}
         if (back, whole) not in self._followers:
             choose = everything if whole else self._fate
-            self._followers[back, whole] = (
-                _following(self.model, self.ema_model, _of_floating(choose)) if back else _following(self.ema_model, self.model, choose)
-            )
+            way = (self.model, self.ema_model, _of_floating(choose)) if back else (self.ema_model, self.model, choose)
+            self._followers[back, whole] = _following(*way)
         return self._followers[back, whole]
 
     def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:

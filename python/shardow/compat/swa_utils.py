@@ -104,21 +104,18 @@ class AveragedModel(Averaged):
         self, model: nn.Module, device: int | torch.device | str | None = None, avg_fn: AvgFn | None = None,
         multi_avg_fn: MultiAvgFn | None = None, use_buffers: bool = False, *, replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
-        super().__init__()
         if avg_fn is not None and multi_avg_fn is not None:
             raise invalid("both avg_fn and multi_avg_fn are given; one of them does the averaging, leave out the other", AssertionError)
-        self.avg_fn = avg_fn
-        self.multi_avg_fn = multi_avg_fn
-        self.use_buffers = use_buffers
-        known = self._arithmetic(model)
-        self._rule = known.rule if known is not None else "lerp"
-        self._begin(follow(model, self._rule, everything if use_buffers else _parameters, device=device, replicas=replicas))
+        known = _arithmetic_of(multi_avg_fn or avg_fn, model)
+        rule = known.rule if known is not None else "lerp"
+        super().__init__(follow(model, rule, everything if use_buffers else _parameters, device=device, replicas=replicas))
+        self.avg_fn, self.multi_avg_fn, self.use_buffers, self._rule = avg_fn, multi_avg_fn, use_buffers, rule
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
     def update_parameters(self, model: nn.Module) -> None:
         """The first time a copy. Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
         follower = self._follow()
-        known = self._arithmetic(model)
+        known = _arithmetic_of(self.multi_avg_fn or self.avg_fn, model)  # which may be replaced at any time
         if self.n_averaged == 0:
             follower.copy(model)
         elif known is not None and known.rule == self._rule:
@@ -126,15 +123,6 @@ class AveragedModel(Averaged):
         else:
             follower.apply(model, self._change)
         self.n_averaged += 1
-
-    def _arithmetic(self, model: nn.Module) -> _Arithmetic | None:
-        """The functions may be replaced at any time. By default torch takes one of two, by the device."""
-        chosen = self.multi_avg_fn or self.avg_fn
-        if chosen is None:
-            device = next((p.device for p in model.parameters()), None)
-            by_lists = device is not None and device.type in _get_foreach_kernels_supported_devices()
-            chosen = _MEAN if by_lists else _MEAN_OF_ONE
-        return getattr(chosen, _KNOWN, None)
 
     def _change(self, averages: Tensors, weights: Tensors) -> None:
         """By a function that is not this module's."""
@@ -150,6 +138,14 @@ class AveragedModel(Averaged):
                 continue
             for average, weight in zip(ours, theirs, strict=True):
                 average.copy_((self.avg_fn or _MEAN_OF_ONE)(average, weight, count))
+
+
+def _arithmetic_of(function: AvgFn | MultiAvgFn | None, model: nn.Module) -> _Arithmetic | None:
+    """Of none torch takes one of two, by the device."""
+    if function is None:
+        device = next((p.device for p in model.parameters()), None)
+        function = _MEAN if device is not None and device.type in _get_foreach_kernels_supported_devices() else _MEAN_OF_ONE
+    return getattr(function, _KNOWN, None)
 
 
 def _parameters(name: str, tensor: Tensor, kind: Kind) -> Fate:

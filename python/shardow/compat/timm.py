@@ -22,6 +22,7 @@ from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
 from shardow.compat.ways.averaged import Averaged, follow, load
 from shardow.compat.ways.follower import Fate, Follower, Kind
+from shardow.compat.ways.follower import Rule as Chosen
 from shardow.compat.ways.stand_in import NARROW, whole_averages
 from shardow.compat.ways.teams import team_of
 from shardow.compat.ways.twin import Twin
@@ -73,8 +74,7 @@ class ModelEmaV2(Averaged):
     """``module``: as ``ema`` of ModelEma; decay * e + (1 - decay) * p. ``replicas``: as in ModelEma."""
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, device: Any = None, *, replicas: Replicas = "copy") -> None:
-        super().__init__()
-        self._begin(follow(model, "two_products", device=device, replicas=replicas))
+        super().__init__(follow(model, "two_products", device=device, replicas=replicas))
         self.module.eval()
         self.decay = decay
         self.device = device
@@ -108,22 +108,13 @@ class ModelEmaV3(Averaged):
         stochastic_rounding: bool = True, stochastic_rounding_seed: int = 0, foreach: bool = True, exclude_buffers: bool = False, *,
         replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
-        super().__init__()
         first = next(model.parameters(), None)
         if device is not None and first is not None and device != first.device:
             foreach = False
-        self._begin(
-            follow(
-                model,
-                functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp",
-                _parameters_alone if exclude_buffers else _saved_floats,
-                device=device,
-                dtype=dtype,
-                replicas=replicas,
-                stochastic=stochastic_rounding,
-                seed=stochastic_rounding_seed,
-            )
-        )
+        rule: Chosen = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
+        choose, seed = _parameters_alone if exclude_buffers else _saved_floats, stochastic_rounding_seed
+        follower = follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic_rounding, seed=seed)
+        super().__init__(follower)
         self.module.eval()
         self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
         self.use_warmup, self.warmup_gamma, self.warmup_power = use_warmup, warmup_gamma, warmup_power
@@ -164,10 +155,7 @@ class ModelEmaV3(Averaged):
         if exclude_buffers == self.exclude_buffers:
             return own
         if not isinstance(own, Twin):
-            raise unsupported(
-                f"these averages were made with exclude_buffers={self.exclude_buffers}, and keep their buffers so; make others with the "
-                "other"
-            )
+            raise unsupported(f"made with exclude_buffers={self.exclude_buffers}, these averages keep their buffers so; make others")
         return own.again(_parameters_alone if exclude_buffers else _saved_floats)
 
     def set(self, model: nn.Module) -> None:
@@ -211,11 +199,8 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
         raise invalid(f"{where} is a {type(checkpoint).__name__}, not a dict with averages under {' or '.join(KEYS)}", AssertionError)
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)
     if not isinstance(found, Mapping):
-        raise invalid(
-            f"{where} has no averages: none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}; to begin with the "
-            "model's weights, load nothing",
-            KeyError,
-        )
+        there = f"none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}"
+        raise invalid(f"{where} has no averages: {there}; to begin with the model's weights, load nothing", KeyError)
     return found
 
 

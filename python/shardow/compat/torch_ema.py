@@ -83,11 +83,8 @@ class ExponentialMovingAverage:
             self.collected_params = moved(self.collected_params, device, dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"decay", "num_updates", "shadow_params", "collected_params"}; its own tensors; of a sharded model this rank's part."""
-        return {
-            "decay": self.decay, "num_updates": self.num_updates, "shadow_params": self.shadow_params,
-            "collected_params": self.collected_params,
-        }  # fmt: skip
+        """Its own tensors; of a sharded model this rank's part."""
+        return {name: getattr(self, name) for name in ("decay", "num_updates", "shadow_params", "collected_params")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies a state, in the parameters' devices and dtypes; of whole tensors, sharded ones take their part. What does not fit changes
@@ -104,22 +101,23 @@ class ExponentialMovingAverage:
 
     def _fitted(self, what: str, tensors: Any) -> list[torch.Tensor]:
         _require(isinstance(tensors, list) and all(isinstance(t, torch.Tensor) for t in tensors), f"{what} must be a list of tensors")
-        params = [ref() for ref in self._params_refs]
-        alive = [p for p in params if p is not None]
-        found = loaded(tensors, alive if len(alive) == len(params) else self.shadow_params)
-        return [t.to(device=p.device, dtype=p.dtype) for t, p in zip(found, alive, strict=True)] if len(alive) == len(params) else found
+        alive, gone = self._alive()
+        found = loaded(tensors, self.shadow_params if gone else alive)
+        return found if gone else [t.to(device=p.device, dtype=p.dtype) for t, p in zip(found, alive, strict=True)]
 
     def _given(self, parameters: Parameters) -> list[torch.Tensor]:
         if parameters is not None:
             return list(parameters)
-        found = [ref() for ref in self._params_refs]
-        alive: list[torch.Tensor] = [p for p in found if p is not None]
-        if len(alive) != len(found):
-            raise invalid(
-                f"{len(found) - len(alive)} of {len(found)} parameters are gone with their model; keep it alive, or pass the parameters of "
-                "another one"
-            )
+        alive, gone = self._alive()
+        if gone:
+            lost = f"{gone} of {len(alive) + gone} parameters are gone with their model"
+            raise invalid(f"{lost}; keep it alive, or pass the parameters of another one")
         return alive
+
+    def _alive(self) -> tuple[list[torch.Tensor], int]:
+        """The parameters of construction that are there, and how many are not."""
+        alive = [p for p in (ref() for ref in self._params_refs) if p is not None]
+        return alive, len(self._params_refs) - len(alive)
 
 
 class _Held:

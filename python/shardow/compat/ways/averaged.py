@@ -42,9 +42,7 @@ def follow(
     if dtype is not None:
         module.to(dtype=dtype)
     if not stochastic:
-        warn_of_rounding(
-            module.parameters(), "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or its stochastic rounding"
-        )
+        warn_of_rounding(module.parameters(), "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding")
     kind = Scripted if isinstance(model, torch.jit.ScriptModule) else Twin
     return kind(module, rule, choose, stochastic=stochastic, seed=seed)
 
@@ -54,7 +52,8 @@ class Averaged(nn.Module):
 
     module: nn.Module
 
-    def _begin(self, follower: Follower) -> None:
+    def __init__(self, follower: Follower) -> None:
+        super().__init__()
         self._follower, self.module = follower, follower.module
 
     def _follow(self) -> Follower:
@@ -81,10 +80,9 @@ class Averaged(nn.Module):
             refuse_unfit(self.state_dict(), state_dict, strict)
             return super().load_state_dict(state_dict, strict, assign)
         own = self._own()
-        given = {name: value for name, value in state_dict.items() if name not in own}
         counters = {name: value for name, value in state_dict.items() if name in own}
         self.module.core.team.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
-        load(self.module, {name.removeprefix("module."): value for name, value in given.items()}, strict)
+        load(self.module, {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own}, strict)
         for name, buffer in own.items():
             buffer.copy_(counters.get(name, buffer))
         return _IncompatibleKeys([], [])
@@ -122,17 +120,13 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
 def _refuse_parts(fitting: list[str], state: Mapping[str, Any], here: set[str], of_parts: bool) -> None:
     """Where none fits, or unless the averages are ``of_parts`` themselves, where one is a part."""
     if here and not fitting:
-        raise invalid(
-            f"none of the {len(state)} names fits, nothing was loaded: there '{next(iter(state), '')}', here '{min(here)}'", RuntimeError
-        )
+        some = f"there '{next(iter(state), '')}', here '{min(here)}'"
+        raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
     for name in fitting if not of_parts else ():
         value = state[name]
         if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
-            raise invalid(
-                f"'{name}' is one rank's piece of a sharded average, as state_dict() gives it, nothing was loaded; save full_state_dict() "
-                "instead (call it on all ranks; rank 0 has the whole)",
-                RuntimeError,
-            )
+            way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
+            raise invalid(f"'{name}' is one rank's piece, as state_dict() gives it, nothing was loaded; {way_out}", RuntimeError)
 
 
 def _load_averages(module: StandIn, state: Mapping[str, Any], strict: bool) -> None:

@@ -164,11 +164,8 @@ def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> bool:
     """That 16-bit averages which are rounded to nearest stand still where weights move little. Tells whether there are any."""
     narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None)
     if narrow is not None:
-        warn(
-            f"averages in {narrow} are rounded to nearest, as in the library that this stands for: with a decay near 1 most increments are "
-            f"lost. {way_out}",
-            RuntimeWarning,
-        )
+        lost = "as in the library that this stands for: with a decay near 1 most increments are lost"
+        warn(f"averages in {narrow} are rounded to nearest, {lost}. {way_out}", RuntimeWarning)
     return narrow is not None
 
 

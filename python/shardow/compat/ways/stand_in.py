@@ -80,11 +80,8 @@ class StandIn(nn.Module):
         yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in self.core.averages().items())
 
     def __getattr__(self, name: str) -> Any:
-        raise unsupported(
-            f"'{name}': this stands in for the averaged model, and can be called, saved and loaded; for anything else enter `with "
-            "ema.swapped():` and use the model itself",
-            AttributeError,
-        )
+        way_out = "for anything else enter `with ema.swapped():` and use the model itself"
+        raise unsupported(f"'{name}': this stands in for the averaged model, to be called, saved and loaded; {way_out}", AttributeError)
 
 
 def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -105,9 +102,8 @@ def stand_in_for(
     weights, ``dtype`` if given; 16-bit ones only where they are rounded stochastically). Buffers that are not saved are the model's own.
     Collective over the ranks that share the model."""
     view = find(model, odd=True)
-    kinds: list[tuple[LocalTensor, Kind]] = [(one, "parameter") for one in view.parameters]
-    kinds += [(one, "buffer") for one in view.buffers]
-    weights = [one.tensor.dtype for one, kind in kinds if _is_averaged(choose, one, kind)]
+    weights = [one.tensor.dtype for one in view.parameters if _is_averaged(choose, one, "parameter")]
+    weights += [one.tensor.dtype for one in view.buffers if _is_averaged(choose, one, "buffer")]
     chosen = _dtype_of(weights, dtype, stochastic)
     ema = EMA(
         model, dtype=chosen, device=device, replicas=replicas, params=_is_real, buffers="average", stochastic=chosen in NARROW, seed=seed,
@@ -119,10 +115,8 @@ def stand_in_for(
 def _is_averaged(choose: Choose, one: LocalTensor, kind: Kind) -> bool:
     chosen = choose(one.name, one.tensor, kind) == "average"
     if chosen and one.tensor.is_complex():
-        raise unsupported(
-            f"'{one.name}' is {one.tensor.dtype}; averages that ranks share are of real numbers: keep it as two of them "
-            "(torch.view_as_real)"
-        )
+        way_out = "keep it as two of them (torch.view_as_real)"
+        raise unsupported(f"'{one.name}' is {one.tensor.dtype}; averages that ranks share are of real numbers: {way_out}")
     return chosen and _is_real("", one.tensor)
 
 
@@ -199,11 +193,8 @@ class Behind(_Sorted):
     def _check(self, model: nn.Module) -> None:
         if model is not self._seen:
             if [*map(id, model.parameters())] != [*map(id, self._core.view.model.parameters())]:
-                raise invalid(
-                    "the averages of a sharded model follow the one that they were made of, and this is another; make them anew after the "
-                    "model has its final form",
-                    RuntimeError,
-                )
+                way_out = "make them anew after the model has its final form"
+                raise invalid(f"averages of a sharded model follow the one they were made of, and this is another; {way_out}", RuntimeError)
             self._seen = model
 
 

@@ -17,6 +17,8 @@ from shardow.model.match import compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
 
+_ANEW = "make the average anew after the model has its final form"
+
 
 class _MissingError(RuntimeError, KeyError):
     """What torch and timm raise where a name is missing."""
@@ -111,9 +113,7 @@ def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, 
     known = {one.name: one for one in theirs.parameters}
     found = compare({one.name: one.region for one in ours.parameters}, {name: one.region for name, one in known.items()})
     for name in found.unexpected:
-        raise invalid(
-            f"the model has '{name}', which its average has not; make the average anew after the model has its final form", RuntimeError
-        )
+        raise invalid(f"the model has '{name}', which its average has not; {_ANEW}", RuntimeError)
     for name in found.missing:
         raise _differ(f"'{name}'", (), None)
     for name, here, there in found.different:
@@ -125,9 +125,7 @@ def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, 
 
 def _differ(name: str, ours: Sequence[int], theirs: Sequence[int] | None, parts: str = "") -> Exception:
     if theirs is None:
-        return invalid(
-            f"{name} is averaged, but the model has it no more; make the average anew after the model has its final form", _MissingError
-        )
+        return invalid(f"{name} is averaged, but the model has it no more; {_ANEW}", _MissingError)
     return invalid(f"{name} is {tuple(ours)} in the average and {tuple(theirs)} in the model{parts}", RuntimeError)
 
 

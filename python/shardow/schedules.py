@@ -166,8 +166,7 @@ def _as_schedule(decay: object) -> Schedule:
 
 __all__ = [
     "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life", "half_life_fraction",
-    "half_life_in_samples",
-    "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup", "window",
+    "half_life_in_samples", "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup", "window",
 ]  # fmt: skip
 
 

@@ -1,9 +1,7 @@
 """diffusers' EMAModel (0.42): the averages of a list of parameters, with warm-up schedules, saved as a model of their own.
 
 Names, state, files and arithmetic are the origin's, bit for bit: e <- e - (1 - d) (e - p), with ``foreach`` as one fused step; parameters
-that want no gradient are copied. Better: one pass over all tensors; sharded parameters, whose files no rank gathers; lists that do not fit
-are refused, not cut. Different: what is NaN or Inf in a weight is held. This module needs no diffusers; save_pretrained() and
-from_pretrained() do.
+that want no gradient are copied. This module needs no diffusers; save_pretrained() and from_pretrained() do.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ Parameters = Iterable[torch.Tensor]
 
 
 class EMAModel:
-    """Averages of ``parameters``; the decay of step n, with k = max(0, n - update_after_step - 1), is 0 for k = 0, else min(decay, (1 + k)
-    / (10 + k)), or with ``use_ema_warmup`` min(decay, 1 - (1 + k / inv_gamma)^-power), and ``min_decay`` at least.
+    """Averages of ``parameters``; the decay of step n is that of shardow.schedules.diffusers().
 
     ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: the origin's other rounding. DTensors and FSDP1's
     shards are averaged as they are; nothing but save_pretrained() and from_pretrained(parameters=) of DTensors is collective.

@@ -1,8 +1,7 @@
 """ema-pytorch's EMA (0.8): a module with a copy of a model in it, whose weights are the averages.
 
 Names, state and arithmetic are the origin's: torch.lerp with weight 1 - d, where d = clamp(1 - (1 + k / inv_gamma)^-power, min_value, beta)
-in float32 and k counts the steps past update_after_step. Better: one pass over all tensors; sharded models, which cannot be copied; integer
-buffers follow the model; forward_eval() evaluates; an EMA can be copied. Different: what is NaN or Inf in a weight is held.
+in float32 and k counts the steps past update_after_step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""torch.optim.swa_utils: AveragedModel and all that is around it, for sharded models too.
-
-Signatures, keys and numbers are the origin's. Better: one pass over the weights instead of a loop over them; FSDP1 and FSDP2 models, and
-with ``replicas="split"`` DDP ones of whose averages each rank keeps a part; integer buffers are copied also where buffers are averaged,
-where torch truncates them or fails; names and shapes are compared before anything changes.
-"""
+"""torch.optim.swa_utils: AveragedModel and all that is around it, for sharded models too. Signatures, keys, numbers are the origin's."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """timm's averages of a model: ModelEma, ModelEmaV2, ModelEmaV3 (timm.utils.model_ema, 1.0.31), and the checkpoints that they are saved in.
-
-Signatures, attributes, keys and numbers are the origin's. Better: one pass over the weights; FSDP1 and FSDP2 models, and with
-``replicas="split"`` DDP ones of whose averages each rank keeps a part; integer buffers are copied, where V1 and V2 truncate them; tied
-weights are averaged once; names and shapes are compared before anything changes; what is NaN or Inf is held; a checkpoint without averages,
-or with others, is an error.
-"""
+Signatures, attributes, keys and numbers are the origin's; integer buffers are copied, where V1 and V2 truncate them."""
 
 from __future__ import annotations
 
@@ -35,8 +30,7 @@ class ModelEma:
     """``ema``: a copy of ``model``, in eval mode, whose state is averaged: e * decay + (1 - decay) * p. ``device``: where it lives, by
     default with the model. ``resume``: a checkpoint's path.
 
-    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a stand-in then, as for FSDP; its calls are
-    collective.
+    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a stand-in then, as for FSDP; calls are collective.
     """
 
     def __init__(

@@ -1,9 +1,5 @@
 """torch-ema's ExponentialMovingAverage (0.3): the averages of a list of parameters, with store() and restore() around an evaluation.
-
-Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are the origin's, bit for bit. Better: one
-pass over all tensors; sharded parameters; blocks of average_parameters() nest, and free their copy; a state that does not fit changes
-nothing. Different: what is NaN or Inf in a weight is held.
-"""
+Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are the origin's, bit for bit."""
 
 from __future__ import annotations
 

@@ -98,10 +98,8 @@ def _several_said(where: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         if several := _core.ema_files_in(where):
-            raise errors.make(
-                "not_found",
-                f"{where} is a saved EMA of decays {', '.join(several)}; give the file of one of them: {', '.join(several.values())}",
-            ) from None
+            one_of_them = f"give the file of one of them: {', '.join(several.values())}"
+            raise errors.make("not_found", f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}") from None
         raise
 
 
@@ -135,9 +133,8 @@ def _prepared(
     group: _core.Group, files: Sequence[FileParts], reached: list[list[Part]], path: StrPath, team: Team, options: dict[str, Any]
 ) -> Save:
     def given() -> tuple[str, list[_core.SaveFile]]:
-        return paths.to_write(path), [
-            _core.SaveFile(file.name, _views(parts), _texts(file.metadata)) for file, parts in zip(files, reached, strict=True)
-        ]
+        with_memory = zip(files, reached, strict=True)
+        return paths.to_write(path), [_core.SaveFile(file.name, _views(parts), _texts(file.metadata)) for file, parts in with_memory]
 
     target, engine_files = team.agree("save()", given)
     told = {**options, "progress": shown(options.get("progress"), f"save {Path(target).name}", team.rank)}
@@ -149,7 +146,7 @@ def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
         if not isinstance(key, str) or not isinstance(text, str):
             wrong = key if not isinstance(key, str) else text
             raise invalid(
-                f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); a header holds texts alone: str(), or json.dumps()"
+                f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); headers hold texts alone: str(), or json.dumps()"
             )
         _check_text(f"metadata {key!r}", key + text)
     return dict(metadata)
@@ -213,9 +210,8 @@ def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
     for part in parts:
         _check_text(f"the name {part.name!r}", part.name)
         dtype = dtypes.name_of(part.name, part.flat.dtype)
-        views.append(
-            engine_view(part.name, dtype, part.flat, _unpacked(part, dtypes.PACKED[dtype]) if dtype in dtypes.PACKED else part.region)
-        )
+        region = _unpacked(part, dtypes.PACKED[dtype]) if dtype in dtypes.PACKED else part.region
+        views.append(engine_view(part.name, dtype, part.flat, region))
     return views
 
 

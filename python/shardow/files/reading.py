@@ -16,8 +16,7 @@ from shardow.files.paths import StrPath
 #: numpy's name of each dtype; bfloat16, which numpy lacks, comes as float32, which holds every value of it.
 _NUMPY = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32", "U64": "uint64",
-    "I64": "int64", "F16": "float16",
-    "BF16": "float32", "F32": "float32", "F64": "float64", "C64": "complex64",
+    "I64": "int64", "F16": "float16", "BF16": "float32", "F32": "float32", "F64": "float64", "C64": "complex64",
 }  # fmt: skip
 
 Framework = Literal["torch", "numpy"]

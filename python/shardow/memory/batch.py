@@ -20,22 +20,17 @@ def as_arguments(batch: Any, like: Like, of_shape: OfShape) -> Arguments:
     keyword; a shape (float32) or (shape, dtype) stands for a tensor; whatever else is among them stays as it is."""
 
     def leaf(value: Any) -> Any:
-        if is_shape(value):
-            return of_shape(tuple(value), torch.float32)
-        if _is_shape_and_dtype(value):
-            return of_shape(tuple(value[0]), dtype_of(value[1]))
-        return _pytree.tree_map_only(torch.Tensor, like, value)
+        form = shape_and_dtype(value)
+        return of_shape(*form) if form is not None else _pytree.tree_map_only(torch.Tensor, like, value)
 
     if isinstance(batch, Mapping):
         return (), {name: leaf(value) for name, value in batch.items()}
-    if isinstance(batch, torch.Tensor) or (is_shape(batch) and len(batch)) or _is_shape_and_dtype(batch):
+    if isinstance(batch, torch.Tensor) or (shape_and_dtype(batch) is not None and len(batch)):
         return (leaf(batch),), {}
     if isinstance(batch, (tuple, list)):
         return tuple(leaf(value) for value in batch), {}
-    raise invalid(
-        f"batch is a {type(batch).__name__}; give a tensor or its shape, a tuple of them, or a dict of them by the names of forward()'s "
-        "arguments"
-    )
+    forms = "a tensor or its shape, a tuple of them, or a dict of them by the names of forward()'s arguments"
+    raise invalid(f"batch is a {type(batch).__name__}; give {forms}")
 
 
 def dtype_of(value: Any) -> torch.dtype:
@@ -46,9 +41,14 @@ def dtype_of(value: Any) -> torch.dtype:
     return found
 
 
-def is_shape(value: Any) -> bool:
+def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Of a shape, which is float32's, or (shape, dtype); None: it is neither."""
+    if _is_shape(value):
+        return tuple(value), torch.float32
+    if isinstance(value, (tuple, list)) and len(value) == 2 and _is_shape(value[0]) and isinstance(value[1], (torch.dtype, str)):
+        return tuple(value[0]), dtype_of(value[1])
+    return None
+
+
+def _is_shape(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value)
-
-
-def _is_shape_and_dtype(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and is_shape(value[0]) and isinstance(value[1], (torch.dtype, str))

@@ -58,9 +58,8 @@ def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) ->
             panel.set_ylim(0, most / scale * 1.06)
             if row == 0:
                 highest = max(one.peak - one.before for one in ranks)
-                panel.set_title(
-                    f"{title}\nat most {highest / scale:.{2 if scale == 2**30 else 0}f} {unit}", color=colours.ink, fontsize=10, loc="left"
-                )
+                said = f"at most {highest / scale:.{2 if scale == 2**30 else 0}f} {unit}"
+                panel.set_title(f"{title}\n{said}", color=colours.ink, fontsize=10, loc="left")
     handles, labels = axes[0][0].get_legend_handles_labels()
     drawn.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink)
     return drawn

@@ -58,9 +58,8 @@ class Fake:
         try:
             return copy.deepcopy(model, instead)
         except Exception as error:
-            raise invalid(
-                f"plan(): this {type(model).__name__} can't be copied ({error}); give one that is freshly built, on meta for example"
-            ) from error
+            way_out = "give one that is freshly built, on meta for example"
+            raise invalid(f"plan(): this {type(model).__name__} can't be copied ({error}); {way_out}") from error
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
@@ -73,9 +72,8 @@ class Fake:
     def _explained(self, error: Exception) -> Exception:
         needs = ("DataDependentOutput", "DynamicOutputShape", "UnsupportedFakeTensor", "UnsupportedOperator")
         if isinstance(error, tuple(getattr(fake_tensor, f"{name}Exception") for name in needs)):
-            return unsupported(
-                f"plan(): {self._where(error)} needs values, not just shapes ({error}); leave batch= out, or run it and measure()"
-            )
+            way_out = "leave batch= out, or run it and measure()"
+            return unsupported(f"plan(): {self._where(error)} needs values, not just shapes ({error}); {way_out}")
         return invalid(f"plan(): {self._where(error)} refused the batch: {type(error).__name__}: {error}")
 
     def _where(self, error: Exception) -> str:

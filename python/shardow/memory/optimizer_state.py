@@ -51,10 +51,8 @@ def state_bytes(optimizer: Any, parts: Parts) -> int:
             twin = cls(groups, **options)
             twin.step()
     except Exception as error:
-        raise unsupported(
-            f"plan(): the state of {cls.__name__} is not known: a step on meta failed with {type(error).__name__}: {error}; give an "
-            "instance, or optimizer=None"
-        ) from error
+        failed = f"a step on meta failed with {type(error).__name__}: {error}"
+        raise unsupported(f"plan(): the state of {cls.__name__} is not known: {failed}; give an instance, or optimizer=None") from error
     return storage_bytes(tensors_in(list(twin.state.values())))
 
 
@@ -62,9 +60,8 @@ def _recipe(optimizer: Any, parts: Parts) -> tuple[type[torch.optim.Optimizer], 
     """Class, groups and options."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in _BY_NAME:
-            raise invalid(
-                f"optimizer={optimizer!r}; the names are {', '.join(sorted(_BY_NAME))}; give others as a class or an instance, or None"
-            )
+            names = ", ".join(sorted(_BY_NAME))
+            raise invalid(f"optimizer={optimizer!r}; the names are {names}; give others as a class or an instance, or None")
         name, options = _BY_NAME[optimizer.lower()]
         if not hasattr(torch.optim, name):
             raise unsupported(f"torch {torch.__version__} has no torch.optim.{name}")

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from shardow import _core
 from shardow.base.checks import invalid, one_of, unsupported, whole
 from shardow.errors import UnknownOptionError
-from shardow.memory.batch import dtype_of, is_shape
+from shardow.memory.batch import shape_and_dtype
 from shardow.memory.fake_forward import Fake
 from shardow.memory.optimizer_state import state_bytes
 from shardow.memory.switches import apply, is_switched
@@ -63,10 +63,8 @@ def layout_of(sharding: str, ranks: Any, shards: Any) -> Layout:
             raise invalid(f"shards={shards!r} is for sharding='hsdp'; with {sharding!r} it follows from ranks")
         return Layout(1, ranks) if sharding in ("plain", "ddp") else Layout(ranks, 1, flat=sharding == "fsdp1")
     if shards is None or ranks % whole("shards", shards, 1):
-        raise invalid(
-            f"sharding='hsdp' on {ranks} ranks needs shards=, how many of them share one copy of the model: a divisor of {ranks}, not "
-            f"{shards!r}"
-        )
+        wanted = f"how many of them share one copy of the model: a divisor of {ranks}, not {shards!r}"
+        raise invalid(f"sharding='hsdp' on {ranks} ranks needs shards=, {wanted}")
     return Layout(shards, ranks // shards)
 
 
@@ -141,20 +139,18 @@ def plan(
 
 def _held(tensors: list[_Tensor], layout: Layout, optimizer: Any, averages: int) -> dict[str, int]:
     """Buffers are whole on every rank."""
-    parts = {
-        one.key: nn.Parameter(torch.empty(layout.local(one.shape), dtype=one.dtype, device="meta")) for one in tensors if one.trainable
-    }
+
+    def local(one: _Tensor) -> torch.Tensor:
+        return torch.empty(one.shape if one.buffer else layout.local(one.shape), dtype=one.dtype, device="meta")
+
+    trained = [one for one in tensors if one.trainable]
+    parts = {one.key: nn.Parameter(local(one)) for one in trained}
     gradients = sum(part.nbytes for part in parts.values())
-    fixed = (
-        torch.Size(one.shape if one.buffer else layout.local(one.shape)).numel() * one.dtype.itemsize
-        for one in tensors
-        if not one.trainable
-    )
     return {
-        "weights": gradients + sum(fixed),
+        "weights": gradients + sum(local(one).nbytes for one in tensors if not one.trainable),
         "gradients": gradients,
         "optimizer": state_bytes(optimizer, parts),
-        "averages": averages * torch.float32.itemsize * sum(layout.averaged(one.shape) for one in tensors if one.trainable),
+        "averages": averages * torch.float32.itemsize * sum(layout.averaged(one.shape) for one in trained),
     }
 
 
@@ -189,9 +185,8 @@ def _wanted(switches: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _plain(model: nn.Module) -> nn.Module:
     """Without DDP and torch.compile around it; a sharded one is refused, since its shapes are those of shards."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    ):
+    by_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    if by_fsdp1 or any(isinstance(p, DTensor) for p in model.parameters()):
         raise invalid("plan() wants the model as it is before it is sharded, on meta for example; measure() takes the sharded one")
     model = unwrapped(model)
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
@@ -213,14 +208,10 @@ def _of_shapes(shapes: Any) -> Iterator[_Tensor]:
     if not isinstance(shapes, Mapping):
         raise invalid(f"plan() takes a module or a mapping of names to shapes, not a {type(shapes).__name__}")
     for name, value in shapes.items():
-        if isinstance(value, torch.Tensor):
-            shape, dtype = tuple(value.shape), value.dtype
-        elif is_shape(value):
-            shape, dtype = tuple(value), torch.float32
-        elif isinstance(value, (tuple, list)) and len(value) == 2 and is_shape(value[0]):
-            shape, dtype = tuple(value[0]), dtype_of(value[1])
-        else:
+        form = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else shape_and_dtype(value)
+        if form is None:
             raise invalid(f"plan(): '{name}': {value!r} is no shape; give whole numbers, as (8, 16), or ((8, 16), 'bfloat16')")
+        shape, dtype = form
         trainable = dtype.is_floating_point or dtype.is_complex
         yield _Tensor(str(name), shape, dtype, trainable, not trainable)
 
@@ -231,10 +222,8 @@ def _device(model: nn.Module, device: Any) -> torch.device:
     if device is not None:
         chosen = torch.device(device)
         if chosen.type not in ("cpu", there.type if there else "cpu"):
-            raise unsupported(
-                f"device={str(device)!r}: torch can't follow its kernels on a machine without one; leave it out to plan for "
-                f"{there or 'the CPU'}"
-            )
+            way_out = f"leave it out to plan for {there or 'the CPU'}"
+            raise unsupported(f"device={str(device)!r}: torch can't follow its kernels on a machine without one; {way_out}")
         return chosen
     found = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), None)
     return found or there or torch.device("cpu")

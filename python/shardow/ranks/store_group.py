@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from shardow import _core, errors
+from shardow.base.checks import invalid
 from shardow.base.signals import put_off
 from shardow.ranks.store_values import get, put
 from shardow.ranks.transfers import begun, finish, has_cpu
@@ -104,15 +105,12 @@ class StoreGroup(_core.Group):
         except Overdue:
             left.set()
             self._store = None
-            raise errors.make(
-                "timeout",
-                f"the store of the process group did not answer within {timeout:g} s: its host stands still, or cannot be reached",
-            ) from None
+            silent = f"the store of the process group did not answer within {timeout:g} s"
+            raise errors.make("timeout", f"{silent}: its host stands still, or cannot be reached") from None
         except dist.DistError as error:
             self._store = None
-            raise errors.make(
-                "peer_failed", f"the store of the process group is gone, and with it the rank that kept it: {error}"
-            ) from None
+            gone = "the store of the process group is gone, and with it the rank that kept it"
+            raise errors.make("peer_failed", f"{gone}: {error}") from None
         except Left as interrupt:
             left.set()
             ended, waited = self._interrupted(this, call, sources)
@@ -180,11 +178,8 @@ class StoreGroup(_core.Group):
         calls = [one[4 : 4 + int.from_bytes(one[:4], "little")].decode() for one in everybody]
         for rank, call in enumerate(calls):
             if call != calls[0]:
-                raise errors.make(
-                    "invalid_argument",
-                    f"rank {self.ranks[rank]} calls {call} where rank {self.ranks[0]} calls {calls[0]}; "
-                    "every rank must make the same collective calls in the same order",
-                )
+                differ = f"rank {self.ranks[rank]} calls {call} where rank {self.ranks[0]} calls {calls[0]}"
+                raise invalid(f"{differ}; every rank must make the same collective calls in the same order")
         return [one[4 + len(call.encode()) :] for one, call in zip(everybody, calls, strict=True)]
 
     def _interrupted(self, this: int, call: str, sources: Sequence[int]) -> tuple[tuple[list[bytes], list[bytes]] | None, str]:

@@ -48,14 +48,13 @@ class Team:
         if self.size == 1:
             return
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
-        everybody = [
-            (one[:32], int.from_bytes(one[32:], "little")) for one in self.gather(what, digest + self._next().to_bytes(8, "little"))
-        ]
-        if len({digest for digest, _ in everybody}) > 1:
+        next_one = self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
+        everybody = self.gather(what, digest + next_one.to_bytes(8, "little"))
+        if len({one[:32] for one in everybody}) > 1:
             texts = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
             raise errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(texts)}")
         if joins and isinstance(self.group, StoreGroup):
-            self.group.joined = max(number for _, number in everybody)
+            self.group.joined = max(int.from_bytes(one[32:], "little") for one in everybody)
             self._whose = f" of {joins} {self.group.joined}"
 
     def check_updates(self, what: str, counts: Sequence[int]) -> None:
@@ -102,17 +101,11 @@ class Team:
 
     def _begun(self, what: str, meet: Callable[[], list[bytes]]) -> list[bytes]:
         try:
-            self._begin(what)
+            if isinstance(self.group, StoreGroup):
+                self.group.begin(what + self._whose, self.timeout)
             return meet()
         except TimeoutError as error:
             raise _told(what, error, True) from None
-
-    def _begin(self, what: str) -> None:
-        if isinstance(self.group, StoreGroup):
-            self.group.begin(what + self._whose, self.timeout)
-
-    def _next(self) -> int:
-        return self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
 
     def stopped(self, what: str) -> None:
         """This rank was interrupted before the first round of ``what``, in which the others wait for it: they learn of it there."""

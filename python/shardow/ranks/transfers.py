@@ -63,9 +63,7 @@ def default_timeout(process_group: dist.ProcessGroup | None) -> float:
     if process_group is None:
         return 1800.0
     try:
-        options = process_group._get_backend(
-            next(iter(process_group._device_types))
-        ).options  # no public reader of a group's timeout exists
-        return float(options._timeout.total_seconds())
+        backend = process_group._get_backend(next(iter(process_group._device_types)))
+        return float(backend.options._timeout.total_seconds())  # no public reader of a group's timeout exists
     except (AttributeError, RuntimeError, StopIteration):
         return float(_get_default_timeout(dist.get_backend(process_group)).total_seconds())

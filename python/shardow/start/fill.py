@@ -111,11 +111,9 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
 
     def compare() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra)
-        fills = []
-        for part in job.held.parts:
-            if (key := keys.get(part.name)) is not None:
-                fills.append(Fill(part, Want(key, part.region.encode(), narrower(forms[key].dtype, part.flat.dtype))))
-        return report, fills
+        found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
+        wants = [Want(key, part.region.encode(), narrower(forms[key].dtype, part.flat.dtype)) for part, key in found]
+        return report, [Fill(part, want) for (part, _), want in zip(found, wants, strict=True)]
 
     report, fills = team.agree(job.what, compare)
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
@@ -160,9 +158,8 @@ def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection
     """Strict: as torch is about extra states, where all is asked for."""
     missing = [] if job.without else [name for name in job.held.extra if name not in found]
     if job.strict and (missing or unexpected):
-        texts = [f"missing in the source: {', '.join(missing[:20])}"] * bool(missing) + [
-            f"unexpected there: {', '.join(unexpected)}"
-        ] * bool(unexpected)
+        texts = [f"missing in the source: {', '.join(missing[:20])}"] if missing else []
+        texts += [f"unexpected there: {', '.join(unexpected)}"] if unexpected else []
         raise invalid(f"{job.what}: {'; '.join(texts)}; strict=False takes the rest")
 
 
@@ -190,7 +187,5 @@ def _forms(state: State, extra: Collection[str]) -> dict[str, Form]:
 def _refuse_lacking(job: Job, lacking: Collection[str]) -> None:
     without = [name for name in lacking if name in job.essential]
     if without:
-        raise invalid(
-            f"{job.what}: missing in the source: {', '.join(without[:20])}; they have memory without values since FSDP1 wrapped them, and "
-            "can't be left so"
-        )
+        why = "they have memory without values since FSDP1 wrapped them, and can't be left so"
+        raise invalid(f"{job.what}: missing in the source: {', '.join(without[:20])}; {why}")

@@ -28,9 +28,7 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
 
     def fill() -> None:
         if init is None and not job.without:
-            raise invalid(
-                f"{job.what}: the model has all its values, and there is no source; give one, or a function that initialises a module"
-            )
+            raise invalid(f"{job.what}: the model has all its values, and there is no source; give one, or an initialisation")
         modules = _modules(job, model)
         ways = {} if init is not None else _own_ways(job, model, modules)
         with torch.random.fork_rng(devices=[]):
@@ -40,9 +38,8 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
                 for done in _init_one(name, module, own, job, init or ways[id(module)]):
                     lacking.pop(done, None)
         if lacking:
-            raise invalid(
-                f"{job.what}: the initialisation left {', '.join([*lacking][:20])} without values; give a function that sets them as source"
-            )
+            left = ", ".join([*lacking][:20])
+            raise invalid(f"{job.what}: the initialisation left {left} without values; give a function that sets them as source")
 
     job.team.agree(job.what, fill)
     return {"missing": [], "unexpected": [], "kept": [part.name for part in job.held.parts if part.name not in job.wanted]}
@@ -115,10 +112,8 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> l
             if part.name not in job.wanted or _unwritten(value):
                 continue
             if value is None or tuple(value.shape) != tuple(part.region.shape):
-                shape = None if value is None else list(value.shape)
-                raise invalid(
-                    f"{job.what}: the initialisation of '{join(name, key)}' left it with shape {shape}, not {list(part.region.shape)}"
-                )
+                shapes = f"shape {None if value is None else list(value.shape)}, not {list(part.region.shape)}"
+                raise invalid(f"{job.what}: the initialisation of '{join(name, key)}' left it with {shapes}")
             take(value.detach(), part.region, part.flat)
             done.append(part.name)
     return done

@@ -209,9 +209,8 @@ def common_kind(what: str, source: Source, team: Team) -> str:
         return kinds[0]
     if kinds[0] == "a mapping" and set(kinds[1:]) <= {"nothing", _EMPTY}:
         return _RANK_0
-    raise invalid(
-        f"{what}: ranks have different sources: {', '.join(kinds)}; the same on all, or a mapping on rank 0 and None or {{}} elsewhere"
-    )
+    way_out = "the same on all, or a mapping on rank 0 and None or {} elsewhere"
+    raise invalid(f"{what}: ranks have different sources: {', '.join(kinds)}; {way_out}")
 
 
 def kind_of(source: object) -> str:

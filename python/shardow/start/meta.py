@@ -108,8 +108,10 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     known = [where for where in by_tensor(slots(model)).values() if where[0].recorded.is_meta]
     if not known:
         return {}
-    _refuse_tables(known)
-
+    # A buffer that is persistent under one of its names comes from there.
+    if tables := {slot.name for where in known if all(one.kind == "table" for one in where) for slot in where}:
+        lost = f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}"
+        raise invalid(f"{lost}; build the model under shardow.meta_init()")
     beside = device or next((mesh.device_type for mesh in meshes_of(model)), "cpu")  # of what is not sharded, as persistent buffers
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,12 +162,3 @@ def _join(known: list[list[Slot]]) -> None:
     for where in known:
         for slot in where[1:]:
             slot.owner[slot.key] = _now(where[0])
-
-
-def _refuse_tables(known: list[list[Slot]]) -> None:
-    """A buffer that is persistent under one of its names comes from there."""
-    tables = {slot.name for where in known if all(one.kind == "table" for one in where) for slot in where}
-    if tables:
-        raise invalid(
-            f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}; build the model under shardow.meta_init()"
-        )

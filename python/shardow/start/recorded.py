@@ -240,35 +240,23 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _kept(given: torch.Tensor) -> Call:
     values = given.detach()
-    whole = View(tuple(values.size()), _row_major(values.size()), 0)
+    whole = View(tuple(values.size()), torch.empty(values.size(), device="meta").stride(), 0)
     if values.numel() and bool((values == values.reshape(-1)[0]).all()):
         return Call(torch.Tensor.fill_, (whole, values.reshape(-1)[0].item()))
     if values.nbytes > MOST:
-        return Call(
-            torch.Tensor.copy_, problem=f"its constructor made {values.nbytes >> 20} MiB of values itself, more than meta_init() keeps"
-        )
+        made = f"{values.nbytes >> 20} MiB of values itself"
+        return Call(torch.Tensor.copy_, problem=f"its constructor made {made}, more than meta_init() keeps")
     return Call(torch.Tensor.copy_, (whole, values.clone()))
-
-
-def _row_major(size: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for one in reversed(size):
-        strides.append(step)
-        step *= max(one, 1)
-    return tuple(reversed(strides))
 
 
 def _callers(modules: list[nn.Module]) -> tuple[types.FrameType | None, bool]:
     """(the outermost frame of torch.nn.init that stands now, whether one of the modules' reset_parameters() does)."""
     init, frame = None, sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.nn.init" and _is_public(frame.f_code.co_name):
+        name = frame.f_code.co_name
+        if frame.f_globals.get("__name__") == "torch.nn.init" and not name.startswith("_") and hasattr(nn.init, name):
             init = frame
-        if frame.f_code.co_name == "reset_parameters" and any(frame.f_locals.get("self") is one for one in modules):
+        if name == "reset_parameters" and any(frame.f_locals.get("self") is one for one in modules):
             return init, True
         frame = frame.f_back  # type: ignore[assignment]
     return init, False
-
-
-def _is_public(name: str) -> bool:
-    return not name.startswith("_") and hasattr(nn.init, name)

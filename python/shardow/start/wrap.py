@@ -72,7 +72,9 @@ def wrap(
     common_kind("wrap()", source, team)
     has_weights = source is None and (team.rank == 0 or not memory_efficient_init)
     chosen, bindings, own = team.agree("wrap()", lambda: _checked(model, mesh, units, optimizer, has_weights))
-    team.same("wrap()", _facts(model, chosen, memory_efficient_init))
+    shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
+    shared_out = [name for name, module in walk(model) if module in chosen]
+    team.same("wrap()", {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init})
     if from_memory:
         to_meta(model)
         if optimizer is not None and bindings is not None:
@@ -96,9 +98,8 @@ def _shard(units: list[nn.Module], options: dict[str, Any]) -> None:
         try:
             fully_shard(unit, **options)
         except Exception as error:
-            raise invalid(
-                f"wrap(): fully_shard() of a {type(unit).__name__}: {error}; build the model anew, its weights are gone"
-            ) from error
+            way_out = "build the model anew, its weights are gone"
+            raise invalid(f"wrap(): fully_shard() of a {type(unit).__name__}: {error}; {way_out}") from error
 
 
 def _checked(
@@ -117,16 +118,6 @@ def _checked(
     origins.remember_all(model)
     bindings = None if optimizer is None else origins.bindings(optimizer, model)
     return chosen, bindings, own_weights(model) if has_weights else None
-
-
-def _facts(model: nn.Module, chosen: list[nn.Module], memory_efficient_init: bool) -> dict[str, Any]:
-    """In which ranks must be alike."""
-    units = set(map(id, chosen))
-    return {
-        "tensors": {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")},
-        "units": [name for name, module in walk(model) if id(module) in units],
-        "memory_efficient_init": memory_efficient_init,
-    }
 
 
 def _policy(mixed_precision: MixedPrecisionPolicy | torch.dtype | None) -> MixedPrecisionPolicy:
@@ -148,9 +139,8 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
         found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
     if not found:
         raise invalid(f"wrap(): no module of the model is one of units={units!r}")
-    return list(
-        {id(module): module for module in reversed(found) if not isinstance(module, FSDPModule)}.values()
-    )  # inner units first, as torch wants
+    inner_first = dict.fromkeys(reversed(found))  # as torch wants
+    return [module for module in inner_first if not isinstance(module, FSDPModule)]
 
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
@@ -165,10 +155,8 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
                 continue
             name, first = seen.setdefault(id(param), (join(prefix, key), unit))
             if first != unit:
-                raise invalid(
-                    f"wrap(): '{join(prefix, key)}' is the same tensor as '{name}', in another unit; leave one of the two modules out of "
-                    "units="
-                )
+                tied = f"'{join(prefix, key)}' is the same tensor as '{name}'"
+                raise invalid(f"wrap(): {tied}, in another unit; leave one of the two modules out of units=")
         for key, child in module._modules.items():
             if child is not None:
                 visit(child, join(prefix, key), unit)

@@ -1,9 +1,5 @@
 """NVIDIA-NeMo/Automodel's averages (components/training/ema.py) and the reader of its YAML section, on shardow.EMA and on a second model.
-
-Both average by e.mul_(d).add_(p, alpha=1-d); in float32 that is the origin's result bit for bit. Better: averages are float32 whatever the
-weights are, nothing is matched by luck or left out in silence, everything is checked before anything changes, and there are ways out to
-inference. Names are the unwrapped model's. docs/migration.md has the list.
-"""
+Both average by e.mul_(d).add_(p, alpha=1-d); in float32 that is the origin's result bit for bit. Names are the unwrapped model's."""
 
 from shardow.compat.automodel.managed import Unmatched
 from shardow.compat.automodel.second_model import ShardedModelEMAManager

@@ -1,9 +1,5 @@
 """ByteDance-Seed/Bagel's FSDP helpers (train/fsdp_utils.py): a second FSDP model with averaged weights, and its checkpoints of five files.
-
-fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as the origin. Better: weights are paired by name and region, also
-of models that are trained in part or not at all, of FSDP2 and of plain ones; checkpoints appear whole or not at all, each rank writing and
-reading its own bytes; and what is missing is said. docs/migration.md has the list.
-"""
+fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as the origin."""
 
 from __future__ import annotations
 

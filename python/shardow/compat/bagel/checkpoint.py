@@ -135,10 +135,8 @@ def _load(model: nn.Module, path: Path, team: Team, logger: Any, check_only: boo
     job = fill.Job("try_load_ckpt()", held, team, names, valueless, strict=False, verify=True, progress=None)
     report = fill.from_file(job, path, check_only)
     if len(report["missing"]) == len(names):
-        raise invalid(
-            f"try_load_ckpt(): {path} has nothing of this model: it has {', '.join(report['unexpected'][:5])} ..., the model "
-            f"{', '.join(names[:5])} ..."
-        )
+        there, here = ", ".join(report["unexpected"][:5]), ", ".join(names[:5])
+        raise invalid(f"try_load_ckpt(): {path} has nothing of this model: it has {there} ..., the model {here} ...")
     if not check_only:
         held.put_back()
         meta.have_values(model)
@@ -184,11 +182,9 @@ def _read_shard(folder: Path, shard: _Shard) -> Any:
         return _read(folder / shard.name)
     counts = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("optimizer.*-of-*.pt")})
     there = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
-    raise errors.make(
-        "not_found",
-        f"{folder} has no {shard.name}: this run has {shard.count} shards of the optimizer's state, the checkpoint {there}. Resume with as "
-        "many, or from the weights alone, which fit any number",
-    )
+    differ = f"this run has {shard.count} shards of the optimizer's state, the checkpoint {there}"
+    way_out = "Resume with as many, or from the weights alone, which fit any number"
+    raise errors.make("not_found", f"{folder} has no {shard.name}: {differ}. {way_out}")
 
 
 def _read(path: Path) -> Any:

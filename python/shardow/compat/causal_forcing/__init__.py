@@ -1,10 +1,6 @@
 """``utils/distributed.py`` of Self-Forcing (guandeh17), Causal-Forcing (thu-ml) and their kin: EMA_FSDP, fsdp_wrap(), fsdp_state_dict(),
-and the model.pt of their trainers.
-
-Names, arithmetic (``shadow.mul_(d).add_(p.float(), alpha=1 - d)``) and keys are the origin's. Better: nothing is copied to the host at a
-step, replicas share the work, a save never touches live weights, every parameter is in it, averages stay float32, files are read back at
-any world size, and what does not fit is an error before anything has changed. Different: averages live where the weights are.
-"""
+and the model.pt of their trainers. Names, arithmetic (``shadow.mul_(d).add_(p.float(), alpha=1 - d)``) and keys are the origin's; averages
+live where the weights are."""
 
 from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP, fsdp_state_dict
 from shardow.compat.causal_forcing.model_pt import load_model_pt, read_model_pt, write_model_pt

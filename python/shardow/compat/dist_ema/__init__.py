@@ -1,9 +1,5 @@
-"""ckczzj/DistEMA: averages of a replicated model, cut into one equal stretch for each rank, on shardow's engine and files.
-
-Names, signatures, the partition, the recursion ``e.mul_(d).add_(p, alpha=1 - d)`` and the warm-up are the origin's. Better: every shape and
-stride loads, ranks may be empty, and so may models be sharded (FSDP, TP); the whole goes to rank 0 alone; save() and load() move only own
-bytes, at any world size; averages in 16 bits are rounded stochastically, and do not stall.
-"""
+"""ckczzj/DistEMA: averages of a replicated model, cut into one equal stretch for each rank, on shardow's engine and files. Names,
+signatures, the partition, the recursion ``e.mul_(d).add_(p, alpha=1 - d)`` and the warm-up are the origin's."""
 
 from shardow.compat.dist_ema.checks import PRECISION_TO_TYPE
 from shardow.compat.dist_ema.ema import DistEMA, requires_grad

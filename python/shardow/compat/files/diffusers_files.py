@@ -93,26 +93,19 @@ def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
         raise invalid(f"a {type(model).__name__} of this config has {len(known)} parameters; there are averages of {len(shadows)}")
     for (name, param), shadow in zip(known.items(), shadows, strict=True):
         if shadow.dim() == 1 and param.dim() > 1:
-            raise invalid(
-                f"the average of '{name}' is a flat piece of {shadow.numel()} elements, as FSDP1 has them, of which no "
-                f"{type(model).__name__} can be saved; save state_dict() on every rank, "
-                "or copy_to() the model and save that one whole, then restore()",
-                RuntimeError,
-            )
+            flat = f"the average of '{name}' is a flat piece of {shadow.numel()} elements, as FSDP1 has them"
+            way_out = "save state_dict() on every rank, or copy_to() the model and save that one whole, then restore()"
+            raise invalid(f"{flat}, of which no {type(model).__name__} can be saved; {way_out}", RuntimeError)
         if param.shape != shadow.shape:
-            raise invalid(
-                f"'{name}' is {tuple(param.shape)} in a {type(model).__name__} of this config, its average {tuple(shadow.shape)}",
-                RuntimeError,
-            )
+            there = f"{tuple(param.shape)} in a {type(model).__name__} of this config"
+            raise invalid(f"'{name}' is {there}, its average {tuple(shadow.shape)}", RuntimeError)
 
 
 def _named(model: nn.Module, shadows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's state_dict() with averages in the dtypes of its parameters, under all of their names."""
     _check(model, shadows)
-    by_parameter = {
-        id(param): shadow.to(param.dtype) if shadow.is_floating_point() else shadow
-        for param, shadow in zip(model.parameters(), shadows, strict=True)
-    }
+    cast = (shadow.to(p.dtype) if shadow.is_floating_point() else shadow for p, shadow in zip(model.parameters(), shadows, strict=True))
+    by_parameter = dict(zip(map(id, model.parameters()), cast, strict=True))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: by_parameter[id(parameters[name])] if name in parameters else tensor for name, tensor in model.state_dict().items()}
 

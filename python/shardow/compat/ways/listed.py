@@ -115,26 +115,18 @@ def moved(
 def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], loading: bool = False) -> None:
     """Raises what is ValueError and RuntimeError where lengths or shapes differ. ``loading``: the shadows are a state's."""
     if len(shadows) != len(parameters):
-        differ = (
-            f"the state has {len(shadows)} averages; the averages were made of {len(parameters)} parameters here: it is another model's"
-            if loading
-            else f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
-        )
+        differ = f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
+        if loading:
+            differ = f"the state has {len(shadows)} averages; these were made of {len(parameters)} parameters: it is another model's"
         raise invalid(differ, RuntimeError)
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
         if shadow.shape == parameter.shape and _is_sharded(parameter) != _is_sharded(shadow):
             whole, shards = ("average", "parameter") if _is_sharded(parameter) else ("parameter", "average")
-            raise invalid(
-                f"{whole} {i} is whole, its {shards} is sharded; make the averages of the parameters that are given here, then load into "
-                "them (diffusers: from_pretrained(..., parameters=))",
-                RuntimeError,
-            )
+            way_out = "make the averages of these parameters, then load into them (diffusers: from_pretrained(..., parameters=))"
+            raise invalid(f"{whole} {i} is whole, its {shards} is sharded; {way_out}", RuntimeError)
         if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
-            raise invalid(
-                f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; "
-                f"{_OTHERS if loading else 'pass the parameters in the order of construction'}",
-                RuntimeError,
-            )
+            why = _OTHERS if loading else "pass the parameters in the order of construction"
+            raise invalid(f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; {why}", RuntimeError)
 
 
 def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

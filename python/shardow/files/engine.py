@@ -145,9 +145,7 @@ def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             wrong = key if not isinstance(key, str) else text
-            raise invalid(
-                f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); headers hold texts alone: str(), or json.dumps()"
-            )
+            raise invalid(f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); headers hold texts alone: str(), json.dumps()")
         _check_text(f"metadata {key!r}", key + text)
     return dict(metadata)
 

@@ -29,7 +29,7 @@ class Fake:
         self._device, self._loss = device, loss
         self.model = self._copy(model)
         with self._mode:
-            self._args, self._kwargs = as_arguments(batch, self._like, self._of_shape)
+            self._args, self._kwargs = as_arguments(batch, self._like, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
 
     def kept(self) -> int:
         """Bytes that autograd keeps at the end of a forward pass in training."""
@@ -65,9 +65,6 @@ class Fake:
         if tensor.layout is not torch.strided:
             raise unsupported(f"plan(): a tensor of layout {tensor.layout}")
         return empty_like(tensor, self._device)
-
-    def _of_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _explained(self, error: Exception) -> Exception:
         needs = ("DataDependentOutput", "DynamicOutputShape", "UnsupportedFakeTensor", "UnsupportedOperator")

@@ -16,10 +16,7 @@ from shardow.memory.activations import storage_bytes, tensors_in
 _CLASSES = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-_BY_NAME: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name.lower(): (name, {}) for name in _CLASSES},
-    "sgd-momentum": ("SGD", {"momentum": 0.9}),
-}
+_BY_NAME = {name.lower(): name for name in _CLASSES} | {"sgd-momentum": "SGD"}
 
 #: They choose kernels that meta does not have, and no state.
 _WAYS = {"fused": False, "foreach": None, "capturable": False, "differentiable": False}
@@ -62,7 +59,7 @@ def _recipe(optimizer: Any, parts: Parts) -> tuple[type[torch.optim.Optimizer], 
         if optimizer.lower() not in _BY_NAME:
             names = ", ".join(sorted(_BY_NAME))
             raise invalid(f"optimizer={optimizer!r}; the names are {names}; give others as a class or an instance, or None")
-        name, options = _BY_NAME[optimizer.lower()]
+        name, options = _BY_NAME[optimizer.lower()], {"momentum": 0.9} if optimizer.lower() == "sgd-momentum" else {}
         if not hasattr(torch.optim, name):
             raise unsupported(f"torch {torch.__version__} has no torch.optim.{name}")
         return getattr(torch.optim, name), [{"params": list(parts.values())}], options

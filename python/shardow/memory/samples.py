@@ -147,18 +147,15 @@ class Sampler:
 
     def _sample(self, costly: bool) -> None:
         with self._lock:  # a mark comes from another thread
-            self._sample_now(costly)
-
-    def _sample_now(self, costly: bool) -> None:
-        now = time.time()
-        self._add(self.samples.resident, now, self._resident())
-        device = _on_device()
-        if device is not None:
-            self._add(self.samples.device, now, device)
-        if costly:
-            began = time.monotonic()
-            self._add(self.samples.proportional, now, _told("smaps_rollup", "Pss:"))
-            self._next_proportional = time.monotonic() + (time.monotonic() - began) / _SHARE
+            now = time.time()
+            self._add(self.samples.resident, now, self._resident())
+            device = _on_device()
+            if device is not None:
+                self._add(self.samples.device, now, device)
+            if costly:
+                began = time.monotonic()
+                self._add(self.samples.proportional, now, _told("smaps_rollup", "Pss:"))
+                self._next_proportional = time.monotonic() + (time.monotonic() - began) / _SHARE
 
     def _add(self, series: Series, now: float, amount: int) -> None:
         series.append((now, amount))

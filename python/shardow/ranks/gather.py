@@ -108,7 +108,8 @@ class Gatherer:
             if rank == 0:
                 place(part.flat.cpu(), region, full)
                 continue
-            for window in _windows(region, full.element_size()):
+            each = _elements(full.itemsize)
+            for window in (region.window(begin, min(begin + each, region.size)) for begin in range(0, region.size, each)):
                 block = torch.empty(window.size, dtype=part.flat.dtype, device=self._carrier(part.flat))
                 self._move(dist.irecv, block, rank, group_src=rank)
                 place(block.cpu(), window, full)
@@ -137,11 +138,6 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) ->
 def _elements(itemsize: int) -> int:
     """Of one message."""
     return max(_BLOCK // itemsize, 1)
-
-
-def _windows(region: _core.Region, itemsize: int) -> Iterator[_core.Region]:
-    for begin in range(0, region.size, _elements(itemsize)):
-        yield region.window(begin, min(begin + _elements(itemsize), region.size))
 
 
 def place(flat: torch.Tensor, region: _core.Region, full: torch.Tensor) -> None:

@@ -123,16 +123,9 @@ class StoreGroup(_core.Group):
             raise interrupt.cause from None
 
     def _turn(
-        self,
-        this: int,
-        call: bytes,
-        mine: bytes,
-        seconds: float,
-        timeout: float,
-        left: threading.Event,
-        letters: Mapping[int, bytes],
+        self, this: int, call: bytes, mine: bytes, seconds: float, timeout: float, left: threading.Event, letters: Mapping[int, bytes],
         sources: Sequence[int],
-    ) -> tuple[list[bytes], list[bytes]]:
+    ) -> tuple[list[bytes], list[bytes]]:  # fmt: skip
         """(1) to (4), on a thread that the caller may have ``left`` meanwhile. Letters are written before what others wait for."""
         store = self._store or self._connected()
         if left.is_set():
@@ -216,15 +209,6 @@ class StoreGroup(_core.Group):
     def _connected(self) -> Any:
         """Channels wait at the same time, and so does torch: a connection serves one wait."""
         return PrefixStore(self._prefix, _connection())
-
-    def note(self, key: str, text: str) -> None:
-        """For ranks that come later; no round, and waits for nobody. The first one under a key stays."""
-        self.ask(lambda store: store.compare_set(f"note/{key}", "", text))
-
-    def noted(self, key: str) -> str | None:
-        """What note() left, if anything; None where the store does not answer either."""
-        found = self.ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None)
-        return None if found is None else bytes(found).decode()
 
     def ask(self, question: Callable[[Any], T], seconds: float = ANSWER) -> T | None:
         """question(store), of keys that no round has; None where the store does not answer in time, or is gone."""

@@ -115,10 +115,14 @@ class Team:
     def note(self, key: str, text: str) -> None:
         """For ranks that come later; waits for nobody. The first one under a key stays."""
         if isinstance(self.group, StoreGroup):
-            self.group.note(key, text)
+            self.group.ask(lambda store: store.compare_set(f"note/{key}", "", text))
 
     def noted(self, key: str) -> str | None:
-        return self.group.noted(key) if isinstance(self.group, StoreGroup) else None
+        """What note() left, if anything; None where the store does not answer either."""
+        if not isinstance(self.group, StoreGroup):
+            return None
+        found = self.group.ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None)
+        return None if found is None else bytes(found).decode()
 
 
 def _told(what: str, error: TimeoutError, begun: bool) -> Exception:

@@ -117,7 +117,7 @@ def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], l
     if len(shadows) != len(parameters):
         differ = f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
         if loading:
-            differ = f"the state has {len(shadows)} averages; these were made of {len(parameters)} parameters: it is another model's"
+            differ = f"the state has {len(shadows)} averages; the averages were made of {len(parameters)} here: it is another model's"
         raise invalid(differ, RuntimeError)
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
         if shadow.shape == parameter.shape and _is_sharded(parameter) != _is_sharded(shadow):

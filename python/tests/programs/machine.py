@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import shardow
 from programs.other_job import Marks
 from programs.same import refused, same
-from programs.story import DECAYS, Line, Oracle, Tensors
+from programs.story import DECAYS, Line, Oracle, Program, Tensors
 from programs.two_jobs import TwoJobs
 
 OTHERS = "notes.txt"
@@ -28,37 +29,51 @@ class BodyError(Exception):
     """Raised by a block's body; the user's own."""
 
 
-def run(kind: str, lines: tuple[Line, ...], oracle: Oracle, folder: str, marks: str) -> Oracle:
+class Setter(torch.optim.Optimizer):
+    """What writes weights, so that updates in the background are waited for. ``write``: what the next step does."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+        self.write: Callable[[], None] = lambda: None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        write, self.write = self.write, lambda: None
+        write()
+
+
+def run(program: Program, lines: tuple[Line, ...], oracle: Oracle, folder: str, marks: str) -> Oracle:
     """Collective. Returns the oracle as it is after the last line."""
-    machine = Machine(kind, oracle, Path(folder), 5 if lines and lines[-1][0] == "killed" else 60)
+    machine = Machine(program, oracle, Path(folder), 5 if lines and lines[-1][0] == "killed" else 60)
     for number, line in enumerate(lines):
         try:
             machine.marks = Marks(marks, number)
             machine.do(line)
-            machine.check()
+            if number % 2 or not any(program.overlap):  # looking at averages ends an update in the background: not after every line
+                machine.check()
         except BaseException as error:
             error.add_note(f"at line {number}, {line!r}, on rank {machine.rank}")
             raise
+    machine.check()
     machine.finish()
     return machine.oracle
 
 
 class Machine:
-    def __init__(self, kind: str, oracle: Oracle, folder: Path, timeout: float) -> None:
-        self.kind, self.oracle, self.folder, self.timeout = kind, oracle, folder, timeout
+    def __init__(self, program: Program, oracle: Oracle, folder: Path, timeout: float) -> None:
+        self.kind, self.overlap, self.oracle, self.folder, self.timeout = program.kind, program.overlap, oracle, folder, timeout
         self.marks: Marks
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pending: dict[str, Any] = {}
-        self.model = models.build(kind if self.world > 1 else "plain", self.world)
+        self.model = models.build(self.kind if self.world > 1 else "plain", self.world)
         self.set_weights(oracle.weights)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.emas = [self.average(decay) for decay in DECAYS]
+        self.optimizer = Setter(self.model.parameters())
+        self.emas = [self.average(which) for which in (0, 1)]
         oracle.begin()
         self.handles: list[Any] = [None, None]
 
-    def average(self, decay: float) -> shardow.EMA:
+    def average(self, which: int) -> shardow.EMA:
         alike = dist.group.WORLD if self.kind == "plain" and self.world > 1 else None
-        return shardow.EMA(self.model, decay=decay, timeout=self.timeout, group=alike)
+        return shardow.EMA(self.model, decay=DECAYS[which], timeout=self.timeout, group=alike, overlap=self.overlap[which])
 
     def do(self, line: Line) -> None:
         verb, *rest = line
@@ -83,8 +98,14 @@ class Machine:
 
     def _train(self, seed: int, poisoned: bool) -> None:
         self._move_weights(seed, poisoned)
-        for ema, attached in zip(self.emas, self.oracle.attached, strict=True):
-            if not attached:
+        for ema, attached, overlap in zip(self.emas, self.oracle.attached, self.overlap, strict=True):
+            if not attached and overlap:
+                with refused():
+                    ema.update()
+                own = Setter(self.model.parameters())
+                with ema.attach(own):
+                    own.step()
+            elif not attached:
                 ema.update()
 
     def do_skip(self, seed: int) -> None:
@@ -94,7 +115,7 @@ class Machine:
         ahead = Oracle(self.oracle.weights)
         ahead.begin()
         ahead.follow(("nan" if poisoned else "step", seed))
-        self.set_weights(ahead.weights)
+        self.optimizer.write = lambda: self.set_weights(ahead.weights)
         self.optimizer.step()
 
     def do_attach(self, which: int) -> None:
@@ -238,9 +259,9 @@ class Machine:
             if self.oracle.attached[which]:
                 self.handles[which].remove()
         states = [ema.state_dict() for ema in self.emas]
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.optimizer = Setter(self.model.parameters())
         for which, state in enumerate(states):
-            self.emas[which] = self.average(DECAYS[which])
+            self.emas[which] = self.average(which)
             self.emas[which].load_state_dict(state)
             if self.oracle.attached[which]:
                 self.handles[which] = self.emas[which].attach(self.optimizer)

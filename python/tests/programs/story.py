@@ -19,6 +19,7 @@ KINDS = ("plain", "ddp", "fsdp2", "fsdp1")
 PATHS = ("one.safetensors", "two", "three.safetensors")  # a directory among them
 BODIES = ("fine", "fine", "moves", "raises everywhere", "raises on one", "misused")
 DECAYS = (0.9, 0.63)
+OVERLAP = ((False, False), (True, False), (True, True))
 DELAYS = (0.0, 0.002, 0.005, 0.01, 0.03)  # seconds after which a rank is killed
 
 
@@ -26,14 +27,15 @@ DELAYS = (0.0, 0.002, 0.005, 0.01, 0.03)  # seconds after which a rank is killed
 class Program:
     """``parts``: each runs on its own number of ranks, with a new model and new EMAs, and begins with what a file has kept.
 
-    A part that ends in a line "killed" ends so.
+    A part that ends in a line "killed" ends so. ``overlap``: which of the EMAs average in the background.
     """
 
     kind: str
+    overlap: tuple[bool, bool]
     parts: tuple[tuple[int, tuple[Line, ...]], ...]
 
     def __str__(self) -> str:
-        lines = [f"Program({self.kind!r}, ("]
+        lines = [f"Program({self.kind!r}, {self.overlap!r}, ("]
         for world, part in self.parts:
             lines += [f"    ({world}, ("] + [f"        {line!r}," for line in part] + ["    )),"]
         return "\n".join([*lines, "))"])
@@ -49,7 +51,8 @@ def draw(seed: int) -> Program:
         first.append(("killed", rng.randrange(2), rng.choice(PATHS), rng.randrange(2), rng.choice(DELAYS), other))
     if seed % 3 == 1:
         first.insert(rng.randrange(1, len(first)), _two_jobs(rng, dies=seed % 10 == 4))
-    return Program(kind, ((2, (("save", 0, PATHS[0]), *first)), (rng.choice((1, 2, 3)), tuple(second))))
+    parts = ((2, (("save", 0, PATHS[0]), *first)), (rng.choice((1, 2, 3)), tuple(second)))
+    return Program(kind, rng.choice(OVERLAP), parts)
 
 
 def _two_jobs(rng: random.Random, dies: bool) -> Line:

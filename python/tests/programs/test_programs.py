@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -34,7 +35,7 @@ def run(program: Program) -> None:
             killed = bool(lines) and lines[-1][0] == "killed"
             others = OtherJobs(lines, files, marks)
             try:
-                answers = ranks.run(world, machine.run, program.kind, lines, oracle, str(files), str(marks), timeout=90, may_die=killed)
+                answers = ranks.run(world, machine.run, program, lines, oracle, str(files), str(marks), timeout=90, may_die=killed)
             finally:
                 for at in range(len(lines)):
                     Marks(marks, at).make("enough")
@@ -76,10 +77,11 @@ def shortest(program: Program) -> tuple[Program, int]:
         if at >= len(lines):
             part, at = part + 1, 0
             continue
-        shorter = (*program.parts[:part], (world, lines[:at] + lines[at + 1 :]), *program.parts[part + 1 :])
+        parts = (*program.parts[:part], (world, lines[:at] + lines[at + 1 :]), *program.parts[part + 1 :])
+        shorter = replace(program, parts=parts)
         attempts += 1
-        if failure(Program(program.kind, shorter)) is not None:
-            program = Program(program.kind, shorter)
+        if failure(shorter) is not None:
+            program = shorter
         else:
             at += 1
     return program, attempts

@@ -32,6 +32,9 @@ HOW: dict[str, dict[str, Any]] = {
     "offloaded by hand": {"device": "cpu"},
 }
 
+SMALLEST_RING = 4096  # bytes
+IN_BETWEEN = ("lerp, four decays", "noise", "bfloat16")  # are swapped, saved, loaded and reset between steps
+
 Found = tuple[dict[str, torch.Tensor], dict[str, dict[str, float]]]
 
 
@@ -51,6 +54,18 @@ def options() -> dict[str, dict[str, Any]]:
     }
 
 
+def build(kind: str, world: int, dtype: torch.dtype) -> nn.Module:
+    """On every rank more than the smallest ring holds, in parts of awkward sizes."""
+    torch.manual_seed(5)
+    if kind == "tp+fsdp2":
+        model = nn.Sequential(nn.Linear(128, 136), nn.ReLU(), nn.Linear(136, 4), nn.ReLU(), nn.Linear(4, 4))
+    else:
+        model = nn.Sequential(
+            nn.Linear(131, 127), nn.LayerNorm(127), nn.ReLU(), nn.Linear(127, 5), nn.ReLU(), nn.Linear(5, 1), nn.Linear(1, 4)
+        )
+    return models.PARALLEL[kind](model.to(dtype), world)
+
+
 def give_gradients(model: nn.Module, step: int) -> None:
     for i, p in enumerate(model.parameters()):
         p.grad = torch.full_like(p, 0.1 * step - 0.05 * i)
@@ -58,11 +73,11 @@ def give_gradients(model: nn.Module, step: int) -> None:
             getattr(p.grad, "_local_tensor", p.grad).view(-1)[:1] = float("nan")
 
 
-def everything(kind: str, dtype: torch.dtype, how: str, folder: str, seed: int | None = None, ring_bytes: int = 1 << 20) -> Found:
+def everything(kind: str, dtype: torch.dtype, how: str, folder: str, seed: int | None = None, ring_bytes: int = SMALLEST_RING) -> Found:
     """On every rank: (averages by "options/decay/name", on rank 0; stats() by options) after steps, a step with NaN, swaps, saves, loads
     and moved memory. ``seed``: of the device."""
     world = dist.get_world_size()
-    model = models.build(kind, world, dtype)
+    model = build(kind, world, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     offloaded = how.startswith("offloaded")
     with warnings.catch_warnings(), Device(seed) if offloaded else contextlib.nullcontext() as device:
@@ -91,7 +106,7 @@ def everything(kind: str, dtype: torch.dtype, how: str, folder: str, seed: int |
 
 
 def _in_between(step: int, kind: str, model: nn.Module, emas: dict[str, shardow.EMA], path: Path) -> None:
-    for name in ("lerp, four decays", "noise", "bfloat16"):
+    for name in IN_BETWEEN:
         ema = emas[name]
         if step == 3:
             with ema.swapped(ema.decays[-1]):

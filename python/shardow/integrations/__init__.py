@@ -5,10 +5,10 @@ Nothing is imported until one of them is. They use their frameworks' checkpoints
 May import: ema, schedules, base, errors.
 """
 
-__all__ = ["TESTED_WITH", "accelerate", "transformers"]
+__all__ = ["TESTED_WITH", "accelerate", "lightning", "transformers"]
 
 #: Versions that the tests ran with, by package; others may do.
-TESTED_WITH = {"transformers": "5.23.0", "accelerate": "1.15.0"}
+TESTED_WITH = {"transformers": "5.23.0", "accelerate": "1.15.0", "lightning": "2.6.6"}
 
 
 def __dir__() -> list[str]:

@@ -57,8 +57,7 @@ struct AverageOptions {
   bool keep_values = false;  ///< the averages begin with what their memory holds, not equal to the parameters
   int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow; with `overlap`, of weights on the host, 1
   bool overlap = false;      ///< update() returns when its work has begun on threads in the background; see wait(). Averages on the host
-  int64_t ring_bytes =
-      128 << 20;              ///< pinned host memory through which weights on devices reach averages on the host, in all; none elsewhere
+  int64_t ring_bytes = int64_t{128} << 20;  ///< pinned memory, in all, through which weights on devices reach averages on the host
   Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
   std::chrono::milliseconds timeout{600'000};  ///< of what `replicas` send each other in a swap
 };

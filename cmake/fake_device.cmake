@@ -4,4 +4,3 @@ nanobind_add_module(_core_fake STABLE_ABI NB_STATIC NOMINSIZE NB_DOMAIN shardow_
 set_target_properties(_core_fake PROPERTIES OUTPUT_NAME _core LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/fake)
 target_include_directories(_core_fake BEFORE PRIVATE tests/cuda/include tests/cuda src python/src)
 target_link_libraries(_core_fake PRIVATE shardow fmt::fmt)
-add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/seeded_main.cc)

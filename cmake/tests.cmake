@@ -33,3 +33,10 @@ endfunction()
 add_fake_device_test(cuda_calls tests/cuda/calls_test.cc tests/cuda/seeded_main.cc)
 add_fake_device_test(cuda_kernels src/kernels/cuda_test.cc tests/cuda/seeded_main.cc)
 target_compile_definitions(cuda_kernels_test PRIVATE SHARDOW_HAVE_CUDA)
+add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/seeded_main.cc)
+
+# In place of the whole CUDA path, one that allocates nothing.
+add_executable(offload_allocations_test tests/cuda/allocations_test.cc)
+target_include_directories(offload_allocations_test PRIVATE src)
+target_link_libraries(offload_allocations_test PRIVATE shardow shardow_options GTest::gtest_main Threads::Threads)
+add_test(NAME offload_allocations COMMAND offload_allocations_test)

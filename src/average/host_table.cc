@@ -8,6 +8,13 @@ namespace shardow::average {
 
 using kernels::Chunk;
 
+namespace {
+
+/// Of one pass after the other: a thread that has just worked need not be woken.
+constexpr int64_t kSerialElements = 1 << 18;
+
+}  // namespace
+
 HostTable::HostTable(std::vector<Chunk> chunks, RunCutter runs, size_t num_averages, base::ThreadPool& pool)
     : chunks_(std::move(chunks)),
       runs_(std::move(runs)),
@@ -16,16 +23,21 @@ HostTable::HostTable(std::vector<Chunk> chunks, RunCutter runs, size_t num_avera
       counts_(static_cast<size_t>(pool.size())) {}
 
 Shares HostTable::shares(size_t begin, size_t end) const {
-  return {chunks().subspan(begin, end - begin), pool_.size(), begin};
+  const std::span<const Chunk> some = chunks().subspan(begin, end - begin);
+  int64_t elements = 0;
+  for (const Chunk& chunk : some) elements += chunk.count;
+  return {some, elements < kSerialElements ? 1 : pool_.size(), begin};
 }
 
 /// fn(thread, block) for every block, on all threads.
 template <typename Fn>
 void HostTable::for_each_block(Shares& shares, const Fn& fn) {
   shares.begin();
-  pool_.run([&](int thread) {
+  const auto take_all = [&](int thread) {
     while (const std::optional<Stretch> block = shares.take(thread)) fn(thread, *block);
-  });
+  };
+  if (shares.num_threads() == 1) return take_all(0);
+  pool_.run(take_all);
 }
 
 NonFiniteCount HostTable::update(Shares& shares, const kernels::Step& step, bool by_runs) {

@@ -32,7 +32,7 @@ class HostTable {
   HostTable(std::vector<kernels::Chunk> chunks, RunCutter runs, size_t num_averages, base::ThreadPool& pool);
 
   std::span<const kernels::Chunk> chunks() const noexcept { return chunks_; }
-  /// Chunks [begin, end), divided among the threads.
+  /// Chunks [begin, end), divided among the threads where they are worth it.
   Shares shares(size_t begin, size_t end) const;
 
   /// What `shares` divides; they are taken meanwhile. Allocates nothing.

@@ -32,6 +32,7 @@ class Shares {
   /// is in exactly one answer between two calls of begin(). Any threads at once.
   std::optional<Stretch> take(int thread) noexcept;
 
+  size_t num_threads() const noexcept { return left_.size(); }
   size_t bytes() const noexcept;
 
  private:

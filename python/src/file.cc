@@ -85,12 +85,14 @@ nb::dict as_dict(const SaveReport& report) {
 class Save {
  public:
   Save(nb::object group, const std::vector<SaveFile>& files, const base::Path& path, const std::optional<std::string>& dtype,
-       int64_t max_shard_size, const Strings& metadata, bool checksums, bool sequential, double timeout, nb::object progress)
+       int64_t max_shard_size, const Strings& metadata, bool checksums, bool sequential, double timeout, nb::object progress,
+       const Strings& texts)
       : group_(std::move(group)), told_(std::move(progress)) {
     SaveOptions options;
     if (dtype) options.dtype = dtype_from_name(*dtype);
     options.max_shard_size = max_shard_size;
     options.metadata = metadata;
+    options.texts = texts;
     options.checksums = checksums;
     options.sequential = sequential;
     options.timeout = milliseconds(timeout);
@@ -194,9 +196,9 @@ void bind_file(nb::module_& m) {
   nb::class_<Save>(m, "Save",
                    "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
       .def(nb::init<nb::object, const std::vector<SaveFile>&, const base::Path&, const std::optional<std::string>&, int64_t, const Strings&,
-                    bool, bool, double, nb::object>(),
+                    bool, bool, double, nb::object, const Strings&>(),
            "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(), "checksums"_a = true,
-           "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none())
+           "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(), "texts"_a = Strings())
       .def_prop_ro("staging_bytes", &Save::staging_bytes)
       .def_prop_ro("tensors", &Save::tensors, "[(name, global shape)] of all ranks' tensors; the same on every rank")
       .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")

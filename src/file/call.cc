@@ -9,6 +9,7 @@
 #include "base/errors.h"
 #include "base/files.h"
 #include "comm/wire.h"
+#include "file/index.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -27,6 +28,10 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
     const bool plain = base::Path(file.name).filename() == file.name && file.name.ends_with(".safetensors");
     if (!file.name.empty() && (!plain || !names.insert(file.name).second))
       fail(Code::kInvalidArgument, "'{}' is no name for one of several files: a plain one that ends in .safetensors, once", file.name);
+  }
+  for (const auto& [name, text] : options.texts) {
+    if (name.empty() || name == "." || name == ".." || base::Path(name).filename() != name || name.ends_with(".safetensors") || name == kIndexName)
+      fail(Code::kInvalidArgument, "'{}' is no name for a text beside a checkpoint: a plain one, of no file that a save writes", name);
   }
   if (options.max_shard_size > 0 && !names.empty())
     fail(Code::kInvalidArgument, "max_shard_size splits one file; {} are given", files.size());

@@ -102,6 +102,26 @@ TEST_F(Saving, KeepsWhatAppearsInItsDirectoryWhileItIsPublished) {
   }
 }
 
+TEST_F(Saving, PublishesTextsOfRank0WithTheirDirectory) {
+  const auto path = folder_ / "model";
+  for (const char* text : {"first", "second"}) {
+    version = text[0];
+    const std::vector<int> codes = on_ranks(2, [&](Group& group) {
+      auto held = hold(rows, group.rank(), 2, true);
+      SaveOptions options = kShards;
+      if (group.rank() == 0) options.texts["config.json"] = text;
+      save(group, views_of(held), path, options);
+    });
+    ASSERT_EQ(codes, all(2, kFine));
+    EXPECT_EQ(bytes_of(path / "config.json"), text);
+  }
+  for (const std::string& name : {"", ".", "..", "../up", "a/b", "model.safetensors", file::kIndexName}) {
+    EXPECT_EQ(save_as(path, rows, 2, {.texts = {{name, ""}}}), all(2, static_cast<int>(Code::kInvalidArgument))) << name;
+  }
+  EXPECT_EQ(save_as(folder_ / "one.safetensors", rows, 2, {.texts = {{"a.json", ""}}}), all(2, static_cast<int>(Code::kInvalidArgument)));
+  EXPECT_EQ(bytes_of(path / "config.json"), "second");
+}
+
 TEST_F(Saving, TakesEveryNameThatTheFileSystemTakes) {
   for (const size_t length : {224u, 225u, 226u, 240u, 255u}) {
     std::string name;

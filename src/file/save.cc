@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "base/errors.h"
+#include "base/paths.h"
 #include "base/seconds.h"
 #include "comm/parts.h"
 #include "file/call.h"
@@ -42,6 +43,18 @@ void write_index(const Draft& draft, const Layout& layout) {
   file.write(std::as_bytes(std::span(bytes)), 0);
   file.sync();
   file.close();
+}
+
+/// Where nothing can be renamed, what has its last text is whole.
+void write_texts(Draft& draft, const std::map<std::string, std::string>& texts) {
+  for (const auto& [name, text] : texts) {
+    const base::Path path = draft.file(name);
+    if (draft.in_place && !base::look_at_itself(path)) draft.made_here.push_back(name);
+    base::File file = base::File::replace(path);
+    file.write(std::as_bytes(std::span(text)), 0);
+    file.sync();
+    file.close();
+  }
 }
 
 /// What this rank writes: its views, found again in the layout, as far as it owns them.
@@ -94,7 +107,13 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
     : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}, 0, Clock::now()}) {
   const InEnvironment here(options.environment);
   Plan& plan = *plan_;
-  agree(group, Clock::now() + options.timeout, [&] { check_call(files, options); });
+  const bool directory = !plan.hugging_face || path.extension() != ".safetensors";
+  agree(group, Clock::now() + options.timeout, [&] {
+    check_call(files, options);
+    if (directory || options.texts.empty()) return;
+    base::fail(Code::kInvalidArgument, "{}: {} goes with a directory, and this is the name of one file", path.string(),
+               options.texts.begin()->first);
+  });
   plan.call = same_call(group, files, path, options, plan.deadline());
   std::vector<Volume> volumes;  // (1)
   for (size_t i = 0; i < files.size(); ++i) {
@@ -102,7 +121,6 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
     check_whole(volumes.back().tensors);
   }
   plan.layout.emplace(volumes, options);
-  const bool directory = !plan.hugging_face || path.extension() != ".safetensors";
   if (!directory && plan.layout->files().size() > 1) {
     base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory", path.string(),
                plan.layout->files().size());
@@ -211,6 +229,7 @@ void StagedSave::Plan::write_in_sequence() {
 /// (6)
 void StagedSave::Plan::commit() {
   if (hugging_face && (layout->files().size() > 1 || (draft->in_place && draft->directory))) write_index(*draft, *layout);
+  write_texts(*draft, options.texts);
   if (!draft->in_place) {
     publish(*draft);
   } else if (hugging_face && draft->directory) {

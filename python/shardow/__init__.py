@@ -14,6 +14,7 @@ from shardow.errors import Error
 if TYPE_CHECKING:
     from shardow import compat, errors, memory, schedules
     from shardow.averages.attach import Handle
+    from shardow.checkpoints.face import Checkpoints
     from shardow.ema import EMA
     from shardow.files.background import SaveHandle
     from shardow.files.checkpoint import async_save, full_state_dict, save
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "Checkpoint",
+    "Checkpoints",
     "Error",
     "Handle",
     "SaveHandle",
@@ -48,7 +50,8 @@ __all__ = [
 ]  # fmt: skip; not "open", which `import *` would put before Python's own
 #: Where what is imported at its first use lives.
 _HOMES = {
-    "Handle": "averages.attach", "EMA": "ema", "SaveHandle": "files.background", "Checkpoint": "files.reading", "Slice": "files.reading",
+    "Handle": "averages.attach", "Checkpoints": "checkpoints.face", "EMA": "ema", "SaveHandle": "files.background",
+    "Checkpoint": "files.reading", "Slice": "files.reading",
     "async_save": "files.checkpoint", "full_state_dict": "files.checkpoint", "save": "files.checkpoint", "load": "start.materialize",
     "materialize": "start.materialize", "meta_init": "start.meta", "to_empty": "start.meta", "wrap": "start.wrap",
 }  # fmt: skip

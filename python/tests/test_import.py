@@ -14,8 +14,8 @@ import pytest
 import shardow
 
 SURFACE = sorted(
-    ["EMA", "Checkpoint", "Error", "Handle", "SaveHandle", "Schedule", "Slice", "__version__", "async_save", "compat", "errors",
-     "full_state_dict", "load", "materialize", "memory", "meta_init", "save", "schedules", "to_empty", "wrap"]
+    ["EMA", "Checkpoint", "Checkpoints", "Error", "Handle", "SaveHandle", "Schedule", "Slice", "__version__", "async_save", "compat",
+     "errors", "full_state_dict", "load", "materialize", "memory", "meta_init", "save", "schedules", "to_empty", "wrap"]
 )  # fmt: skip
 
 

@@ -17,9 +17,11 @@ from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 from shardow.files.decay_keys import choose
 from shardow.model.dtypes import floating
+from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
 from shardow.model.extra_state import extra_states, for_file
-from shardow.model.local import refuse_all_odd
+from shardow.model.local import LocalTensor, refuse_all_odd
 from shardow.ranks.gather import Part
+from shardow.ranks.team import Team
 
 
 class Saved(States):
@@ -112,20 +114,8 @@ class Saved(States):
         self._core.team.same("load()", {"strict": bool(strict), "verify": bool(verify), "options": str(options)})
         theirs = engine.averages_there(path, len(self._core.keys), self._core.team)
         there = self._core.team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
-        found = list(engine.opened_averages(path, there, self._core.team).values())
-        parts = list(self._parts_by_key(saving=False).values())
-        read = functools.partial(engine.read_into, team=self._core.team, strict=strict, verify=verify)
-        for one, file in zip(parts, found, strict=True):  # whatever does not fit is listed before anything changes
-            read(one, file, check_only=True)
-
-        def take() -> None:
-            text = counters.own_part(engine.state_in(path, found[0]), self._core.team.rank)
-            self._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), options, f"{path}")
-            self._take_options("load()", text, options)
-
-        with self._core.or_as_before():
-            self._core.team.agree("load()", take)
-            return _joined([read(one, file, progress=progress) for one, file in zip(parts, found, strict=True)])
+        found = engine.opened_averages(path, there, self._core.team)
+        return Loading(self, found, f"{path}", options, strict, verify).take(progress)
 
     def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
         return {key: self._core.parts(k, saving) for k, key in enumerate(self._core.keys)}
@@ -172,6 +162,58 @@ class Saved(States):
         return engine.write(
             [engine.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})], path, self._core.team, progress=progress, **options
         )
+
+
+class Loading:
+    """load() from files that are open: whatever does not fit is listed when this is made, before anything has changed. Collective."""
+
+    def __init__(
+        self, ema: Saved, found: Mapping[str, _core.Checkpoint], where: str, options: OptionsFrom, strict: bool = True, verify: bool = True
+    ) -> None:
+        """``found``: by their key there, in the order of this EMA's averages; ``where`` is for messages."""
+        self._ema, self._where, self._options = ema, where, options
+        self._core = ema._core
+        self._files = list(zip(ema._parts_by_key(saving=False).values(), found.values(), strict=True))
+        self._read = functools.partial(engine.read_into, team=self._core.team, strict=strict, verify=verify)
+        for parts, file in self._files:
+            self._read(parts, file, check_only=True)
+
+    def take(self, progress: Progress | None = None) -> dict[str, Any]:
+        def take_state() -> None:
+            text = counters.own_part(engine.state_in(self._where, self._files[0][1]), self._core.team.rank)
+            self._ema._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), self._options, self._where)
+            self._ema._take_options("load()", text, self._options)
+
+        with self._core.or_as_before():
+            self._core.team.agree("load()", take_state)
+            return _joined([self._read(parts, file, progress=progress) for parts, file in self._files])
+
+
+def to_save_beside(ema: Saved, what: str, metadata: Mapping[str, str], everybody: Team) -> dict[str, engine.FileParts]:
+    """By key, the files of an EMA in a directory that has others; ``everybody``: who saves that. Collective, over the EMA's ranks too."""
+    files, _ = ema._to_save(what, None, metadata)
+    if ema._core.team.size < everybody.size:  # each rank of its own: they must have the same
+        check_equal(what, lambda: map(common_of, *_alone(ema)), everybody, DIFFERENT_WEIGHTS)
+        counters.agreed(what, ema._core.engine.state(), everybody, {})
+    for key, file in zip(ema._core.keys, files, strict=True):
+        file.name = _core.ema_file_name(key)
+    return dict(zip(ema._core.keys, files, strict=True))
+
+
+def loading_beside(ema: Saved, found: Mapping[str, _core.Checkpoint], where: str, options: OptionsFrom) -> Loading:
+    """``found``: all averages that are there, by their keys. Collective."""
+
+    def ready() -> list[str]:
+        ema._core.swap.refuse("restore()")
+        return ema._taken_as(list(found), options, where)
+
+    keys = ema._core.team.agree("restore()", ready)
+    return Loading(ema, {key: found[key] for key in keys}, where, options)
+
+
+def _alone(ema: Saved) -> tuple[list[LocalTensor], list[torch.Tensor]]:
+    pairs = [(one.local, average) for one in ema._core.tracked_weights() for average in one.averages]
+    return [local for local, _ in pairs], [average for _, average in pairs]
 
 
 def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,13 +7,12 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
-from shardow.files.claims import Save
 
 CHANNEL = 1  # of the process group's store: the training thread has its own
 _untold: list[SaveHandle] = []  # failed, and nobody knows
@@ -26,6 +25,17 @@ def _tell() -> None:
         print(f"shardow: {handle._path} was not saved: {handle._error}", file=sys.stderr)
     if _untold:
         _core.fail_at_exit()
+
+
+class Save(Protocol):
+    """_core.Save, and what is around one."""
+
+    @property
+    def staging_bytes(self) -> int: ...
+
+    def stage(self, memory: int, bytes: int, /) -> None: ...
+
+    def write(self) -> dict[str, Any]: ...
 
 
 class SaveHandle:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base import warnings
+from shardow.files.background import Save
 from shardow.ranks.store_group import ANSWER, StoreGroup, store_group
 from shardow.ranks.team import Team
 
@@ -88,9 +89,6 @@ class ClaimedSave:
     def _leave(self, left: dict[str, Any]) -> None:
         with contextlib.suppress(Exception):  # the job may be at its end
             self.group.ask(lambda store: self.place.leave(store, {**left, "nonce": self.nonce}), self.patience)
-
-
-Save = _core.Save | ClaimedSave
 
 
 def claimed(save: _core.Save, names: Sequence[str], path: str, team: Team) -> Save:

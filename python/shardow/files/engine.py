@@ -17,8 +17,8 @@ from shardow import _core, errors
 from shardow.base.checks import invalid, unsupported
 from shardow.base.progress import shown
 from shardow.files import paths
-from shardow.files.background import CHANNEL, SaveHandle, settle, start
-from shardow.files.claims import Save, claimed
+from shardow.files.background import CHANNEL, Save, SaveHandle, settle, start
+from shardow.files.claims import claimed
 from shardow.files.paths import StrPath
 from shardow.model import dtypes
 from shardow.model.storage import engine_view
@@ -111,26 +111,35 @@ def state_in(path: StrPath, found: _core.Checkpoint) -> str:
     return state
 
 
-def write(files: Sequence[FileParts], path: StrPath, team: Team, **options: Any) -> dict[str, Any]:
-    """The engine's save. Collective."""
+Then = Callable[[], None]
+
+
+def write(files: Sequence[FileParts], path: StrPath, team: Team, then: Then | None = None, **options: Any) -> dict[str, Any]:
+    """The engine's save; ``then()`` is called on this rank when all is published. Collective."""
     settle(team.process_group)
     reached = [_for_engine(file.parts) for file in files]  # alive during the call
-    return _prepared(team.group, files, reached, path, team, options).write()
+    return _prepared(team.group, files, reached, path, team, then, options).write()
 
 
-def write_in_background(files: Sequence[FileParts], path: StrPath, team: Team, **options: Any) -> SaveHandle:
-    """Returns when everything is copied. Collective, and so is what goes on in the background."""
+def write_in_background(files: Sequence[FileParts], path: StrPath, team: Team, then: Then | None = None, **options: Any) -> SaveHandle:
+    """write() that returns when everything is copied. Collective, and so is what goes on in the background."""
     settle(team.process_group)
     reached = [_for_engine(file.parts) for file in files]
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
     if isinstance(group, StoreGroup):
         group.begin("async_save()", team.timeout)
     on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
-    return start(team.process_group, _prepared(group, files, reached, path, team, options), os.fspath(path), pinned=on_cuda)
+    return start(team.process_group, _prepared(group, files, reached, path, team, then, options), os.fspath(path), pinned=on_cuda)
 
 
 def _prepared(
-    group: _core.Group, files: Sequence[FileParts], reached: list[list[Part]], path: StrPath, team: Team, options: dict[str, Any]
+    group: _core.Group,
+    files: Sequence[FileParts],
+    reached: list[list[Part]],
+    path: StrPath,
+    team: Team,
+    then: Then | None,
+    options: dict[str, Any],
 ) -> Save:
     def given() -> tuple[str, list[_core.SaveFile]]:
         with_memory = zip(files, reached, strict=True)
@@ -138,7 +147,24 @@ def _prepared(
 
     target, engine_files = team.agree("save()", given)
     told = {**options, "progress": shown(options.get("progress"), f"save {Path(target).name}", team.rank)}
-    return claimed(_core.Save(group, engine_files, target, timeout=team.timeout, **told), [file.name for file in files], target, team)
+    save = claimed(_core.Save(group, engine_files, target, timeout=team.timeout, **told), [file.name for file in files], target, team)
+    return save if then is None else _SaveThen(save, then)
+
+
+class _SaveThen:
+    """A save, and what follows it."""
+
+    def __init__(self, save: Save, then: Then) -> None:
+        self._save, self._then = save, then
+        self.staging_bytes: int = save.staging_bytes
+
+    def stage(self, memory: int, size: int) -> None:
+        self._save.stage(memory, size)
+
+    def write(self) -> dict[str, Any]:
+        report = self._save.write()
+        self._then()
+        return report
 
 
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:

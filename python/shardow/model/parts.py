@@ -73,7 +73,7 @@ def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) 
     rank = 0 if view.process_group is None else dist.get_rank(view.process_group)
     found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
     held = Held([], {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)
-    held.parts = [Part(one.name, _flat(one.tensor, held.copied), one.region) for one in found]
+    held.parts = [Part(one.name, flat_of(one.tensor, held.copied), one.region) for one in found]
     held.extra = extra_states(model)
     return held
 
@@ -109,10 +109,10 @@ def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]
     local = getattr(tensor, "_local_tensor", tensor).detach()
     if local.is_meta:
         raise invalid(f"'{name}' is on meta: it has no memory; give it some first: model.to_empty(device=...)")
-    return Part(name, _flat(local, copied), region)
+    return Part(name, flat_of(local, copied), region)
 
 
-def _flat(local: torch.Tensor, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def flat_of(local: torch.Tensor, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The elements one after another: the tensor's own memory, or a copy that is noted."""
     if local.is_contiguous() and not local.is_conj() and not local.is_neg():
         return local.view(-1)

@@ -209,6 +209,13 @@ class ModelView:
             for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
         )
 
+    def by_parameter(self) -> dict[int, list[LocalTensor]]:
+        """By the id of a parameter that the model shows, what it is here: one tensor, or all that FSDP1 made one flat parameter of."""
+        known = {id(one.slot.recorded): [one.local] for one in self._found}
+        for flat in self._fsdp1.others():
+            known.setdefault(id(flat.shown), []).append(flat)
+        return known
+
     def frozen(self) -> list[tuple[str, torch.Tensor]]:
         """What had no gradient when this view was made, as the model shows it."""
         slots = [(one.local.name, one.slot.recorded) for one in self._found if not one.tied and not one.local.requires_grad]

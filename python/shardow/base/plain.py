@@ -1,0 +1,99 @@
+"""Plain values as JSON, and back as they were: what torch.save() would pickle of a scheduler, or of a program's own state.
+
+JSON lacks tuples, infinities, keys that are no texts, and bytes. Such a value is an object with one key that begins with "$":
+{"$tuple": [...]}, {"$float": "inf"}, {"$dict": [[key, value], ...]}, {"$counter": [[key, value], ...]}, {"$bytes": base64}.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from shardow.base.checks import invalid
+
+_DEEPEST = 100
+Put = Callable[[str, Any], dict[str, Any]]
+Get = Callable[[Any], Any]
+
+
+def refuse(where: str, value: Any) -> dict[str, Any]:
+    raise invalid(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not written, since files hold no pickles; "
+        "give numbers, texts, None, bytes, and lists, tuples and dicts of such"
+    )
+
+
+def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
+    """What json.dumps(allow_nan=False) takes. ``put(where, leaf)``: an object with one "$" key for what is no plain value, or it raises.
+
+    ``where``: a path like ``state.lr``, for messages and names.
+    """
+    if depth > _DEEPEST:
+        raise invalid(f"{where} is deeper than {_DEEPEST} lists and dicts; does it hold itself?")
+
+    def each(values: Any) -> list[Any]:
+        return [encode(one, f"{where}.{i}", put, depth + 1) for i, one in enumerate(values)]
+
+    def pairs(values: dict[Any, Any]) -> list[Any]:
+        return [
+            [encode(key, f"a key of {where}", depth=depth + 1), encode(one, f"{where}.{key}", put, depth + 1)]
+            for key, one in values.items()
+        ]
+
+    kind = type(value)
+    if value is None or kind in (bool, int):
+        return value
+    if kind is str:
+        return _text(value, where)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if kind is list:
+        return each(value)
+    if kind is tuple:
+        return {"$tuple": each(value)}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind is Counter:
+        return {"$counter": pairs(value)}
+    if kind in (dict, OrderedDict, defaultdict):
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {_text(key, f"a key of {where}"): encode(one, f"{where}.{key}", put, depth + 1) for key, one in value.items()}
+        return {"$dict": pairs(value)}
+    return put(where, value)
+
+
+def _text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(f"{where} has {value[error.start]!r} in it, which is no character: files are UTF-8") from None
+    return value
+
+
+def decode(value: Any, get: Get | None = None) -> Any:
+    """encode()'s value. ``get(object)``: what put() gave for. Raises ValueError for what encode() does not write."""
+    if isinstance(value, list):
+        return [decode(one, get) for one in value]
+    if not isinstance(value, dict):
+        return value
+    key = next(iter(value), "")
+    if not key.startswith("$"):
+        return {name: decode(one, get) for name, one in value.items()}
+    inner = value[key]
+    if len(value) != 1:
+        raise invalid(f"{key} is not alone in its object")
+    if key == "$tuple":
+        return tuple(decode(inner, get))
+    if key == "$float":
+        return float(inner)
+    if key == "$bytes":
+        return base64.b64decode(inner, validate=True)
+    if key in ("$dict", "$counter"):
+        found = {decode(name, get): decode(one, get) for name, one in inner}
+        return Counter(found) if key == "$counter" else found
+    if get is None:
+        raise invalid(f"{key} is nothing that plain values have")
+    return get(value)

@@ -1,0 +1,3 @@
+"""Whole checkpoints of a training run: model, averages, optimizers, schedulers, values, random generators; which are there, which stay.
+
+May import: ema, averages, files, model, ranks, base, errors."""

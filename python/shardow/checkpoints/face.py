@@ -1,0 +1,181 @@
+"""Checkpoints: what a training run needs to go on, as one directory a step that appears whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardow.averages.states import OptionsFrom
+from shardow.base.checks import invalid, one_of, seconds, whole
+from shardow.base.progress import Progress
+from shardow.checkpoints import manifest, restoring
+from shardow.checkpoints.retention import retire
+from shardow.checkpoints.saving import WHAT, Given, files_to_save
+from shardow.ema import EMA
+from shardow.files import engine, paths
+from shardow.files.background import settle
+from shardow.ranks.team import Team
+
+_ABSENT = {"averages": "from_model", "optimizer": "keep", "scheduler": "keep"}
+#: What has a state: an optimizer, a scheduler, a GradScaler; or several by their names.
+Stateful = Any
+
+
+class Checkpoints:
+    """The checkpoints of a training run: ``directory/step-000001000`` has model, averages, optimizers, schedulers, values and random
+    generators of step 1000, as safetensors and JSON (docs/checkpoints.md).
+
+    A step appears by one rename when all of it is on disk; a process that dies leaves the steps before it. Every rank writes and reads its
+    own bytes, whatever the sharding, and a step is restored on any number of ranks.
+
+    Args:
+        directory: of one run; other files in it stay.
+        keep: how many of the newest steps stay; None: all. Older ones are removed when a new one is whole, without what others put there.
+        keep_every: steps that are multiples of it stay for ever.
+        group: the ranks that train; by default all.
+        timeout: seconds or timedelta, the deadline of every collective call.
+    """
+
+    def __init__(
+        self,
+        directory: paths.StrPath,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        self.directory = Path(paths.to_write(directory))
+        self.keep = None if keep is None else whole("keep", keep, 1)
+        self.keep_every = None if keep_every is None else whole("keep_every", keep_every, 1)
+        self._group, self._timeout = group, seconds(timeout)
+
+    def _team(self) -> Team:
+        return Team(self._group or (dist.group.WORLD if dist.is_initialized() else None), self._timeout)
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module | None = None,
+        averages: EMA | None = None,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        scheduler: Stateful | Mapping[str, Stateful] | None = None,
+        state: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        *,
+        progress: Progress | None = None,
+    ) -> Any:
+        """All that is given as ``step``, in place of a step of that number. Collective.
+
+        Args:
+            step: how many steps were taken.
+            model: of any sharding. averages: its EMA. optimizer: of the model's parameters; several by name. scheduler: what else has
+                state_dict() and load_state_dict(): a GradScaler; several by name.
+            state: values by name, the same on all ranks: numbers, texts, None, lists, tuples, dicts, tensors.
+            asynchronous: returns when this rank has copied what it will write. One such save is under way at a time: the next save, of
+                either kind, waits for it, and raises its error if nobody has seen it; so do latest() and restore().
+            progress: called on rank 0 with (bytes done, bytes in all).
+
+        Returns:
+            {"files": [path], "bytes_written": by this rank, "seconds": float}; with ``asynchronous`` a SaveHandle, whose wait() gives it.
+
+        Raises:
+            ValueError: ranks that disagree, what is no plain value, an optimizer of other parameters, weights that are averages now;
+            OSError: the disk; TimeoutError: a rank is missing. The steps that were there are there then.
+        """
+        team = self._team()
+
+        def check() -> Given:
+            manifest.checked_step(step)
+            given = Given.of(WHAT, model, averages, optimizer, scheduler)
+            if model is None and averages is None and state is None and not given.scheduler:
+                raise invalid(f"{WHAT}: nothing is given to save; give model=, averages=, optimizer=, scheduler= or state=")
+            return given
+
+        given = team.agree(WHAT, check)
+        settle(team.process_group)
+        files, texts = files_to_save(step, given, {} if state is None else state, team)
+        path, write = self.directory / manifest.directory_of(step), engine.write_in_background if asynchronous else engine.write
+        return write(files, path, team, lambda: self._retire(step, team), progress=progress, texts=texts)
+
+    def _retire(self, step: int, team: Team) -> None:
+        if team.rank == 0 and self.keep is not None:
+            retire(self.directory, step, self.keep, self.keep_every)
+
+    def latest(self) -> int | None:
+        """The newest step that is whole, the same on all ranks; None where there is none. Warns of newer ones that are damaged.
+
+        Collective.
+        """
+        team = self._team()
+        settle(team.process_group)
+        return restoring.newest(self.directory, team)
+
+    def restore(
+        self,
+        model: nn.Module | Literal["skip"] | None = None,
+        averages: EMA | Literal["from_model", "skip"] | None = None,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Literal["skip"] | None = None,
+        scheduler: Stateful | Mapping[str, Stateful] | Literal["skip"] | None = None,
+        step: int | None = None,
+        *,
+        absent: Mapping[str, str] | None = None,
+        random: bool = True,
+        options: OptionsFrom = "file",
+    ) -> dict[str, Any]:
+        """Fills what is given from ``step``, by default the newest whole one, and returns ``state`` as it was saved. Collective.
+
+        Everything is compared on all ranks before anything changes. Where the number of ranks is that of the save, training goes on bit for
+        bit. Nothing is left out without a word: a part that is there is given, or named to be left.
+
+        Args:
+            model, averages, optimizer, scheduler: as save() was given them; "skip" leaves a part there. averages="from_model" leaves
+                averages there too, for an EMA that is made of the restored model afterwards.
+            absent: what happens with parts that are given and are not there, which is an error without it: {"averages": "from_model"},
+                where the EMA begins anew at the restored weights; {"optimizer": "keep", "scheduler": "keep"}, which stay as they are.
+            random: also the random generators of this rank. Those of another number of ranks are of no use, and a warning says so.
+            options: of averages, as in EMA.load().
+
+        Raises:
+            FileNotFoundError: there is no such step, or none at all; ValueError: something does not fit, or is damaged; OSError,
+            TimeoutError.
+        """
+        team = self._team()
+        asked = {"model": model, "averages": averages, "optimizer": optimizer, "scheduler": scheduler}
+        skipped = {name for name, one in asked.items() if isinstance(one, str)}
+
+        def check() -> Given:
+            for name in skipped:
+                one_of(name, asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
+            for name, how in (absent or {}).items():
+                if how != _ABSENT.get(name):
+                    raise invalid(f"absent={{{name!r}: {how!r}}}; it may have {', '.join(f'{k!r}: {v!r}' for k, v in _ABSENT.items())}")
+            if step is not None:
+                manifest.checked_step(step)
+            named = {name: None if name in skipped else one for name, one in asked.items()}
+            given = Given.of(restoring.WHAT, **named)
+            if given.optimizer and "model" in skipped:
+                raise invalid(f"{restoring.WHAT}: optimizer= needs model=, which names its parameters")
+            return given
+
+        given = team.agree(restoring.WHAT, check)
+        settle(team.process_group)
+        facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {}), "random": random, "options": options}
+        team.same(restoring.WHAT, facts)
+        found = restoring.newest(self.directory, team) if step is None else step
+        if found is None:
+            raise manifest.missing(self.directory, None)
+        one, files = restoring.opened(self.directory, found, team)
+        where = str(self.directory / manifest.directory_of(found))
+        parts = team.agree(restoring.WHAT, lambda: restoring.check_parts(one, given, skipped, absent or {}, where))
+        state: dict[str, Any] = restoring.Restoring(one, files, parts, given, options, team, where).take(random)
+        return state
+
+    def __repr__(self) -> str:
+        return f"Checkpoints('{self.directory}', keep={self.keep}, keep_every={self.keep_every})"

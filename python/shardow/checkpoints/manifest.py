@@ -1,0 +1,125 @@
+"""checkpoint.json: what a step's directory holds, and whether all of it is there. docs/checkpoints.md has the format.
+
+Every file beside it carries the same number of the save that wrote it, so that parts of two saves never pass for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardow import _core, errors
+from shardow.base.checks import invalid, unsupported
+
+NAME = "checkpoint.json"
+FORMAT, VERSION = "shardow.checkpoint", 1
+SAVE, STEP = "shardow.save", "shardow.step"  # in the metadata of every file
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
+_DIRECTORY = re.compile(r"step-(\d{9,})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``averages``: {decay: file}; trees are those of base/plain.py, with {"$tensor": name} and the like for what is in the files."""
+
+    step: int
+    save: str
+    world_size: int
+    files: list[str]
+    model: str | None = None
+    averages: dict[str, str] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    state: Any = field(default_factory=dict)
+
+    def text(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **vars(self)}, allow_nan=False)
+
+    def metadata(self) -> dict[str, str]:
+        return {SAVE: self.save, STEP: str(self.step)}
+
+    @property
+    def parts(self) -> set[str]:
+        there = {"model": self.model, "averages": self.averages, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {name for name, one in there.items() if one}
+
+    def check(self, opened: Mapping[str, _core.Checkpoint], where: str) -> None:
+        """Raises CorruptError where a file is of another save."""
+        for name, file in opened.items():
+            if file.metadata.get(SAVE) != self.save:
+                step = file.metadata.get(STEP, "none of these checkpoints")
+                raise errors.make("corrupt", f"{where}/{name} is of another save (of step {step}) than its {NAME}; restore another step")
+
+
+def directory_of(step: int) -> str:
+    return f"step-{step:09}"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Of directories with such a name, whatever is in them; the newest first."""
+    try:
+        with os.scandir(directory) as entries:
+            found = [_DIRECTORY.fullmatch(one.name) for one in entries if one.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted({int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))}, reverse=True)
+
+
+def parse(text: str, where: str) -> Manifest:
+    """Raises CorruptError for what is no manifest, NotImplementedError for that of a later version."""
+    try:
+        found = json.loads(text)
+        if found.pop("format") != FORMAT:
+            raise ValueError("another format")
+        if found.pop("version") != VERSION:
+            raise unsupported(f"{where}/{NAME} is of a later version of its format; a newer shardow reads it")
+        one = Manifest(**found)
+        if not (isinstance(one.step, int) and isinstance(one.files, list) and all(_is_plain(name) for name in one.files)):
+            raise ValueError("no step, or no names of files")
+        return one
+    except errors.Error:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise errors.make("corrupt", f"{where}/{NAME} is no list of a checkpoint's parts: {error}") from None
+
+
+def _is_plain(name: object) -> bool:
+    return isinstance(name, str) and os.path.basename(name) == name and name.endswith(".safetensors")
+
+
+def read(directory: Path) -> Manifest | None:
+    """None where there is none: no checkpoint of ours, or one that is being removed."""
+    try:
+        text = (directory / NAME).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        raise errors.make("corrupt", f"{directory}/{NAME} is no list of a checkpoint's parts: {error}") from None
+    return parse(text, str(directory))
+
+
+def whole(directory: Path) -> Manifest | None:
+    """read(), after looking at the header and length of every part; None where there is nothing. Raises for what is damaged."""
+    found = read(directory)
+    if found is not None:
+        opened = _core.Checkpoint.open_files(directory, found.files)
+        found.check(dict(zip(found.files, opened, strict=True)), str(directory))
+    return found
+
+
+def missing(directory: Path, step: int | None) -> Exception:
+    """That ``step``, or any, is not there, with those that are."""
+    there = ", ".join(map(str, steps_in(directory)[:8])) or "none"
+    what = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
+    return errors.make("not_found", f"{directory} has {what}; steps there: {there}")
+
+
+def checked_step(step: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise invalid(f"step={step!r}; it must be a whole number of at least 0")
+    return step

@@ -1,0 +1,197 @@
+"""A step that is read back: everything is compared first, on all ranks, then the averages, the weights and the optimizers are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardow import _core, errors
+from shardow.averages.saved import Loading, loading_beside
+from shardow.averages.states import OptionsFrom
+from shardow.base import plain
+from shardow.base.checks import invalid
+from shardow.base.warnings import warn
+from shardow.checkpoints import generators, manifest
+from shardow.checkpoints.manifest import Manifest
+from shardow.checkpoints.resumed import Resumed, Wanted
+from shardow.checkpoints.saving import Given, prefix
+from shardow.files import engine
+from shardow.model.extra_state import FromFile
+from shardow.model.match import matched
+from shardow.model.parts import Held, held_by
+from shardow.model.swap_guard import refuse_foreign
+from shardow.ranks.gather import Part
+from shardow.ranks.team import Team
+
+WHAT = "Checkpoints.restore()"
+_TRIES = 5  # while somebody saves the same step again
+Files = Mapping[str, _core.Checkpoint]
+
+
+def newest(root: Path, team: Team) -> int | None:
+    """The newest whole step, as rank 0 sees it. Collective."""
+
+    def look() -> bytes:
+        for step in manifest.steps_in(root) if team.rank == 0 else ():
+            try:
+                if manifest.whole(root / manifest.directory_of(step)) is not None:
+                    return b"%d" % step
+            except (errors.NotFoundError, errors.CorruptError) as error:
+                warn(f"{root}: step {step} is passed over, since it is not whole: {error}", RuntimeWarning)
+        return b""
+
+    found = team.first("Checkpoints.latest()", team.agree("Checkpoints.latest()", look))
+    return int(found) if found else None
+
+
+def opened(root: Path, step: int, team: Team) -> tuple[Manifest, Files]:
+    """All files of one save. Collective."""
+    at = root / manifest.directory_of(step)
+
+    def look() -> bytes:
+        if team.rank != 0:
+            return b""
+        found = manifest.read(at)
+        if found is None:
+            raise manifest.missing(root, step)
+        return found.text().encode()
+
+    for left in reversed(range(_TRIES)):
+        one = manifest.parse(team.first(WHAT, team.agree(WHAT, look)).decode(), str(at))
+        files = dict(zip(one.files, _core.Checkpoint.open_files(team.group, str(at), one.files, team.timeout), strict=True))
+        try:
+            one.check(files, str(at))
+            return one, files
+        except errors.CorruptError:  # the same on all ranks
+            if not left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def check_parts(one: Manifest, given: Given, skipped: Collection[str], absent: Mapping[str, str], where: str) -> set[str]:
+    """The parts that are restored. Raises where one is neither there, nor given, nor said to be left out."""
+    asked = {name for name in ("model", "averages", "optimizer", "scheduler") if getattr(given, name)}
+    for name in sorted(one.parts - asked - set(skipped)):
+        raise invalid(f"{where} has {name}, and {name}= was not given; {_way_out(name)} to leave it there")
+    for name in sorted(asked - one.parts - set(absent)):
+        raise invalid(f"{where} has no {name}; {_BEGINS[name]}")
+    return asked & one.parts
+
+
+def _way_out(name: str) -> str:
+    return f'{name}="skip"' + (' or averages="from_model"' if name == "averages" else "")
+
+
+_BEGINS = {
+    "model": "restore a step that has it",
+    "averages": 'absent={"averages": "from_model"} lets them begin at the weights that are restored',
+    "optimizer": 'absent={"optimizer": "keep"} leaves it as it is',
+    "scheduler": 'absent={"scheduler": "keep"} leaves it as it is',
+}
+
+
+class Restoring:
+    """A step that fits what was given: made by all ranks before anything changes. Collective, and so is take()."""
+
+    def __init__(self, one: Manifest, files: Files, parts: set[str], given: Given, options: OptionsFrom, team: Team, where: str) -> None:
+        self._one, self._given, self._team = one, given, team
+        self._parts, self._files = parts, files
+        self._averages: Loading | None = None
+        self._held: Held | None = None
+        self._extra: FromFile | None = None
+        self._optimizers: list[Resumed] = []
+        self._reads: list[tuple[list[Part], _core.Checkpoint, bool]] = []
+        team.agree(WHAT, lambda: self._look(where))
+        if "averages" in parts:
+            assert given.averages is not None
+            self._averages = loading_beside(given.averages, {key: files[name] for key, name in one.averages.items()}, where, options)
+        self._read(check_only=True)
+
+    def _look(self, where: str) -> None:
+        small = self._small = Wanted(self._files[manifest.STATE], "the state")
+        self.state = plain.decode(self._one.state, small.whole)
+        if "model" in self._parts:
+            self._look_at_model(where)
+        if "optimizer" in self._parts:
+            _same_names("optimizer", self._given.optimizer, self._one.optimizer, where)
+            assert self._given.model is not None
+            held = self._held or held_by(self._given.model, self._team.process_group, saving=False)
+            assert held.view is not None
+            file = self._files[manifest.OPTIMIZER]
+            for name, one in self._given.optimizer.items():
+                self._optimizers.append(Resumed(one, held.view, self._one.optimizer[name], file, prefix("optimizer", name)))
+            self._reads.append(([part for one in self._optimizers for part in one.wanted.parts], file, True))
+        self._scheduler = {}
+        if "scheduler" in self._parts:
+            _same_names("scheduler", self._given.scheduler, self._one.scheduler, where)
+            self._scheduler = {name: plain.decode(tree, small.whole) for name, tree in self._one.scheduler.items()}
+        self._random = self._row()
+        self._reads.append((small.parts, self._files[manifest.STATE], False))
+
+    def _look_at_model(self, where: str) -> None:
+        assert self._given.model is not None
+        file = self._files[manifest.MODEL]
+        held = self._held = held_by(self._given.model, self._team.process_group, saving=False)
+        refuse_foreign(WHAT, held.memory)
+        keys = matched(held, file.tensors.keys(), where)
+        self._extra = FromFile(held.extra, file)
+        if other := sorted({*held.extra} ^ {*self._extra.values, *self._extra.unexpected}):
+            raise invalid(f"{where}: extra states are others than the model's: {', '.join(other[:8])}; nothing was restored")
+        parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts]
+        self._reads.append(([*parts, *self._extra.parts], file, True))
+
+    def _row(self) -> torch.Tensor | None:
+        """Of the random generators of this rank; None where other ranks saved them."""
+        if self._one.world_size != self._team.size:
+            return None
+        (ranks, length), _ = self._small.form("random")
+        row = torch.empty(length, dtype=torch.uint8)
+        region = _core.Region.grid([ranks, length], [[(self._team.rank, self._team.rank + 1)], [(0, length)]])
+        self._small.read("random", row, region)
+        return row
+
+    def _read(self, **options: Any) -> None:
+        for parts, file, strict in self._reads:
+            engine.read_into(parts, file, self._team, strict=strict, **options)
+
+    @torch.no_grad()
+    def take(self, random: bool) -> Any:
+        if self._averages is not None:
+            self._averages.take()
+        self._read()
+        self._team.agree(WHAT, self._check)
+        self._team.agree(WHAT, self._put)
+        if self._given.averages is not None and self._averages is None:
+            self._given.averages.reset()
+        if random and self._random is None:
+            warn(
+                f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are {self._team.size}: they stay as they "
+                "are; random=False says so"
+            )
+        elif random and self._random is not None:
+            generators.give(bytes(self._random.tolist()))
+        return self.state
+
+    def _check(self) -> None:
+        for one in self._optimizers:
+            one.check()
+
+    def _put(self) -> None:
+        self._small.put_back()
+        if self._held is not None:
+            assert self._extra is not None
+            self._held.filled = self._extra.values
+            self._held.put_back()
+        for one in self._optimizers:
+            one.put()
+        for name, state in self._scheduler.items():
+            self._given.scheduler[name].load_state_dict(state)
+
+
+def _same_names(kind: str, given: Mapping[str, Any], there: Mapping[str, Any], where: str) -> None:
+    if set(given) != set(there):
+        names = [", ".join(sorted(one)) if set(one) != {""} else "one without a name" for one in (there, given)]
+        raise invalid(f"{where} has {kind}: {names[0]}; given: {names[1]}. Give those that are there, by their names")

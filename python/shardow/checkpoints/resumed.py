@@ -1,0 +1,172 @@
+"""Optimizers that go on from a checkpoint: their states get memory, the file engine fills it, and the optimizer takes it in.
+
+No step is taken for it, so no hook runs and no counter moves; memory that a state has already is used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardow import _core
+from shardow.base import plain
+from shardow.base.checks import invalid
+from shardow.checkpoints.optimizers import Tree, parameters, stretch
+from shardow.model.dtensor import sharded_like
+from shardow.model.dtypes import dtype_of
+from shardow.model.fsdp1 import FlatTensor
+from shardow.model.local import LocalTensor
+from shardow.model.parts import flat_of
+from shardow.model.view import ModelView
+from shardow.ranks.gather import Part
+
+
+class Wanted:
+    """Memory for a file's tensors: ``parts`` are to be read, then put_back() fills what the engine could not reach."""
+
+    def __init__(self, file: _core.Checkpoint | None, where: str) -> None:
+        self.parts: list[Part] = []
+        self._there, self._where = file.tensors if file is not None else {}, where
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def form(self, name: str) -> tuple[list[int], torch.dtype]:
+        if name not in self._there:
+            raise invalid(f"{self._where}: '{name}' is missing")
+        dtype, shape = self._there[name]
+        return list(shape), dtype_of(name, dtype)
+
+    def read(self, name: str, memory: torch.Tensor, region: _core.Region) -> None:
+        self.parts.append(Part(name, flat_of(memory, self._copied), region))
+
+    def whole(self, mark: Tree) -> torch.Tensor:
+        """As plain.decode() asks."""
+        if "$tensor" not in mark:
+            raise invalid(f"{self._where}: {next(iter(mark))} is nothing that is here")
+        shape, dtype = self.form(mark["$tensor"])
+        tensor = torch.empty(shape, dtype=dtype)
+        self.read(mark["$tensor"], tensor, _core.Region.whole(shape))
+        return tensor
+
+    def put_back(self) -> None:
+        for target, filled in self._copied:
+            target.copy_(filled.view(target.shape))
+
+
+@dataclass
+class _State:
+    """The state of one parameter, for plain.decode(): by key, as its tensors are there.
+
+    ``before``: what there is here; ``flat``: the tensors of a flat parameter, into which several are read.
+    """
+
+    param: torch.Tensor
+    before: Tree
+    wanted: Wanted
+    prefix: str
+    flat: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def of(self, local: LocalTensor, tree: Tree) -> Tree:
+        found: Tree = plain.decode(tree, lambda mark: self._tensor(mark, local))
+        return found
+
+    def _tensor(self, mark: Tree, local: LocalTensor) -> torch.Tensor:
+        ((kind, name),) = mark.items()
+        if kind not in ("$part", "$local"):
+            return self.wanted.whole(mark)
+        key = name.removeprefix(f"{self.prefix}state.{local.name}.")
+        dtype = self.wanted.form(name)[1]
+        if isinstance(local, FlatTensor):
+            if key not in self.flat:
+                self.flat[key] = self._memory(key, self.param.detach(), dtype)
+            memory = tensor = self.flat[key]
+            self.wanted.read(name, memory.view(-1)[stretch(self.param, local)], local.region)
+            return tensor
+        sharded = isinstance(self.param, DTensor)
+        memory = tensor = self._memory(key, self.param._local_tensor if sharded else self.param.detach(), dtype)  # type: ignore[attr-defined]
+        if sharded and kind == "$part":
+            tensor = sharded_like(self.param, memory)  # type: ignore[arg-type]
+        self.wanted.read(name, memory, local.region)
+        return tensor
+
+    def _memory(self, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        there = self.before.get(key)
+        there = there._local_tensor if isinstance(there, DTensor) else there
+        if isinstance(there, torch.Tensor) and (there.shape, there.dtype, there.device) == (like.shape, dtype, like.device):
+            return there.detach()
+        return torch.zeros_like(like, dtype=dtype)  # with what is padding of a flat parameter
+
+
+class Resumed:
+    """An optimizer that takes in a tree. Making it changes nothing, and raises ValueError where the optimizer steps other parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, view: ModelView, tree: Tree, file: _core.Checkpoint | None, prefix: str) -> None:
+        self.wanted = Wanted(file, prefix.rstrip("."))
+        self._optimizer = optimizer
+        self._equal: list[tuple[str, Tree, str, Tree]] = []
+        self._state: dict[int, Tree] = {}
+        params = parameters(optimizer, view)
+        named = [[local.name for p in group["params"] for local in params[id(p)]] for group in optimizer.param_groups]
+        self._groups = [
+            plain.decode({key: value for key, value in _group(i, names, tree["groups"]).items() if key != "params"}, self.wanted.whole)
+            for i, names in enumerate(named)
+        ]
+        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            locals_ = [one for one in params[id(p)] if one.name in tree["state"]]
+            if not locals_ or (isinstance(locals_[0], FlatTensor) and not p.numel()):  # of which other ranks have all
+                continue
+            state = _State(p, optimizer.state.get(p, {}), self.wanted, prefix)
+            found = [(one.name, state.of(one, tree["state"][one.name])) for one in locals_]
+            self._state[index] = found[0][1]
+            self._equal += [(*found[0], *one) for one in found[1:]]
+
+    def check(self) -> None:
+        """After reading. Raises where one flat parameter here was several, with other numbers of steps."""
+        for name, one, other_name, other in self._equal:
+            key = next((key for key in one if not _same(one[key], other.get(key))), None)
+            if key is not None:
+                raise invalid(
+                    f"'{name}' and '{other_name}' are parts of one flat parameter here, and their {key!r} differed there; wrap with "
+                    "use_orig_params=True"
+                )
+
+    def put(self) -> None:
+        """Local."""
+        self.wanted.put_back()
+        groups: list[Tree] = []
+        at = 0
+        for options, own in zip(self._groups, self._optimizer.param_groups, strict=True):
+            params = list(range(at, at := at + len(own["params"])))
+            names = {"param_names": own["param_names"]} if "param_names" in own else {}
+            groups.append({**own, **options, **names, "params": params})
+        self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
+        order = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for index, state in self._state.items():  # torch casts states to the parameters' dtypes
+            now = self._optimizer.state[order[index]]
+            for key, value in state.items():
+                cast = now.get(key)
+                if key != "step" and isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != value.dtype:
+                    now[key] = value.to(cast.device)
+
+
+def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
+    """The group there that has these parameters; one without any is found by its number."""
+    if not names:
+        return there[number] if number < len(there) else {}
+    found = [one for one in there if not set(names).isdisjoint(one["params"])]
+    new = [name for name in names if not any(name in one["params"] for one in found)]
+    if new or len(found) > 1:
+        why = f"'{new[0]}' was in none" if new else f"those with '{names[0]}' were {len(found)} groups"
+        raise invalid(
+            f"group {number} of the optimizer is not one of those that were saved: {why}. Make the groups as they were, or begin with new "
+            'states: optimizer="skip"'
+        )
+    return found[0]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,77 @@
+"""Which steps stay. What goes loses its checkpoint.json first, so that it never passes for whole, then the files that carry our mark.
+
+What else is in such a directory stays, and the directory with it. Files are removed through the directory as it was opened: one that
+takes its place meanwhile keeps its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from shardow import _core, errors
+from shardow.base.warnings import warn
+from shardow.checkpoints import manifest
+
+
+def retire(directory: Path, just_saved: int, keep: int, keep_every: int | None) -> None:
+    """Removes steps that are older than the newest ``keep`` whole ones, but for ``just_saved`` and multiples of ``keep_every``.
+
+    Of one rank. Raises nothing: a checkpoint was saved, whatever becomes of old ones."""
+    try:
+        kept = 0
+        for step in manifest.steps_in(directory):
+            at = directory / manifest.directory_of(step)
+            if kept < keep:
+                kept += _is_whole(at)
+            elif step != just_saved and not (keep_every and step % keep_every == 0):
+                _remove(at)
+    except OSError as error:
+        warn(f"{directory}: old checkpoints could not be removed: {error}", RuntimeWarning)
+
+
+def _is_whole(at: Path) -> bool:
+    try:
+        return manifest.whole(at) is not None
+    except (errors.Error, OSError):
+        return False
+
+
+def _remove(at: Path) -> None:
+    try:
+        inside = os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)  # a link is somebody's own
+    except OSError:
+        return
+    try:
+        names = [name for name in os.listdir(inside) if _is_ours(at, name, inside)]
+        if names or _is_manifest(inside):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(manifest.NAME, dir_fd=inside)
+            os.fsync(inside)
+        for name in names:
+            os.unlink(name, dir_fd=inside)
+    finally:
+        os.close(inside)
+    with contextlib.suppress(OSError):  # what is others' is still in it
+        os.rmdir(at)
+
+
+def _is_manifest(inside: int) -> bool:
+    try:
+        with open(os.open(manifest.NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside), encoding="utf-8") as file:
+            manifest.parse(file.read(), "")
+        return True
+    except (OSError, errors.Error, UnicodeDecodeError):
+        return False
+
+
+def _is_ours(at: Path, name: str, inside: int) -> bool:
+    """A file that a save of a checkpoint wrote, whichever."""
+    if not name.endswith(".safetensors") or not stat.S_ISREG(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
+        return False
+    try:
+        return manifest.SAVE in _core.Checkpoint.open(Path(f"/proc/self/fd/{inside}") / name).metadata
+    except (errors.Error, OSError):
+        return False

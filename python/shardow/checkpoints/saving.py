@@ -1,0 +1,213 @@
+"""What a save of a step writes, put together by all ranks:
+
+1. each rank looks at what it holds; of what several hold alike, checksums are compared
+2. the averages' own state is agreed on
+3. plain values must be equal; the trees of optimizers, of which each rank knows its parameters, are joined on rank 0
+4. the file engine writes all files and the manifest as one directory
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardow import _core
+from shardow.averages.saved import to_save_beside
+from shardow.base import plain
+from shardow.base.checks import invalid
+from shardow.checkpoints import generators, manifest
+from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
+from shardow.ema import EMA
+from shardow.files.engine import FileParts
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
+from shardow.model.extra_state import for_file
+from shardow.model.parts import Held, held_by
+from shardow.model.swap_guard import refuse_foreign
+from shardow.ranks.gather import Part
+from shardow.ranks.team import Team
+
+WHAT = "Checkpoints.save()"
+_RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a save or a restore; several optimizers or schedulers by name, one as ""."""
+
+    model: nn.Module | None
+    averages: EMA | None
+    optimizer: Mapping[str, Any]
+    scheduler: Mapping[str, Any]
+
+    @staticmethod
+    def of(what: str, model: Any, averages: Any, optimizer: Any, scheduler: Any) -> Given:
+        if model is not None and not isinstance(model, nn.Module):
+            raise invalid(f"{what}: model is a {type(model).__name__}; an nn.Module is needed")
+        if averages is not None and not isinstance(averages, EMA):
+            raise invalid(f"{what}: averages is a {type(averages).__name__}; a shardow.EMA is needed")
+        optimizers, schedulers = _by_name(optimizer), _by_name(scheduler)
+        if optimizers and model is None:
+            raise invalid(f"{what}: optimizer= needs model=, which names its parameters")
+        for name, one in {
+            **{f"optimizer {k}": v for k, v in optimizers.items()},
+            **{f"scheduler {k}": v for k, v in schedulers.items()},
+        }.items():
+            if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+                raise invalid(f"{what}: {name.strip()} is a {type(one).__name__}, without state_dict() and load_state_dict()")
+        return Given(model, averages, optimizers, schedulers)
+
+
+def _by_name(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        if not all(type(name) is str and name for name in given):
+            raise invalid("several optimizers or schedulers have names: {'generator': ..., 'critic': ...}")
+        return dict(given)
+    return {"": given}
+
+
+def prefix(kind: str, name: str) -> str:
+    """Of the names of tensors: "state.w.exp_avg" of one optimizer, "critic.state.w.exp_avg" of several."""
+    return {"optimizer": f"{name}." if name else "", "scheduler": f"scheduler.{name}" if name else "scheduler"}[kind]
+
+
+@dataclass
+class _Mine:
+    """What this rank holds."""
+
+    held: Held | None
+    optimizer: Tensors
+    trees: Tree
+    values: Tensors
+    scheduler: Tree
+    state: Any
+    random: bytes
+
+
+@torch.no_grad()
+def files_to_save(step: int, given: Given, state: Mapping[str, Any], team: Team) -> tuple[list[FileParts], dict[str, str]]:
+    """(files, texts) of a step. Collective."""
+    mine: list[_Mine] = []
+
+    def look() -> list[Common | None]:  # (1)
+        mine[:] = [_look(given, state, team)]
+        held = mine[0].held
+        weights = held.view.parameters if held is not None and held.view is not None else []
+        return [*map(common_of, weights), *mine[0].optimizer.common, *mine[0].values.common]
+
+    check_equal(WHAT, look, team, DIFFERENT_WEIGHTS)
+    save = secrets.token_hex(8)
+    metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
+    averages = {} if given.averages is None else to_save_beside(given.averages, WHAT, metadata, team)  # (2)
+    found = mine[0]
+    row, trees = _joined(step, found, list(averages), team)
+    files = [] if found.held is None else [_model_file(found.held, metadata, team)]
+    files += averages.values()
+    if given.optimizer:
+        files.append(FileParts(manifest.OPTIMIZER, found.optimizer.parts, metadata))
+    files.append(FileParts(manifest.STATE, [*found.values.parts, row], metadata))
+    one = manifest.Manifest(
+        step,
+        save,
+        team.size,
+        [file.name for file in files],
+        manifest.MODEL if given.model is not None else None,
+        {key: file.name for key, file in averages.items()},
+        trees,
+        found.scheduler,
+        found.state,
+    )
+    return files, {manifest.NAME: one.text()} if team.rank == 0 else {}
+
+
+def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
+    held = None if given.model is None else held_by(given.model, team.process_group, saving=True)
+    if held is not None:
+        refuse_foreign(WHAT, held.memory, instead="")
+    optimizer, values = Tensors(), Tensors()
+    trees = {}
+    for name, one in given.optimizer.items():
+        assert held is not None
+        assert held.view is not None
+        trees[name] = tree_of(one, held.view, prefix("optimizer", name), optimizer)
+    scheduler = {name: plain.encode(one.state_dict(), prefix("scheduler", name), values.whole) for name, one in given.scheduler.items()}
+    if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
+        raise invalid("state= is a dict of values by their names")
+    return _Mine(held, optimizer, trees, values, scheduler, plain.encode(dict(state), "state", values.whole), generators.states())
+
+
+def _model_file(held: Held, metadata: Mapping[str, str], team: Team) -> FileParts:
+    parts, texts = for_file(held.extra) if team.rank == 0 else ([], {})
+    return FileParts(manifest.MODEL, [*held.parts, *parts], {**texts, **metadata})
+
+
+def _joined(step: int, mine: _Mine, averages: list[str], team: Team) -> tuple[Part, Tree]:
+    """(3): (this rank's row of all random states, the trees of optimizers on rank 0)."""
+    facts = _facts(step, mine, averages)
+    digests = _digest(facts) + _digest(mine.trees)
+    everybody = team.gather(WHAT, digests + struct.pack("<q", len(mine.random)))
+    if len({one[:32] for one in everybody}) > 1:
+        team.same(WHAT, facts)
+    length = max(struct.unpack("<q", one[64:])[0] for one in everybody)
+    trees = mine.trees
+    if len({one[32:64] for one in everybody}) > 1:
+        found = team.mail(WHAT, {0: json.dumps(mine.trees).encode()}, range(team.size) if team.rank == 0 else ())
+        trees = team.agree(WHAT, lambda: _join([json.loads(one) for one in found]), begun=True)
+    row = torch.frombuffer(bytearray(mine.random.ljust(length)), dtype=torch.uint8)
+    region = _core.Region.grid([team.size, length], [[(team.rank, team.rank + 1)], [(0, length)]])
+    return Part(_RANDOM, row, region), trees
+
+
+def _facts(step: int, mine: _Mine, averages: list[str]) -> dict[str, Any]:
+    """What must be equal on all ranks, in words for the message where it is not."""
+    facts = {
+        "step": step,
+        "model=": mine.held is not None,
+        "averages=": averages,
+        "optimizer=": list(mine.trees),
+        "scheduler=": list(mine.scheduler),
+    }
+    for name, tree in {"state": mine.state, **{f"scheduler {name}".strip(): tree for name, tree in mine.scheduler.items()}}.items():
+        inner = tree if isinstance(tree, dict) else {"": tree}
+        facts |= {f"{name}[{key!r}]": json.dumps(value) for key, value in inner.items()}
+    return facts
+
+
+def _digest(values: Any) -> bytes:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+
+
+def _join(everybody: list[Tree]) -> Tree:
+    """Of each optimizer all ranks' groups and states. Raises where they differ in what they both have."""
+    joined: Tree = {}
+    for rank, trees in enumerate(everybody):
+        for name, tree in trees.items():
+            one = joined.setdefault(name, {"groups": [], "state": {}})
+            for i, group in enumerate(tree["groups"]):
+                _join_group(one["groups"], i, group, rank)
+            for param, state in tree["state"].items():
+                if one["state"].setdefault(param, state) != state:
+                    raise invalid(
+                        f"{WHAT}: the optimizer's state of '{param}' on rank {rank} is not that of another rank; {DIFFERENT_WEIGHTS}"
+                    )
+    return joined
+
+
+def _join_group(groups: list[Tree], i: int, group: Tree, rank: int) -> None:
+    if i == len(groups):
+        groups.append({**group, "params": []})
+    for option in {*groups[i], *group} - {"params"}:
+        first, here = groups[i].get(option), group.get(option)
+        if first != here:
+            raise invalid(f"{WHAT}: {option!r} of group {i} of the optimizer is {first!r} on rank 0 and {here!r} on rank {rank}")
+    known = set(groups[i]["params"])
+    groups[i]["params"] += [param for param in group["params"] if param not in known]

@@ -18,6 +18,7 @@ from shardow.files import engine
 from shardow.files.background import SaveHandle
 from shardow.files.engine import FileParts
 from shardow.files.paths import StrPath
+from shardow.model import values
 from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
 from shardow.model.extra_state import for_file
 from shardow.model.parts import Held, Saveable, group_of, held_by
@@ -46,7 +47,7 @@ def save(
 
     Args:
         state: a module of any sharding, under its unwrapped names, each tied tensor once; or {name: tensor, DTensor or piece of an EMA's
-            state_dict()}. Of plain tensors in a mapping, rank 0's are written.
+            state_dict(), or plain value: number, text, None, list, tuple, dict}. Of plain tensors and values, rank 0's are written.
         path: a .safetensors file, or a directory in the Hugging Face layout, whose other files stay.
         dtype: casts floating tensors on the way out.
         max_shard_size: of a file in a directory, in bytes or like "5GB".
@@ -128,7 +129,7 @@ def full_state_dict(
 
 def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FileParts:
     parts, texts = for_file(held.extra) if team.rank == 0 else ([], {})
-    return FileParts("", [*held.parts, *parts], {**texts, **(metadata or {})})
+    return FileParts("", [*held.parts, *parts], {**texts, **values.for_file(held.values), **(metadata or {})})
 
 
 def prepared(

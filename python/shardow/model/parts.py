@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
+from shardow.model import values
 from shardow.model.extra_state import KEY, extra_states, give
 from shardow.model.groups import group_of_model
 from shardow.model.piece import Piece
@@ -19,7 +20,7 @@ from shardow.model.regions import region_of
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Part
 
-Saveable = nn.Module | Mapping[str, torch.Tensor]
+Saveable = nn.Module | Mapping[str, Any]  # of tensors, and plain values
 
 
 @dataclass
@@ -36,6 +37,8 @@ class Held:
     copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # a module's extra states by name
     filled: dict[str, Any] = field(default_factory=dict)  # those that put_back() sets
+    values: dict[str, Any] = field(default_factory=dict)  # a mapping's plain values, which put_back() sets too
+    mapping: MutableMapping[str, Any] | None = None
 
     def memory(self) -> list[torch.Tensor]:
         """Where the tensors lie, not their copies."""
@@ -44,6 +47,8 @@ class Held:
     def put_back(self) -> None:
         for target, filled in self.copied:
             target.copy_(filled.view(target.shape))
+        if self.mapping is not None:
+            self.mapping.update(self.values)
         if self.view is not None:
             give(self.view.model, self.filled)
             self.view.bump_versions()
@@ -78,7 +83,7 @@ def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) 
     return held
 
 
-def _of_mapping(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, saving: bool) -> Held:
+def _of_mapping(state: Mapping[str, Any], group: dist.ProcessGroup | None, saving: bool) -> Held:
     first = group is None or dist.get_rank(group) == 0
     held = Held([], {name: (name,) for name in state}, group)
     for name, tensor in state.items():
@@ -86,9 +91,14 @@ def _of_mapping(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | No
             held.extra[name] = tensor
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise invalid(f"'{name}' is a {type(tensor).__name__}, not a tensor")
+            held.values[name] = values.check(name, tensor)
+            continue
         if _is_shared(tensor) or first or not saving:
             held.parts.append(_part(name, tensor, held.copied))
+    if held.values and not saving:
+        if not isinstance(state, MutableMapping):
+            raise invalid(f"'{next(iter(held.values))}' is a plain value, and is replaced by the file's: give a dict")
+        held.mapping = state
     return held
 
 

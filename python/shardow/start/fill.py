@@ -15,6 +15,7 @@ from shardow.base.checks import invalid
 from shardow.base.progress import Progress, shown
 from shardow.files import engine
 from shardow.files.paths import StrPath
+from shardow.model import values
 from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Form, fit, matched, unexpected
 from shardow.model.parts import Held
@@ -53,7 +54,10 @@ def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, An
 
     report = engine.read_chosen(path, choose, job.team, verify=job.verify, progress=job.progress, check_only=check_only)
     extra = choice[0].extra
-    return _with_extra(job, extra.values, {**report, "unexpected": [*choice[0].surplus, *extra.unexpected], "kept": choice[0].kept})
+    missing = [*report["missing"], *(name for name in job.held.values if name not in choice[0].plain)]
+    job.held.values = choice[0].plain
+    told = {**report, "missing": missing, "unexpected": [*choice[0].surplus, *extra.unexpected], "kept": choice[0].kept}
+    return _with_extra(job, extra.values, told)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class _Choice:
     surplus: list[str]
     kept: list[str]
     extra: FromFile
+    plain: dict[str, Any]
 
 
 def _choose(job: Job, found: _core.Checkpoint, where: str) -> _Choice:
@@ -75,12 +80,13 @@ def _choose(job: Job, found: _core.Checkpoint, where: str) -> _Choice:
         _refuse_lacking(job, [name for name in job.wanted if name in lacking])
     extra = FromFile(job.held.extra, found)
     _refuse_other_extra(job, extra.values, extra.unexpected)
+    plain = values.in_file(job.held.values, found.metadata, job.strict, where)
     parts = [
         Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
     ]
     surplus = unexpected(job.held, keys, [key for key in there if key not in extra.keys])
     kept = [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking]
-    return _Choice([*parts, *extra.parts], job.strict and bool(lacking or surplus), surplus, kept, extra)
+    return _Choice([*parts, *extra.parts], job.strict and bool(lacking or surplus), surplus, kept, extra, plain)
 
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from ranks import run
 from safetensors.torch import load_file
@@ -79,3 +80,23 @@ def test_what_is_written_beside_a_background_save_stays(tmp_path: Path) -> None:
         for one in range(written):
             assert (folder / f"optimizer-{turn}-{one}.pt").read_bytes() == f"{turn} {one}".encode()
     assert names_in(tmp_path) == ["step"]
+
+
+def test_a_mapping_takes_plain_values_too(tmp_path: Path) -> None:
+    state = {"w": torch.arange(3.0), "step": 7, "best": float("inf"), "betas": (0.9, None), "by": {1: ["a"]}}
+    path = tmp_path / "state.safetensors"
+    shardow.save(state, path)
+    found = {"w": torch.zeros(3), "step": 0, "best": 0.0, "betas": (), "by": None}
+    report = shardow.load(found, path)
+    assert report["missing"] == report["unexpected"] == []
+    assert torch.equal(found.pop("w"), state.pop("w"))
+    assert found == state
+    with pytest.raises(ValueError, match="missing in the file: other"):
+        shardow.load({"w": torch.zeros(3), **state, "other": 1}, path)
+    with pytest.raises(ValueError, match="unexpected in the file: best, betas, by"):
+        shardow.load({"w": torch.zeros(3), "step": 0}, path)
+    some = {"w": torch.zeros(3), "step": 0, "other": 1}
+    assert shardow.load(some, path, strict=False)["missing"] == ["other"]
+    assert (some["step"], some["other"]) == (7, 1)
+    with pytest.raises(ValueError, match=r"'model' is a torch.nn.modules.linear.Linear.*no pickles"):
+        shardow.save({"model": torch.nn.Linear(1, 1)}, path)

@@ -16,7 +16,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 #: Of other projects, or of a reader's own.
 ELSEWHERE = {"foo_test.cc", "train.py", "generate.py", "main.cc", "main.cpp"}
 
-KEYS = {"shardow.crc32", "shardow.extra_state", "shardow.state"}  # of a file's metadata
+KEYS = {
+    "shardow.checkpoint",
+    "shardow.crc32",
+    "shardow.extra_state",
+    "shardow.state",
+    "shardow.step",
+    "shardow.values",
+}  # of a file's metadata
 
 
 @cache

@@ -1,0 +1,141 @@
+"""Which steps stay, and that nothing goes which is not ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardow
+
+
+def save(checkpoints: shardow.Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, state={"step": step, "values": torch.full((100,), float(step))})
+
+
+def there(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def step_of(checkpoints: shardow.Checkpoints, step: int | None = None) -> int:
+    found = checkpoints.restore(step=step)
+    assert (found["values"] == found["step"]).all()
+    return int(found["step"])
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "expected"),
+    [(3, None, [5, 6, 7]), (1, None, [7]), (None, None, [0, 1, 2, 3, 4, 5, 6, 7]), (2, 3, [0, 3, 6, 7]), (1, 4, [0, 4, 7])],
+)
+def test_the_newest_stay_and_multiples(keep: int | None, keep_every: int | None, expected: list[int], tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep, keep_every)
+    save(checkpoints, *range(8))
+    assert there(tmp_path) == expected
+    assert [step_of(checkpoints, step) for step in expected] == expected
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("step-")] == []
+
+
+def test_asynchronous_saves_retire_too(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=2)
+    for step in range(5):
+        handle = checkpoints.save(step, state={"step": step, "values": torch.full((100,), float(step))}, asynchronous=True)
+    handle.wait()
+    assert there(tmp_path) == [3, 4]
+    assert step_of(checkpoints) == 4
+
+
+def test_what_is_damaged_does_not_count_and_the_last_whole_one_stays(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 5)
+    for step in (7, 8):
+        damaged = tmp_path / f"step-{step:09}"
+        damaged.mkdir()
+        (damaged / "checkpoint.json").write_text("{")
+    save(checkpoints, 6)
+    assert there(tmp_path) == [6, 7, 8]
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        assert step_of(checkpoints) == 6
+
+
+def test_a_step_that_is_older_than_others_is_not_removed_by_its_own_save(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 10, 20, 30)
+    save(checkpoints, 5)
+    assert there(tmp_path) == [5, 20, 30]
+    save(checkpoints, 6)
+    assert there(tmp_path) == [6, 20, 30]
+
+
+def test_what_others_put_there_stays(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    for name in ("step-1", "step-final", "step-0000000010", "steps", "model"):  # none is a name of ours
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.json").write_text("theirs")
+    (tmp_path / "step-000000001").mkdir()  # ours by its name alone
+    (tmp_path / "step-000000001" / "model.safetensors").write_text("theirs")
+    (tmp_path / "elsewhere").mkdir()
+    os.symlink("elsewhere", tmp_path / "step-000000002")
+    (tmp_path / "step-000000003").write_text("a file")
+    save(checkpoints, 4)
+    mine = tmp_path / "step-000000004"
+    (mine / "notes.txt").write_text("theirs")
+    (mine / "runs").mkdir()
+    shardow.save({"w": torch.ones(2)}, mine / "other.safetensors")
+    save(checkpoints, 5)
+    assert sorted(path.name for path in mine.iterdir()) == ["notes.txt", "other.safetensors", "runs"]
+    assert (tmp_path / "step-000000001" / "model.safetensors").read_text() == "theirs"
+    assert (tmp_path / "step-000000002").is_symlink()
+    assert (tmp_path / "step-000000003").read_text() == "a file"
+    assert all((tmp_path / name / "checkpoint.json").exists() for name in ("step-1", "step-final", "steps", "model"))
+    assert checkpoints.latest() == 5
+
+
+def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    save(shardow.Checkpoints(tmp_path, keep=None), 1, 2)
+    (tmp_path / "step-000000001" / "checkpoint.json").unlink()
+    assert step_of(checkpoints) == 2
+    save(checkpoints, 3)
+    assert there(tmp_path) == [3]
+
+
+def test_a_directory_that_takes_the_place_of_one_that_goes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    listdir, new = os.listdir, []
+
+    def replaced(at: int) -> list[str]:
+        if not new:  # another job saves the step that this one is about to remove
+            new.append(1)
+            save(shardow.Checkpoints(tmp_path, keep=None), 1)
+        return listdir(at)
+
+    monkeypatch.setattr(os, "listdir", replaced)
+    save(checkpoints, 2)
+    monkeypatch.undo()
+    assert new
+    assert step_of(checkpoints, 1) == 1
+
+
+def test_two_jobs_in_one_directory_count_each_others_steps(tmp_path: Path) -> None:
+    one, other = (shardow.Checkpoints(tmp_path, keep=2) for _ in range(2))
+    save(one, 1, 3)
+    save(other, 2, 4)
+    assert there(tmp_path) == [3, 4]
+    assert step_of(one) == step_of(other) == 4
+
+
+def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.warns(RuntimeWarning, match="could not be removed"):
+        save(checkpoints, 2)
+    assert checkpoints.latest() == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,9 @@ def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) ->
 
     colours = colours or Colours()
     columns = {title: one.ranks for title, one in timelines.items()}
-    rows = [("host memory above the start", _above)]
+    rows: list[tuple[str, Callable[[Samples], Series]]] = [
+        ("host memory above the start", lambda one: [(at, amount - one.before) for at, amount in one.resident])
+    ]
     if any(one.device for ranks in columns.values() for one in ranks):
         rows.append(("device memory", lambda one: one.device))
     drawn = Figure(figsize=(_WIDTH * len(columns), _HEIGHT * len(rows)), layout="constrained", facecolor=colours.ground)
@@ -63,10 +65,6 @@ def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) ->
     handles, labels = axes[0][0].get_legend_handles_labels()
     drawn.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink)
     return drawn
-
-
-def _above(one: Samples) -> Series:
-    return [(at, amount - one.before) for at, amount in one.resident]
 
 
 def _lines(panel: Axes, ranks: Sequence[Samples], series_of: Any, scale: int, colours: Colours) -> None:

@@ -87,7 +87,10 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
         return []
     if callable(blocks):
         below = [(name, module) for name, module in walk(model) if module is not model and not is_container(module)]
-        found = _outermost({id(module): module for name, module in below if blocks(name, module)})
+        chosen = {id(module): module for name, module in below if blocks(name, module)}
+        # What is run again in backward is run again whole, and can't be saved and run again in itself.
+        inside = {id(one) for module in chosen.values() for one in module.modules() if one is not module}
+        found = [module for key, module in chosen.items() if key not in inside]
         what = "the predicate chose no module"
     elif isinstance(blocks, str) and blocks != "blocks":
         raise invalid(f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)")
@@ -97,12 +100,6 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     if not found:
         raise invalid(f"memory.apply(): {what}; give activation_checkpointing a predicate of (name, module), or False")
     return found
-
-
-def _outermost(chosen: dict[int, nn.Module]) -> list[nn.Module]:
-    """Those that lie in no other: what is run again in backward is run again whole, and can't be saved and run again in itself."""
-    inside = {id(one) for module in chosen.values() for one in module.modules() if one is not module}
-    return [module for key, module in chosen.items() if key not in inside]
 
 
 def _checkpointed(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import invalid
 from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
-from shardow.compat.ways.teams import everybody, joined
+from shardow.compat.ways.teams import everybody, joined, refuse_copies, team_of
 from shardow.compat.ways.twin import TrainedTwin
 from shardow.files.checkpoint import save as save_file
 from shardow.model.groups import group_of_model
@@ -49,8 +49,7 @@ class ShardedModelEMAManager(Managed):
 
     def __getstate__(self) -> dict[str, Any]:
         """With copies of both models. Raises NotImplementedError where ranks share them."""
-        if group_of_model(self._train_model, None) is not None:
-            raise unsupported("averages of a model that ranks share can't be copied or pickled: each has a part. Save them with save()")
+        refuse_copies(team_of(self._train_model))
         return {name: value for name, value in self.__dict__.items() if name != "_team"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

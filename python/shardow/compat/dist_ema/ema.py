@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.base.checks import fraction, invalid, seconds, unsupported
+from shardow.base.checks import fraction, invalid, seconds
 from shardow.compat.dist_ema.checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
 from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, shares, unlike
 from shardow.compat.ways.names import called
 from shardow.compat.ways.pairs import Pair, Pairs
-from shardow.compat.ways.teams import unchanged
+from shardow.compat.ways.teams import refuse_copies, unchanged
 from shardow.files import engine
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer, Part, take
@@ -88,17 +88,10 @@ class DistEMA:
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
-        if self._team.process_group is not None:
-            raise unsupported(
-                f"averages of a model that {self._team.size} ranks share can't be copied or pickled: each has a part. Save them with "
-                "save(), or take state_dict()"
-            )
+        refuse_copies(self._team)
         names = ("model", "world_size", "rank", *self.config, "_seed", "torch_dtype")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "_averages": [one.average for one in self._shares],
-            "_timeout": self._team.timeout,
-        }
+        state = {name: getattr(self, name) for name in names}
+        return {**state, "_averages": [one.average for one in self._shares], "_timeout": self._team.timeout}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {name: value for name, value in state.items() if name not in ("_averages", "_timeout")}

@@ -51,7 +51,8 @@ class Listed:
     def _unchanged(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> bool:
         return (
             self._pairs is not None
-            and _same(shadows, self._shadows)
+            and len(shadows) == len(self._shadows)
+            and all(map(operator.is_, shadows, self._shadows))
             and self._watch.memory_same()
             and self._marks_of(parameters) == self._marks
             and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
@@ -141,7 +142,3 @@ def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
     """The global shape, and where the tensor is sharded the local one."""
     local = getattr(tensor, "_local_tensor", None)
     return tensor.shape if local is None else (tuple(tensor.shape), tuple(local.shape))
-
-
-def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))

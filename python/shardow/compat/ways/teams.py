@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardow.base.checks import unsupported
 from shardow.compat.ways.stand_in import StandIn
 from shardow.model.groups import group_of_model
 from shardow.model.view import ModelView
@@ -24,6 +25,12 @@ def unchanged(view: ModelView) -> bool:
         return True
     view.reshard()
     return view.unchanged()
+
+
+def refuse_copies(team: Team) -> None:
+    """Raises NotImplementedError where a part of the averages is another rank's."""
+    if team.process_group is not None:
+        raise unsupported(f"averages of a model that {team.size} ranks share can't be copied or pickled: each has a part; save() them")
 
 
 def everybody(process_group: dist.ProcessGroup | None = None) -> Team:

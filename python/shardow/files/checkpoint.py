@@ -30,16 +30,10 @@ _INSTEAD = "for the weights; the averages are written by export() or save() of t
 
 
 def save(
-    state: Saveable,
-    path: StrPath,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str | None = None,
-    *,
-    metadata: Mapping[str, str] | None = None,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
+    state: Saveable, path: StrPath, dtype: torch.dtype | str | None = None, max_shard_size: int | str | None = None, *,
+    metadata: Mapping[str, str] | None = None, group: dist.ProcessGroup | None = None, progress: Progress | None = None,
     timeout: float | timedelta | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """A module's parameters and persistent buffers, or a mapping's tensors, into ``path``. Collective over the ranks that share them.
 
     Every rank writes its own bytes of the final file, once: no gather, no second copy. ``path`` names the old checkpoint or the new one,
@@ -70,16 +64,10 @@ def save(
 
 @torch.no_grad()
 def async_save(
-    state: Saveable,
-    path: StrPath,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str | None = None,
-    *,
-    metadata: Mapping[str, str] | None = None,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
+    state: Saveable, path: StrPath, dtype: torch.dtype | str | None = None, max_shard_size: int | str | None = None, *,
+    metadata: Mapping[str, str] | None = None, group: dist.ProcessGroup | None = None, progress: Progress | None = None,
     timeout: float | timedelta | None = None,
-) -> SaveHandle:
+) -> SaveHandle:  # fmt: skip
     """save() that returns when this rank has copied what it will write: training goes on while the rest is done. Collective.
 
     The copy, in the file's dtype, lies in host memory that the next such save of the same ranks uses again: on each rank as many bytes as

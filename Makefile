@@ -106,7 +106,7 @@ build/.venv: tools/requirements.txt build/.system
 	@echo "Installing Python packages into $(VENV); the first time takes a few minutes"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -r tools/requirements.txt
-	@$(PIP) --no-deps -r tools/requirements-peers.txt
+	@$(PIP) --no-deps --no-build-isolation -r tools/requirements-peers.txt
 	@touch $@
 
 # One build serves the Python extension, the C++ tests and the benchmarks.

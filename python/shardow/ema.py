@@ -234,6 +234,7 @@ class EMA(Saved):
             self._core.swap.ready("copy_to()")
             refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()], writes=True)
             _state.refuse_unlike(self._core.tracked, target)
+            target.refuse_written()
             return self._core.asked(decay)()
 
         self._core.ready_to_hand_out("copy_to()", self._core.others, check)

@@ -19,7 +19,7 @@ from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, track
+from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
@@ -176,6 +176,7 @@ class Averages:
             if others is None:
                 return list(self._common())
             self.swap.ready(what)
+            self.view.refuse_written()
             weights = set(self.view.parameters)
             return [*self._common(), *(common_of(one) for one in others() if one in weights)]
 
@@ -195,6 +196,14 @@ class Averages:
             else:
                 for average in one.averages:
                     yield common_of(one.local, average)
+
+    def follow_sources(self, source: Mapping[str, Source]) -> None:
+        """Takes sources whose memory has moved: the same elements of the same tensors. Local."""
+        self.swap.refuse("following source=")
+        for one in self.tracked:
+            if one.mastered:
+                follow_source(one, source.get(one.name), self.options.replicas)
+        self.swap.bind()
 
     # ---- training
 

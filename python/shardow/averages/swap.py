@@ -183,12 +183,13 @@ class Swap(SwapMemory):
         """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
         self.refuse("following the model's memory")
         self._view.reshard()
-        return self._view.unchanged() or self._view.follow_moves(self._bind)
+        return self._view.unchanged() or self._view.follow_moves(self.bind)
 
     # ---- in
 
     def _ready(self) -> list[Exchange]:
         self.ready("swapped()")
+        self._view.refuse_written()
         swap_guard.refuse_foreign("swapped()", self.weights, self, writes=True)
         return [Exchange(self._tracked)] if self._splits else []
 

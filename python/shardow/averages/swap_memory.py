@@ -67,7 +67,7 @@ class SwapMemory:
     def _find_strided(self) -> None:
         self._strided = [one for one in self._tracked if one.stage is not None]
 
-    def _bind(self) -> None:
+    def bind(self) -> None:
         """The engine reads where the weights lie now."""
         for one in self._tracked:
             one.follow()

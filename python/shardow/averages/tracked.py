@@ -124,7 +124,7 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     source = source or {}
     if unknown := set(source) - {local.name for local in locals_}:
         raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
-    tracked = [_tracked(local, options, source.get(local.name)) for local in locals_]
+    tracked = [_tracked(local, options.replicas, source.get(local.name)) for local in locals_]
     homes = [_home(one, options.device) for one in tracked]
     for device in dict.fromkeys(homes):
         _allocate([one for one, home in zip(tracked, homes, strict=True) if home == device], device, options)
@@ -144,19 +144,27 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
     )
 
 
-def _tracked(local: LocalTensor, options: Options, given: Source | None) -> Tracked:
+def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked:
     """``given``: what `source=` says of it."""
     if isinstance(given, tuple):
         stretch = Stretch(*given)
-        if options.replicas == "copy" and local.replicas:
+        if replicas == "copy" and local.replicas:
             raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has: that takes replicas='split'")
         region, begin = stretch.placed(local)
         return Tracked(local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True, True)
-    region, begin = divide(local, options.replicas)
+    region, begin = divide(local, replicas)
     found = local.tensor if given is None else _source(local, given, local.region.size, "of this rank's part")
     if found.dtype not in DTYPES:
         raise invalid(f"'{local.name}' is {found.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
     return Tracked(local, region, begin, found.view(-1) if found.is_contiguous() else found, given is not None)
+
+
+def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:
+    """What `source=` says of it by now: the same elements, in other memory."""
+    now = _tracked(one.local, replicas, given)
+    if not now.mastered or now.region != one.region or now.source.dtype != one.source.dtype:
+        raise invalid(f"source= of '{one.name}' was {one.region} in {one.source.dtype}, and is not any more; make a new EMA")
+    one.source = now.source
 
 
 def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torch.Tensor:

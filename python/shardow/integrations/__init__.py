@@ -2,13 +2,13 @@
 
 Nothing is imported until one of them is. They use their frameworks' checkpoints, and keep the averages in them.
 
-May import: ema, schedules, base, errors.
+May import: ema, averages, model, schedules, base, errors.
 """
 
-__all__ = ["TESTED_WITH", "accelerate", "lightning", "transformers"]
+__all__ = ["TESTED_WITH", "accelerate", "deepspeed", "lightning", "transformers"]
 
 #: Versions that the tests ran with, by package; others may do.
-TESTED_WITH = {"transformers": "5.23.0", "accelerate": "1.15.0", "lightning": "2.6.6"}
+TESTED_WITH = {"transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "lightning": "2.6.6"}
 
 
 def __dir__() -> list[str]:

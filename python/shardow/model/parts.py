@@ -75,6 +75,7 @@ def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> H
 def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) -> Held:
     view = find(model, group=group, strided=True)
     view.reshard()
+    view.refuse_written()
     rank = 0 if view.process_group is None else dist.get_rank(view.process_group)
     found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
     held = Held([], {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)

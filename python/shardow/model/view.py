@@ -222,8 +222,15 @@ class ModelView:
         return slots + [(one.name, one.shown) for one in self._hidden if not one.requires_grad]
 
     def bump_versions(self) -> None:
-        """Tells autograd that weights were written behind its back: a backward through the old values raises, where autograd can see it."""
+        """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values raises, where autograd
+        can see it."""
         torch.autograd.graph.increment_version([*self._whole, *self._sharded, *self._fsdp1.flat_parameters()])
+        self._zero3.free()
+
+    def refuse_written(self) -> None:
+        """Raises where weights were written that their shards don't have yet, and would be lost. Local; for ranks to agree on before any of
+        them writes."""
+        self._zero3.refuse_written()
 
 
 def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False, odd: bool = False) -> ModelView:

@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO-3: a parameter is empty, and each rank has a stretch of it in ``ds_tensor``, whose end is padded on the last ranks.
 
-Nothing is imported: parameters bear DeepSpeed's marks. Small ones and those that a forward gathered show all of their elements for a while,
-which the next forward uses: such copies are freed before and after stretches are written, and gathered anew by that forward.
+Nothing is imported: parameters bear DeepSpeed's marks. Small ones, and those that a forward or the user gathered, show all elements for a
+while, and the next forward would use them: such copies are freed when stretches have been written, and that forward gathers them anew. To
+read stretches nothing has to be freed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Partition(HiddenTensor):
     def refuse_written(self) -> None:
         """Raises where the gathered copy was written: that has not reached the ranks' stretches yet."""
         whole = self.shown.detach().view(-1)[self.begin : self.begin + self.region.size]
-        if whole.numel() == self.region.size and not torch.equal(whole, self.memory()):
+        if whole.numel() == self.region.size and not torch.equal(whole.view(torch.uint8), self.memory().view(torch.uint8)):
             raise invalid(
                 f"'{self.name}' was written while it is gathered, in deepspeed.zero.GatheredParameters(...): leave that block first, which "
                 "gives each rank its stretch"
@@ -74,9 +75,15 @@ class Zero3Adapter:
         return (one.shown.ds_tensor for one in self._locals)
 
     def reshard(self) -> None:
-        gathered = [one for one in self._locals if one.shown.ds_status.name != "NOT_AVAILABLE"]
-        for one in gathered:
+        pass
+
+    def refuse_written(self) -> None:
+        for one in self._locals:
             one.refuse_written()
+
+    def free(self) -> None:
+        """Copies of stretches that were written since. Local."""
+        gathered = [one for one in self._locals if one.shown.ds_status.name != "NOT_AVAILABLE"]
         optimizers = {id(one): one for one in (getattr(one.shown, "_z3_optimizer", None) for one in gathered) if one is not None}
         for optimizer in optimizers.values():
             optimizer.parameter_offload.partition_all_parameters()  # as before each of its steps; waits for what is being prefetched

@@ -22,6 +22,7 @@ from shardow.model.local import LocalTensor
 from shardow.model.match import compare
 from shardow.model.owners import has_fsdp
 from shardow.model.view import ModelView
+from shardow.model.zero3 import is_partitioned
 from shardow.ranks.gather import Part
 
 Copied = list[tuple[torch.Tensor, torch.Tensor]]  # (a stretch of an average as its tensor goes, a copy of it, row-major)
@@ -107,7 +108,7 @@ def _said(form: tuple[_core.Region, tuple[int, ...]]) -> str:
 
 def is_sharded(model: nn.Module) -> bool:
     """The same on every rank, whatever each of them holds."""
-    return has_fsdp(model) or any(isinstance(p, DTensor) for p in model.parameters())
+    return has_fsdp(model) or any(isinstance(p, DTensor) or is_partitioned(p) for p in model.parameters())
 
 
 def _memory_order(local: LocalTensor) -> tuple[int, ...]:

@@ -1,0 +1,151 @@
+"""DeepSpeed: averages of the float32 masters that ZeRO divides among ranks, where they are; nothing is gathered.
+
+``ema(engine)`` is all that there is: an EMA of ``engine.module`` whose ``source=`` are the masters of the engine's optimizer, and whose
+``update()`` after ``engine.step()`` counts a step only if that changed weights. It is a function rather than a callback since DeepSpeed has
+no events, and rather than an argument of EMA since only the engine knows which of its steps were applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+
+from shardow import Schedule
+from shardow.averages.tracked import Source
+from shardow.base.checks import invalid, unsupported
+from shardow.ema import EMA
+from shardow.model.slots import slots
+
+#: An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's, and without ZeRO.
+_FLAT = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups_flat")
+
+
+def ema(engine: Any, decay: float | Schedule | Sequence[float | Schedule] = 0.9999, **options: Any) -> EMA:
+    """Averages of what ``engine`` (``deepspeed.initialize()``) trains; call ``update()`` after each ``engine.step()``. Collective.
+
+    ZeRO-1, 2 and 3, bf16_optimizer, and 16 bits without ZeRO: of the optimizer's float32 masters. Else of the weights. Files, exports and
+    states are complete models by parameter name, for any other world size and stage.
+
+    Args:
+        decay, options: EMA's; neither ``source``, ``optimizer`` nor ``overlap``, and ``group`` is the engine's data-parallel ranks.
+
+    Raises:
+        NotImplementedError: masters on NVMe, or on another device than the weights; pipelines, experts, tensor parallelism, ZenFlow.
+    """
+    return _EMA(engine, decay, options)
+
+
+class _EMA(EMA):
+    def __init__(self, engine: Any, decay: Any, options: dict[str, Any]) -> None:
+        for name in ("source", "optimizer", "overlap"):
+            if options.get(name):
+                raise invalid(f"ema(engine, {name}=...): the engine's masters are averaged after its steps; leave {name}= out")
+        _refuse(engine)
+        self._engine, self._seen = engine, _addresses(engine.optimizer)
+        options.setdefault("group", engine.seq_data_parallel_group)
+        super().__init__(engine.module, decay, source=masters(engine), **options)
+
+    def update(self, step: int | None = None, samples: float = 0.0) -> None:
+        """After engine.step(): as EMA.update() where that step was applied. Else nothing: between the boundaries of an accumulation, and
+        where gradients overflowed."""
+        if self._engine.was_step_applied():
+            self._follow()
+            super().update(step, samples)
+
+    def reset(self) -> None:
+        self._follow()
+        super().reset()
+
+    def distance(self, decay: Any = None) -> float:
+        self._follow()
+        return super().distance(decay)
+
+    def attach(self, optimizer: Any, **_: Any) -> NoReturn:
+        raise unsupported("attach(): ZeRO steps its optimizer once for each group of parameters; call update() after engine.step() instead")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise unsupported("an EMA of a DeepSpeed engine can't be copied or pickled: save() it, or take its state_dict()")
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def _follow(self) -> None:
+        """Masters that moved: engine.offload_states() and reload_states() put them elsewhere."""
+        now = _addresses(self._engine.optimizer)
+        if now != self._seen:
+            self._core.follow_sources(masters(self._engine))
+            self._seen = now
+
+
+def masters(engine: Any) -> dict[str, Source]:
+    """What ``source=`` takes: this rank's masters by parameter; empty where the optimizer keeps none."""
+    named = {id(slot.recorded): (slot.name, slot.recorded) for slot in reversed([*slots(engine.module, "parameter")])}
+    found = {id(p): source for p, source in _kind(engine.optimizer)(engine.optimizer, [p for _, p in named.values()])}
+    return {name: found[key] for key, (name, _) in named.items() if key in found}
+
+
+Found = Iterator[tuple[Any, Source]]
+
+
+def _kind(optimizer: Any) -> Callable[[Any, list[Any]], Found]:
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return _zero3
+    if hasattr(optimizer, "single_partition_of_fp32_groups") or hasattr(optimizer, "fp32_groups_flat_partition"):
+        return _divided
+    return _whole
+
+
+def _zero3(optimizer: Any, parameters: list[Any]) -> Found:
+    """Of the same elements as ``ds_tensor``, padded as that is."""
+    kept = {flat.untyped_storage().data_ptr() for flat in optimizer.fp32_partitioned_groups_flat}
+    for p in parameters:
+        if p.requires_grad and optimizer.get_param_id(p) in optimizer.grad_position:
+            master = optimizer.get_local_fp32_param(p).detach()
+            if master.untyped_storage().data_ptr() not in kept:
+                raise unsupported("offload_optimizer keeps masters on the host, weights are on a device; use offload_param too, or neither")
+            begin = min(p.ds_tensor.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
+            yield p, master[: min(master.numel(), p.ds_numel - begin)]
+
+
+def _divided(optimizer: Any, parameters: list[Any]) -> Found:
+    """Stretches of replicas. A parameter of which this rank has nothing is linked to None."""
+    for p in parameters:
+        if hasattr(p, "_hp_mapping"):
+            link = p._hp_mapping
+            yield p, (torch.empty(0, device=p.device), 0) if link is None else (link.hp_fragment.detach(), link.lp_fragment_address.start)
+
+
+def _whole(optimizer: Any, parameters: list[Any]) -> Found:
+    """Every rank has all, tensor by tensor, or one after another."""
+    groups = getattr(optimizer, "fp16_groups", [])
+    kept = getattr(optimizer, "fp32_groups", None) or [
+        flat.detach().split([p.numel() for p in group])
+        for group, flat in zip(groups, getattr(optimizer, "fp32_groups_flat", []), strict=True)
+    ]
+    return zip(chain.from_iterable(groups), chain.from_iterable(kept), strict=True)
+
+
+def _addresses(optimizer: Any) -> list[int]:
+    kept = [*(flat for name in _FLAT for flat in getattr(optimizer, name, ())), *chain.from_iterable(getattr(optimizer, "fp32_groups", ()))]
+    return [tensor.data_ptr() for tensor in kept]
+
+
+def _refuse(engine: Any) -> None:
+    if not hasattr(engine, "was_step_applied") or not hasattr(getattr(engine, "optimizer", None), "param_groups"):
+        raise invalid(f"ema() takes the engine that deepspeed.initialize() returns, with an optimizer, not a {type(engine).__name__}")
+    optimizer = engine.optimizer
+    odd = {
+        "keeps masters on NVMe, where nothing can be averaged in place: offload to 'cpu'": (
+            getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False)
+        ),
+        "is a pipeline, whose stages hold other layers under other names": engine.pipeline_parallelism,
+        "has experts, which ranks hold under the same names": engine.has_moe_layers,
+        "is tensor parallel: ranks hold other elements under the same names": engine.mp_world_size > 1,
+        "updates its masters while it trains (ZenFlow)": bool(getattr(engine, "zenflow", False)),
+    }
+    for why, so in odd.items():
+        if so:
+            raise unsupported(f"this engine {why}; it is not averaged here")

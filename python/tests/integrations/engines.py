@@ -1,0 +1,106 @@
+"""DeepSpeed's engines on ranks of a pool of their own: DeepSpeed keeps its groups for the life of a process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any, may_die: bool = False) -> list[Any]:
+    """As ranks.run(), in fresh processes."""
+    pool = ranks.Pool()
+    try:
+        return pool.run(world, fn, *args, may_die=may_die)
+    finally:
+        pool.stop()
+
+
+def deepspeed() -> Any:
+    """Imported on the CPU, without compiling its collectives in shared memory, which takes minutes."""
+    os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"})
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    return deepspeed
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, a tied weight, a frozen one, one that nobody trains, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.frozen = nn.Linear(7, 33), nn.LayerNorm(33), nn.Linear(33, 33, bias=False)
+        self.second, self.last = nn.Linear(33, 33), nn.Linear(33, 5)
+        self.third = nn.Linear(33, 33, bias=False)
+        self.third.weight = self.second.weight
+        self.frozen.weight.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return self.last(torch.relu(self.third(torch.relu(self.second(self.frozen(self.norm(self.first(x))))))))  # type: ignore[no-any-return]
+
+
+#: By name: what of DeepSpeed's configuration differs.
+KINDS: dict[str, dict[str, Any]] = {
+    "zero1": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+    "zero2": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    "zero2-round-robin": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": {"enabled": True}},
+    "zero2-fp32": {"zero_optimization": {"stage": 2}},
+    "bf16-optimizer": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero0": {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},
+    "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}},
+    "zero3-small-groups": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 100}},
+    "zero3-bf16": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}, "bf16": {"enabled": True}},
+}
+
+
+def engine(kind: str, model: nn.Module | None = None, **config: Any) -> Any:
+    """Of a Net that AdamW trains, in two groups."""
+    net = model or Net()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    groups = [{"params": trained[:4]}, {"params": trained[4:], "lr": 3e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    base = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+    made, *_ = deepspeed().initialize(model=net, optimizer=optimizer, config={**base, **KINDS[kind], **config})
+    return made
+
+
+def train(made: Any, step: int) -> None:
+    """One micro-batch, of this rank's own data."""
+    draw = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    x = torch.randn(4, 7, generator=draw).to(made.get_data_types()[0])
+    made.backward(made(x).float().square().mean())
+    made.step()
+
+
+def whole(made: Any) -> dict[str, torch.Tensor]:
+    """The masters as DeepSpeed itself gathers them; of what it does not train, the weights."""
+    from deepspeed import zero
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    groups = zip(getattr(made.optimizer, "fp16_groups", ()), getattr(made.optimizer, "fp32_groups", ()), strict=False)
+    without_zero = {id(p): master for group, masters in groups for p, master in zip(group, masters, strict=True)}
+    found = {}
+    for name, p in made.module.named_parameters():
+        value = without_zero.get(id(p), safe_get_full_fp32_param(p) if p.requires_grad else None)
+        if value is None:
+            with zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+                value = p.detach().float().clone()
+        found[name] = value.float().clone().reshape(getattr(p, "ds_shape", p.shape))
+    return found

@@ -14,6 +14,7 @@
 
 #include "base/files.h"
 #include "core.h"
+#include "file/claim.h"
 #include "file/crc.h"
 #include "file/header.h"
 #include "file/load.h"
@@ -230,6 +231,8 @@ void bind_file(nb::module_& m) {
   m.def("load_chosen", &load_chosen, "group"_a, "path"_a, "choose"_a, "verify"_a = true, "check_only"_a = false, "timeout"_a = 600.0,
         "progress"_a = nb::none(),
         "load() from a path. choose(checkpoint) -> (tensors, strict), on every rank; what it raises is raised on all. Collective.");
+  m.def("clear_dead_saves", &file::clear_dead, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Removes what saves to a path left whose processes died; raises nothing.");
   m.def(
       "is_local", [](const base::Path& directory) { return base::space_at(directory).local; }, "directory"_a,
       "Whether its storage is of a kind that one machine alone mounts.");

@@ -105,4 +105,15 @@ void clear_leftovers(const Path& target, const Path& draft, bool local) noexcept
   }
 }
 
+void clear_dead(const Path& target) noexcept {
+  try {
+    const Path parent = base::parent_of(target);
+    FileLock gate;
+    if (gate.take(parent) == FileLock::Result::kOthers || living(target)) return;
+    put_back_old(target);
+    clear_leftovers(target, parent, base::space_at(parent).local);
+  } catch (const std::exception&) {
+  }
+}
+
 }  // namespace shardow::file

@@ -24,6 +24,9 @@ base::FileLock claim_directory(const base::Path& directory, Until until);
 /// too, what is younger than an hour stays.
 void clear_leftovers(const base::Path& target, const base::Path& draft, bool local) noexcept;
 
+/// The same without a save, and puts back an old directory as claim() does: for a target that nobody may save to again. Throws nothing.
+void clear_dead(const base::Path& target) noexcept;
+
 /// Whether the file, or a directory with what is in it, was changed in the last hour, by the clock of `reference`'s file system.
 bool is_young(const base::Path& path, const base::Path& reference);
 

@@ -15,7 +15,7 @@ from shardow.averages.states import OptionsFrom
 from shardow.base.checks import invalid, one_of, seconds, whole
 from shardow.base.progress import Progress
 from shardow.checkpoints import manifest, restoring
-from shardow.checkpoints.retention import retire
+from shardow.checkpoints.retention import clear, retire
 from shardow.checkpoints.saving import WHAT, Given, files_to_save
 from shardow.ema import EMA
 from shardow.files import engine, paths
@@ -105,7 +105,10 @@ class Checkpoints:
         return write(files, path, team, lambda: self._retire(step, team), progress=progress, texts=texts)
 
     def _retire(self, step: int, team: Team) -> None:
-        if team.rank == 0 and self.keep is not None:
+        if team.rank != 0:
+            return
+        clear(self.directory)
+        if self.keep is not None:
             retire(self.directory, step, self.keep, self.keep_every)
 
     def latest(self) -> int | None:

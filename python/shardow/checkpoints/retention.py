@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from pathlib import Path
 
 from shardow import _core, errors
 from shardow.base.warnings import warn
 from shardow.checkpoints import manifest
+
+_LEFT = re.compile(r"\.(step-\d{9,})\.[0-9a-f]{16}(-old|-renamed)?\.tmp")  # beside a step, while it is saved
+
+
+def clear(directory: Path) -> None:
+    """What saves left whose processes died: their steps may never be saved again. Raises nothing."""
+    with contextlib.suppress(OSError):
+        for step in sorted({found[1] for found in map(_LEFT.fullmatch, os.listdir(directory)) if found}):
+            _core.clear_dead_saves(directory / step)
 
 
 def retire(directory: Path, just_saved: int, keep: int, keep_every: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -107,8 +108,8 @@ def test_a_directory_that_takes_the_place_of_one_that_goes_is_left_alone(tmp_pat
     save(checkpoints, 1)
     listdir, new = os.listdir, []
 
-    def replaced(at: int) -> list[str]:
-        if not new:  # another job saves the step that this one is about to remove
+    def replaced(at: int | Path) -> list[str]:
+        if isinstance(at, int) and not new:  # another job saves the step that this one is about to remove
             new.append(1)
             save(shardow.Checkpoints(tmp_path, keep=None), 1)
         return listdir(at)
@@ -139,3 +140,19 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch: pytest
     with pytest.warns(RuntimeWarning, match="could not be removed"):
         save(checkpoints, 2)
     assert checkpoints.latest() == 2
+
+
+def test_what_dead_saves_left_is_cleared_away_by_a_save_of_another_step(tmp_path: Path) -> None:
+    nonce = "0123456789abcdef"
+    dead, living = tmp_path / f".step-000000009.{nonce}.tmp", tmp_path / f".step-000000008.{nonce}.tmp"
+    for one in (dead, living):
+        one.mkdir()
+        (one / "model.safetensors").write_bytes(bytes(8))
+    others = {f".step-9.{nonce}.tmp", f".model.{nonce}.tmp", ".step-000000009.tmp", ".step-000000009.notes.tmp"}
+    for name in others:
+        (tmp_path / name).write_text("theirs")
+    handle = os.open(living, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    save(shardow.Checkpoints(tmp_path), 10)
+    os.close(handle)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000000010", living.name, *others}

@@ -5,10 +5,10 @@ Nothing is imported until one of them is. They use their frameworks' checkpoints
 May import: ema, averages, model, schedules, base, errors.
 """
 
-__all__ = ["TESTED_WITH", "accelerate", "deepspeed", "lightning", "transformers"]
+__all__ = ["TESTED_WITH", "accelerate", "deepspeed", "lightning", "transformers", "trl"]
 
 #: Versions that the tests ran with, by package; others may do.
-TESTED_WITH = {"transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "lightning": "2.6.6"}
+TESTED_WITH = {"transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "lightning": "2.6.6", "trl": "1.16.0"}
 
 
 def __dir__() -> list[str]:

@@ -58,43 +58,57 @@ class EMACallback(TrainerCallback):
         self.use, self.samples, self.missing = use, samples, one_of("missing", missing, ("error", "from_model"))
         self.resumed: str | None = None  # the checkpoint, where the mixin knows it
         self._handle: Any = None
-        self._saved: Path | None = None
+        self._saved: str | None = None
+        self.files: dict[str, EMA] = {}  # of a checkpoint
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
         if getattr(args, "deepspeed", None):
             raise unsupported("EMACallback: under DeepSpeed the optimizer steps master weights that the Trainer's model does not show")
         self._detach()
-        self.ema = EMA(model, **{"group": dist.group.WORLD if dist.is_initialized() else None, **self.options})
+        self.begin(model)
         if state.global_step:
-            self._load(Path(self.resumed or Path(args.output_dir, f"checkpoint-{state.global_step}"), FILE))
+            self._load(self.resumed or f"{args.output_dir}/checkpoint-{state.global_step}")
+        self.follow(optimizer)
+
+    def begin(self, model: Any) -> None:
+        self.ema = self.averages_of(model)
+        self.files = {FILE: self.ema}
+
+    def averages_of(self, model: Any, **more: Any) -> EMA:
+        return EMA(model, **{"group": dist.group.WORLD if dist.is_initialized() else None, **self.options, **more})
+
+    def follow(self, optimizer: Any) -> None:
+        assert self.ema is not None
         self._handle = self.ema.attach(optimizer, samples=self.samples)
 
-    def _load(self, path: Path) -> None:
-        assert self.ema is not None
+    def _load(self, folder: str) -> None:
         try:
-            self.ema.load(path)
+            for name, ema in self.files.items():
+                ema.load(Path(folder, name))
         except NotFoundError as error:
             if self.missing == "error":
                 raise NotFoundError(
-                    f"{path} is missing, so the averages can't go on where this checkpoint was saved. Resume one that has it (those that "
-                    "last_checkpoint() finds do), name the right directory through AveragedTrainer, or let them begin anew from the "
-                    "weights: EMACallback(missing='from_model')"
+                    f"{Path(folder, name)} is missing, so the averages can't go on where this checkpoint was saved. Resume one that has it "
+                    "(those that last_checkpoint() finds do), name the right directory through AveragedTrainer, or let them begin anew "
+                    f"from the weights: {type(self).__name__}(missing='from_model')"
                 ) from error
-            warn(f"{path} is missing: the averages begin anew from the checkpoint's weights")
+            warn(f"{Path(folder, name)} is missing: the averages begin anew from the checkpoint's weights")
+            for ema in self.files.values():
+                ema.reset()
 
     def save(self, folder: str) -> None:
         """Into a checkpoint's directory. Collective."""
-        assert self.ema is not None
-        self._saved = Path(folder, FILE)
-        self.ema.save(self._saved)
+        self._saved = Path(folder).name
+        for name, ema in reversed(self.files.items()):  # the first one last: where it is all of them are
+            ema.save(Path(folder, name))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._saved is None or self._saved.parent.name != f"checkpoint-{state.global_step}":  # not by the mixin
+        if self._saved != f"checkpoint-{state.global_step}":  # not by the mixin
             self.save(f"{args.output_dir}/checkpoint-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint:  # the weights have been loaded from there
-            self._load(Path(state.best_model_checkpoint, FILE))
+            self._load(state.best_model_checkpoint)
         self._detach()
 
     def _detach(self) -> None:

@@ -77,7 +77,7 @@ struct OptionDifference {
 
 struct UpdateReport {
   bool applied = false;    ///< false between the update_every-th steps
-  int64_t non_finite = 0;  ///< elements held in this update, CPU views; with options.overlap in updates that ended since the last report;
+  int64_t non_finite = 0;  ///< elements held in this update, CPU views; in the background: in updates that ended since the last report;
                            ///< CUDA views are counted by stats()
   int64_t bytes_moved = 0;
   Factors factors{1, 0};  ///< of the first schedule
@@ -142,7 +142,7 @@ class Average {
 
   /// To be called before the parameters change, where something is done in the background. Averages on the host of weights on devices: what
   /// comes next on the weights' streams waits, on the device, for the last copy; the host waits until all copies are on their way, and no
-  /// longer (while a stream is captured: until they have ended). With options.overlap: wait(). Throws as wait() does.
+  /// longer (while a stream is captured: until they have ended). Weights on the host with options.overlap: wait(). Throws as wait() does.
   void finish_reading() const;
 
   /// Of CUDA views on device `index`: from here on all work goes to `stream` (a cudaStream_t), behind what is under way on the last one.

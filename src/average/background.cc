@@ -123,7 +123,8 @@ void Average::Impl::stopped(const Error& cause) {
 }
 
 void Average::Impl::finish_reading() {
-  if (torn || !under_way_ || under_way_->stopped || bound.offloads.empty() || options.overlap || capturing()) return wait();
+  const bool of_the_host = bound.offloads.empty() || (options.overlap && !bound.backends.empty());
+  if (torn || !under_way_ || under_way_->stopped || of_the_host || capturing()) return wait();
   const auto began = steady_clock::now();
   worker_->wait_for_part();
   under_way_->waited += seconds_since(began);

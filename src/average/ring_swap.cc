@@ -127,6 +127,7 @@ void RingSwap::in(const Tensors& tensors, base::ThreadPool& pool) {
 }
 
 void RingSwap::out(const Tensors& tensors, base::ThreadPool& pool) {
+  if (done_ == 0 && unwritten_ == 0) return;  // asks nothing of a device that may be lost
   Pass pass(*this, tensors, pool);
   size_t back = done_,
          written = done_ + unwritten_;  // blocks from `back` on have weights on the host's side, from `written` on the device's

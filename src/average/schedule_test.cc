@@ -149,7 +149,9 @@ TEST(Schedule, AWindowIsThePlainMeanOfItsUpdatesAndHeldAfterwards) {
         sum += value;
         ++count;
       }
-      if (count > 0) EXPECT_NEAR(mean, sum / count, 1e-9) << step << " every " << every;
+      if (count > 0) {
+        EXPECT_NEAR(mean, sum / count, 1e-9) << step << " every " << every;
+      }
     }
   }
   EXPECT_EQ(Schedule::window(5, 5).factors({.step = 5}).decay, 0);

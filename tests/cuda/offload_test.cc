@@ -331,6 +331,32 @@ TEST(Offload, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {
   twins.expect_equal();
 }
 
+/// For the thread sanitizer: a copy, the averaging and the optimizer's step are on three threads, and each finds the others' work done.
+TEST(Offload, OnThreadsThatMeet) {
+  for (const int64_t ring_bytes : kRings) {
+    fake::reset({.num_devices = 2, .threads = true});
+    AverageOptions options = options_of(2, ring_bytes);
+    options.num_threads = 2;
+    std::vector<Spec> specs = model(DType::kBF16, 2);
+    specs.push_back({"large", DType::kF32, Region::whole({(1 << 20) + 7}), 0});
+    Twins twins(specs, options);
+    const int rounds = ring_bytes < (1 << 20) ? 2 : 4;
+    for (int i = 0; i < rounds; ++i) {
+      twins.step();
+      twins.update();
+      twins.step();
+      twins.update();
+      if (i % 2 == 1) twins.move();
+      twins.expect_equal();
+      twins.offloaded->swap_in(1);
+      twins.resident->swap_in(1);
+      twins.expect_equal_weights();
+      twins.offloaded->swap_out();
+      twins.resident->swap_out();
+    }
+  }
+}
+
 TEST(Offload, WithoutFinishReadingTheAveragesWouldTear) {
   int torn = 0;
   for (uint64_t seed = 0; seed < 50; ++seed) {

@@ -79,6 +79,7 @@ TEST(Offload, SwapsBitForBitBothWays) {
         for (int i = 0; i < 2; ++i) {
           twins.step();
           twins.update();
+          twins.step();
           twins.offloaded->swap_in(1);
           twins.resident->swap_in(1);
           twins.expect_equal_weights("swapped in");
@@ -148,6 +149,30 @@ TEST(Offload, AnUpdateWhoseWeightsFitTheRingIsMadeWholeOrNotAtAll) {
   EXPECT_EQ(failed, 3 * 7) << "each of the copies, but of what is empty";
 }
 
+TEST(Offload, ADeviceThatFailsForGoodLeavesTheAveragesOfTheLastUpdate) {
+  int failed = 0;
+  for (int operations = 0; operations < 30; ++operations) {
+    fake::reset({.num_devices = 2, .seed = static_cast<uint64_t>(operations), .log = false});
+    Twins twins(model(DType::kF32, 2), options_of(1, 1 << 20));
+    twins.step();
+    twins.update();
+    twins.step();
+    fake::synchronize();
+    twins.offloaded->wait();
+    fake::break_after(operations);
+    std::string said = error_of([&] { twins.offloaded->update(); });
+    if (said.empty()) said = error_of([&] { twins.offloaded->wait(); });
+    if (said.empty()) {
+      twins.resident->update();
+    } else {
+      ++failed;
+    }
+    EXPECT_TRUE(twins.equal()) << said;
+    fake::break_after(-1);
+  }
+  EXPECT_GE(failed, 5);
+}
+
 TEST(Offload, AnUpdateThatStoppedHalfwayIsTakenUpByTheNextCall) {
   int stopped = 0, not_made = 0;
   for (const auto& [number, times] : refusals(24)) {
@@ -157,6 +182,9 @@ TEST(Offload, AnUpdateThatStoppedHalfwayIsTakenUpByTheNextCall) {
     fake::fail_copy(number, times);
     twins.offloaded->update(1);
     const std::string said = error_of([&] { twins.offloaded->wait(); });
+    if (!said.empty()) {
+      EXPECT_EQ(fake::pending(), 0U) << "nothing reads the weights any more";
+    }
     if (said.find("was not made") != said.npos) {
       ++not_made;
     } else {
@@ -312,6 +340,20 @@ TEST(Offload, FollowsTheStream) {
     twins.step();
     twins.expect_equal("stream " + std::to_string(i % 3));
   }
+}
+
+TEST(Offload, AnotherStreamComesBehindTheLastOne) {
+  fake::reset(1);
+  Twins twins(model(DType::kF32), options_of(1, 4096));
+  fake::clear();
+  twins.use_stream(0, stream_of(0, 7));
+  ASSERT_EQ(fake::calls_of("record").size(), 1U);
+  EXPECT_EQ(fake::calls_of("record")[0].stream, stream_of(0));
+  ASSERT_EQ(fake::calls_of("stream waits").size(), 1U);
+  EXPECT_EQ(fake::calls_of("stream waits")[0].stream, stream_of(0, 7));
+  fake::clear();
+  twins.use_stream(0, stream_of(0, 7));
+  EXPECT_TRUE(fake::calls().empty());
 }
 
 TEST(Offload, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {

@@ -78,6 +78,7 @@ void Average::Impl::make_background() {
 void Average::Impl::bind(std::span<const TensorView> parameters) {
   std::vector<TensorView> now(parameters.begin(), parameters.end()), divided = divide(now);
   Bound made = make_bound(divided);
+  read_counts();  // of tables that are about to go
   for (const auto& offload : bound.offloads) offload_bytes_before += offload->bytes();
   whole.swap(now);
   parts.swap(divided);

@@ -11,8 +11,8 @@ namespace shardow::base {
 class Turns {
  public:
   virtual ~Turns() = default;
-  virtual void add() = 0;                                     ///< another thread will begin(), and takes turns from here on
-  virtual void begin() = 0;                                   ///< on that thread: returns when it has been added and has the turn
+  virtual void add(const void* who) = 0;                      ///< the thread of this Worker takes turns from here on
+  virtual void begin(const void* who) = 0;                    ///< on that thread: returns when it has been added and has the turn
   virtual void end() = 0;                                     ///< on that thread: it takes turns no more
   virtual void await(const std::function<bool()>& done) = 0;  ///< others have their turns until done()
 };

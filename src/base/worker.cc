@@ -82,7 +82,7 @@ void Worker::begin(std::function<void()> piece) {
     } catch (const std::exception&) {  // no thread or no memory for it
       here = true;
     }
-    if (turns != nullptr && !here) turns->add();
+    if (turns != nullptr && !here) turns->add(this);
   });
   if (here) perform();
 }
@@ -108,7 +108,7 @@ void Worker::wait_for_part() const noexcept {
 void Worker::work() noexcept {
   for (int state; (state = state_.load(std::memory_order_acquire)) != kEnd;) {
     if (state == kBusy) {
-      if (turns != nullptr) turns->begin();
+      if (turns != nullptr) turns->begin(this);
       perform();
       if (turns != nullptr) turns->end();
     } else {

@@ -2,6 +2,7 @@
 #include "fake_runtime.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 
 #include "world.h"
@@ -78,6 +79,7 @@ void reset(const Options& options) {
   world().contexts.clear();
   world().until_allocation_fails = world().until_copy_fails = -1;
   world().times = 0;
+  world().drops_waits = false;
   world().copied = {};
   world().captures.clear();
   world().memory.start(options.guard);
@@ -124,6 +126,19 @@ void enqueue(int device, void* stream, std::function<void()> work) {
   world().streams.add(device, stream, on_device({1, [work = std::move(work)](size_t, Random*) { work(); }}));
 }
 
+void follow(int device, void* stream, void* behind) {
+  const std::lock_guard lock(world().streams.mutex());
+  const MarkPtr mark = world().streams.last(device, behind);
+  if (mark != nullptr && stream != behind) world().streams.add(device, stream, Work{}, {mark});
+}
+
+void fetch(void* to, const void* from, size_t bytes, int device, void* stream) {
+  std::unique_lock lock(world().streams.mutex());
+  const Work work = on_device({1, [=](size_t, Random*) { std::memcpy(to, from, bytes); }});
+  const MarkPtr mark = world().streams.add(device, stream, work);
+  world().streams.until(lock, [&] { return mark->done; });
+}
+
 void run(int device, void* stream) {
   std::unique_lock lock(world().streams.mutex());
   const MarkPtr mark = world().streams.last(device, stream);
@@ -163,6 +178,16 @@ void fail_copy(int number, int times) {
   const std::lock_guard lock(world().streams.mutex());
   world().until_copy_fails = number;
   world().times = times;
+}
+
+bool broken() {
+  const std::lock_guard lock(world().streams.mutex());
+  return world().streams.until_broken == 0;
+}
+
+void drop_waits(bool dropped) {
+  const std::lock_guard lock(world().streams.mutex());
+  world().drops_waits = dropped;
 }
 
 void break_after(int operations) {

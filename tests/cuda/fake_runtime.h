@@ -56,6 +56,8 @@ void capture(void* stream, bool begins);  ///< a capture whose graph nobody want
 
 /// Work that a stream of the test does, an optimizer's for example: on the host, in stream order.
 void enqueue(int device, void* stream, std::function<void()> work);
+void follow(int device, void* stream, void* behind);  ///< what the stream does from here on comes after what the other has to do
+void fetch(void* to, const void* from, size_t bytes, int device, void* stream);  ///< to the host, in stream order; no copy that fails
 void run(int device, void* stream);  ///< does what the stream has to do by now, and what that waits for
 void synchronize();                  ///< does all that there is
 size_t pending();                    ///< operations under way
@@ -69,6 +71,9 @@ void fail_allocation(int number);  ///< the number-th from now has no memory lef
 void fail_copy(int number,
                int times = 1);  ///< the number-th call of a copy from now is refused (0: the next), and times - 1 after it; times < 0: all
 void break_after(int operations);  ///< when so many more are done, the device has failed for good, and every later call says so; < 0: never
+
+bool broken();
+void drop_waits(bool dropped);  ///< cudaStreamWaitEvent does nothing, to show that it is missed
 
 /// For DrawnTurns: called at each call of the runtime and again and again where the host waits, with nothing locked.
 extern std::function<void()> between;

@@ -23,10 +23,15 @@ size_t up(size_t bytes, size_t to) {
 }  // namespace
 
 void Memory::start(bool guard) {
-  for (const auto& [memory, block] : blocks_) {
-    if (!block.in_arena) std::free(const_cast<void*>(memory));
+  for (auto block = blocks_.begin(); block != blocks_.end();) {
+    if (block->second.pinned) {  // the engine keeps some for later
+      block->second.counted = 0;
+      ++block;
+      continue;
+    }
+    if (!block->second.in_arena) std::free(const_cast<void*>(block->first));
+    block = blocks_.erase(block);
   }
-  blocks_.clear();
   allocated_ = 0;
   if (used_ > 0) ::mprotect(arena(), up(used_, kPage), PROT_NONE);
   guard_ = guard;
@@ -39,7 +44,7 @@ void* Memory::take(size_t bytes, bool pinned) {
   const bool in_arena = guard_ && !pinned;
   void* const memory = in_arena ? take_from_arena(up(bytes + 1, kAlignment)) : std::aligned_alloc(kAlignment, up(bytes + 1, kAlignment));
   if (memory == nullptr) return nullptr;
-  blocks_[memory] = {bytes, pinned, in_arena};
+  blocks_[memory] = {bytes, bytes, pinned, in_arena};
   allocated_ += bytes;
   return memory;
 }
@@ -62,7 +67,7 @@ bool Memory::give(void* memory) {
   if (found == blocks_.end()) return false;
   const Block block = found->second;
   blocks_.erase(found);
-  allocated_ -= block.bytes;
+  allocated_ -= block.counted;
   if (!block.in_arena) {
     std::free(memory);
     return true;

@@ -10,7 +10,7 @@ namespace shardow::fake {
 /// Device memory, and what lies where. Guarded by the lock of the streams, but open().
 class Memory {
  public:
-  void start(bool guard);  ///< forgets what was given
+  void start(bool guard);  ///< forgets what was given, but pinned memory
   void* take(size_t bytes, bool pinned);
   bool give(void* memory);  ///< false: was not taken
   size_t allocated() const { return allocated_; }
@@ -30,7 +30,7 @@ class Memory {
 
  private:
   struct Block {
-    size_t bytes;
+    size_t bytes, counted;
     bool pinned, in_arena;
   };
 

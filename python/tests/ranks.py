@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import debug as tensor_debug
 
 # Importing torch costs more than most cases. One process does it, which has no other thread, and forks the ranks.
 _context = multiprocessing.get_context("forkserver")
@@ -148,7 +148,8 @@ def _forget_meshes() -> None:
         for cached in vars(module).values():
             if type(cached) is functools._lru_cache_wrapper:  # isinstance() wakes objects that warn of their age
                 cached.cache_clear()
-    _clear_sharding_prop_cache()
+    if hasattr(tensor_debug, "_clear_sharding_prop_cache"):  # torch 2.6 has none to call
+        tensor_debug._clear_sharding_prop_cache()
     gc.collect()
 
 

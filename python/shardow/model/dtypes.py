@@ -11,12 +11,13 @@ NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 #: torch's packed dtypes, and how many of the format's elements one of theirs is.
 PACKED = {"F4": 2}
-if hasattr(torch, "float4_e2m1fn_x2"):
-    NAMES[torch.float4_e2m1fn_x2] = "F4"
+for later, name in (("float8_e8m0fnu", "F8_E8M0"), ("float4_e2m1fn_x2", "F4")):  # than torch 2.6
+    if hasattr(torch, later):
+        NAMES[getattr(torch, later)] = name
 
 
 def name_of(what: str, dtype: torch.dtype) -> str:

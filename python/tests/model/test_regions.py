@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
+from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,8 +36,8 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_fast_path_sharding_prop_cache()  # they hold meshes, with the coordinates of the rank that made them
-        _clear_python_sharding_prop_cache()
+        for cache in ("fast_path", "python"):  # they hold meshes, with the coordinates of the rank that made them; torch 2.6 has neither
+            getattr(tensor_debug, f"_clear_{cache}_sharding_prop_cache", lambda: None)()
 
 
 def counted(*shape: int) -> torch.Tensor:

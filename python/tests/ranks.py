@@ -62,7 +62,10 @@ class Pool:
         # seconds.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        uv = torch.__version__ >= (2, 7)  # before, libuv's store took no listener
+        self._store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=uv
+        )
         self._workers: list[_Worker] = []
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:

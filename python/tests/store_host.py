@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 _HOST = """
-import socket, sys, torch.distributed as dist
+import socket, sys, torch, torch.distributed as dist
 listener = socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]
-store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+uv = torch.__version__ >= (2, 7)  # before, libuv's store took no listener
+store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=uv)
 print(port, flush=True)
 sys.stdin.read()
 """

@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import PrefixStore
 from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.base.signals import put_off
-from shardow.ranks.store_values import get, put
+from shardow.ranks.store_values import clone, get, put
 from shardow.ranks.transfers import begun, finish, has_cpu
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
@@ -264,7 +264,7 @@ class StoreGroup(_core.Group):
 def _connection() -> Any:
     store: Any = dist.distributed_c10d._get_default_store()
     store.check(["shardow"])  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
-    return store.clone()
+    return clone(store)
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

@@ -1,10 +1,25 @@
-"""Values of a store, of any length: long ones take several keys."""
+"""Connections to a store; its values of any length: long ones take several keys."""
 
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
 
 MOST = 4 << 20  # bytes of one key's; torch's TCPStore drops a client that sends 8 MiB
+
+
+def clone(store: Any) -> Any:
+    """Another connection to the same keys, for another thread."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    # Torch 2.6 tells neither how to, nor under which prefix this store's keys lie: those who share it agree on another one.
+    agreed = store.compare_set("shardow", "", uuid4().hex).decode()
+    base = getattr(store, "_underlying_non_prefix_store", store)
+    if isinstance(base, dist.TCPStore):
+        base = dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(agreed, base)
 
 
 def put(store: Any, key: str, value: bytes) -> list[str]:

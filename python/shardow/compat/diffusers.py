@@ -161,7 +161,10 @@ def _deprecated(kwargs: dict[str, Any], decay: float, min_decay: float) -> tuple
 
 def _whole(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     if any(hasattr(p, "ds_tensor") for p in parameters):
-        raise unsupported("these parameters are partitioned by DeepSpeed ZeRO-3, which is not averaged here; use FSDP2, or ZeRO-1 or 2")
+        raise unsupported(
+            "these parameters are partitioned by DeepSpeed ZeRO-3, and don't tell of the model: use "
+            "shardow.integrations.deepspeed.ema(engine)"
+        )
     return parameters
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from shardow import Schedule
 from shardow.averages.tracked import Source
 from shardow.base.checks import invalid, unsupported
 from shardow.ema import EMA
+from shardow.integrations.masters import MastersEMA
 from shardow.model.slots import slots
 
 #: An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's, and without ZeRO.
@@ -38,46 +39,18 @@ def ema(engine: Any, decay: float | Schedule | Sequence[float | Schedule] = 0.99
     return _EMA(engine, decay, options)
 
 
-class _EMA(EMA):
+class _EMA(MastersEMA):
     def __init__(self, engine: Any, decay: Any, options: dict[str, Any]) -> None:
-        for name in ("source", "optimizer", "overlap"):
-            if options.get(name):
-                raise invalid(f"ema(engine, {name}=...): the engine's masters are averaged after its steps; leave {name}= out")
         _refuse(engine)
-        self._engine, self._seen = engine, _addresses(engine.optimizer)
+        self._engine = engine
         options.setdefault("group", engine.seq_data_parallel_group)
-        super().__init__(engine.module, decay, source=masters(engine), **options)
+        super().__init__(engine.module, decay, lambda: masters(engine), lambda: _addresses(engine.optimizer), options)
 
     def update(self, step: int | None = None, samples: float = 0.0) -> None:
         """After engine.step(): as EMA.update() where that step was applied. Else nothing: between the boundaries of an accumulation, and
         where gradients overflowed."""
         if self._engine.was_step_applied():
-            self._follow()
             super().update(step, samples)
-
-    def reset(self) -> None:
-        self._follow()
-        super().reset()
-
-    def distance(self, decay: Any = None) -> float:
-        self._follow()
-        return super().distance(decay)
-
-    def attach(self, optimizer: Any, **_: Any) -> NoReturn:
-        raise unsupported("attach(): ZeRO steps its optimizer once for each group of parameters; call update() after engine.step() instead")
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise unsupported("an EMA of a DeepSpeed engine can't be copied or pickled: save() it, or take its state_dict()")
-
-    def __reduce__(self) -> NoReturn:
-        self.__deepcopy__({})
-
-    def _follow(self) -> None:
-        """Masters that moved: engine.offload_states() and reload_states() put them elsewhere."""
-        now = _addresses(self._engine.optimizer)
-        if now != self._seen:
-            self._core.follow_sources(masters(self._engine))
-            self._seen = now
 
 
 def masters(engine: Any) -> dict[str, Source]:

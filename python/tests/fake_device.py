@@ -8,7 +8,8 @@ before they read or write anything. So an update that is read too early is torn,
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
+import importlib
 import importlib.util
 import multiprocessing
 import sys
@@ -16,15 +17,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import ranks
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-if TYPE_CHECKING:
-    from shardow.ema import EMA
 
 _BUILT = "build/release/fake/_core*.so"
 
@@ -37,6 +35,21 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
         _pool = ranks.Pool(multiprocessing.get_context("spawn"), _serve)
         atexit.register(_pool.stop)
     return _pool.run(world, fn, *args, timeout=timeout)
+
+
+def on_device(fn: Callable[..., None]) -> Callable[..., None]:
+    """A test whose body runs in such a process, alone."""
+
+    @functools.wraps(fn)
+    def test(**given: Any) -> None:
+        run(1, _body, fn.__module__, fn.__name__, given)
+
+    test.body = fn  # type: ignore[attr-defined]
+    return test
+
+
+def _body(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).body(**given)
 
 
 def _serve(*args: Any) -> None:
@@ -75,6 +88,10 @@ class Device(TorchDispatchMode):
         self._holders: list[tuple[Any, int]] = []  # (weak reference to what has tensors, index of the device)
         self._devices = range(num_devices)
 
+    def hold_first(self, holder: torch.nn.Module | torch.Tensor, index: int) -> None:
+        """On that device, whatever else holds it."""
+        self._holders.insert(0, (weakref.ref(holder), index))
+
     def hold(self, holder: torch.nn.Module | torch.Tensor, index: int = 0) -> None:
         self._holders.append((weakref.ref(holder), index))
 
@@ -111,11 +128,3 @@ def _memory(holder: Any) -> Iterator[int]:
         tensors = (*holder.parameters(), *holder.buffers())
     for tensor in tensors:
         yield getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
-
-
-@contextlib.contextmanager
-def unhooked(ema: EMA) -> Iterator[None]:
-    """Optimizers don't wait for updates: what the hooks are there for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ema._core.swap, "finish_reading", lambda: None)
-        yield

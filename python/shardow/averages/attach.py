@@ -83,10 +83,11 @@ class Attachments:
                 one.remove(handle)
 
     def before(self, handle: Handle) -> None:
-        """Before a step: refuses one that would be lost."""
+        """Before a step: refuses one that would be lost; updates have read the weights that it changes."""
         self._ready()
         if handle in self._stepped:
             self.settle()
+            self._ready()
 
     def after(self, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
         if _skipped(optimizer):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import _core
+from shardow import _core, errors
 from shardow.averages import counters, figures
 from shardow.averages import state as _state
 from shardow.averages.cuda_streams import Streams, with_memory
@@ -255,10 +255,19 @@ class Averages:
 
     def reset(self) -> None:
         """See EMA.reset()."""
-        self.together("reset()", lambda: self.swap.ready("reset()"))
+        self.together("reset()", self._ready_to_reset)
         self.swap.gather()
         self.engine.restart()
         self._warned = False
+
+    def _ready_to_reset(self) -> None:
+        """Averages that an update in the background has left half done are refused to all other calls."""
+        self.swap.refuse_swapped("reset()")
+        try:
+            self.wait()
+        except errors.Error:
+            self._engine.reset()
+        self.swap.ready("reset()")
 
     # ---- their values
 

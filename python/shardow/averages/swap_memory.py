@@ -53,9 +53,7 @@ class SwapMemory:
         self._average.finish_reading()
 
     def gather(self) -> None:
-        """Strided weights into the memory that the engine reads, once an update in the background has read it. Others lie there already."""
-        if self._strided:
-            self._engine.wait()
+        """Strided weights into the memory that the engine reads. Others lie there already."""
         for one in self._strided:
             one.gather()
 

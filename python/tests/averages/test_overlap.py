@@ -152,6 +152,19 @@ def halfway(after: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.lerp(a, b, 0.5) for a, b in zip(before, after, strict=True)]
 
 
+def test_an_update_that_a_skipped_step_delayed_is_waited_for(held: Callable[[], None]) -> None:
+    """It comes before the next round, in the very step that changes weights next."""
+    model, optimizer, ema = make()
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    ema.attach(other)
+    train(model, optimizer, 1)  # the other one's step is skipped
+    after = [p.detach().clone() for p in model.parameters()]
+    released = released_soon(held)
+    train(model, optimizer, 2)
+    assert released.is_set()
+    assert all(torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True))
+
+
 @pytest.mark.parametrize("gone", ["model and EMA", "memory"])
 def test_memory_that_is_read_stays(gone: str, held: Callable[[], None]) -> None:
     """Of a model that is gone before its update has ended, and of weights that moved."""

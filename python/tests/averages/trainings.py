@@ -124,5 +124,9 @@ def _in_between(step: int, kind: str, model: nn.Module, emas: dict[str, shardow.
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
-    different = [name for name in one if not torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))]
+    different = [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(_bytes(one[name]), _bytes(other[name]))]
     assert not different, different
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -66,27 +66,53 @@ KINDS: dict[str, dict[str, Any]] = {
     "zero0": {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},
     "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}},
     "zero3-small-groups": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 100}},
+    "zero2-offload": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+    "zero3-offload": {
+        "zero_optimization": {
+            "stage": 3, "stage3_param_persistence_threshold": 40, "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+        "bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False,
+    },
     "zero3-bf16": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}, "bf16": {"enabled": True}},
-}
+}  # fmt: skip
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return torch.optim.AdamW([{"params": trained[:4]}, {"params": trained[4:], "lr": 3e-3}], lr=1e-2)
 
 
 def engine(kind: str, model: nn.Module | None = None, **config: Any) -> Any:
     """Of a Net that AdamW trains, in two groups."""
     net = model or Net()
-    trained = [p for p in net.parameters() if p.requires_grad]
-    groups = [{"params": trained[:4]}, {"params": trained[4:], "lr": 3e-3}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     base = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
-    made, *_ = deepspeed().initialize(model=net, optimizer=optimizer, config={**base, **KINDS[kind], **config})
+    made, *_ = deepspeed().initialize(model=net, optimizer=adam(net), config={**base, **KINDS[kind], **config})
     return made
 
 
+def batch(step: int) -> torch.Tensor:
+    """This rank's own."""
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+
+
 def train(made: Any, step: int) -> None:
-    """One micro-batch, of this rank's own data."""
-    draw = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    x = torch.randn(4, 7, generator=draw).to(made.get_data_types()[0])
-    made.backward(made(x).float().square().mean())
+    """One micro-batch."""
+    made.backward(made(batch(step).to(made.get_data_types()[0])).float().square().mean())
     made.step()
+
+
+def train_plain(net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The same without DeepSpeed: each rank has all, in float32."""
+    optimizer.zero_grad()
+    net(batch(step)).square().mean().backward()
+    for p in net.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad.div_(dist.get_world_size()))
+    optimizer.step()
 
 
 def whole(made: Any) -> dict[str, torch.Tensor]:

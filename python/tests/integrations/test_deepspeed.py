@@ -47,11 +47,14 @@ def collectives() -> Iterator[dict[str, int]]:
 
 
 def averaged(kind: str, path: str) -> dict[str, Any]:
-    """Steps, and beside them a plain float32 model that is given the masters after each."""
+    """Steps, and beside them a plain float32 model that AdamW trains with the same data; for weights in bfloat16, whose gradients are
+    others, one that is given the masters after each step."""
     made = engine(kind, comms_logger={"enabled": True, "prof_all": True, "verbose": False, "debug": False, "prof_ops": []})
     averages = ema(made, decay=[0.9, 0.5])
     plain = Net()
-    plain.load_state_dict(whole(made), strict=False)
+    if bfloat16 := "bf16" in KINDS[kind]:
+        plain.load_state_dict(whole(made), strict=False)
+    optimizer = engines.adam(plain)
     beside = shardow.EMA(plain, [0.9, 0.5])
     talked = {"deepspeed": 0, "torch": 0}
     for step in range(3):
@@ -60,7 +63,12 @@ def averaged(kind: str, path: str) -> dict[str, Any]:
             averages.update()
         talked = {key: talked[key] + told[key] for key in talked}
         with collectives() as control:
-            plain.load_state_dict(whole(made), strict=False)
+            masters = whole(made)
+        if bfloat16:
+            plain.load_state_dict(masters, strict=False)
+        else:
+            engines.train_plain(plain, optimizer, step)
+        assert all(torch.equal(masters[name], p) for name, p in plain.named_parameters())
         beside.update()
     want = beside.state_dict()["averages"]
     alike = [equal(averages.full_state_dict(decay, complete=False), want[decay]) for decay in ("0.9", "0.5")]
@@ -97,7 +105,7 @@ def taken_up(kind: str, path: str) -> State:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_averages_are_those_of_a_plain_model_with_the_masters_as_weights(kind: str, tmp_path: Path) -> None:
+def test_averages_are_those_of_a_plain_model_in_float32(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "averages")
     zero, one = engines.run(2, averaged, kind, path)
     assert zero["alike"][:1] == [True]

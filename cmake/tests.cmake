@@ -34,7 +34,7 @@ add_fake_device_test(cuda_calls tests/cuda/calls_test.cc tests/cuda/seeded_main.
 add_fake_device_test(cuda_kernels src/kernels/cuda_test.cc tests/cuda/seeded_main.cc)
 target_compile_definitions(cuda_kernels_test PRIVATE SHARDOW_HAVE_CUDA)
 add_fake_device_test(cuda_programs tests/cuda/programs_test.cc tests/cuda/program.cc tests/cuda/seeded_main.cc)
-add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/seeded_main.cc)
+add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/offload_failures_test.cc tests/cuda/seeded_main.cc)
 
 # In place of the whole CUDA path, one that allocates nothing.
 add_executable(offload_allocations_test tests/cuda/allocations_test.cc)

@@ -102,18 +102,18 @@ void Offload::fetch() {
       ring_->link().copy(copies_[i].to, copies_[i].from, copies_[i].bytes);
       bytes_ += static_cast<int64_t>(copies_[i].bytes);
     }
-    ring_->link().mark(fetched_ % ring_->num_slots());
+    ring_->mark(fetched_);
     ++fetched_;
   }
 }
 
 void Offload::arrive() {
-  for (size_t b = averaged_; b < fetched_; ++b) ring_->link().wait(b % ring_->num_slots());
+  for (size_t b = averaged_; b < fetched_; ++b) ring_->wait(b);
 }
 
 /// The next block, whose weights lie in the ring.
 Offload::Block& Offload::arrived() {
-  ring_->link().wait(averaged_ % ring_->num_slots());
+  ring_->wait(averaged_);
   return blocks_[averaged_];
 }
 
@@ -131,7 +131,7 @@ void Offload::stop() noexcept {
 }
 
 void Offload::release_weights() {
-  if (!blocks_.empty()) ring_->link().hold(device_.stream, (blocks_.size() - 1) % ring_->num_slots());
+  if (!blocks_.empty()) ring_->hold(device_.stream, blocks_.size() - 1);
 }
 
 void Offload::copy_parameters() {

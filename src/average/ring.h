@@ -23,10 +23,17 @@ class Ring {
   size_t bytes() const noexcept { return memory_.bytes(); }
   size_t slot_bytes() const noexcept { return slot_bytes_; }
   size_t num_slots() const noexcept { return num_slots_; }  ///< kLeastSlots or more; each has the link's mark of its number
-  std::byte* slot(size_t i) const noexcept { return memory_.data() + i % num_slots_ * slot_bytes_; }
   kernels::cuda::Link& link() const noexcept { return *link_; }
 
+  // Of what goes through in blocks: the slot of a block, and the mark behind its copies.
+  std::byte* slot(size_t block) const noexcept { return memory_.data() + index(block) * slot_bytes_; }
+  void mark(size_t block) const { link_->mark(index(block)); }
+  void wait(size_t block) const { link_->wait(index(block)); }
+  void hold(void* stream, size_t block) const { link_->hold(stream, index(block)); }
+
  private:
+  size_t index(size_t block) const noexcept { return block % num_slots_; }
+
   size_t slot_bytes_, num_slots_;
   kernels::Memory memory_;
   std::unique_ptr<kernels::cuda::Link> link_;  // ends before the memory

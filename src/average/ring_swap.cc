@@ -44,17 +44,17 @@ class RingSwap::Pass {
     each_piece(block, [&](const Piece& piece, std::byte* slot) {
       if (direction == Direction::kIn || in_place(piece)) link().copy(slot, weight(piece), bytes(piece));
     });
-    mark(block);
+    swap_.ring_->mark(block);
   }
 
   void write(size_t block) {
     each_piece(block, [&](const Piece& piece, std::byte* slot) { link().copy(weight(piece), slot, bytes(piece)); });
-    mark(block);
+    swap_.ring_->mark(block);
   }
 
   /// Until what fetch() or write() began last for the block has ended.
   void wait(size_t block) {
-    link().wait(block % swap_.ring_->num_slots());
+    swap_.ring_->wait(block);
     if (swap_seam != nullptr) swap_seam();
   }
 
@@ -76,7 +76,6 @@ class RingSwap::Pass {
 
  private:
   kernels::cuda::Link& link() const { return swap_.ring_->link(); }
-  void mark(size_t block) { link().mark(block % swap_.ring_->num_slots()); }
   static std::byte* at(void* data, DType dtype, const Piece& piece) {
     return static_cast<std::byte*>(data) + byte_size(dtype, piece.begin);
   }

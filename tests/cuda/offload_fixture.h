@@ -33,6 +33,33 @@ struct Spec {
   int device = 0;
 };
 
+/// Regions of every kind: whole, empty, scalar, a flat window, a column shard, a box of one.
+inline std::vector<Spec> model(DType dtype, int num_devices = 1) {
+  const Region columns = Region::grid({37, 11}, {{{0, 37}}, {{2, 7}}});
+  const std::vector<Region> regions = {Region::whole({40, 11}),
+                                       Region::whole({0, 4}),
+                                       Region::whole({}),
+                                       Region::whole({3000}).window(700, 2011),
+                                       columns,
+                                       columns.window(31, 150),
+                                       Region::whole({2, 3, 5}),
+                                       Region::grid({6, 9, 5}, {{{1, 2}, {4, 6}}, {{0, 3}, {5, 9}}, {{1, 4}}})};
+  std::vector<Spec> specs;
+  for (size_t i = 0; i < regions.size(); ++i)
+    specs.push_back({"p" + std::to_string(i), dtype, regions[i], static_cast<int>(i) % num_devices});
+  return specs;
+}
+
+inline AverageOptions options_of(size_t num_decays, int64_t ring_bytes) {
+  AverageOptions options;
+  options.schedules.clear();
+  for (size_t k = 0; k < num_decays; ++k) options.schedules.push_back(Schedule::constant(k == 0 ? 0.9 : k == 1 ? 0.99999 : 0.3));
+  options.ring_bytes = ring_bytes;
+  options.seed = 7;
+  return options;
+}
+
+inline constexpr int64_t kRings[] = {4096, 10000, 1 << 20};
 using Bytes = std::vector<std::byte>;
 
 /// Finite values of a dtype, of any magnitude that arithmetic likes.

@@ -146,10 +146,8 @@ class EMA(Saved):
             ValueError: the weights are not those of the capture, or the step draws noise that the captured launch can't.
         """
         if self._core.engine.swapped or not self._core.view.unchanged():
-            raise invalid(
-                "prepare_replay(): weights were swapped, moved or replaced since update() was captured; a replay would read their old "
-                "memory. Capture it anew"
-            )
+            why = "weights were swapped, moved or replaced since update() was captured; a replay would read their old memory"
+            raise invalid(f"prepare_replay(): {why}. Capture it anew")
         self._core.engine.prepare_replay(step, samples)
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
@@ -224,10 +222,8 @@ class EMA(Saved):
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module, decay: Decay | None = None) -> None:
-        """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective.
-
-        What has no elements in memory (sparse, quantised) can't be copied; a warning names it.
-        """
+        """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective. What has
+        no elements in memory (sparse, quantised) can't be copied; a warning names it."""
         target = find(model, group=self._core.view.process_group, odd=True)
 
         def check() -> Facts:

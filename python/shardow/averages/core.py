@@ -37,11 +37,8 @@ Asked = Callable[[], Facts]
 
 
 class Averages:
-    """What EMA is the face of, and what surfaces compose.
-
-    ``view``: the model as it was found; ``team``: the ranks that share it; ``tracked``: what is averaged; ``keys``: what several averages
-    are called; ``swap``: the transaction with the weights.
-    """
+    """What EMA is the face of, and what surfaces compose. ``view``: the model as it was found; ``team``: the ranks that share it;
+    ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with the weights."""
 
     def __init__(
         self,
@@ -90,10 +87,8 @@ class Averages:
             self.view.watch_buffers = True
             buffers = [one for one in self.view.buffers if one.tensor.is_floating_point()]
             if buffers and options.overlap:
-                raise invalid(
-                    f"overlap=True with buffers='average': nothing would keep the next forward from writing '{buffers[0].name}' while "
-                    "it is averaged; take buffers='copy', or leave overlap out"
-                )
+                why = f"nothing would keep the next forward from writing '{buffers[0].name}' while it is averaged"
+                raise invalid(f"overlap=True with buffers='average': {why}; take buffers='copy', or leave overlap out")
             chosen += buffers
         return chosen
 
@@ -114,10 +109,8 @@ class Averages:
         return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
 
     def together(self, what: str, fn: Callable[[], T], asked: Asked = dict) -> T:
-        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates.
-
-        ``asked()``: what the call was asked for, which must be equal on all ranks.
-        """
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates. ``asked()``:
+        what the call was asked for, which must be equal on all ranks."""
 
         def check() -> tuple[T, Facts]:
             self._raise_non_finite()
@@ -137,10 +130,8 @@ class Averages:
         if met is not None:
             self.engine.forget_non_finite()
             step, elements, name = met
-            raise invalid(
-                f"at step {step}, {elements} weights on rank {self.team.rank} were NaN or Inf, first in '{name}' (nonfinite='raise'); "
-                "their averages were held"
-            )
+            where = f"at step {step}, {elements} weights on rank {self.team.rank}"
+            raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
     def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
         """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which average ``decay`` is."""
@@ -162,11 +153,8 @@ class Averages:
         return state
 
     def ready_to_hand_out(self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict) -> str:
-        """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ.
-
-        ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as together()'s; may raise. Returns the state of
-        all ranks.
-        """
+        """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ. ``others``: what of the model
+        is handed out too, wherever it lies now. ``asked()``: as together()'s; may raise. Returns the state of all ranks."""
         facts: dict[str, Any] = {}
 
         def find() -> list[Common | None]:
@@ -331,8 +319,6 @@ class Averages:
     def to_copy(self, how: str) -> tuple[nn.Module, dict[str, Any]]:
         self.swap.refuse("copying")
         if self.view.process_group is not None:
-            raise unsupported(
-                f"an EMA of a model that {self.team.size} ranks share can't be {how}: each has a part. Save it with save(), or take its "
-                "state_dict() and load that into another EMA of such a model"
-            )
+            way_out = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
+            raise unsupported(f"an EMA of a model that {self.team.size} ranks share can't be {how}: each has a part. {way_out}")
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}

@@ -15,10 +15,8 @@ _OWN = re.compile(r'("held_non_finite":)(\d+)')  # the elements of a rank's own 
 
 
 def agreed(what: str, state: str, team: Team, facts: Mapping[str, Any]) -> str:
-    """``state``, a rank's own, with what each rank counts for itself summed over the ranks.
-
-    Raises ValueError on every rank where ranks have made other updates, or differ in options or ``facts``. Collective.
-    """
+    """``state``, a rank's own, with what each rank counts for itself summed over the ranks. Raises ValueError on every rank where ranks
+    have made other updates, or differ in options or ``facts``. Collective."""
     if team.size == 1:
         return state
     numbers: dict[str, Any] = {**facts, **json.loads(_OWN.sub(r"\g<1>0", state))}

@@ -14,10 +14,8 @@ T = TypeVar("T")
 
 
 class Streams:
-    """Which stream of each device the engine works on: the one that was current when somebody last asked for the engine.
-
-    The device waits where they differ, never the host.
-    """
+    """Which stream of each device the engine works on: the one that was current when somebody last asked for the engine. The device waits
+    where they differ, never the host."""
 
     def __init__(self, weights: Iterable[torch.Tensor], averages: Iterable[torch.Tensor]) -> None:
         devices = dict.fromkeys(map(storage.device_of, weights))
@@ -36,10 +34,8 @@ class Streams:
 
 
 def with_memory(make: Callable[[], T]) -> T:
-    """``make()``, once more without torch's cached blocks where a device has no memory left.
-
-    The engine's tables are not of torch's allocator, which keeps what it once had.
-    """
+    """``make()``, once more without torch's cached blocks where a device has no memory left. The engine's tables are not of torch's
+    allocator, which keeps what it once had."""
     try:
         return make()
     except errors.OutOfMemoryError:

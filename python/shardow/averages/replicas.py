@@ -36,10 +36,8 @@ class _Step:
 
 class Exchange:
     """Afterwards every replica's memory holds every owner's part. Made before ranks agree to begin: takes all the memory that run() needs.
-
     Nested replica groups are undone from the innermost: each level's whole is the next level's part. What arrives passes through buffers,
-    so that what arrives too late is written nowhere.
-    """
+    so that what arrives too late is written nowhere."""
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self._steps = list(_steps(tracked))
@@ -57,10 +55,7 @@ class Exchange:
 
     def run(self, seconds: float, writes: Callable[[], None] = lambda: None) -> None:
         """Collective among replicas. ``writes()`` is called before memory that others own is first written. Raises ConnectionError and
-        TimeoutError where a replica is gone.
-
-        Signals wait for the end, or for a second, since others wait for what this rank sends.
-        """
+        TimeoutError where a replica is gone. Signals wait for the end, or for a second, since others wait for what this rank sends."""
         deadline = time.monotonic() + seconds
         with Held():
             for step in self._steps:

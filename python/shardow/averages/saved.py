@@ -28,13 +28,9 @@ class Saved(States):
     """Files of averages; EMA has the rest."""
 
     def save(
-        self,
-        path: paths.StrPath,
-        *,
-        max_shard_size: int | str | None = None,
-        progress: Progress | None = None,
+        self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them. Collective.
 
         load() resumes from it. Every rank writes its own bytes of the final file, which replaces what was there when it is whole.
@@ -51,17 +47,11 @@ class Saved(States):
         return engine.write(files, path, self._core.team, progress=progress, **options)
 
     def async_save(
-        self,
-        path: paths.StrPath,
-        *,
-        max_shard_size: int | str | None = None,
-        progress: Progress | None = None,
+        self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
-    ) -> SaveHandle:
+    ) -> SaveHandle:  # fmt: skip
         """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save().
-
-        Collective.
-        """
+        Collective."""
         files, options = self._to_save("async_save()", max_shard_size, metadata)
         return engine.write_in_background(files, path, self._core.team, progress=progress, **options)
 
@@ -159,9 +149,8 @@ class Saved(States):
 
         parts, options = self._core.team.agree("export()", check)
         extra, texts = for_file(extra_states(self._core.view.model)) if self._core.team.rank == 0 else ([], {})
-        return engine.write(
-            [engine.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})], path, self._core.team, progress=progress, **options
-        )
+        file = engine.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})
+        return engine.write([file], path, self._core.team, progress=progress, **options)
 
 
 class Loading:

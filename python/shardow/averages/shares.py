@@ -1,8 +1,6 @@
 """Who averages which stretch of what: an optimizer cuts its masters as it likes, and a rank may have a tensor whole, its end, or nothing.
-
 So ranks tell each other once, at construction; together they must have every element on one rank. A swap then exchanges by that table
-rather than by equal parts.
-"""
+rather than by equal parts."""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ EXCHANGED = 32 << 20  # bytes that all members of a group send in one round, as 
 
 
 def share_out(what: str, tracked: Sequence[Tracked], team: Team) -> None:
-    """Each stretched tensor learns which rank has which stretch of it. Collective.
-
-    Raises ValueError on every rank where together they don't have every element once.
-    """
+    """Each stretched tensor learns which rank has which stretch of it. Collective. Raises ValueError on every rank where together they
+    don't have every element once."""
     mine = {i: (one.begin, one.begin + one.region.size) for i, one in enumerate(tracked) if one.stretched and one.region.size}
     told = [{int(i): ends for i, ends in json.loads(text).items()} for text in team.gather(what, json.dumps(mine).encode())]
     team.agree(what, lambda: _take_in(tracked, told, team))
@@ -36,9 +32,8 @@ def _take_in(tracked: Sequence[Tracked], told: Sequence[dict[int, tuple[int, int
     for one in tracked:
         if one.stretched:
             if len(one.local.replicas) > 1:
-                raise unsupported(
-                    f"source= of '{one.name}' is a stretch, and replicas of it nest; give whole masters, or one group of replicas"
-                )
+                way_out = "give whole masters, or one group of replicas"
+                raise unsupported(f"source= of '{one.name}' is a stretch, and replicas of it nest; {way_out}")
             one.owners = {}
             for group, _, _ in one.local.replicas:
                 ranks = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
@@ -64,9 +59,8 @@ def _check_whole(one: Tracked) -> None:
         if at == one.local.region.size:
             return
     had = ", ".join(f"[{begin}, {end})" for begin, end in sorted(one.owners.values())[:8]) or "none"
-    raise invalid(
-        f"source= of '{one.name}': of its {one.local.region.size} elements the ranks that hold them have {had}; each must be in one stretch"
-    )
+    size = one.local.region.size
+    raise invalid(f"source= of '{one.name}': of its {size} elements the ranks that hold them have {had}; each must be in one stretch")
 
 
 def rounds(tracked: Sequence[Tracked], members: int) -> Iterator[list[list[Piece]]]:

@@ -52,10 +52,8 @@ def engine_state(state: Mapping[str, Any]) -> str:
 def check(
     state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str], strict: bool = True
 ) -> tuple[list[Copy], dict[str, list[str]]]:
-    """What load_state_dict will copy, and the names that are missing and unexpected.
-
-    Raises with everything that does not fit, before anything is copied; unless ``strict``, names may lack.
-    """
+    """What load_state_dict will copy, and the names that are missing and unexpected. Raises with everything that does not fit, before
+    anything is copied; unless ``strict``, names may lack."""
     averages = state.get("averages")
     if not isinstance(averages, Mapping):
         raise invalid("this is not a state of shardow.EMA: 'averages' is missing")

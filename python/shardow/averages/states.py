@@ -68,9 +68,8 @@ class States:
         def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
             self._core.swap.refuse("load_state_dict()")
             text = _state.engine_state(state)
-            found = _state.check(
-                state, self._core.tracked, self._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), options, "the state"), strict
-            )
+            keys = self._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), options, "the state")
+            found = _state.check(state, self._core.tracked, keys, strict)
             self._take_options("load_state_dict()", text, options)
             return found
 
@@ -87,10 +86,8 @@ class States:
         if not theirs or (set(theirs) == set(self._core.keys) and options == "own"):
             return self._core.keys
         if len(theirs) != len(self._core.keys):
-            raise invalid(
-                f"{where} has {_counted(theirs)}, this EMA keeps {_counted(self._core.keys)}: nothing was loaded. "
-                f"Make the EMA with decay={'[' + ', '.join(theirs) + ']' if len(theirs) > 1 else theirs[0]}"
-            )
+            way_out = f"Make the EMA with decay={'[' + ', '.join(theirs) + ']' if len(theirs) > 1 else theirs[0]}"
+            raise invalid(f"{where} has {_counted(theirs)}, this EMA keeps {_counted(self._core.keys)}: nothing was loaded. {way_out}")
         return theirs
 
     def _take_options(self, what: str, text: str, options: OptionsFrom) -> None:
@@ -100,10 +97,8 @@ class States:
         self._core.keys = _core.decay_keys(self._core.engine.schedules)
         if different:
             told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in different)
-            warn(
-                f"{what}: {told}. What is there is in force now (but the dtype, which stays); options='own' keeps what the EMA was made "
-                "with"
-            )
+            now = "What is there is in force now (but the dtype, which stays)"
+            warn(f"{what}: {told}. {now}; options='own' keeps what the EMA was made with")
 
     def full_state_dict(self, decay: Decay | None = None, complete: bool = True) -> dict[str, torch.Tensor]:
         """The model with averaged weights on rank 0, {} elsewhere: fresh, full CPU tensors by name.
@@ -124,10 +119,8 @@ class States:
         return {**self._core.gatherer("full_state_dict()", k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
 
     def _odd(self, what: str) -> dict[str, torch.Tensor]:
-        """On rank 0, copies of what has no elements in memory (sparse, quantised).
-
-        They can't be put together from parts, and no file holds them. Collective.
-        """
+        """On rank 0, copies of what has no elements in memory (sparse, quantised). They can't be put together from parts, and no file holds
+        them. Collective."""
 
         def copies() -> dict[str, torch.Tensor]:
             odd = [one for one in self._core.others() if oddity(one.tensor)]

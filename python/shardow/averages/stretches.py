@@ -28,8 +28,6 @@ class Stretch(NamedTuple):
             raise invalid(f"source= of '{local.name}': ({size} elements, {first}, {self.of!r}); the first is counted 'global' or 'local'")
         begin, end = (first, first + size) if self.of == "local" else (local.region.position(first), local.region.position(first + size))
         if end - begin != size or end > local.region.size:
-            raise invalid(
-                f"source= of '{local.name}': elements [{first}, {first + size}), counted {self.of}, are not all on this rank, which holds "
-                f"{local.region}"
-            )
+            asked = f"elements [{first}, {first + size}), counted {self.of}"
+            raise invalid(f"source= of '{local.name}': {asked}, are not all on this rank, which holds {local.region}")
         return local.region.window(begin, end), begin

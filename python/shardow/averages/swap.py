@@ -124,10 +124,8 @@ class Swap(SwapMemory):
         except (TimeoutError, ConnectionError) as missing:
             if not self.swapped or not isinstance(missing, errors.Error):
                 raise
-            raise type(missing)(
-                f"{missing}. The model's memory still holds averages. What a dead rank held of the weights is gone: "
-                "load the last checkpoint then"
-            ) from None
+            gone = "What a dead rank held of the weights is gone: load the last checkpoint then"
+            raise type(missing)(f"{missing}. The model's memory still holds averages. {gone}") from None
 
     def _meet_to_restore(self, strict: bool, again: bool = True) -> tuple[list[Move], Exchange]:
         """Once more after others who were leaving: they learn there that they have to restore too."""
@@ -245,9 +243,8 @@ class Swap(SwapMemory):
             return
         if everybody is None or any(one.refusal for one in everybody):
             others = [f"rank {rank}: {one.refusal}" for rank, one in enumerate(everybody or ()) if one.refusal]
-            raise self._still_there(
-                refusal or errors.make("peer_failed", others[0] if others else "other ranks were still inside swapped()")
-            )
+            why = others[0] if others else "other ranks were still inside swapped()"
+            raise self._still_there(refusal or errors.make("peer_failed", why))
         try:
             self._bring_back(moves, exchange if any(one.shared for one in everybody) else None)
         except Exception as lost:
@@ -284,10 +281,8 @@ class Swap(SwapMemory):
 
     @torch.no_grad()
     def _bring_back(self, moves: Sequence[Move], exchange: Exchange | None = None, what: str = LEAVING) -> None:
-        """Step 6, in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has it now.
-
-        Replicas begin their exchange when all have taken back what they own: who failed there would be waited for.
-        """
+        """Step 6, in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has it now. Replicas
+        begin their exchange when all have taken back what they own: who failed there would be waited for."""
         if not self.swapped and exchange is None:
             swap_guard.settle(self)
             return

@@ -1,7 +1,5 @@
-"""What a swap exchanges: the memory of weights and averages, as the model has it and as the engine knows it.
-
-Weights may lie elsewhere when they come back: casts, moves to devices, replaced parameters, load_state_dict(assign=True).
-"""
+"""What a swap exchanges: the memory of weights and averages, as the model has it and as the engine knows it. Weights may lie elsewhere when
+they come back: casts, moves to devices, replaced parameters, load_state_dict(assign=True)."""
 
 from __future__ import annotations
 
@@ -104,10 +102,8 @@ class Move(NamedTuple):
 
 
 def find_moves(view: ModelView, tracked: Sequence[Tracked], strict: bool) -> list[Move]:
-    """By name, in the model as it is now, under every name that a tied weight has. Changes nothing.
-
-    Raises ValueError where the model has no place of the same region for a weight any more; not so ``strict``, such are left out.
-    """
+    """By name, in the model as it is now, under every name that a tied weight has. Changes nothing. Raises ValueError where the model has
+    no place of the same region for a weight any more; not so ``strict``, such are left out."""
     now = {name: one for one in view.as_it_is_now() for name in (one.name, *one.aliases)}
     moves, lost = [], []
     for one in tracked:
@@ -129,17 +125,12 @@ def warn_of_casts(moves: Sequence[Move]) -> None:
     cast = [move for move in moves if move.now.dtype != move.weights.dtype]
     if cast:
         was, now = cast[0].weights.dtype, cast[0].now.dtype
-        warn(
-            f"the model was cast inside swapped(): '{cast[0].name}' and {len(cast) - 1} more were {was} and are {now} now, "
-            "so its weights came back rounded to that",
-            RuntimeWarning,
-        )
+        casts = f"'{cast[0].name}' and {len(cast) - 1} more were {was} and are {now} now"
+        warn(f"the model was cast inside swapped(): {casts}, so its weights came back rounded to that", RuntimeWarning)
 
 
 def warn_of_writes(names: Sequence[str]) -> None:
     if names:
-        warn(
-            f"'{names[0]}' and {len(names) - 1} more were written inside swapped(): the weights are those from before it, "
-            "and what was written may be in the averages now",
-            RuntimeWarning,
-        )
+        more = f"'{names[0]}' and {len(names) - 1} more"
+        fate = "and what was written may be in the averages now"
+        warn(f"{more} were written inside swapped(): the weights are those from before it, {fate}", RuntimeWarning)

@@ -31,11 +31,9 @@ _ALIGN = 64  # bytes; the engine's kernels like averages to start there
 
 @dataclass
 class Tracked:
-    """One averaged tensor on this rank.
-
-    ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it unless replicas split the work), which
-    begins at element ``begin`` of the local memory; ``averages[k]`` are 1-D tensors of region.size elements, views into the arena.
-    """
+    """One averaged tensor on this rank. ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it
+    unless replicas split the work), which begins at element ``begin`` of the local memory; ``averages[k]`` are 1-D tensors of region.size
+    elements, views into the arena."""
 
     local: LocalTensor
     region: _core.Region
@@ -230,8 +228,8 @@ class Unfrozen:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         warn(
             f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and swapped() have the "
-            "weights as they "
-            "are. To average them, make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
+            "weights as they are. To average them, make a new EMA and load the old one's state into it: "
+            "new.load_state_dict(old.state_dict(), strict=False)"
         )
 
 

@@ -21,9 +21,8 @@ WAY_OUT = (
 
 @dataclass(eq=False)
 class Found:
-    """A slot's tensor.
-
-    ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's name."""
+    """A slot's tensor. ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's
+    name."""
 
     slot: Slot
     local: LocalTensor

@@ -1,9 +1,6 @@
-"""FSDP2, HSDP, TP and their nestings: a parameter is a DTensor, and its placements say everything.
-
-After a forward, FSDP2 may show unsharded parameters in place of the recorded ones, and its next forward may use that copy: writing shards
-then would leave the model on old weights. So every FSDPModule is resharded before and after shards are written; of a part of a model, its
-parents too.
-"""
+"""FSDP2, HSDP, TP and their nestings: a parameter is a DTensor, and its placements say everything. After a forward, FSDP2 may show
+unsharded parameters in place of the recorded ones, and its next forward may use that copy: writing shards then would leave the model on old
+weights. So every FSDPModule is resharded before and after shards are written; of a part of a model, its parents too."""
 
 from __future__ import annotations
 
@@ -51,27 +48,20 @@ class DTensorAdapter:
         return [
             f"{info.param_name} of {type(info.module).__name__}"
             for module in self._modules
-            for group in _groups(
-                module._get_fsdp_state()
-            )  # private: nothing public tells an unsharded parameter from one that is not sharded
+            for group in _groups(module._get_fsdp_state())  # private: nothing public tells unsharded from never sharded
             for info, whole in ((p._module_info, getattr(p, "_unsharded_param", None)) for p in group.fsdp_params)
             if whole is not None and info.module._parameters.get(info.param_name) is whole
         ]
 
     def reset(self) -> None:
-        """After a forward that raised, roots believe that it still runs, and ignore reshard().
-
-        Gradients that wait for their reduction are lost with it, as torch documents.
-        """
+        """After a forward that raised, roots believe that it still runs, and ignore reshard(). Gradients that wait for their reduction are
+        lost with it, as torch documents."""
         for module in self._modules:
             state = module._get_fsdp_state()  # private: nothing public tells a root, or that gradients wait
             if state._is_root and hasattr(module, "reset_iter_state"):
                 if any(_awaits_reduction(group) for one in state._state_ctx.all_states for group in _groups(one)):
-                    warn(
-                        "a forward of this FSDP2 model raised while gradients were accumulating: what was not yet reduced is dropped; "
-                        "begin the accumulation again",
-                        RuntimeWarning,
-                    )
+                    lost = "what was not yet reduced is dropped; begin the accumulation again"
+                    warn(f"a forward of this FSDP2 model raised while gradients were accumulating: {lost}", RuntimeWarning)
                 module.reset_iter_state()
         self.reshard()
 

@@ -1,8 +1,6 @@
-"""Weights that several ranks hold under one name: found out by checksum where they differ, before one rank's would stand for all.
-
-Each rank joins the checksums of what it shares with the same ranks to one number, under a key of names and regions: equal keys ask for
-equal numbers. Tensor by tensor they are compared only to name the first that differs.
-"""
+"""Weights that several ranks hold under one name: found out by checksum where they differ, before one rank's would stand for all. Each rank
+joins the checksums of what it shares with the same ranks to one number, under a key of names and regions: equal keys ask for equal numbers.
+Tensor by tensor they are compared only to name the first that differs."""
 
 from __future__ import annotations
 
@@ -49,10 +47,8 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
 
 
 def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str) -> None:
-    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
-
-    Collective; reads what it finds once, sends a number for each set of ranks.
-    """
+    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises. Collective; reads what
+    it finds once, sends a number for each set of ranks."""
     common, sums = team.agree(what, lambda: _summed(find(), team.size))
     if team.size == 1:
         return
@@ -78,10 +74,8 @@ def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:
     sets: dict[str, list[int]] = {}
     for at, one in enumerate(common):
         sets.setdefault(one.ranks, []).append(at)
-    return {
-        _key([common[at] for at in held]): int.from_bytes(_digest(json.dumps([sums[at] for at in held])), "little")
-        for held in sets.values()
-    }
+    numbers = {_key([common[at] for at in held]): _digest(json.dumps([sums[at] for at in held])) for held in sets.values()}
+    return {key: int.from_bytes(number, "little") for key, number in numbers.items()}
 
 
 def _key(common: Sequence[Common]) -> str:

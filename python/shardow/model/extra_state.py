@@ -1,7 +1,5 @@
-"""``_extra_state``: what modules put into a state_dict() beside their tensors, by get_extra_state().
-
-In files, tensors are tensors, and what JSON can say is in the header; a warning names the rest.
-"""
+"""``_extra_state``: what modules put into a state_dict() beside their tensors, by get_extra_state(). In files, tensors are tensors, and
+what JSON can say is in the header; a warning names the rest."""
 
 from __future__ import annotations
 
@@ -45,10 +43,8 @@ def for_file(values: Mapping[str, Any]) -> tuple[list[Part], dict[str, str]]:
         else:
             lost.append(f"'{name}' ({type(value).__name__})")
     if lost:
-        warn(
-            f"{', '.join(lost[:8])}: not in the file, which holds tensors and what JSON says; keep it beside, or let get_extra_state() "
-            "return a tensor"
-        )
+        way_out = "keep it beside, or let get_extra_state() return a tensor"
+        warn(f"{', '.join(lost[:8])}: not in the file, which holds tensors and what JSON says; {way_out}")
     return parts, {METADATA: json.dumps(said)} if said else {}
 
 
@@ -60,10 +56,8 @@ def extra_in(there: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
 
 
 class FromFile:
-    """The values in a file for ``wanted`` names: those of tensors are there when ``parts`` have been read.
-
-    ``keys``: theirs in the file; ``unexpected``: nobody here has them.
-    """
+    """The values in a file for ``wanted`` names: those of tensors are there when ``parts`` have been read. ``keys``: theirs in the file;
+    ``unexpected``: nobody here has them."""
 
     def __init__(self, wanted: Collection[str], catalog: Any) -> None:
         self.keys = extra_in(catalog.tensors, wanted)

@@ -19,20 +19,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid
-from shardow.model.local import HiddenTensor, Replicas
+from shardow.model.local import HiddenAdapter, HiddenTensor, Replicas
 from shardow.model.names import join, walk
 from shardow.model.parents import fsdp1_around, owners
-from shardow.model.slots import Slot
 
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
 
 
 @dataclass(eq=False)
 class FlatTensor(HiddenTensor):
-    """A parameter inside a flat shard: ``offset`` elements from its start.
-
-    ``shown``: a parameter of its own, or the whole flat one. ``index``: among the flat one's.
-    """
+    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: a parameter of its own, or the whole flat one.
+    ``index``: among the flat one's."""
 
     handle: Any = None
     offset: int = 0
@@ -50,10 +47,8 @@ def shard_of(handle: Any) -> torch.Tensor:
 
 
 def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> None:
-    """The unsharded copy of a flat parameter, if there is one.
-
-    Raises where that would lose what FSDP has not taken over yet; ``name`` tells of the parameter with an index.
-    """
+    """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken over yet; ``name``
+    tells of the parameter with an index."""
     refuse_strays(handle, name or handle.flat_param._fqns.__getitem__)
     if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
         handle.reshard(True)
@@ -61,10 +56,8 @@ def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> Non
 
 
 def strays(handle: Any) -> Iterator[int]:
-    """Which original parameters are neither in the shard nor in its unsharded copy.
-
-    FSDP takes them over in its next forward, or forgets them if it shows its views anew before that.
-    """
+    """Which original parameters are neither in the shard nor in its unsharded copy. FSDP takes them over in its next forward, or forgets
+    them if it shows its views anew before that."""
     flat = handle.flat_param
     memory = {one.untyped_storage().data_ptr() for one in (shard_of(handle), flat)}
     for i, (param, owner) in enumerate(zip(flat._params or (), flat._param_infos, strict=False)):
@@ -97,7 +90,7 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
         )
 
 
-class Fsdp1Adapter:
+class Fsdp1Adapter(HiddenAdapter):
     def __init__(self, model: nn.Module) -> None:
         names: dict[int, list[str]] = {}
         wrappers: dict[int, Any] = {}
@@ -111,15 +104,6 @@ class Fsdp1Adapter:
         self._locals = [local for module in self._wrappers for local in _flat_tensors(module, names)]
         self._owned = _parameters_of(self._wrappers)
 
-    def claims(self, slot: Slot) -> bool:
-        return id(slot.recorded) in self._owned
-
-    def local(self, slot: Slot) -> None:
-        return None
-
-    def memory(self, slot: Slot) -> torch.Tensor:
-        raise AssertionError("FSDP1's memory is found through its handles")
-
     def others(self) -> Sequence[FlatTensor]:
         """Local tensors that no slot shows."""
         return self._locals
@@ -130,10 +114,8 @@ class Fsdp1Adapter:
     def spans_world(self) -> bool:
         """Hybrid sharding is a product of two groups, of which each rank knows its own row and column only."""
         world = dist.get_world_size() if self._wrappers else 0
-        rows = (
-            dist.get_world_size(module.process_group) * math.prod(size for _, _, size in _replicas(module)) for module in self._wrappers
-        )
-        return any(size == world for size in rows)
+        groups = [(dist.get_world_size(module.process_group), _replicas(module)) for module in self._wrappers]
+        return any(row * math.prod(size for _, _, size in columns) == world for row, columns in groups)
 
     def shards(self) -> list[torch.Tensor]:
         """One per flat parameter: their addresses show whether anything moved."""

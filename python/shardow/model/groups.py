@@ -18,10 +18,8 @@ from shardow.model.slots import slots
 
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter | None = None) -> dist.ProcessGroup | None:
-    """``given``, or the group that the model's shards and replicas tell of; None: this process alone.
-
-    ``fsdp1``: the model's, where one was made already.
-    """
+    """``given``, or the group that the model's shards and replicas tell of; None: this process alone. ``fsdp1``: the model's, where one was
+    made already."""
     DTensorAdapter(model, form="any").reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
     fsdp1 = fsdp1 or Fsdp1Adapter(model)
     groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -36,10 +34,8 @@ def meshes_of(model: nn.Module) -> list[DeviceMesh]:
 def choose_group(
     groups: Iterable[dist.ProcessGroup], meshes: Iterable[DeviceMesh], given: dist.ProcessGroup | None, world: bool = False
 ) -> dist.ProcessGroup | None:
-    """``given``, or a group of all ranks of ``groups`` and ``meshes``; ``world``: it is known to be everybody.
-
-    Raises where there is none.
-    """
+    """``given``, or a group of all ranks of ``groups`` and ``meshes``; ``world``: it is known to be everybody. Raises where there is
+    none."""
     groups, meshes = list(groups), list({id(mesh): mesh for mesh in meshes}.values())
     ranks = {rank for group in {id(g): g for g in groups}.values() for rank in dist.get_process_group_ranks(group)}
     ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}

@@ -21,10 +21,8 @@ Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
 @dataclass(eq=False)
 class LocalTensor:
     """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; find() says which may be
-    strided or odd. Other names of the same tensor are ``aliases``.
-
-    ``sharded`` is False for a tensor that every rank holds whole without any group saying so: a plain parameter beside sharded ones.
-    """
+    strided or odd. Other names of the same tensor are ``aliases``. ``sharded`` is False for a tensor that every rank holds whole without
+    any group saying so: a plain parameter beside sharded ones."""
 
     name: str
     tensor: torch.Tensor
@@ -45,10 +43,8 @@ class LocalTensor:
             self.tensor.copy_(flat.view(self.tensor.shape))
 
     def counts_on(self, rank: int) -> bool:
-        """True where files take it from this rank.
-
-        Of whole tensors that no group shares, each rank's its own (batch statistics), they take rank 0's.
-        """
+        """True where files take it from this rank. Of whole tensors that no group shares, each rank's its own (batch statistics), they take
+        rank 0's."""
         return self.sharded or bool(self.replicas) or rank == 0
 
 
@@ -64,12 +60,8 @@ class HiddenTensor(LocalTensor):
 
 
 class Adapter(Protocol):
-    """One way to hold parameters.
-
-    A protocol, so that a new sharding is one class beside the others, and nothing else asks what kind a model is.
-
-    A model may mix kinds: every slot belongs to the first adapter that claims it.
-    """
+    """One way to hold parameters. A protocol, so that a new sharding is one class beside the others, and nothing else asks what kind a
+    model is. A model may mix kinds: every slot belongs to the first adapter that claims it."""
 
     def claims(self, slot: Slot) -> bool:
         """True if this adapter knows what the slot's tensor is."""
@@ -84,25 +76,34 @@ class Adapter(Protocol):
         """Frees every unsharded copy of the weights, whose next use would show old values. Local."""
 
 
+class HiddenAdapter:
+    """Base of adapters whose wrapper keeps weights where no slot shows them. ``_owned``: ids of the parameters that it shows instead."""
+
+    _owned: set[int]
+
+    def claims(self, slot: Slot) -> bool:
+        return id(slot.recorded) in self._owned
+
+    def local(self, slot: Slot) -> None:
+        return None
+
+    def memory(self, slot: Slot) -> torch.Tensor:
+        raise AssertionError(f"'{slot.name}' shows no memory; its HiddenTensor has it")
+
+
 Form = Literal["contiguous", "strided", "any"]
 
 
 def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """``tensor``, detached.
-
-    "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at all.
-
-    ``name`` is for messages.
-    """
+    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at
+    all. ``name`` is for messages."""
     tensor = tensor.detach()
     if form == "any":
         return tensor
     refuse_odd(name, tensor)
     if form == "contiguous" and not tensor.is_contiguous():
-        raise unsupported(
-            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); "
-            "make it so first: p.data = p.data.contiguous() for such a parameter p"
-        )
+        way_out = "make it so first: p.data = p.data.contiguous() for such a parameter p"
+        raise unsupported(f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); {way_out}")
     return tensor
 
 
@@ -134,10 +135,8 @@ def refuse_unaverageable(local: LocalTensor) -> None:
     if local.tensor.layout is torch.strided and not local.tensor.is_nested and local.tensor.is_contiguous() and not oddity(local.tensor):
         return
     if odd := oddity(local.tensor):
-        raise unsupported(
-            f"'{local.name}' {odd}, and can't be averaged; "
-            "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer"
-        )
+        way_out = "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer"
+        raise unsupported(f"'{local.name}' {odd}, and can't be averaged; {way_out}")
     refuse_expanded(local.name, local.tensor)
 
 
@@ -146,8 +145,7 @@ def refuse_expanded(name: str, tensor: torch.Tensor) -> None:
     reach = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
         if stride < reach and tensor.numel():
-            raise unsupported(
-                f"'{name}' of shape {tuple(tensor.shape)} has strides {tensor.stride()}: some of its elements share memory; "
-                "give it memory of its own first: p.data = p.data.contiguous()"
-            )
+            why = f"has strides {tensor.stride()}: some of its elements share memory"
+            way_out = "give it memory of its own first: p.data = p.data.contiguous()"
+            raise unsupported(f"'{name}' of shape {tuple(tensor.shape)} {why}; {way_out}")
         reach = stride * (size - 1) + reach

@@ -1,7 +1,5 @@
 """A state beside what it is for: which tensor there is which here, what is missing, unexpected or of another form. The one way to compare.
-
-Looked for is a tensor's own name, then a tied tensor's other names, then names without what wrappers, DDP and PEFT put into them.
-"""
+Looked for is a tensor's own name, then a tied tensor's other names, then names without what wrappers, DDP and PEFT put into them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Names without wrappers: what the unwrapped model calls its modules and parameters.
-
-Which components to drop is decided by the wrapper modules themselves, since a user's own submodule may be called ``module``. Only where
-there are no modules to ask, for keys in files, the known prefixes go by their spelling.
-"""
+"""Names without wrappers: what the unwrapped model calls its modules and parameters. Which components to drop is decided by the wrapper
+modules themselves, since a user's own submodule may be called ``module``. Only where there are no modules to ask, for keys in files, the
+known prefixes go by their spelling."""
 
 from __future__ import annotations
 
@@ -52,10 +50,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(clean name, module) for every module of the tree, wrappers included under the name of what they wrap.
-
-    Tied modules come under every name.
-    """
+    """(clean name, module) for every module of the tree, wrappers included under the name of what they wrap. Tied modules come under every
+    name."""
     yield prefix, module
     wrapped = wrapped_child(module)
     for name, child in module._modules.items():
@@ -73,11 +69,9 @@ def without_wrappers(key: str) -> str:
 
 
 def clean_file_key(key: str) -> str:
-    """A file's key without what wrappers, DDP and PEFT put into it anywhere, and without PEFT's ``base_model.model.`` before it.
-
-    It knows spellings only, and takes a user's own ``module`` for DDP's: to match a model, clean the model's names with it too, and compare
-    the results.
-    """
+    """A file's key without what wrappers, DDP and PEFT put into it anywhere, and without PEFT's ``base_model.model.`` before it. It knows
+    spellings only, and takes a user's own ``module`` for DDP's: to match a model, clean the model's names with it too, and compare the
+    results."""
     parts = key.split(".")
     if "parametrizations" in parts and parts[-1] == "original":
         parts.pop()
@@ -88,8 +82,6 @@ def clean_file_key(key: str) -> str:
 
 
 def without_adapter(name: str) -> str:
-    """A LoRA weight's name as PEFT writes it into an adapter's file: ``lora_A.weight`` for the ``lora_A.default.weight`` of a model.
-
-    Other names stay as they are.
-    """
+    """A LoRA weight's name as PEFT writes it into an adapter's file: ``lora_A.weight`` for the ``lora_A.default.weight`` of a model. Other
+    names stay as they are."""
     return _MAGNITUDE.sub(r"\1", _LORA.sub(r"\1", name))

@@ -39,10 +39,8 @@ def inherit(instead: torch.Tensor, param: torch.Tensor) -> None:
 
 
 def forget_swapped(model: nn.Module) -> None:
-    """Called before its parameters may get other memory, here or in model.to().
-
-    DTensors stay the same objects then, found in the model itself, and torch refuses to swap what is weakly referenced.
-    """
+    """Called before its parameters may get other memory, here or in model.to(). DTensors stay the same objects then, found in the model
+    itself, and torch refuses to swap what is weakly referenced."""
     always = torch.__future__.get_swap_module_params_on_conversion()
     for slot in slots(model, "parameter"):
         if always or is_traceable_wrapper_subclass(slot.recorded):
@@ -54,19 +52,16 @@ Bindings = list[Places]  # by parameter group, where each of its parameters is
 
 
 def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
-    """Where the optimizer's parameters are in the model, though other objects may be there now.
-
-    Raises, before anything has changed, for one that is nowhere.
-    """
+    """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything has changed, for
+    one that is nowhere."""
     found: Bindings = []
     for number, (group, known) in enumerate(zip(optimizer.param_groups, known_places(optimizer, model), strict=True)):
         found.append([place for place in known if place is not None])
         if None in known:
             i = known.index(None)
-            raise invalid(
-                f"optimizer group {number}: parameter {i} of shape {tuple(group['params'][i].shape)} is not in the model, and it is not "
-                "known where it was; build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
-            )
+            lost = f"parameter {i} of shape {tuple(group['params'][i].shape)} is not in the model, and it is not known where it was"
+            way_out = "build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
+            raise invalid(f"optimizer group {number}: {lost}; {way_out}")
     return found
 
 

@@ -1,10 +1,6 @@
-"""Parameters without their model.
-
-Which FSDP modules they belong to, so that nothing that reads or writes shards leaves an unsharded copy behind.
-
-After a forward without a backward the root of an FSDP model keeps its weights unsharded, and the next forward uses that copy: shards
-written meanwhile are not seen. FSDP2 then shows the unsharded parameters too.
-"""
+"""Parameters without their model. Which FSDP modules they belong to, so that nothing that reads or writes shards leaves an unsharded copy
+behind. After a forward without a backward the root of an FSDP model keeps its weights unsharded, and the next forward uses that copy:
+shards written meanwhile are not seen. FSDP2 then shows the unsharded parameters too."""
 
 from __future__ import annotations
 
@@ -23,10 +19,8 @@ from shardow.model.parents import wrappers
 
 
 def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters, shards in place of FSDP2's unsharded ones; the copies of their FSDP modules are freed. Local.
-
-    Cheap where there is no FSDP; under FSDP1 it looks through Python's heap.
-    """
+    """The parameters, shards in place of FSDP2's unsharded ones; the copies of their FSDP modules are freed. Local. Cheap where there is no
+    FSDP; under FSDP1 it looks through Python's heap."""
     found = list(parameters)
     shards = _reshard_fsdp2(found)
     if any(hasattr(p, "_fsdp_flattened") for p in found):  # FSDP1's own mark

@@ -25,10 +25,8 @@ Saveable = nn.Module | Mapping[str, Any]  # of tensors, and plain values
 
 @dataclass
 class Held:
-    """``parts`` are contiguous memory: the tensors' own, or a copy where theirs is not, which ``copied`` tells how to put back.
-
-    ``names`` are all names of each part.
-    """
+    """``parts`` are contiguous memory: the tensors' own, or a copy where theirs is not, which ``copied`` tells how to put back. ``names``
+    are all names of each part."""
 
     parts: list[Part]
     names: dict[str, tuple[str, ...]]
@@ -113,9 +111,8 @@ def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]
     if tensor.is_nested:
         raise unsupported(f"'{name}' is nested; files hold tensors of one shape: give its parts, or a padded one")
     if tensor.layout != torch.strided:
-        raise unsupported(
-            f"'{name}' is {tensor.layout}; files hold dense tensors: give its to_dense(), or its indices and values by names of their own"
-        )
+        way_out = "give its to_dense(), or its indices and values by names of their own"
+        raise unsupported(f"'{name}' is {tensor.layout}; files hold dense tensors: {way_out}")
     region = region_of(name, tensor) if hasattr(tensor, "_local_tensor") else _core.Region.whole(list(tensor.shape))
     local = getattr(tensor, "_local_tensor", tensor).detach()
     if local.is_meta:

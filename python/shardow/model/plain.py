@@ -13,11 +13,9 @@ from shardow.model.slots import Slot
 
 
 class PlainAdapter:
-    """Claims everything that is left. ``group``: ranks that hold replicas of whatever no DDP module in the tree has.
-
-    Only parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing them, or handing
-    out another's, would mix ranks.
-    """
+    """Claims everything that is left. ``group``: ranks that hold replicas of whatever no DDP module in the tree has. Only parameters are
+    replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing them, or handing out another's, would
+    mix ranks."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
         self._form: Form = form

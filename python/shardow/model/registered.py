@@ -1,7 +1,5 @@
-"""accelerate's register_for_checkpointing(): save_state() asks every rank for an object's state_dict(), and pickles one rank's for all.
-
-A state in parts is refused there. Nothing but who calls tells that from torch.save() of a part on every rank, each into its own file.
-"""
+"""accelerate's register_for_checkpointing(): save_state() asks every rank for an object's state_dict(), and pickles one rank's for all. A
+state in parts is refused there. Nothing but who calls tells that from torch.save() of a part on every rank, each into its own file."""
 
 from __future__ import annotations
 
@@ -13,10 +11,8 @@ from shardow.base.checks import unsupported
 
 
 def refuse_of_one_rank(depth: int | None = None) -> None:
-    """Raises UnsupportedError within accelerate's save_state(), where it keeps one rank's part alone.
-
-    ``depth``: only where it is the caller of that many frames up; None: of any.
-    """
+    """Raises UnsupportedError within accelerate's save_state(), where it keeps one rank's part alone. ``depth``: only where it is the
+    caller of that many frames up; None: of any."""
     frame: FrameType | None = sys._getframe(1 if depth is None else depth + 1)
     while frame is not None:
         if frame.f_code.co_name == "save_custom_state" and frame.f_globals.get("__name__") == "accelerate.checkpointing":

@@ -18,10 +18,8 @@ Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is no
 
 @dataclass(eq=False)
 class Slot:
-    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found.
-
-    ``owner`` is the module's own dict: attribute access is fifteen times slower, and this is read at every update.
-    """
+    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found. ``owner`` is the
+    module's own dict: attribute access is fifteen times slower, and this is read at every update."""
 
     name: str
     owner: dict[str, Any]
@@ -32,10 +30,8 @@ class Slot:
 
 
 def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
-    """Of all modules, in the order of named_modules(), parameters before buffers; of ``kinds``, or of all.
-
-    What is tied comes under each of its names.
-    """
+    """Of all modules, in the order of named_modules(), parameters before buffers; of ``kinds``, or of all. What is tied comes under each of
+    its names."""
     for name, module in walk(model):
         yield from slots_of(module, name, *kinds)
 

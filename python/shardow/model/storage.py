@@ -30,11 +30,9 @@ def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Regio
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor without values in a mapping of its own, which the system has back as soon as the tensor is gone.
-
-    malloc() raises its threshold to what was freed last, takes the next large tensors from its heap, and keeps the holes: whole layers that
-    come and go left 64 MiB there.
-    """
+    """A CPU tensor without values in a mapping of its own, which the system has back as soon as the tensor is gone. malloc() raises its
+    threshold to what was freed last, takes the next large tensors from its heap, and keeps the holes: whole layers that come and go left 64
+    MiB there."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -43,10 +41,8 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:
-    """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``.
-
-    One pass in the order of addresses; empty tensors lie nowhere.
-    """
+    """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``. One pass in the order of addresses; empty tensors lie
+    nowhere."""
     ranges = sorted(
         ((str(one.tensor.device), one.tensor.data_ptr(), i, one) for i, one in enumerate(locals_) if one.tensor.numel()),
         key=lambda entry: entry[:3],

@@ -54,9 +54,8 @@ def refuse_foreign(
     needed = _addresses(weights())
     for other in _now():
         if other is not own and not needed.isdisjoint(_addresses(other.weights())):
-            raise invalid(
-                f"{what}: an EMA has its averages in this model's memory now; leave its swapped() first{instead and f', {instead}'}"
-            )
+            way_out = f"leave its swapped() first{instead and f', {instead}'}"
+            raise invalid(f"{what}: an EMA has its averages in this model's memory now; {way_out}")
 
 
 def _finish_reading(weights: Callable[[], Iterable[torch.Tensor]]) -> None:

@@ -26,10 +26,8 @@ from shardow.model.zero3 import Zero3Adapter
 
 class ModelView:
     """Parameters and persistent buffers of a model on this rank, each tensor once, under its clean first name, in named_parameters() order.
-
     ``process_group``: the ranks that share the model; None: this process alone. ``watch_buffers``: unchanged() looks at buffers too, for
-    those who hold on to their memory.
-    """
+    those who hold on to their memory."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
         refuse_valueless(model)
@@ -122,9 +120,7 @@ class ModelView:
 
     def follow_moves(self, bind: Callable[[], object]) -> bool:
         """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing is taken over then.
-
-        ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so that one that raises is called again.
-        """
+        ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so that one that raises is called again."""
         if self._change() is not None:
             return False
         for one in self._found:
@@ -183,10 +179,8 @@ class ModelView:
     # ---- identity
 
     def _record(self) -> None:
-        """What unchanged() compares with.
-
-        Every dict of every module: a replaced module leaves the old parameters in place, out of the model.
-        """
+        """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the
+        model."""
         self._named = {slot.name: slot.recorded for slot in slots(self.model, "parameter")}
         modules = list(self.model.modules())
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
@@ -234,12 +228,9 @@ class ModelView:
 
 
 def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False, odd: bool = False) -> ModelView:
-    """What this rank holds of ``model``.
-
-    ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell their group. ``strided``: tensors
-    whose elements don't lie one after another are found too, else refused; ``odd``: also what has no elements in memory (sparse, nested,
-    quantised, made of other tensors).
-    """
+    """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell
+    their group. ``strided``: tensors whose elements don't lie one after another are found too, else refused; ``odd``: also what has no
+    elements in memory (sparse, nested, quantised, made of other tensors)."""
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
     return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")

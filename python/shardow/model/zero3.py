@@ -17,7 +17,7 @@ from torch import nn
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import HiddenTensor
+from shardow.model.local import HiddenAdapter, HiddenTensor
 from shardow.model.slots import Slot, by_tensor, slots
 
 
@@ -35,10 +35,8 @@ class Partition(HiddenTensor):
         """Raises where the gathered copy was written: that has not reached the ranks' stretches yet."""
         whole = self.shown.detach().view(-1)[self.begin : self.begin + self.region.size]
         if whole.numel() == self.region.size and not torch.equal(whole.view(torch.uint8), self.memory().view(torch.uint8)):
-            raise invalid(
-                f"'{self.name}' was written while it is gathered, in deepspeed.zero.GatheredParameters(...): leave that block first, which "
-                "gives each rank its stretch"
-            )
+            block = "in deepspeed.zero.GatheredParameters(...): leave that block first, which gives each rank its stretch"
+            raise invalid(f"'{self.name}' was written while it is gathered, {block}")
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
@@ -51,20 +49,11 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     return list({id(group): group for group in found}.values())
 
 
-class Zero3Adapter:
+class Zero3Adapter(HiddenAdapter):
     def __init__(self, model: nn.Module) -> None:
         found = by_tensor(slot for slot in slots(model, "parameter") if is_partitioned(slot.recorded))
         self._locals = [_partition(places) for places in found.values()]
         self._owned = set(found)
-
-    def claims(self, slot: Slot) -> bool:
-        return id(slot.recorded) in self._owned
-
-    def local(self, slot: Slot) -> None:
-        return None
-
-    def memory(self, slot: Slot) -> torch.Tensor:
-        raise AssertionError("ZeRO-3's memory is found through ds_tensor")
 
     def others(self) -> Sequence[Partition]:
         """Local tensors that no slot shows."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: updates, a save and a load on a CUDA device, side by side.
+"""``python -m benchmarks.gpu``: updates, averages on the host, a save and a load on a CUDA device, side by side.
 
 They are the figures of docs/performance.md's section on CUDA.
 
@@ -18,12 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import shardow
-from benchmarks.cases import Case, all_cases
+from benchmarks.cases import DECAYS, Case, all_cases
 from shardow import _core
 
 Step = Callable[[], object]
+BURST = 4  # steps
 BARS = {"fp32 <- fp32": 0.92, "fp32 <- bf16": 0.92, "4 decays, fp32": 0.92, "4 decays, bf16": 0.92}  # of the copy's bandwidth
 
 
@@ -39,6 +41,7 @@ def main() -> int:
     for case in all_cases(options.quick):
         if case.threads == 1:
             _updates(case, options.rounds)
+    _on_host(options.quick, options.rounds)
     _files(1 << (24 if options.quick else 30))
     return 0
 
@@ -94,6 +97,78 @@ def _interleaved(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
             torch.cuda.synchronize()
             seconds[name].append(began.elapsed_time(ended) / 1e3)
     return seconds
+
+
+class _Training:
+    """A bfloat16 model of its own, its optimizer and its batch. ``after``: what follows each step."""
+
+    def __init__(self, width: int, layers: int, batch: int) -> None:
+        torch.manual_seed(0)
+        parts = (one for _ in range(layers) for one in (nn.Linear(width, width), nn.GELU()))
+        self.model = nn.Sequential(*parts).to("cuda", torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
+        self.after: Step = lambda: None
+
+    def steps(self) -> None:
+        for _ in range(BURST):
+            self.optimizer.zero_grad()
+            self.model(self.batch).square().mean().backward()
+            self.optimizer.step()
+            self.after()
+        torch.cuda.synchronize()
+
+
+def _as_timm(model: nn.Module) -> Step:
+    """ModelEmaV3(device="cpu"): tensor by tensor, in the weights' dtype there; in float32 here."""
+    averages = [p.detach().float().cpu() for p in model.parameters()]
+
+    def update() -> None:
+        for average, p in zip(averages, model.parameters(), strict=True):
+            average.lerp_(p.detach().to("cpu").float(), 1 - DECAYS[0])
+
+    return update
+
+
+def _as_diffusers(model: nn.Module) -> Step:
+    """EMAModel.to("cpu")."""
+    averages = [p.detach().float().cpu() for p in model.parameters()]
+
+    def update() -> None:
+        for average, p in zip(averages, model.parameters(), strict=True):
+            average.sub_((1 - DECAYS[0]) * (average - p.detach().to("cpu")))
+
+    return update
+
+
+def _on_host(quick: bool, rounds: int) -> None:
+    """A training step with averages on the host: of host time and the device's together, a burst of steps at a time."""
+    none, own = "no averages", 'shardow, device="cpu"'
+    trainings = {
+        name: _Training(*((256, 2, 64) if quick else (4096, 16, 8192)))
+        for name in (none, own, "shardow on the device", "as timm does", "as diffusers does")
+    }
+    ema = shardow.EMA(trainings[own].model, DECAYS[0], device="cpu", optimizer=trainings[own].optimizer)
+    shardow.EMA(trainings["shardow on the device"].model, DECAYS[0], optimizer=trainings["shardow on the device"].optimizer)
+    trainings["as timm does"].after = _as_timm(trainings["as timm does"].model)
+    trainings["as diffusers does"].after = _as_diffusers(trainings["as diffusers does"].model)
+    seconds: dict[str, list[float]] = {name: [] for name in trainings}
+    shuffle, order = random.Random(0), list(trainings)
+    for at in range(max(rounds // 3, 2) + 1):
+        shuffle.shuffle(order)
+        for name in order:
+            began = time.perf_counter()
+            trainings[name].steps()
+            if at:  # the first one warms up
+                seconds[name].append((time.perf_counter() - began) / BURST)
+    stats = ema.stats()
+    print(f"\na training step, {stats['elements'] / 1e6:.0f} M bfloat16 weights, averages on the host in float32")
+    for name, taken in seconds.items():
+        ratios = sorted(a / b for a, b in zip(taken, seconds[none], strict=True))
+        print(f"  {name:<22} {1e3 * statistics.median(taken):8.2f} ms  {statistics.median(ratios):.3f} times a step without averages")
+    hidden, waited = (stats[f"offload/{one}_seconds"] / stats["updates"] for one in ("hidden", "waited"))
+    crossed = stats["offload/bytes"] / stats["updates"] / stats["elements"]
+    print(f"  of averaging a step {1e3 * hidden:.2f} ms hidden, {1e3 * waited:.2f} ms waited for; {crossed:.2f} bytes a weight on the link")
 
 
 def _files(size: int) -> None:

@@ -24,6 +24,7 @@ test: build  ## every test; the sanitizers' builds fill the pauses of the Python
 	$(MAKE) -j2 test-cpp test-python sanitizers
 
 test-all: test  ## the tests and their full matrices
+	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R cuda_programs
 	SHARDOW_ALL=1 $(BIN)/python -m pytest
 
 test-cpp: build

@@ -9,7 +9,8 @@
 namespace shardow::file {
 namespace {
 
-/// Chunks of pinned memory that nobody uses. Never freed: when a process ends, the runtime may be gone before them.
+/// Chunks of pinned memory that nobody uses, for whoever comes next: to make or free one can stop the device. Never freed: when a process
+/// ends, the runtime may be gone before them.
 class Spare {
  public:
   void* take(int index) {
@@ -44,21 +45,12 @@ class Spare {
 
 }  // namespace
 
-void* Devices::pin(size_t bytes, int index) {
-  void* const kept = Spare::instance().take(index);
-  return kept != nullptr ? kept : kernels::cuda::pin(bytes, index);
-}
-
-void Devices::unpin(void* memory, int index) noexcept {
-  if (!Spare::instance().keep(memory, index)) kernels::cuda::unpin(memory, index);
-}
-
 Pinned::~Pinned() {
   try {
     if (copy_) copy_->wait();
   } catch (...) {  // the device has failed: nothing is copied any more
   }
-  if (memory_ != nullptr) devices_->unpin(memory_, index_);
+  if (memory_ != nullptr && !Spare::instance().keep(memory_, index_)) kernels::cuda::unpin(memory_, index_);
 }
 
 void Pinned::finish() {
@@ -68,8 +60,8 @@ void Pinned::finish() {
 std::byte* Pinned::data(const Device& device) {
   finish();
   if (memory_ == nullptr) {
-    devices_ = &devices();
-    memory_ = static_cast<std::byte*>(devices_->pin(static_cast<size_t>(kChunkBytes), device.index));
+    void* const kept = Spare::instance().take(device.index);
+    memory_ = static_cast<std::byte*>(kept != nullptr ? kept : kernels::cuda::pin(static_cast<size_t>(kChunkBytes), device.index));
     index_ = device.index;
   }
   return memory_;
@@ -77,12 +69,12 @@ std::byte* Pinned::data(const Device& device) {
 
 void Pinned::copy_from(const std::byte* device_memory, size_t bytes, const Device& device) {
   std::byte* const to = data(device);
-  copy_ = devices_->begin_copy(to, device_memory, bytes, device);
+  copy_ = kernels::cuda::begin_copy(to, device_memory, bytes, device);
 }
 
 void Pinned::copy_to(std::byte* device_memory, size_t bytes, const Device& device) {
   const std::byte* const from = data(device);
-  copy_ = devices_->begin_copy(device_memory, from, bytes, device);
+  copy_ = kernels::cuda::begin_copy(device_memory, from, bytes, device);
 }
 
 }  // namespace shardow::file

@@ -3,7 +3,6 @@
 
 #include "base/files.h"
 #include "base/seam.h"
-#include "file/device.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow {
@@ -11,7 +10,6 @@ namespace shardow {
 /// nullptr: the machine's own. What is given outlives the files that were opened through it.
 struct Environment {
   base::Syscalls* syscalls = nullptr;
-  file::Devices* devices = nullptr;
 };
 
 namespace file {
@@ -19,18 +17,15 @@ namespace file {
 /// What this thread does until the end of the scope is done in `environment`, where there is one.
 class InEnvironment {
  public:
-  explicit InEnvironment(const Environment* environment) noexcept
-      : syscalls_(environment != nullptr ? environment->syscalls : nullptr),
-        devices_(environment != nullptr ? environment->devices : nullptr) {}
+  explicit InEnvironment(const Environment* environment) noexcept : syscalls_(environment != nullptr ? environment->syscalls : nullptr) {}
 
  private:
   base::Seam<base::Syscalls>::Scope syscalls_;
-  base::Seam<Devices>::Scope devices_;
 };
 
 /// For threads that work for this one.
 inline Environment environment_here() noexcept {
-  return {&base::syscalls(), &devices()};
+  return {&base::syscalls()};
 }
 
 }  // namespace file

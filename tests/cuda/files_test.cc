@@ -1,37 +1,22 @@
-// Tensors in device memory, with a device of the test's own: what is saved and loaded through pinned chunks.
-#include "file/device.h"
+// Tensors in device memory: what is saved and loaded through pinned chunks, over a device that copies late and in pieces.
+#include <algorithm>
+#include <string>
 
-#include <atomic>
-#include <cstdlib>
-
+#include "fake_runtime.h"
 #include "file/checkpoint_fixture.h"
 
 namespace shardow {
 namespace {
 
-/// Memory that only copies reach, which happen when somebody waits for them.
-class FakeDevice : public file::Devices {
- public:
-  void* pin(size_t bytes, int) override { return (++pinned_, std::malloc(bytes)); }
-  void unpin(void* memory, int) noexcept override { std::free((--pinned_, memory)); }
-  std::unique_ptr<kernels::cuda::Copy> begin_copy(void* to, const void* from, size_t bytes, Device) override {
-    most_ = std::max<int>(most_, pinned_);
-    struct Late final : kernels::cuda::Copy {
-      void* to;
-      const void* from;
-      size_t bytes;
-      Late(void* t, const void* f, size_t b) : to(t), from(f), bytes(b) {}
-      void wait() override { std::memcpy(to, from, bytes); }
-    };
-    return std::make_unique<Late>(to, from, bytes);
+/// Chunks of pinned memory at one time, by the log.
+int most_pinned() {
+  int now = 0, most = 0;
+  for (const fake::Call& call : fake::calls()) {
+    if (call.what == "pin") most = std::max(most, ++now);
+    if (call.what == "unpin") --now;
   }
-
-  int pinned() const { return pinned_; }
-  int most() const { return most_; }
-
- private:
-  std::atomic<int> pinned_{0}, most_{0};
-};
+  return most;
+}
 
 std::vector<TensorView> on_device(std::vector<TensorView> views) {
   for (TensorView& view : views) view.device = {Device::Kind::kCuda, 0, nullptr};
@@ -53,12 +38,12 @@ std::vector<Held> hold_much(const Sharding& sharding, int rank, int ranks, bool 
 }
 
 TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
-  FakeDevice device;
-  machine_.devices = &device;
+  uint64_t seed = 0;
   for (const auto& [name, sharding] : kShardings) {
     for (const auto& dtype : {std::optional<DType>(), std::optional(DType::kF64)}) {
       if (kSlow && (std::string(name) != "columns" || dtype)) continue;
       SCOPED_TRACE(name);
+      fake::reset({.seed = ++seed});
       SaveOptions options;
       options.dtype = dtype;
       const auto save_from = [&, &how = sharding](const fs::path& path, bool from_device) {
@@ -68,6 +53,7 @@ TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
         });
       };
       ASSERT_EQ(save_from(folder_ / "host.safetensors", false), all(3, kFine));
+      EXPECT_TRUE(fake::calls().empty());
       ASSERT_EQ(save_from(folder_ / "device.safetensors", true), all(3, kFine));
       EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
       ASSERT_EQ(on_ranks(2,
@@ -77,17 +63,14 @@ TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
                            for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
                          }),
                 all(2, kFine));
+      EXPECT_EQ(fake::pending(), 0u);
+      // Two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that load.
+      EXPECT_LE(most_pinned(), 3 * 4);
     }
   }
-  machine_.devices = nullptr;
-  EXPECT_EQ(device.pinned(), 0);
-  EXPECT_LE(device.most(),
-            3 * 4);  // two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that load
 }
 
 TEST_F(Checkpoints, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
-  FakeDevice device;
-  machine_.devices = &device;
   const auto save_both = [&](const fs::path& path, bool from_device) {
     return on_ranks(1, [&](Group& group) {
       Held held("wide", DType::kF32, Region::whole({3 << 20}));
@@ -99,7 +82,32 @@ TEST_F(Checkpoints, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
   ASSERT_EQ(save_both(folder_ / "host.safetensors", false), all(1, kFine));
   ASSERT_EQ(save_both(folder_ / "device.safetensors", true), all(1, kFine));
   EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
-  machine_.devices = nullptr;
+}
+
+/// Whichever copy or chunk of pinned memory is refused: an error of the rank's own, the file as it was, and the next save goes through.
+TEST_F(Checkpoints, OfDeviceMemoryAreErrorsWhereACopyIsRefused) {
+  const fs::path path = folder_ / "model.safetensors";
+  ASSERT_EQ(save_as(path, whole, 1), all(1, kFine));
+  const std::string before = bytes_of(path);
+  const auto try_to_save = [&] {
+    return on_ranks(1, [&](Group& group) {
+      auto held = hold_much(whole, 0, 1, true);
+      save(group, on_device(views_of(held)), path);
+    });
+  };
+  int refused = 0;
+  for (int number = 0; refused < 40; ++number, ++refused) {
+    fake::fail_copy(number);
+    const auto codes = try_to_save();
+    fake::fail_copy(-1);
+    if (codes == all(1, kFine)) break;
+    ASSERT_EQ(codes, all(1, static_cast<int>(Code::kInternal))) << number;
+    ASSERT_TRUE(bytes_of(path) == before) << number;
+  }
+  EXPECT_GE(refused, 5);
+  EXPECT_FALSE(bytes_of(path) == before);
+  fake::break_after(3);
+  EXPECT_EQ(try_to_save(), all(1, static_cast<int>(Code::kInternal)));
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ class BadDisk : public base::Syscalls {
 TEST_F(Checkpoints, OfABadDiskIsTheOldOneWithOneErrorForAll) {
   using Call = BadDisk::Call;
   const auto path = folder_ / "model";
-  const SaveOptions options{.max_shard_size = 1 << 20};
+  const SaveOptions options{.max_shard_size = 1 << 20, .texts = {{"checkpoint.json", "{}"}}};
   ASSERT_EQ(save_as(path, flat, 3, options), all(3, kFine));
   const std::string before = bytes_of(path / "model-00001-of-00003.safetensors");
   ASSERT_FALSE(before.empty());

@@ -5,6 +5,7 @@
 #include "file/checkpoint_fixture.h"
 #include "file/disk_model.h"
 #include "file/load.h"
+#include "file/names.h"
 
 namespace shardow {
 namespace {
@@ -16,6 +17,7 @@ using testing_disk::Recorder;
 using testing_disk::Recording;
 
 const bool kAll = std::getenv("SHARDOW_ALL") != nullptr;
+const char* const kText = "checkpoint.json";  // appears with a directory
 const std::vector<Spec> kSmall = {{"a", DType::kF32, {40, 900}}, {"b", DType::kBF16, {30, 11}}, {"c", DType::kF64, {5}}};
 
 struct Way {
@@ -71,7 +73,9 @@ class PowerCut : public Checkpoints {
       std::vector<SaveFile> files;
       for (const std::string& name : way.names) files.push_back({name, views_of(held)});
       if (files.empty()) files.push_back({"", views_of(held)});
-      save(group, files, folder_ / "live" / target(way), way.options);
+      SaveOptions options = way.options;
+      if (way.directory) options.texts[kText] = std::to_string(which);
+      save(group, files, folder_ / "live" / target(way), options);
     });
     ASSERT_EQ(codes, all(2, kFine));
   }
@@ -111,6 +115,11 @@ class PowerCut : public Checkpoints {
   }
 
   int version_of(const fs::path& root, const Way& way) {
+    const int found = version_of_files(root, way);
+    return found > 0 && way.directory && bytes_of(file::standing(root / target(way)) / kText) != std::to_string(found) ? -1 : found;
+  }
+
+  int version_of_files(const fs::path& root, const Way& way) {
     if (way.names.empty()) return version_at(root / target(way));
     const int first = version_at(root / target(way) / way.names[0]), second = version_at(root / target(way) / way.names[1]);
     return first == second ? first : -1;

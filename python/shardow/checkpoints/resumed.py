@@ -143,12 +143,10 @@ class Resumed:
             groups.append({**own, **options, **names, "params": params})
         self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for index, state in self._state.items():  # torch casts states to the parameters' dtypes
+        for index, state in self._state.items():
             now = self._optimizer.state[order[index]]
-            for key, value in state.items():
-                cast = now.get(key)
-                if key != "step" and isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != value.dtype:
-                    now[key] = value.to(cast.device)
+            for key in (state.keys() & now.keys()) - {"step"}:
+                now[key] = _uncast(state[key], now[key])
 
 
 def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
@@ -164,6 +162,17 @@ def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
             'states: optimizer="skip"'
         )
     return found[0]
+
+
+def _uncast(value: Any, cast: Any) -> Any:
+    """What torch's load_state_dict() cast to the parameter's device, and to its dtype: the dtype is what it was, and so is a text."""
+    if isinstance(value, torch.Tensor):
+        return cast if cast.dtype == value.dtype else value.to(cast.device)
+    if isinstance(value, dict):
+        return {key: _uncast(one, cast[key]) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_uncast(one, other) for one, other in zip(value, cast, strict=True))
+    return value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -177,6 +178,36 @@ def second_while_first(out: Path) -> tuple[list[int], int | None]:
 
 def test_a_save_waits_for_the_one_under_way_and_so_does_latest(tmp_path: Path) -> None:
     assert ranks.run(2, second_while_first, tmp_path) == [([1, 1], 3)] * 2
+
+
+def on_a_full_disk(asynchronous: bool, out: Path) -> tuple[Outcome, list[str]]:
+    """Rank 1 can't write as much as it has to."""
+    run, checkpoints = Run("fsdp2"), shardow.Checkpoints(out, timeout=10.0)
+    run.model.register_buffer("large", torch.zeros(100_000))
+    run.train(1)
+    run.save(checkpoints)
+    dist.barrier()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    run.train(1)
+    found = outcome(lambda: run.save(checkpoints, asynchronous=True).wait() if asynchronous else run.save(checkpoints))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dist.barrier()
+    assert checkpoints.latest() == 1
+    there = sorted(path.name for path in out.iterdir())
+    dist.barrier()
+    run.save(checkpoints)
+    assert checkpoints.latest() == 2
+    return found, there
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_refuses_one_rank_is_an_error_on_all_and_leaves_nothing(asynchronous: bool, tmp_path: Path) -> None:
+    for (kind, message, _), there in ranks.run(2, on_a_full_disk, asynchronous, tmp_path):
+        assert kind in ("IoError", "OutOfSpaceError"), message
+        assert there == ["step-000000001"]
 
 
 def failed_in_the_background(out: Path) -> tuple[Outcome, int | None]:

@@ -16,18 +16,18 @@ import shardow
 KINDS = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2"]
 
 
-def straight(kind: str, optimizer: str, out: Path, asynchronous: bool) -> None:
+def straight(kind: str, optimizer: str, out: Path, asynchronous: bool, freeze: str = "") -> None:
     """Saved after 3 steps and after 6."""
-    run, checkpoints = Run(kind, optimizer), shardow.Checkpoints(out)
+    run, checkpoints = Run(kind, optimizer, freeze=freeze), shardow.Checkpoints(out)
     run.train(3)
     run.save(checkpoints, asynchronous=asynchronous)
     run.train(3)
     run.save(checkpoints)
 
 
-def resumed(kind: str, optimizer: str, out: Path, again: Path) -> None:
+def resumed(kind: str, optimizer: str, out: Path, again: Path, freeze: str = "") -> None:
     """From step 3, by a run that began elsewhere; saved at once, and after 3 steps."""
-    run, checkpoints = Run(kind, optimizer, seed=1), shardow.Checkpoints(again)
+    run, checkpoints = Run(kind, optimizer, seed=1, freeze=freeze), shardow.Checkpoints(again)
     run.train(1)
     assert run.restore(shardow.Checkpoints(out), step=3) == {"step": 3, "best": float("inf")}
     run.save(checkpoints)
@@ -59,6 +59,19 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> 
     ranks.run(2, resumed, "fsdp2", optimizer, out, again)
     for step in ("step-000000003", "step-000000006"):
         assert equal(tensors_of(out / step), tensors_of(again / step)), step
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_frozen_parameters_have_no_state_and_everything_else_goes_on(kind: str, tmp_path: Path) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    ranks.run(2, straight, kind, "adamw-one", out, False, "3.weight")
+    ranks.run(2, resumed, kind, "adamw-one", out, again, "3.weight")
+    for step in ("step-000000003", "step-000000006"):
+        found = tensors_of(out / step)
+        assert equal(found, tensors_of(again / step)), step
+        assert "model.safetensors/3.weight" in found
+        assert "optimizer.safetensors/state.3.bias.exp_avg" in found
+        assert "optimizer.safetensors/state.3.weight.exp_avg" not in found
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -142,6 +142,15 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch: pytest
     assert checkpoints.latest() == 2
 
 
+def test_a_step_that_a_dead_save_left_aside_is_put_back(tmp_path: Path) -> None:
+    """Where directories can't be exchanged, one is moved away for an instant."""
+    checkpoints = shardow.Checkpoints(tmp_path)
+    save(checkpoints, 1, 2)
+    (tmp_path / "step-000000002").rename(tmp_path / ".step-000000002.0123456789abcdef-old.tmp")
+    assert checkpoints.latest() == 2
+    assert step_of(checkpoints) == 2
+
+
 def test_what_dead_saves_left_is_cleared_away_by_a_save_of_another_step(tmp_path: Path) -> None:
     nonce = "0123456789abcdef"
     dead, living = tmp_path / f".step-000000009.{nonce}.tmp", tmp_path / f".step-000000008.{nonce}.tmp"

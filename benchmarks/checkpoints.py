@@ -1,0 +1,422 @@
+"""``python -m benchmarks.checkpoints``: a whole training checkpoint on 2 ranks, side by side with torch's DCP and torch_checkpointing.
+
+Model, AdamW's two states and averages, all float32 and sharded by FSDP2, are ``--gib`` together. Measured are the seconds that training is
+blocked, the seconds until the checkpoint is durable (every file and its directory flushed, by the benchmark where a way does not), bytes
+written, memory at the peak; and how many of ``--kills`` kills -9 of all ranks, while one place is saved to again and again, leave there
+nothing that can be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.process import io, status
+
+WORLD = 2
+LAYERS = 8
+CONTEXT = multiprocessing.get_context("forkserver")  # which imports torch once
+CONTEXT.set_forkserver_preload(["benchmarks.checkpoints", "shardow", "torch.distributed.checkpoint.state_dict"])
+
+
+class Training:
+    """Everything has one value, which a kill's remains are compared with."""
+
+    def __init__(self, gib: float) -> None:
+        import shardow
+
+        width = max(8, int((gib * 2**30 / 4 / 4 / LAYERS) ** 0.5) // 8 * 8)
+        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.ema = shardow.EMA(self.model, decay=0.5)
+        self.become(0)
+
+    @torch.no_grad()
+    def become(self, value: int) -> None:
+        for p in self.model.parameters():
+            p.fill_(value)
+            state = self.optimizer.state[p]
+            if state:
+                state["exp_avg"].fill_(value)
+                state["exp_avg_sq"].fill_(value)
+            else:
+                state |= {"step": torch.tensor(float(value)), "exp_avg": torch.full_like(p, value), "exp_avg_sq": torch.full_like(p, value)}
+        for average in self.averages().values():
+            average.to_local().fill_(value) if hasattr(average, "to_local") else average.local.fill_(value)  # type: ignore[attr-defined]
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self.ema.state_dict()["averages"]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's own ways want it."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "averages": self.averages()}
+
+    def values(self) -> set[float]:
+        """Of all that this rank holds."""
+        tensors = [p.to_local() for p in self.model.parameters()]
+        tensors += [state[key].to_local() for state in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        tensors += [average.local for average in self.averages().values()]  # type: ignore[attr-defined]
+        return {value for tensor in tensors for value in tensor.unique().tolist()}
+
+
+# ---- the candidates: save() gives a function that waits until everything is written
+
+
+@dataclass
+class Way:
+    training: Training
+    path: Path
+
+    def save(self) -> Callable[[], object]:
+        raise NotImplementedError
+
+    def load(self) -> None:
+        raise NotImplementedError
+
+    def make_room(self) -> None:
+        """Before one checkpoint takes the place of another."""
+
+    def close(self) -> None:
+        pass
+
+
+class Shardow(Way):
+    asynchronous = False
+
+    def save(self) -> Callable[[], object]:
+        found = self._checkpoints().save(1, self.training.model, self.training.ema, self.training.optimizer, asynchronous=self.asynchronous)
+        return found.wait if self.asynchronous else lambda: None
+
+    def load(self) -> None:
+        self._checkpoints().restore(self.training.model, self.training.ema, self.training.optimizer, random=False)
+
+    def _checkpoints(self) -> Any:
+        import shardow
+
+        return shardow.Checkpoints(self.path)
+
+
+class ShardowAsync(Shardow):
+    asynchronous = True
+
+
+class Dcp(Way):
+    def save(self) -> Callable[[], object]:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.training.state_dict(), checkpoint_id=self.path)
+        return lambda: None
+
+    def load(self) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        found = self.training.state_dict()
+        dcp.load(found, checkpoint_id=self.path)
+        set_state_dict(self.training.model, self.training.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+
+class DcpAsync(Dcp):
+    def save(self) -> Callable[[], object]:
+        import torch.distributed.checkpoint as dcp
+
+        future: Any = dcp.async_save(self.training.state_dict(), checkpoint_id=self.path)
+        return future.result  # type: ignore[no-any-return]
+
+
+class TorchCheckpointing(Way):
+    """As its page on machines without CUDA says; 0.1's direct writes fail on ext4. Training may change weights when the lock can be had."""
+
+    manager: Any = None
+
+    def _config(self) -> Any:
+        from torch_checkpointing.config import SyncCheckpointSaverConfig
+
+        return SyncCheckpointSaverConfig()
+
+    def _manager(self) -> Any:
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        self.manager = self.manager or CheckpointManager.Config(save=self._config(), storage_config=storage).build()
+        return self.manager
+
+    def _payload(self) -> dict[str, Any]:
+        found = self.training.state_dict()
+        averages = {name: piece.local for name, piece in found["averages"].items()}  # at the same number of ranks alone
+        return {**found, "averages": averages}
+
+    def save(self) -> Callable[[], object]:
+        future = self._manager().save(str(self.path), self._payload())
+        with self._manager().lock():
+            return (lambda: None) if future is None else future.result
+
+    def load(self) -> None:
+        self._manager().load(str(self.path), into=self._payload())
+
+    def make_room(self) -> None:
+        """It refuses to write over what is there: "Delete it explicitly if it is meant to be replaced"."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+        dist.barrier()
+
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.close()
+
+
+class TorchCheckpointingAsync(TorchCheckpointing):
+    def _config(self) -> Any:
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+
+        staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+        return AsyncCheckpointSaverConfig(staging_config=staging)
+
+
+WAYS: dict[str, type[Way]] = {
+    "shardow, asynchronous": ShardowAsync,
+    "shardow": Shardow,
+    "DCP, asynchronous": DcpAsync,
+    "DCP": Dcp,
+}
+if importlib.util.find_spec("torch_checkpointing"):
+    WAYS |= {"torch_checkpointing, asynchronous": TorchCheckpointingAsync, "torch_checkpointing": TorchCheckpointing}
+
+
+# ---- how long they take
+
+
+@dataclass
+class Results:
+    gib: float
+    everybody: list[dict[str, list[dict[str, float]]]]  # by rank, candidate and round
+    kills: dict[str, tuple[int, int]]  # by candidate: kills, and of these those that left nothing to read
+
+    def of(self, name: str, kind: str) -> list[float]:
+        """By round, of the rank that has most."""
+        return [max(samples) for samples in zip(*([one[kind] for one in rank[name]] for rank in self.everybody), strict=True)]
+
+    def median(self, name: str, kind: str) -> float:
+        return statistics.median(self.of(name, kind))
+
+
+def run(gib: float, rounds: int, kills: int, folder: Path | None = None) -> Results:
+    """In processes of their own, whose memory is theirs."""
+    with tempfile.TemporaryDirectory(dir=folder) as path:
+        lost = {name: (kills, sum(not survives(name, Path(path), seed) for seed in range(kills))) for name in WAYS}
+        queue = CONTEXT.SimpleQueue()
+        processes, _store = started(rank_main, path, gib, rounds, queue)
+        everybody = queue.get()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit("a rank of the benchmark of checkpoints failed")
+    return Results(gib, everybody, lost)
+
+
+def started(target: Callable[..., None], *arguments: Any) -> tuple[list[Any], Any]:
+    """(ranks, the store that they meet in)."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [CONTEXT.Process(target=target, args=(rank, store.port, *arguments)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    return processes, store
+
+
+def begin(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=WORLD)
+
+
+def rank_main(rank: int, port: int, folder: str, gib: float, rounds: int, results: Any) -> None:
+    begin(rank, port)
+    everybody: list[Any] = [None] * WORLD
+    dist.all_gather_object(everybody, all_rounds(Training(gib), Path(folder), rounds))
+    if rank == 0:
+        results.put(everybody)
+    dist.barrier()
+    os._exit(0)  # torch keeps the mesh's group, whose threads may meet the interpreter's end: docs/torch.md, "Ending a program"
+
+
+def all_rounds(training: Training, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+    found: dict[str, list[dict[str, float]]] = {}
+    first: dict[str, float] = {}
+    order = random.Random(0)
+    ways = {name: way(training, folder / name.replace(" ", "_")) for name, way in WAYS.items()}
+    for round_ in range(rounds + 1):
+        for name in order.sample(list(ways), len(ways)):
+            if dist.get_rank() == 0:
+                shutil.rmtree(ways[name].path, ignore_errors=True)
+            one = measured(ways[name])
+            if not round_:  # in which what is made once is made: processes, and memory that counts
+                first[name] = one["memory"]
+                continue
+            found.setdefault(name, []).append({**one, "memory": max(one["memory"], first[name])})
+    for way in ways.values():
+        way.close()
+    return found
+
+
+def measured(way: Way) -> dict[str, float]:
+    """Of one save into a new place; nobody pays for what others have left unflushed."""
+    if dist.get_rank() == 0:
+        os.sync()
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, resident = io(), status("VmRSS")
+    began = time.perf_counter()
+    wait = way.save()
+    blocked = time.perf_counter() - began
+    wait()
+    dist.barrier()
+    flush(way.path)
+    dist.barrier()
+    return {
+        "blocked": blocked,
+        "durable": time.perf_counter() - began,
+        "written": io()["wchar"] - before["wchar"],
+        "memory": (status("VmHWM") - resident) * 1024,
+    }
+
+
+def flush(path: Path) -> None:
+    """On rank 0; costs nothing where it was done."""
+    for one in [path.parent, path, *path.rglob("*")] if dist.get_rank() == 0 else ():
+        handle = os.open(one, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+# ---- what a kill leaves
+
+
+def survives(name: str, folder: Path, seed: int) -> bool:
+    """Whether one version can be read after all ranks were killed, at a random instant of saves that replace one another."""
+    place = folder / f"killed-{name.replace(' ', '_')}-{seed}"
+    saved = CONTEXT.Value("q", 0, lock=False)
+    processes, _store = started(save_for_ever, name, str(place), saved)
+    while saved.value < 2:
+        if not all(process.is_alive() for process in processes):
+            sys.exit(f"{name}: a rank ended by itself")
+        time.sleep(0.001)
+    time.sleep(random.Random(seed).uniform(0, 0.1))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    good = CONTEXT.Value("q", 0)
+    processes, _store = started(read_once, name, str(place), good)
+    for process in processes:
+        process.join()
+    shutil.rmtree(place, ignore_errors=True)
+    return bool(good.value == WORLD)
+
+
+def save_for_ever(rank: int, port: int, name: str, place: str, saved: Any) -> None:
+    begin(rank, port)
+    training = Training(0.02)
+    way = WAYS[name](training, Path(place))
+    for version in range(1, 1_000_000):
+        training.become(version)
+        way.make_room()
+        way.save()()
+        dist.barrier()
+        if rank == 0:
+            saved.value = version
+
+
+def read_once(rank: int, port: int, name: str, place: str, good: Any) -> None:
+    begin(rank, port)
+    training = Training(0.02)
+    try:
+        WAYS[name](training, Path(place)).load()
+        everybody: list[Any] = [None] * WORLD
+        dist.all_gather_object(everybody, training.values())
+        if len(set.union(*everybody)) == 1 and everybody[0] != {0.0}:
+            with good.get_lock():
+                good.value += 1
+    except BaseException as error:  # CheckpointException is one
+        print(f"{name} after a kill: {type(error).__name__}", file=sys.stderr)
+    os._exit(0)
+
+
+# ---- what is shown
+
+
+def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+    """What is asked of whole checkpoints: (what, measured, bar, met)."""
+    rivals = [name for name in WAYS if "asynchronous" in name and "shardow" not in name]
+    ours = "shardow, asynchronous"
+    blocked = max(results.median(ours, "blocked") / results.median(name, "blocked") for name in rivals)
+    durable = results.median("shardow", "durable") / results.median("DCP", "durable")
+    lost = results.kills["shardow"][1] + results.kills[ours][1]
+    return [
+        ("checkpoint: training blocked, times the fastest asynchronous rival (at most)", blocked, 1.0, blocked <= 1.0),
+        ("checkpoint: durable, times DCP (at most)", durable, 1 / 3, durable <= 1 / 3),
+        ("checkpoint: kills that left nothing to read (at most)", lost, 0, lost == 0),
+    ]
+
+
+def lines(results: Results) -> list[str]:
+    rounds = len(next(iter(results.everybody[0].values())))
+    found = [
+        f"Whole checkpoints: model, AdamW and averages, {results.gib:g} GiB over {WORLD} ranks, {rounds} rounds; bytes and peak memory "
+        "of the rank that has most; kills -9 of all ranks while one place is saved to again and again",
+        "",
+        "| | seconds blocked, median (range) | seconds to durable | MiB written | MiB of memory | kills that left nothing to read |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in results.everybody[0]:
+        blocked, durable = results.of(name, "blocked"), results.of(name, "durable")
+        amounts = " | ".join(f"{max(results.of(name, kind)) / 2**20:.0f}" for kind in ("written", "memory"))
+        kills, lost = results.kills[name]
+        found.append(f"| {name} | {spread(blocked)} | {spread(durable)} | {amounts} | {lost} of {kills} |")
+    return found
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--folder", type=Path, default=None, help="where the files go; by default a temporary directory")
+    options = parser.parse_args()
+    results = run(options.gib, options.rounds, options.kills, options.folder)
+    print("\n".join(lines(results)))
+    for what, measured_, bar, met in bars(results):
+        print(f"{what}: {measured_:.3g}, asked {bar:.3g}: {'yes' if met else 'NO'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from benchmarks import files, init, machine, overlap, report, startup, surfaces
+from benchmarks import checkpoints, files, init, machine, overlap, report, startup, surfaces
 from benchmarks.cases import Case, all_cases
 from benchmarks.measure import Timing, interleaved
 from benchmarks.peers import Candidate, candidates, limit
@@ -33,13 +33,22 @@ def main() -> None:
     print("\n".join(surfaces.lines(beside)))
     saved = files.run(0.01 if options.quick else 1.0, 1 if options.quick else 5)
     print("\n".join(files.lines(saved)))
+    kept = checkpoints.run(0.01, 1, 0) if options.quick else checkpoints.run(1.0, 5, 10)
+    print("\n".join(checkpoints.lines(kept)))
     begun = (
         init.run(64, 2, 1) if options.quick else init.run(init.WIDTH, init.LAYERS, 5, picture=report.PAGE.parent / "pictures" / "init.png")
     )
     print("\n".join(init.lines(begun)))
     overlapped = overlap.run(options.quick, options.rounds)
     print("\n".join(overlap.lines(overlapped)))
-    bars = report.bars(results, started) + surfaces.bars(beside) + overlap.bars(overlapped) + files.bars(saved) + init.bars(begun)
+    bars = (
+        report.bars(results, started)
+        + surfaces.bars(beside)
+        + overlap.bars(overlapped)
+        + files.bars(saved)
+        + checkpoints.bars(kept)
+        + init.bars(begun)
+    )
     report.print_bars(bars)
     if options.write:
         report.write(
@@ -47,7 +56,17 @@ def main() -> None:
             results,
             notes,
             started,
-            [*surfaces.lines(beside), "", *overlap.lines(overlapped), "", *files.lines(saved), "", *init.lines(begun)],
+            [
+                *surfaces.lines(beside),
+                "",
+                *overlap.lines(overlapped),
+                "",
+                *files.lines(saved),
+                "",
+                *checkpoints.lines(kept),
+                "",
+                *init.lines(begun),
+            ],
             bars,
         )
 

@@ -67,7 +67,9 @@ def found(name: str) -> Any:
     for cut in range(len(parts), 0, -1):
         try:
             here: Any = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "shardow":
+                return None  # it is there; what it is for is not installed
             continue
         for part in parts[cut:]:
             here = getattr(here, part)

@@ -5,12 +5,12 @@ Nothing is imported until one of them is. They use their frameworks' checkpoints
 May import: ema, averages, model, schedules, base, errors.
 """
 
-__all__ = ["TESTED_WITH", "accelerate", "deepspeed", "lightning", "megatron", "transformers", "trl"]
+__all__ = ["TESTED_WITH", "accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers", "trl"]
 
 #: Versions that the tests ran with, by package; others may do.
 TESTED_WITH = {
     "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "lightning": "2.6.6", "megatron-core": "0.16.0",
-    "trl": "1.16.0",
+    "torchtitan": "0.3.0", "trl": "1.16.0",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ def launched(**environment: str) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.enable()  # which torchtitan disables
         accelerate.state.AcceleratorState._reset_state(True)
         accelerate.state.GradientState._reset_state()
         os.environ.clear()

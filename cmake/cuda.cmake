@@ -24,12 +24,13 @@ if(SHARDOW_WANT_CUDA)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 75 80 90 100)  # code for these, and for what lies between and after them by PTX
+      # Code runs on later chips of its generation; PTX of 80 and 100 serves those that are not on cards (sm_87, sm_110), that of 120 what comes later.
+      set(CMAKE_CUDA_ARCHITECTURES 75-real 80 90-real 100 120)
     endif()
     enable_language(CUDA)
     set(CMAKE_CUDA_STANDARD 20)
     # --fmad=false: the device rounds where the host rounds; every fused multiply-add is written out.
-    string(APPEND CMAKE_CUDA_FLAGS " --fmad=false --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra,-ffp-contract=off,-fvisibility=hidden")
+    string(APPEND CMAKE_CUDA_FLAGS " --compress-mode=size --fmad=false --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra,-ffp-contract=off,-fvisibility=hidden")
     find_package(CUDAToolkit REQUIRED)
     set(SHARDOW_HAVE_CUDA ON)
   elseif(SHARDOW_CUDA STREQUAL "ON")

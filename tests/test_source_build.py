@@ -1,5 +1,6 @@
 """What a build from source says and decides before it compiles anything."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 CMAKE = Path(sys.executable).parent / "cmake"
 
 
-def configure(build: Path, *options: str) -> str:
+def configure(build: Path, *options: str, path: str = "/usr/bin:/bin") -> str:
     told = subprocess.run(
         [CMAKE, "-S", ROOT, "-B", build, "-G", "Ninja", *options],
         capture_output=True,
         text=True,
-        env={"PATH": f"{CMAKE.parent}:/usr/bin:/bin"},
+        env={"PATH": f"{CMAKE.parent}:{path}"},
     )
     return " ".join((told.stdout + told.stderr).split())
 
@@ -24,6 +25,21 @@ def configure(build: Path, *options: str) -> str:
 def test_all_missing_libraries_are_named_by_their_packages(tmp_path: Path) -> None:
     hidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("hwy", "fmt")]
     assert "apt-get install libhwy-dev libfmt-dev" in configure(tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", *hidden)
+
+
+def test_without_a_compiler_all_packages_are_named(tmp_path: Path) -> None:
+    """Without one nothing can be looked for, so none is known to be there."""
+    told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", path="")
+    named = set(told.split("apt-get install ")[1].split(" CMake")[0].split(" Call")[0].split())
+    of_libraries = set(re.findall(r"\w+:(lib\S+-dev|zlib1g-dev)|APPEND missing (\S+-dev)", (ROOT / "cmake/dependencies.cmake").read_text()))
+    assert {"g++", "python3-dev", *(one or other for one, other in of_libraries)} <= named
+
+
+def test_missing_headers_of_python_are_named(tmp_path: Path) -> None:
+    hidden = ["-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON", "-DSHARDOW_PYTHON=ON"]
+    told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", *hidden)
+    assert "headers of Python" in told
+    assert "apt-get install python3-dev" in told
 
 
 @pytest.mark.parametrize("torchs_cuda", ["None", "'13.0'"])

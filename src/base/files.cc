@@ -214,11 +214,12 @@ Space space_at(const Path& directory) {
   struct statfs found {};
   if (syscalls().statfs(directory.c_str(), &found) != 0) fail_io(errno, directory, "cannot ask for its free space");
   const bool counted = found.f_blocks != 0;  // mounts of object stores may say 0
+  constexpr uint32_t kFuse = 0x65735546;     // FUSE_SUPER_MAGIC, which kernel headers before 5.12 lack
   constexpr uint32_t kLocal[] = {EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC,       BTRFS_SUPER_MAGIC, TMPFS_MAGIC, RAMFS_MAGIC,
                                  F2FS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, 0x2fc12fc1,        0xca451a4e};  // the last two: ZFS, bcachefs
   const bool local = std::find(std::begin(kLocal), std::end(kLocal), static_cast<uint32_t>(found.f_type)) != std::end(kLocal);
   return {counted ? static_cast<int64_t>(found.f_bavail) * static_cast<int64_t>(found.f_bsize) : std::numeric_limits<int64_t>::max(),
-          found.f_type == FUSE_SUPER_MAGIC, local};
+          static_cast<uint32_t>(found.f_type) == kFuse, local};
 }
 
 }  // namespace shardow::base

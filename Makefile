@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check
 WERROR := $(if $(CI),ON,OFF)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle clean
+.PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,7 +23,7 @@ build: build/.installed  ## set-up and build
 test: build  ## every test; the sanitizers' builds fill the pauses of the Python tests
 	$(MAKE) -j2 test-cpp test-python sanitizers
 
-test-all: test  ## the tests and their full matrices
+test-all: test wheel  ## the tests and their full matrices; wheels, in bare roots
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R cuda_programs
 	SHARDOW_ALL=1 $(BIN)/python -m pytest
 
@@ -45,6 +45,17 @@ gpu:  ## on a machine with a device: builds, runs what needs one, measures; need
 
 gpu-bundle: build  ## fills .gpu with what `make gpu` needs there
 	tools/gpu-bundle $(BIN)/python
+
+WHEELS ?= x86_64 aarch64
+
+wheel: build/.wheel build/.venv  ## wheels for any Linux, and the source distribution, in dist/ (WHEELS=x86_64: for that one alone)
+	rm -rf dist
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")' >/dev/null
+	for arch in $(WHEELS); do tools/wheel/build $$arch; done
+	$(BIN)/python tools/wheel/check.py dist/*.whl
+
+wheel-test: build/.wheel build/.venv  ## installs what `make wheel` made where nothing else is, and uses it there
+	SHARDOW_ALL=1 $(BIN)/python -m pytest tests/wheel
 
 sanitizers:
 	$(MAKE) asan
@@ -98,6 +109,11 @@ build/.system: tools/packages.txt
 build/.lint: tools/packages-lint.txt
 	tools/install-packages $<
 	@mkdir -p build && touch $@
+
+build/.wheel: tools/packages-wheel.txt tools/requirements-wheel.txt build/.venv
+	tools/install-packages $<
+	@$(PIP) -r tools/requirements-wheel.txt
+	@touch $@
 
 build/.docs: tools/requirements-docs.txt build/.venv
 	@$(PIP) -r $<

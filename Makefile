@@ -55,7 +55,7 @@ wheel: build/.wheel build/.venv  ## wheels for any Linux, and the source distrib
 	$(BIN)/python tools/wheel/check.py dist/*.whl
 
 wheel-test: build/.wheel build/.venv  ## installs what `make wheel` made where nothing else is, and uses it there
-	SHARDOW_ALL=1 $(BIN)/python -m pytest tests/wheel
+	SHARDOW_ALL=1 $(BIN)/python -m pytest tests/wheel/test_installed.py
 
 sanitizers:
 	$(MAKE) asan

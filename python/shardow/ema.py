@@ -49,8 +49,7 @@ class EMA(Saved):
         device: where the averages live; None: with their weights. "cpu" with weights on CUDA devices: in host memory. Weights cross the
             link once per update, in their own dtype, and are averaged in the background. With attach() or ``optimizer=`` that optimizer's
             next step waits for the copies, on the device; else update() makes torch's current stream wait for them.
-        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide the work and the memory; "copy": each averages everything it
-            holds.
+        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide work and memory; "copy": each averages everything it holds.
         params: "trainable", "all", or a predicate of (name, parameter).
         buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves them out. Integer
             buffers are only copied.
@@ -66,8 +65,7 @@ class EMA(Saved):
         source: {name: tensor} averaged in a parameter's place (an optimizer's float32 master copy), same local shape. Where an optimizer
             divides its masters among replicas: {name: (tensor, first)}, the parameter's elements from ``first`` on, row-major; or
             (tensor, first, "local") of those that this rank holds. Together ranks have each element once; an empty tensor says none.
-        group: process group of ranks that hold replicas of a plain model, or the ranks of a model whose groups cannot be told from its
-            meshes.
+        group: process group of ranks that hold replicas of a plain model, or share one whose groups can't be told from its meshes.
         threads: CPU threads; 0: what OMP_NUM_THREADS and the affinity mask allow, at most 4.
         overlap: average weights on the CPU in the background, on ``threads`` threads (one by default), while training goes on. Needs
             attach() or ``optimizer=``: the optimizer's next step waits, as do all calls that read averages. What else writes into weights
@@ -134,7 +132,6 @@ class EMA(Saved):
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
         """Before each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the replay its numbers.
-
         Local; nothing waits.
 
         An update() that is captured is recorded and not counted. Call this on the stream of the replay; a replay without it repeats the
@@ -207,8 +204,7 @@ class EMA(Saved):
         self._core.swap.out()
 
     def restore(self, strict: bool = True) -> None:
-        """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached. Does nothing where they are
-        where they belong.
+        """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached; nothing where they are back.
 
         Collective where replicas hold parts of each other's weights: call it on every rank that shares the model. ``strict=False``:
         parameters that are gone from the model are left as they are.
@@ -280,8 +276,7 @@ class EMA(Saved):
 
         step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters, elements and bytes of the
         averages on this rank, bytes_moved and seconds of the last update, held_nonfinite: elements kept because their weight was NaN or
-        Inf, since the start,
-        table_bytes: memory of the lists that an update goes through.
+        Inf, since the start, table_bytes: memory of the lists that an update goes through.
 
         With overlap=True, or averages on the host of weights on a device, also, since the start: offload/hidden_seconds of averaging while
         nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied from devices.

@@ -41,24 +41,15 @@ class Averages:
     ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with the weights."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        decay: Any,
-        asked: Mapping[str, Any],
-        source: Mapping[str, Source] | None,
-        group: dist.ProcessGroup | None,
+        self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None, group: dist.ProcessGroup | None,
         timeout: float | timedelta | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``asked``: what make_options() takes beside the decay. Collective."""
         self.arguments = {**asked, "source": source, "timeout": timeout}
         self.view = find(model, group=group, odd=True)
         self.team = Team(self.view.process_group, seconds(timeout))
-
-        def build() -> tuple[Options, list[str], list[Tracked], _core.Average]:
-            options = make_options(decay=decay, **asked)
-            return options, _core.decay_keys(options.schedules), *self._build(options, source)
-
-        self.options, self.keys, self.tracked, self._engine = self.team.agree("EMA(...)", build)
+        built = self.team.agree("EMA(...)", lambda: self._build(make_options(decay=decay, **asked), source))
+        self.options, self.keys, self.tracked, self._engine = built
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         self.streams = Streams((one.source for one in self.tracked), (average for one in self.tracked for average in one.averages))
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
@@ -70,27 +61,14 @@ class Averages:
         self._warned = False
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
-    def _build(self, options: Options, source: Mapping[str, Source] | None) -> tuple[list[Tracked], _core.Average]:
+    def _build(self, options: Options, source: Mapping[str, Source] | None) -> tuple[Options, list[str], list[Tracked], _core.Average]:
+        keys = _core.decay_keys(options.schedules)
         self.view.reshard()
-        tracked = track(self._chosen(options), options, source)
+        tracked = track(options.chosen(self.view), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
         averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(options.schedules))]
         sources, chosen = [one.view(one.sources()) for one in tracked], options.engine(alone=self.team.size == 1)
-        return tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
-
-    def _chosen(self, options: Options) -> list[LocalTensor]:
-        """Parameters, and buffers where they are averaged, in the model's order."""
-        chosen = [one for one in self.view.parameters if options.wants(one)]
-        if not chosen:
-            raise invalid(f"no parameter is averaged: params={options.params!r} chose none of {len(self.view.parameters)}")
-        if options.buffers == "average":
-            self.view.watch_buffers = True
-            buffers = [one for one in self.view.buffers if one.tensor.is_floating_point()]
-            if buffers and options.overlap:
-                why = f"nothing would keep the next forward from writing '{buffers[0].name}' while it is averaged"
-                raise invalid(f"overlap=True with buffers='average': {why}; take buffers='copy', or leave overlap out")
-            chosen += buffers
-        return chosen
+        return options, keys, tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
 
     def _facts(self) -> dict[str, Any]:
         tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in self.tracked}
@@ -182,8 +160,7 @@ class Averages:
             if self.options.replicas == "split" and one.local.replicas:
                 yield common_weight(one)
             else:
-                for average in one.averages:
-                    yield common_of(one.local, average)
+                yield from (common_of(one.local, average) for average in one.averages)
 
     def follow_sources(self, source: Mapping[str, Source]) -> None:
         """Takes sources whose memory has moved: the same elements of the same tensors. Local."""
@@ -197,11 +174,11 @@ class Averages:
 
     def update(self, step: int | None, samples: float, attached: bool = False) -> None:
         """``attached``: the next step calls before_step(), so that weights may be read until then."""
-        self.ready_to_update()
         self._begin_update(lambda: self.engine.update(step, samples)[1], attached)
 
     def _begin_update(self, update: Callable[[], int], attached: bool = False) -> None:
         """``update()`` tells how many weights were not finite. Buffers are written by the next forward, before any step."""
+        self.ready_to_update()
         if not (self.options.overlap or self.offloaded):
             self._warn_of(update())
             return
@@ -228,7 +205,6 @@ class Averages:
     @torch.no_grad()
     def update_by(self, decay: float, weight: float) -> None:
         """update() by somebody else's schedule: the surfaces of other libraries have their own."""
-        self.ready_to_update()
         self._begin_update(lambda: self.engine.update_by([(decay, weight)]))
 
     def ready_to_update(self) -> None:
@@ -243,19 +219,19 @@ class Averages:
 
     def reset(self) -> None:
         """See EMA.reset()."""
-        self.together("reset()", self._ready_to_reset)
+
+        def ready() -> None:
+            self.swap.refuse_swapped("reset()")
+            try:
+                self.wait()
+            except errors.Error:  # averages that an update in the background has left half done are refused to all other calls
+                self._engine.reset()
+            self.swap.ready("reset()")
+
+        self.together("reset()", ready)
         self.swap.gather()
         self.engine.restart()
         self._warned = False
-
-    def _ready_to_reset(self) -> None:
-        """Averages that an update in the background has left half done are refused to all other calls."""
-        self.swap.refuse_swapped("reset()")
-        try:
-            self.wait()
-        except errors.Error:
-            self._engine.reset()
-        self.swap.ready("reset()")
 
     # ---- their values
 

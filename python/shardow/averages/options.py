@@ -13,6 +13,7 @@ from shardow.base.checks import invalid, one_of, whole
 from shardow.base.warnings import warn
 from shardow.model.dtypes import NAMES
 from shardow.model.local import LocalTensor
+from shardow.model.view import ModelView
 from shardow.schedules import as_schedules
 
 #: Dtypes of averages, with their names.
@@ -50,6 +51,20 @@ class Options:
         if callable(self.params):
             return bool(self.params(weight.name, weight.tensor))
         return self.params == "all" or weight.requires_grad
+
+    def chosen(self, view: ModelView) -> list[LocalTensor]:
+        """Parameters, and buffers where they are averaged, in the model's order."""
+        chosen = [one for one in view.parameters if self.wants(one)]
+        if not chosen:
+            raise invalid(f"no parameter is averaged: params={self.params!r} chose none of {len(view.parameters)}")
+        if self.buffers == "average":
+            view.watch_buffers = True
+            buffers = [one for one in view.buffers if one.tensor.is_floating_point()]
+            if buffers and self.overlap:
+                why = f"nothing would keep the next forward from writing '{buffers[0].name}' while it is averaged"
+                raise invalid(f"overlap=True with buffers='average': {why}; take buffers='copy', or leave overlap out")
+            chosen += buffers
+        return chosen
 
     def engine(self, alone: bool) -> _core.AverageOptions:
         """``alone``: no other rank would wait for one that raises in an update."""

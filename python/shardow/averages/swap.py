@@ -58,9 +58,7 @@ class Swap(SwapMemory):
     """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far anything is swapped;
     ``_why`` explains it."""
 
-    def __init__(
-        self, engine: _core.Average, streams: Streams, tracked: Sequence[Tracked], view: ModelView, team: Team, splits: bool
-    ) -> None:
+    def __init__(self, engine: _core.Average, streams: Streams, tracked: list[Tracked], view: ModelView, team: Team, splits: bool) -> None:
         super().__init__(engine, streams, tracked, view)
         self._team, self._splits = team, splits
         self._why: str | None = None  # why the averages are still there though the block is left
@@ -147,10 +145,8 @@ class Swap(SwapMemory):
             return
         if self._why:
             raise invalid(f"{what}: the model's memory still holds averages: {self._why}; {_RESTORE}")
-        raise invalid(
-            f"{what} inside swapped(): the model's memory holds the averages now; leave the block, or call swap_out(), first. "
-            f"Where no block is open any more, one was interrupted; {_RESTORE}"
-        )
+        way_out = f"leave the block, or call swap_out(), first. Where no block is open any more, one was interrupted; {_RESTORE}"
+        raise invalid(f"{what} inside swapped(): the model's memory holds the averages now; {way_out}")
 
     def refuse_foreign(self, what: str) -> None:
         """Raises while another EMA's averages are in the same memory."""

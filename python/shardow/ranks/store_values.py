@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 MOST = 4 << 20  # bytes of one key's; torch's TCPStore drops a client that sends 8 MiB
 
@@ -17,9 +17,9 @@ def clone(store: Any) -> Any:
     # Torch 2.6 tells neither how to, nor under which prefix this store's keys lie: those who share it agree on another one.
     agreed = store.compare_set("shardow", "", uuid4().hex).decode()
     base = getattr(store, "_underlying_non_prefix_store", store)
-    if isinstance(base, dist.TCPStore):
-        base = dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
-    return dist.PrefixStore(agreed, base)
+    if isinstance(base, TCPStore):
+        base = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
+    return PrefixStore(agreed, base)
 
 
 def put(store: Any, key: str, value: bytes) -> list[str]:

@@ -66,10 +66,9 @@ class CudaBackend final : public Backend {
   }
 
   NonFiniteCount read_count() override {
-    NonFiniteCount total;
-    total.add(memory_->read_tally(), chunks_);
-    if (runs_) total.add(runs_->read_tally(), pieces_);
-    return total;
+    read_.add(memory_->read_tally(), chunks_);
+    if (runs_) read_.add(runs_->read_tally(), pieces_);
+    return std::exchange(read_, {});
   }
 
   /// The device has a copy of each.
@@ -121,6 +120,7 @@ class CudaBackend final : public Backend {
   RunCutter cutter_;
   bool captured_runs_ = false;
   std::unique_ptr<kernels::cuda::Table> memory_, runs_;
+  NonFiniteCount read_;  // of one of them, where the other's could not be read
 };
 
 bool on_cuda(const Device& device) {

@@ -85,7 +85,8 @@ void Average::Impl::wait() {
   waited_seconds += ended.waited;
   hidden_seconds += std::max(ended.seconds - ended.waited, 0.0);
   unreported_ += ended.count.elements;
-  met_non_finite(ended.count, ended.step.step);
+  hold(ended.count, ended.step.step);
+  refuse_non_finite(ended.count, ended.step.step);
 }
 
 /// The update under way has failed.

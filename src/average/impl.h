@@ -101,7 +101,7 @@ struct Average::Impl {
   void begin_background(const kernels::Step& step, const average::Counters& before);
   void work();
   [[noreturn]] void stopped(const Error& cause);
-  void met_non_finite(const average::NonFiniteCount& count, int64_t step);
+  void refuse_non_finite(const average::NonFiniteCount& count, int64_t step) const;
   void hold(const average::NonFiniteCount& count, int64_t step);
   size_t part_of(const void* element) const;
   Swap prepare_swap(std::span<const TensorView> weights, size_t k) const;

@@ -86,16 +86,23 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
   } else {
     for (const auto& backend : bound.backends) backend->prepare(planned, draws_by_runs(planned));
   }
-  report.non_finite = count.elements + std::exchange(unreported_, 0);
   counters.step = step;
   counters.applied_step = step;
   counters.applied_samples = samples;
   if (step > options.start_step) ++counters.updates;
-  met_non_finite(count, step);
+  hold(count, step);
+  if (options.non_finite == NonFinite::kRaise && launch == Launch::kNow && !options.overlap) {
+    for (const auto& backend : bound.backends) {  // CUDA: the price of raising is a wait; the update is made and counted whatever it meets
+      const NonFiniteCount more = backend->read_count();
+      hold(more, step);
+      count.add(more);
+    }
+  }
+  report.non_finite = count.elements + std::exchange(unreported_, 0);
+  refuse_non_finite(count, step);
 }
 
-void Average::Impl::met_non_finite(const NonFiniteCount& count, int64_t step) {
-  hold(count, step);
+void Average::Impl::refuse_non_finite(const NonFiniteCount& count, int64_t step) const {
   if (options.non_finite == NonFinite::kRaise && count.elements > 0) {
     const size_t part = part_of(count.first);
     fail(Code::kInvalidArgument, "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'; their averages are unchanged",
@@ -154,12 +161,7 @@ void Average::Impl::prepare_noise(const kernels::Step& step) {
 NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   const bool by_runs = draws_by_runs(step);
   NonFiniteCount total;
-  for (const auto& backend : bound.backends) {
-    NonFiniteCount count = backend->update(step, by_runs);
-    if (options.non_finite == NonFinite::kRaise && count.elements == 0)
-      count = backend->read_count();  // CUDA: the price of raising is a wait
-    total.add(count);
-  }
+  for (const auto& backend : bound.backends) total.add(backend->update(step, by_runs));
   return total;
 }
 

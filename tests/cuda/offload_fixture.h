@@ -137,13 +137,12 @@ class Twins {
   /// The same by one who does not ask whether the weights are still read.
   void step_anew() { fill(); }
 
-  /// One element of a tensor is NaN.
+  /// One element of a float32 tensor is NaN.
   void poison(size_t tensor, size_t element) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
-    std::memcpy(static_cast<std::byte*>(here_[tensor].data) + 4 * element, &nan, 4);
-    const TensorView& view = there_[tensor];
-    fake::enqueue(view.device.index, view.device.stream,
-                  [to = static_cast<std::byte*>(view.data) + 4 * element, nan] { std::memcpy(to, &nan, 4); });
+    Bytes bytes(sizeof nan);
+    std::memcpy(bytes.data(), &nan, sizeof nan);
+    write(tensor, 4 * element, bytes);
   }
 
   void use_stream(int device, void* stream) {
@@ -227,16 +226,18 @@ class Twins {
   }
 
   void fill() {
-    for (size_t i = 0; i < specs_.size(); ++i) {
-      const Bytes values = draw(specs_[i], random_);
-      if (values.empty()) continue;
-      std::memcpy(here_[i].data, values.data(), values.size());
-      const auto write = [to = there_[i].data, values] { std::memcpy(to, values.data(), values.size()); };
-      if (there_[i].device.kind == Device::Kind::kCpu) {
-        write();
-      } else {
-        fake::enqueue(there_[i].device.index, there_[i].device.stream, write);
-      }
+    for (size_t i = 0; i < specs_.size(); ++i) write(i, 0, draw(specs_[i], random_));
+  }
+
+  void write(size_t tensor, size_t at, const Bytes& values) {
+    if (values.empty()) return;
+    const auto to = [at](const TensorView& view) { return static_cast<std::byte*>(view.data) + at; };
+    std::memcpy(to(here_[tensor]), values.data(), values.size());
+    const TensorView& view = there_[tensor];
+    if (view.device.kind == Device::Kind::kCpu) {
+      std::memcpy(to(view), values.data(), values.size());
+    } else {
+      fake::enqueue(view.device.index, view.device.stream, [to = to(view), values] { std::memcpy(to, values.data(), values.size()); });
     }
   }
 

@@ -58,7 +58,7 @@ void Program::choose_decays() {
 void Program::choose() {
   offloaded_ = missing_ != Missing::kNothing || random_() % 3 != 0;
   num_devices_ = 1 + static_cast<int>(random_() % 2);
-  faulty_ = missing_ == Missing::kNothing && random_() % 3 == 0;
+  faulty_ = missing_ == Missing::kNothing && may_fail_ && random_() % 3 == 0;
   choose_decays();
   options_.dtype = random_() % 2 == 0 ? DType::kF32 : kDTypes[random_() % 4];
   options_.rule = is_narrow(options_.dtype) ? Rule::kLerp : static_cast<Rule>(random_() % 6);
@@ -133,9 +133,22 @@ void Program::make() {
 
 std::string Program::run() {
   const auto turns = random_();
-  fake::reset({.num_devices = 2, .seed = random_(), .guard = true, .log = false});
+  fake::reset({.num_devices = 2, .seed = random_(), .guard = true});
   fake::drop_waits(missing_ == Missing::kWaits);
   const fake::DrawnTurns drawn(turns);
+  do_all();
+  return difference_;
+}
+
+std::string Program::run_with_threads() {
+  fake::reset({.num_devices = 2, .threads = true});
+  may_fail_ = false;
+  do_all();
+  fake::reset(2);
+  return difference_;
+}
+
+void Program::do_all() {
   try {
     choose();
     make();
@@ -151,7 +164,6 @@ std::string Program::run() {
   }
   tested_.reset();
   for (const auto& [memory, device] : allocated_) kernels::cuda::release(memory, device);
-  return difference_;
 }
 
 void Program::go_on() {

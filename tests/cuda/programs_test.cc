@@ -1,11 +1,16 @@
 // Random programs over the fake device (program.h): every interleaving of copies, averages, swaps, saves and steps that a seed draws.
 // SHARDOW_SEED=n runs the program of that seed alone; SHARDOW_ALL=1 runs ten thousand.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "fake_runtime.h"
 #include "program.h"
 
 namespace shardow::testing {
@@ -38,6 +43,22 @@ TEST(Programs, Hold) {
     ASSERT_EQ(difference, "") << "to see it alone: " << alone(seed);
   }
   std::signal(SIGSEGV, SIG_DFL);
+}
+
+/// Of all calls of the runtime, whoever made them.
+std::vector<std::pair<std::string, int>> calls_of(uint64_t seed) {
+  EXPECT_EQ(run(seed), "");
+  std::vector<std::pair<std::string, int>> names;
+  for (const fake::Call& call : fake::calls()) names.emplace_back(call.what, call.device);
+  return names;
+}
+
+TEST(Programs, AreReplayedByTheirSeeds) {
+  for (uint64_t seed = 1; seed <= 40; ++seed) ASSERT_EQ(calls_of(seed), calls_of(seed)) << alone(seed);
+}
+
+TEST(Programs, HoldWithThreads) {
+  for (uint64_t seed = 1; seed <= 40; ++seed) ASSERT_EQ(Program(seed).run_with_threads(), "") << seed;
 }
 
 int differing(Missing missing) {

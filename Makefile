@@ -62,7 +62,7 @@ sanitizers:
 	$(MAKE) tsan
 
 # tsan looks for threads that meet: tests of one thread, which take minutes under it, are left to asan and the plain build.
-tsan: export GTEST_FILTER := -PowerCut.*:Header.*:Targets/*
+tsan: export GTEST_FILTER := -PowerCut.*:Header.*:Targets/*:Cuda.*
 
 asan tsan: build/.venv  ## C++ tests under sanitizers
 	$(BIN)/cmake --preset $@ -DSHARDOW_WERROR=$(WERROR) >/dev/null

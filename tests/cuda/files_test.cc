@@ -91,7 +91,8 @@ TEST_F(Checkpoints, OfDeviceMemoryAreErrorsWhereACopyIsRefused) {
   const std::string before = bytes_of(path);
   const auto try_to_save = [&] {
     return on_ranks(1, [&](Group& group) {
-      auto held = hold_much(whole, 0, 1, true);
+      auto held = hold(whole, 0, 1, true);
+      std::erase_if(held, [](const Held& one) { return one.view.name == "half"; });  // another file than before
       save(group, on_device(views_of(held)), path);
     });
   };

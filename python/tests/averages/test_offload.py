@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     import shardow
 
 
-@pytest.mark.parametrize(("how", "seed", "ring_bytes"), [("offloaded", 1, trainings.SMALLEST_RING), ("offloaded by hand", 2, 1 << 20)])
-@pytest.mark.parametrize(("kind", "world", "dtype"), trainings.SOME, ids=str)
+ATTACHED, BY_HAND = ("offloaded", 1, trainings.SMALLEST_RING), ("offloaded by hand", 2, 1 << 20)
+MATRIX = [(*case, *ATTACHED) for case in trainings.SOME]
+MATRIX += [(*case, *BY_HAND) for case in (trainings.SOME if os.environ.get("SHARDOW_ALL") else trainings.SOME[:2])]
+
+
+@pytest.mark.parametrize(("kind", "world", "dtype", "how", "seed", "ring_bytes"), MATRIX, ids=str)
 def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(
     kind: str, world: int, dtype: torch.dtype, how: str, seed: int, ring_bytes: int, tmp_path: Path
 ) -> None:
@@ -382,6 +386,72 @@ def test_refusals_say_where_averages_can_live() -> None:
         ema = shardow.EMA(model, device="cpu")  # once more, without what torch's allocator keeps
         ema.update()
         ema.stats()
+
+
+HOOKED = tuple(f"shardow/{name}.py" for name in ("averages/attach", "averages/core", "averages/swap", "model/swap_guard"))
+
+
+def stopped(before: int, fn: Callable[[], None]) -> bool:
+    """Ctrl-C before a line of HOOKED, counted from 0. False where fn() was over by then."""
+    left = before
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(HOOKED):
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        fn()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@on_device
+def test_ctrl_c_before_any_line_tears_nothing(attached: bool) -> None:
+    """A step was made or not, and so was its update: what is counted is in the averages."""
+    line = 0
+    while _stopped_at(line, attached):
+        line += 1
+    assert line > 10
+
+
+def _stopped_at(line: int, attached: bool) -> bool:
+    with Device(line) as device:
+        training = Training(device, attached, decay=0.5)
+        model, optimizer, ema = training.models[0], training.optimizers[0], training.emas[0]
+        seen = [model[0].weight.detach().clone()]
+
+        def step() -> None:
+            trainings.give_gradients(model, 2)
+            optimizer.step()
+            if not attached:
+                ema.update()
+
+        before = False
+        for number in range(4):
+            if number == 1:
+                before = stopped(line, step)
+            else:
+                step()
+            seen.append(model[0].weight.detach().clone())
+        updates = ema.stats()["updates"]
+        read = seen[1:] if updates == 4 else [seen[1], *seen[3:]]
+        assert updates == len(read), line
+        expected = seen[0]
+        for weight in read:
+            expected = torch.lerp(expected, weight, 0.5)
+        assert torch.equal(ema.state_dict()["averages"]["0.weight"], expected), line
+    return before
 
 
 @on_device

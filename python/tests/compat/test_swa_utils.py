@@ -106,15 +106,8 @@ def test_counters_are_copied_where_torch_fails() -> None:
     assert int(mine.module[1].num_batches_tracked) == 4  # type: ignore[index, union-attr, operator, arg-type]
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def test_tied_weights_stay_tied() -> None:
-    model = Tied()
+    model = walks.Tied()
     theirs, mine = origin.AveragedModel(model), ours.AveragedModel(model)
     for _ in range(3):
         with torch.no_grad():

@@ -55,16 +55,9 @@ def test_a_decay_that_is_changed_counts() -> None:
         same(theirs, mine, model)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def test_tied_weights_are_averaged_once() -> None:
     """state_dict() has them twice, and the origin averages them twice at each update."""
-    model = Tied()
+    model = walks.Tied()
     made = [getattr(module, cls)(model, 0.9) for module in (origin, ours) for cls in ("ModelEma", "ModelEmaV2", "ModelEmaV3")]
     before = model.embed.weight.detach().clone()
     with torch.no_grad():

@@ -29,6 +29,15 @@ class _Blocks(nn.Module):
         return mixed
 
 
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
 def _conv() -> nn.Module:
     model = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 5)

@@ -46,9 +46,9 @@ gpu:  ## on a machine with a device: builds, runs what needs one, measures; need
 gpu-bundle: build  ## fills .gpu with what `make gpu` needs there
 	tools/gpu-bundle $(BIN)/python
 
-WHEELS ?= x86_64 aarch64
+WHEELS ?= x86_64
 
-wheel: build/.wheel build/.venv  ## wheels for any Linux, and the source distribution, in dist/ (WHEELS=x86_64: for that one alone)
+wheel: build/.wheel build/.venv  ## wheels for any Linux, and the source distribution, in dist/ (WHEELS="x86_64 aarch64": for both)
 	rm -rf dist
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")' >/dev/null
 	for arch in $(WHEELS); do tools/wheel/build $$arch; done

@@ -464,22 +464,14 @@ def test_memory_threads_and_descriptors_are_flat() -> None:
         assert pinned <= trainings.SMALLEST_RING
         stats = training.emas[0].stats()
         assert stats["bytes"] == 2 * 4 * stats["elements"]
-        before = _process()
+        before = trainings.process()
         for number in range(10_000):
             trainings.give_gradients(training.models[0], 2 + number % 5)
             training.optimizers[0].step()
         assert device.fake.allocated() == pinned
-        after = _process()
+        after = trainings.process()
         assert after[:2] == before[:2]
         assert after[2] - before[2] < 2 << 20, "resident memory"
-
-
-def _process() -> tuple[int, int, int]:
-    """Threads, descriptors, resident bytes."""
-    gc.collect()
-    threads, descriptors = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return threads, descriptors, next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
 
 
 PROGRAM = """

@@ -4,7 +4,7 @@ into their memory, which is quicker."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import models
@@ -33,6 +33,14 @@ def walk(plain: nn.Module, shared: nn.Module, steps: int) -> Iterator[int]:
     for step in walks.walk(plain, "mlp", steps):
         mirror(plain, shared)
         yield step
+
+
+def train(plain: nn.Module, shared: nn.Module, steps: int, made: Sequence[tuple[Any, Any]], update: str = "update") -> None:
+    """Of each pair of averages the first sees the steps of the plain model, the second those of the shared one."""
+    for _ in walk(plain, shared, steps):
+        for theirs, mine in made:
+            getattr(theirs, update)(plain)
+            getattr(mine, update)(shared)
 
 
 @torch.no_grad()

@@ -18,10 +18,7 @@ from shardow.compat.ways.stand_in import StandIn
 def _shared(kind: str, replicas: str) -> None:
     plain, model = sharded.pair(kind)
     made = [(origin.AveragedModel(plain, **case(origin)), ours.AveragedModel(model, **case(ours), replicas=replicas)) for case in CASES[1:]]
-    for _ in sharded.walk(plain, model, 12):
-        for theirs, mine in made:
-            theirs.update_parameters(plain)
-            mine.update_parameters(model)
+    sharded.train(plain, model, 12, made, "update_parameters")
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
     for number, (theirs, mine) in enumerate(made):
         assert isinstance(mine.module, StandIn) == (kind != "ddp" or replicas == "split")

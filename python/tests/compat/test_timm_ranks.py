@@ -26,10 +26,7 @@ def _shared(kind: str, replicas: str, path: str) -> None:
         (origin.ModelEmaV3(plain, 0.9, exclude_buffers=True), ours.ModelEmaV3(model, 0.9, exclude_buffers=True, replicas=replicas)),
     ]
     assert all(isinstance(average[1].module, StandIn) == (kind != "ddp" or replicas == "split") for average in made)
-    for _ in sharded.walk(plain, model, 25):
-        for theirs, mine in made:
-            theirs.update(plain)
-            mine.update(model)
+    sharded.train(plain, model, 25, made)
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
     for number, (theirs, mine) in enumerate(made):
         full = {name.replace("module.", ""): tensor for name, tensor in mine.full_state_dict().items()}

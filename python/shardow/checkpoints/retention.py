@@ -56,12 +56,11 @@ def _remove(at: Path) -> None:
         return
     try:
         names = [name for name in os.listdir(inside) if _is_ours(at, name, inside)]
-        if names or _is_manifest(inside):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(manifest.NAME, dir_fd=inside)
-            os.fsync(inside)
-        for name in names:
-            os.unlink(name, dir_fd=inside)
+        for name in [manifest.NAME, *names] if names or _is_manifest(inside) else ():
+            with contextlib.suppress(FileNotFoundError):  # another job's removal, or its save
+                os.unlink(name, dir_fd=inside)
+            if name == manifest.NAME:
+                os.fsync(inside)
     finally:
         os.close(inside)
     with contextlib.suppress(OSError):  # what is others' is still in it

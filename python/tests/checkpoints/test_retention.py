@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,15 @@ def test_what_is_damaged_does_not_count_and_the_last_whole_one_stays(tmp_path: P
         assert step_of(checkpoints) == 6
 
 
+def test_what_is_damaged_takes_no_place_of_what_is_whole(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 5, 6)
+    (tmp_path / "step-000000007").mkdir()
+    (tmp_path / "step-000000007" / "checkpoint.json").write_text("{")
+    save(checkpoints, 8)
+    assert there(tmp_path) == [6, 7, 8]
+
+
 def test_a_step_that_is_older_than_others_is_not_removed_by_its_own_save(tmp_path: Path) -> None:
     checkpoints = shardow.Checkpoints(tmp_path, keep=2)
     save(checkpoints, 10, 20, 30)
@@ -103,18 +113,21 @@ def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     assert there(tmp_path) == [3]
 
 
-def test_a_directory_that_takes_the_place_of_one_that_goes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["listdir", "fsync"])
+def test_a_directory_that_takes_the_place_of_one_that_goes_is_left_alone(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = shardow.Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
-    listdir, new = os.listdir, []
+    own, new = getattr(os, call), []
 
-    def replaced(at: int | Path) -> list[str]:
+    def replaced(at: int | Path) -> Any:
         if isinstance(at, int) and not new:  # another job saves the step that this one is about to remove
             new.append(1)
             save(shardow.Checkpoints(tmp_path, keep=None), 1)
-        return listdir(at)
+        return own(at)
 
-    monkeypatch.setattr(os, "listdir", replaced)
+    monkeypatch.setattr(os, call, replaced)
     save(checkpoints, 2)
     monkeypatch.undo()
     assert new

@@ -67,7 +67,8 @@ class Averages:
         tracked = track(options.chosen(self.view), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
         averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(options.schedules))]
-        sources, chosen = [one.view(one.sources()) for one in tracked], options.engine(alone=self.team.size == 1)
+        sources = [one.view(one.sources()) for one in tracked]
+        chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
         return options, keys, tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
 
     def _facts(self) -> dict[str, Any]:

@@ -66,8 +66,9 @@ class Options:
             chosen += buffers
         return chosen
 
-    def engine(self, alone: bool) -> _core.AverageOptions:
-        """``alone``: no other rank would wait for one that raises in an update."""
+    def engine(self, alone: bool, offloaded: bool) -> _core.AverageOptions:
+        """``alone``: no other rank would wait for one that raises in an update. ``offloaded``: all averages are, which the engine keeps in
+        the background anyway; a step would wait for the whole of an overlapped update."""
         non_finite = "hold" if self.nonfinite == "raise" and not alone else self.nonfinite.replace("raise", "raise_")  # a keyword
         return _core.AverageOptions(
             schedules=self.schedules,
@@ -79,7 +80,7 @@ class Options:
             start_step=self.start_step,
             seed=self.seed,
             num_threads=self.threads,
-            overlap=self.overlap,
+            overlap=self.overlap and not offloaded,
             ring_bytes=self.ring_bytes,
         )
 

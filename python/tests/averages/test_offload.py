@@ -27,6 +27,8 @@ ATTACHED, BY_HAND = ("offloaded", 1, trainings.SMALLEST_RING), ("offloaded by ha
 MATRIX = [(*case, *ATTACHED) for case in trainings.SOME]
 MATRIX += [(*case, *BY_HAND) for case in (trainings.SOME if os.environ.get("SHARDOW_ALL") else trainings.SOME[:2])]
 
+MATRIX += [(*trainings.SOME[-1], "offloaded, overlap=True", 3, trainings.SMALLEST_RING)]
+
 
 @pytest.mark.parametrize(("kind", "world", "dtype", "how", "seed", "ring_bytes"), MATRIX, ids=str)
 def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(

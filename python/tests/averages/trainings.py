@@ -29,6 +29,7 @@ HOW: dict[str, dict[str, Any]] = {
     "resident": {},
     "overlapped": {"overlap": True},
     "offloaded": {"device": "cpu"},
+    "offloaded, overlap=True": {"device": "cpu", "overlap": True},
     "offloaded by hand": {"device": "cpu"},
 }
 

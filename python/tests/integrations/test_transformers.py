@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,3 +286,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path).save_averages(tmp_path / "model")
     with pytest.raises(ValueError, match="missing='never'; it must be one of"):
         EMACallback(missing="never")  # type: ignore[arg-type]
+    with pytest.raises(shardow.errors.UnsupportedError, match="under DeepSpeed the optimizer steps master weights"):
+        EMACallback().on_train_begin(SimpleNamespace(deepspeed="ds.json"), None, None)

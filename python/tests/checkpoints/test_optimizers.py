@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from runs import Run, equal, tensors_of
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -255,3 +257,27 @@ def test_averages_of_other_decays_follow_the_option(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the averages of 2 decays"):
         checkpoints.restore(model, shardow.EMA(model, decay=[0.9, 0.99]))
     assert tensors_of(tmp_path / "step-000000001")
+
+
+def stage(out: Path) -> tuple[list[str], bool]:
+    """Each rank has layers of its own, and an optimizer of these."""
+
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(4, 3 + dist.get_rank())})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make(0)
+    next(iter(model.values()))(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoints = shardow.Checkpoints(out)
+    checkpoints.save(1, model=model, optimizer=optimizer)
+    other, again = make(1)
+    checkpoints.restore(other, optimizer=again)
+    names = json.loads((out / "step-000000001" / "checkpoint.json").read_text())["optimizer"][""]["groups"][0]["params"]
+    return names, equal(model.state_dict(), other.state_dict()) and equal(state_of(optimizer), state_of(again))
+
+
+def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
+    names = [f"layer{rank}.{kind}" for rank in (0, 1) for kind in ("weight", "bias")]
+    assert ranks.run(2, stage, tmp_path) == [(names, True)] * 2

@@ -51,7 +51,7 @@ def test_quick_benchmarks_show_every_candidate_and_bar() -> None:
         "shardow: by initialisation",
         "shardow, overlap=True",
         "overlap: a step with averages, times one without",
-        "checkpoint: training blocked, times the fastest asynchronous rival",
+        "checkpoint: blocked, times the best",
         "checkpoint: durable, times DCP",
         "torch_checkpointing, asynchronous",
     ):

@@ -38,7 +38,7 @@ target_compile_definitions(cuda_kernels_test PRIVATE SHARDOW_HAVE_CUDA)
 add_fake_device_test(cuda_programs tests/cuda/programs_test.cc tests/cuda/program.cc tests/cuda/seeded_main.cc)
 set_tests_properties(cuda_programs PROPERTIES TIMEOUT 3600)  # SHARDOW_ALL: ten thousand programs
 add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/offload_failures_test.cc tests/cuda/offload_places_test.cc
-                     tests/cuda/seeded_main.cc)
+                     tests/cuda/offload_streams_test.cc tests/cuda/seeded_main.cc)
 
 # In place of the whole CUDA path, one that allocates nothing.
 add_executable(offload_allocations_test tests/cuda/allocations_test.cc)

@@ -72,7 +72,7 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, 
   const auto part = [=](size_t number, Random*) {
     static_cast<void>(kept);
     const size_t begin = bytes * number / parts, end = bytes * (number + 1) / parts;
-    std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
+    if (end > begin) std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
   };
   const MarkPtr mark = enqueue(stream, on_device({parts, part}));
   if (mark != nullptr && (waits || (to_host && !pinned_to))) all.streams.until(lock, [&] { return mark->done; });

@@ -133,6 +133,7 @@ void follow(int device, void* stream, void* behind) {
 }
 
 void fetch(void* to, const void* from, size_t bytes, int device, void* stream) {
+  if (bytes == 0) return;
   std::unique_lock lock(world().streams.mutex());
   const Work work = on_device({1, [=](size_t, Random*) { std::memcpy(to, from, bytes); }});
   const MarkPtr mark = world().streams.add(device, stream, work);

@@ -20,6 +20,7 @@
 #include "shardow/schedule.h"
 #include "shardow/tensor_view.h"
 
+#pragma GCC visibility push(default)
 namespace shardow {
 
 /// How the new average is rounded together; bit for bit what the named origin computes.
@@ -225,8 +226,9 @@ class Average {
   double samples_by(double batch) const noexcept;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace shardow
+#pragma GCC visibility pop

@@ -12,6 +12,7 @@
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"
 
+#pragma GCC visibility push(default)
 namespace shardow {
 
 /// Somebody's tensor in host memory: element (i, j, ...) lies i strides[0] + j strides[1] + ... elements from `data`.
@@ -31,3 +32,4 @@ void take(const StridedView& tensor, const TensorView& part);
 void place(const TensorView& part, const StridedView& tensor);
 
 }  // namespace shardow
+#pragma GCC visibility pop

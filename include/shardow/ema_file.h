@@ -15,6 +15,7 @@
 
 #include "shardow/schedule.h"
 
+#pragma GCC visibility push(default)
 namespace shardow {
 
 inline constexpr const char* kStateKey = "shardow.state";  ///< in the metadata of a file
@@ -39,3 +40,4 @@ struct EmaFile {
 std::vector<EmaFile> ema_files_in(const std::filesystem::path& directory, bool beside_a_model = true);
 
 }  // namespace shardow
+#pragma GCC visibility pop

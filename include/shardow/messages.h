@@ -13,6 +13,7 @@
 
 #include "shardow/region.h"
 
+#pragma GCC visibility push(default)
 namespace shardow {
 
 /// A part of one tensor, in elements of `item_bytes` as they travel.
@@ -59,3 +60,4 @@ class Messages {
 };
 
 }  // namespace shardow
+#pragma GCC visibility pop

@@ -12,6 +12,7 @@
 
 #include "shardow/region.h"
 
+#pragma GCC visibility push(default)
 namespace shardow {
 
 /// What one dimension of a mesh does to a tensor.
@@ -37,3 +38,4 @@ struct MeshDim {
 Region region_of(std::string_view name, const Shape& shape, std::span<const MeshDim> mesh, std::span<const Placement> placements);
 
 }  // namespace shardow
+#pragma GCC visibility pop

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace shardow {
 
 /// Where training stands when an average is due.
@@ -121,3 +122,4 @@ class Schedule {
 };
 
 }  // namespace shardow
+#pragma GCC visibility pop

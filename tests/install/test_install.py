@@ -1,0 +1,82 @@
+"""The installed C++ package: both libraries, through CMake and through pkg-config; its headers; what it exports."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "release"
+CMAKE = Path(sys.executable).parent / "cmake"
+WARNINGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
+
+
+def run(*command: object, **environment: str) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("prefix")
+    run(CMAKE, "--install", BUILD, "--component", "cpp", "--prefix", prefix)
+    return prefix
+
+
+def works(program: Path, tmp_path: Path) -> None:
+    assert "/there/is/no.safetensors" in run(program, tmp_path / "ema.safetensors")
+
+
+@pytest.mark.parametrize("component", ["shared", "static"])
+def test_found_by_cmake(component: str, installed: Path, tmp_path: Path) -> None:
+    build = tmp_path / "build"
+    run(CMAKE, "-S", HERE, "-B", build, f"-DCMAKE_PREFIX_PATH={installed}", f"-DCOMPONENT={component}")
+    run(CMAKE, "--build", build)
+    needed = run("readelf", "-d", build / "consumer")
+    assert ("libshardow.so.0" in needed) == (component == "shared")
+    works(build / "consumer", tmp_path)
+
+
+@pytest.mark.parametrize("flags", [[], ["--static"]], ids=["shared", "static"])
+def test_found_by_pkg_config(flags: Sequence[str], installed: Path, tmp_path: Path) -> None:
+    if shutil.which("pkg-config") is None:
+        pytest.skip("no pkg-config: apt-get install pkg-config")
+    told = run("pkg-config", "--cflags", "--libs", *flags, "shardow", PKG_CONFIG_PATH=str(installed / "lib" / "pkgconfig")).split()
+    if flags:
+        told = ["-l:libshardow.a" if word == "-lshardow" else word for word in told]
+    program = tmp_path / "consumer"
+    run("g++", *WARNINGS, HERE / "main.cc", "-o", program, *told, f"-Wl,-rpath,{installed / 'lib'}")
+    works(program, tmp_path)
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, tmp_path: Path) -> None:
+    found = shutil.which(compiler) or shutil.which(f"{compiler}-14")
+    if found is None:
+        pytest.skip(f"no {compiler}: apt-get install {'clang-14' if 'clang' in compiler else compiler}")
+    headers = sorted(path.name for path in (installed / "include" / "shardow").iterdir())
+    assert len(headers) <= 15
+    for header in headers:
+        source = tmp_path / "twice.cc"
+        source.write_text(f"#include <shardow/{header}>\n" * 2)
+        run(found, *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
+
+
+def test_nothing_of_what_it_is_built_on_shows(installed: Path) -> None:
+    library = installed / "lib" / "libshardow.so"
+    names = run("nm", "-DC", "--defined-only", library)
+    exported = [line.split(" ", 2)[2] for line in names.splitlines()]
+    assert any(name.startswith("shardow::Average::update(") for name in exported)
+    inner = re.compile(r"shardow::(base|tensor|kernels|average|comm|file|ema)::[\w~]|::(Impl|Plan)::")
+    assert [name for name in exported if "shardow::" not in name or inner.match(name) or inner.search(name.split("(")[0])] == []
+    text = "".join(path.read_text() for path in (installed / "include" / "shardow").iterdir())
+    assert re.findall(r"#include [<\"](?!shardow/)[\w/]+\.h|(?:fmt|simdjson|hwy)::", text) == []
+    assert "SONAME" in run("readelf", "-d", library)

@@ -13,22 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
-from shardow.averages import figures
+from shardow.averages import copies, figures
 from shardow.averages import state as _state
 from shardow.averages.attach import Attachments, Handle, Samples
-from shardow.averages.core import Averages, Facts
+from shardow.averages.core import Averages
 from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
 from shardow.averages.saved import Saved
 from shardow.averages.states import Decay
 from shardow.averages.swap import Block
 from shardow.averages.tracked import Source
 from shardow.base.checks import invalid
-from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
-from shardow.model.extra_state import extra_states, give
-from shardow.model.local import oddity
-from shardow.model.swap_guard import refuse_foreign
-from shardow.model.view import find
 
 
 class EMA(Saved):
@@ -216,26 +211,22 @@ class EMA(Saved):
         """
         self._core.swap.restore(strict)
 
-    @torch.no_grad()
     def copy_to(self, model: nn.Module, decay: Decay | None = None) -> None:
         """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective. What has
         no elements in memory (sparse, quantised) can't be copied; a warning names it."""
-        target = find(model, group=self._core.view.process_group, odd=True)
+        copies.copy_to(self._core, model, decay)
 
-        def check() -> Facts:
-            self._core.swap.ready("copy_to()")
-            refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()], writes=True)
-            _state.refuse_unlike(self._core.tracked, target)
-            target.refuse_written()
-            return self._core.asked(decay)()
+    def feed_back(self, decay: Decay | None = None) -> None:
+        """The averages become the model's weights, and training goes on from there (Switch EMA, arXiv 2402.09240: at the end of an epoch).
 
-        self._core.ready_to_hand_out("copy_to()", self._core.others, check)
-        k = choose(self._core.keys, decay)
-        _state.copy_streamed(self._core.gatherer("copy_to()", k, complete=True), target, self._core.team)
-        give(model, extra_states(self._core.view.model))
-        if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in self._core.others() if oddity(one.tensor)]:
-            warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
-        target.bump_versions()
+        Collective where ranks share the model. Rounded to the weights' dtype; master copies of ``source=`` get them too. The averages,
+        their steps and the optimizer's own state stay. ``decay`` chooses among several averages.
+
+        Raises:
+            ValueError: inside swapped(), or the replicas' weights differ; nothing has changed.
+            NotImplementedError: whole master copies on replicas that divide the averages.
+        """
+        copies.feed_back(self._core, decay)
 
     @torch.no_grad()
     def reset(self) -> None:

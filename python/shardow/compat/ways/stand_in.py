@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardow.averages import copies
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked
@@ -227,15 +228,9 @@ class Returning(_Sorted):
     @torch.no_grad()
     def _write(self, write: Callable[[], None]) -> None:
         """write() fills ``weights()`` of what is tracked; afterwards the model has them, on every replica."""
-        core, what = self._core, "update_model_with_ema()"
-        core.together(what, lambda: core.swap.ready(what))
-        core.view.reshard()
-        core.swap.gather()
-        write()
-        core.swap.scatter()
-        core.share(core.tracked)
-        core.view.bump_versions()
-        core.view.reshard()
+        what = "update_model_with_ema()"
+        self._core.together(what, lambda: self._core.swap.ready(what))
+        copies.write(self._core, write)
 
 
 def _memory(tracked: list[Tracked]) -> list[torch.Tensor]:

@@ -1,0 +1,78 @@
+"""The averages as weights: of another module, and of the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardow.averages import state as _state
+from shardow.base.checks import unsupported
+from shardow.base.warnings import warn
+from shardow.files.decay_keys import choose
+from shardow.model.extra_state import extra_states, give
+from shardow.model.local import oddity
+from shardow.model.swap_guard import refuse_foreign
+from shardow.model.view import find
+
+if TYPE_CHECKING:
+    from shardow.averages.core import Averages, Facts
+
+
+@torch.no_grad()
+def copy_to(core: Averages, model: nn.Module, decay: object) -> None:
+    """See EMA.copy_to()."""
+    target = find(model, group=core.view.process_group, odd=True)
+
+    def check() -> Facts:
+        core.swap.ready("copy_to()")
+        refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()], writes=True)
+        _state.refuse_unlike(core.tracked, target)
+        target.refuse_written()
+        return core.asked(decay)()
+
+    core.ready_to_hand_out("copy_to()", core.others, check)
+    _state.copy_streamed(core.gatherer("copy_to()", choose(core.keys, decay), complete=True), target, core.team)
+    give(model, extra_states(core.view.model))
+    if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in core.others() if oddity(one.tensor)]:
+        warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
+    target.bump_versions()
+
+
+@torch.no_grad()
+def feed_back(core: Averages, decay: object) -> None:
+    """See EMA.feed_back()."""
+
+    def ready() -> None:
+        core.swap.ready("feed_back()")
+        refuse_foreign("feed_back()", lambda: [one.local.tensor for one in core.tracked], writes=True)
+        core.view.refuse_written()
+        apart = [one.name for one in core.tracked if one.mastered and not one.stretched and core.splits]
+        if apart:
+            raise unsupported(
+                f"feed_back(): '{apart[0]}' has a master copy on every replica, of which each averages a part: the other parts "
+                "would keep the weights. Give source= stretches that the replicas divide, or replicas='copy'"
+            )
+
+    k = core.ready_to_swap(decay, "feed_back()", ready)
+
+    def fill() -> None:
+        for one in core.tracked:
+            for memory in (one.weights(), one.sources()) if one.mastered else (one.weights(),):
+                memory.copy_(one.averages[k])
+
+    write(core, fill)
+
+
+def write(core: Averages, fill: Callable[[], None]) -> None:
+    """fill() writes ``weights()`` of what is tracked; afterwards the model has them, on every replica. Collective, after an agreement that
+    all are ready."""
+    core.view.reshard()
+    core.swap.gather()
+    fill()
+    core.swap.scatter()
+    core.share(core.tracked)
+    core.view.bump_versions()
+    core.view.reshard()

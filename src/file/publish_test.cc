@@ -115,7 +115,7 @@ TEST_F(Saving, PublishesTextsOfRank0WithTheirDirectory) {
     ASSERT_EQ(codes, all(2, kFine));
     EXPECT_EQ(bytes_of(path / "config.json"), text);
   }
-  for (const std::string& name : {"", ".", "..", "../up", "a/b", "model.safetensors", file::kIndexName}) {
+  for (const std::string name : {"", ".", "..", "../up", "a/b", "model.safetensors", file::kIndexName}) {
     EXPECT_EQ(save_as(path, rows, 2, {.texts = {{name, ""}}}), all(2, static_cast<int>(Code::kInvalidArgument))) << name;
   }
   EXPECT_EQ(save_as(folder_ / "one.safetensors", rows, 2, {.texts = {{"a.json", ""}}}), all(2, static_cast<int>(Code::kInvalidArgument)));

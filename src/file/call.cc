@@ -30,7 +30,8 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
       fail(Code::kInvalidArgument, "'{}' is no name for one of several files: a plain one that ends in .safetensors, once", file.name);
   }
   for (const auto& [name, text] : options.texts) {
-    if (name.empty() || name == "." || name == ".." || base::Path(name).filename() != name || name.ends_with(".safetensors") || name == kIndexName)
+    if (name.empty() || name == "." || name == ".." || base::Path(name).filename() != name || name.ends_with(".safetensors") ||
+        name == kIndexName)
       fail(Code::kInvalidArgument, "'{}' is no name for a text beside a checkpoint: a plain one, of no file that a save writes", name);
   }
   if (options.max_shard_size > 0 && !names.empty())

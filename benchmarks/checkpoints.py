@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.process import io, status
+from benchmarks.process import io, settled, status
 
 WORLD = 2
 LAYERS = 8
@@ -318,13 +318,8 @@ def all_rounds(training: Training, folder: Path, rounds: int) -> dict[str, list[
 
 
 def measured(way: Way) -> dict[str, float]:
-    """Of one save into a new place; nobody pays for what others have left unflushed."""
-    if dist.get_rank() == 0:
-        os.sync()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, resident = io(), status("VmRSS")
-    began = time.perf_counter()
+    """Of one save into a new place."""
+    before, resident, began = settled()
     wait = way.save()
     blocked = time.perf_counter() - began
     wait()

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.process import io, status
+from benchmarks.process import io, settled, status
 
 WORLD = 2
 State = dict[str, torch.Tensor]
@@ -153,16 +153,8 @@ def sharded(gib: float) -> State:
 
 
 def measured(way: Callable[[], object]) -> dict[str, float]:
-    """Seconds until all ranks are done; this rank's bytes to and from files, and memory above what it had.
-
-    Nobody pays for what others have left unflushed.
-    """
-    if dist.get_rank() == 0:
-        os.sync()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, resident = io(), status("VmRSS")
-    began = time.perf_counter()
+    """Seconds until all ranks are done; this rank's bytes to and from files, and memory above what it had."""
+    before, resident, began = settled()
     way()
     dist.barrier()
     after = io()

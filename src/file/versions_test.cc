@@ -50,6 +50,16 @@ class Versions : public Saving {
     }
     return -1;
   }
+
+  /// Directories of several files: version 0 as "model", and those that are to replace it, which are returned.
+  std::vector<fs::path> save_directories(int count) {
+    SaveOptions options;
+    options.max_shard_size = 1 << 20;
+    std::vector<fs::path> newer;
+    for (int i = 1; i < count; ++i) save_version(i, newer.emplace_back(folder_ / std::to_string(i)), options);
+    save_version(0, folder_ / "model", options);
+    return newer;
+  }
 };
 
 TEST_F(Versions, OfAFileThatIsReplacedMeanwhileAreNotMixed) {
@@ -62,23 +72,13 @@ TEST_F(Versions, OfAFileThatIsReplacedMeanwhileAreNotMixed) {
 }
 
 TEST_F(Versions, OfADirectoryThatIsReplacedMeanwhileAreNotMixed) {
-  SaveOptions options;
-  options.max_shard_size = 1 << 20;
-  std::vector<fs::path> newer;
-  for (int i = 1; i < 4; ++i) save_version(i, newer.emplace_back(folder_ / std::to_string(i)), options);
-  save_version(0, folder_ / "model", options);
-  Replaced disk(folder_ / "model", newer);
+  Replaced disk(folder_ / "model", save_directories(4));
   machine_.syscalls = &disk;
   EXPECT_EQ(loaded_version(folder_ / "model", 2, 4), 3);
 }
 
 TEST_F(Versions, OfADirectoryThatIsReplacedWhileOneRankOpensAndReadsItAreNotMixed) {
-  SaveOptions options;
-  options.max_shard_size = 1 << 20;
-  std::vector<fs::path> newer;
-  for (int i = 1; i < 12; ++i) save_version(i, newer.emplace_back(folder_ / std::to_string(i)), options);
-  save_version(0, folder_ / "model", options);
-  Replaced disk(folder_ / "model", newer);
+  Replaced disk(folder_ / "model", save_directories(12));
   machine_.syscalls = &disk;
   const file::InEnvironment here(&machine_);
   const Checkpoint opened = Checkpoint::open(folder_ / "model");

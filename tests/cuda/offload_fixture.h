@@ -194,6 +194,16 @@ class Twins {
     for (size_t i = 0; i < here_.size(); ++i) ASSERT_TRUE(bytes_of(there_[i]) == bytes_of(here_[i])) << what << ": " << here_[i].name;
   }
 
+  /// The averages, the weights with the k-th ones swapped in, and the way back.
+  void expect_equal_through_a_swap(size_t k) {
+    expect_equal();
+    offloaded->swap_in(k);
+    resident->swap_in(k);
+    expect_equal_weights();
+    offloaded->swap_out();
+    resident->swap_out();
+  }
+
   int64_t weight_bytes() const {
     int64_t bytes = 0;
     for (const TensorView& view : here_) bytes += byte_size(view.dtype, view.region.size());

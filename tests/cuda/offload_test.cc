@@ -130,12 +130,7 @@ TEST(Offload, OneAverageMayHaveSomeOfItsWeightsAndAveragesAnywhere) {
     for (int i = 0; i < 3; ++i) {
       twins.step();
       twins.update();
-      twins.expect_equal();
-      twins.offloaded->swap_in(1);
-      twins.resident->swap_in(1);
-      twins.expect_equal_weights();
-      twins.offloaded->swap_out();
-      twins.resident->swap_out();
+      twins.expect_equal_through_a_swap(1);
     }
   }
 }

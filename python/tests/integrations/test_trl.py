@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from launched import equal, killed_after, launched, of_accelerators
 from safetensors.torch import load_file
 from small_trainer import FSDP, tiny, trainer_of
+from stubs import Stub
 
 pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
@@ -28,20 +27,6 @@ RULES: list[dict[str, Any]] = [
     {"update_freq": 3, "ema_power": 0.9, "bias_power": 0.0, "min_ema_multiplier": 0.4},
     {"update_freq": 100},
 ]
-
-
-class Stub(ModuleType):
-    """What TRL's file of callbacks imports for others of them."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-        self.__spec__ = ModuleSpec(name, None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
 
 
 @pytest.fixture(scope="module")

@@ -8,28 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from stubs import Stub
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-
-class Stub(ModuleType):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-        self.__spec__ = ModuleSpec(name, None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
 
 _STUBS = {
     name: Stub(name)

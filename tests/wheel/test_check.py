@@ -60,6 +60,10 @@ def test_an_architecture_that_is_missing(tmp_path: Path, entries: list[tuple[int
     assert check.module_faults(built, cuda=False) == []
 
 
+@pytest.mark.skipif(
+    not Path(sys.executable).with_name("auditwheel").exists(),
+    reason="no auditwheel: pip install -r tools/requirements-wheel.txt, as make wheel does",
+)
 def test_a_wheel_that_says_what_it_is_not(tmp_path: Path) -> None:
     """Too large, without licences, and without a module."""
     import zipfile

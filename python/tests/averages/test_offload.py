@@ -477,7 +477,8 @@ def test_memory_threads_and_descriptors_are_flat() -> None:
 
 
 PROGRAM = """
-import os, signal, sys, threading
+import faulthandler, os, signal, sys, threading, time
+faulthandler.dump_traceback_later(60, exit=True)  # a program that hangs tells where
 sys.path.insert(0, {tests!r})
 import fake_device
 fake_device.install()
@@ -505,8 +506,11 @@ ENDS = {
     "exit": "",
     "a backward that raises": "model(torch.ones(3, 300)).sum().backward(); 1 / 0",
     "sys.exit in between": "sys.exit(0)",
-    "an interrupt": "threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-    "try:\n    while True: step()\nexcept KeyboardInterrupt: pass\n"
+    "an interrupt": "caught = threading.Event()\n"
+    "def press():  # again, like anybody whose Ctrl-C fell where Python drops it: into a finalizer\n"
+    "    while not caught.wait(0.5): os.kill(os.getpid(), signal.SIGINT)\n"
+    "threading.Thread(target=press, daemon=True).start()\n"
+    "try:\n    while True: step()\nexcept KeyboardInterrupt: caught.set()\n"
     "step(); updates = ema.stats()['updates']; step(); assert ema.stats()['updates'] == updates + 1",
     "a fork": "after = model.weight.detach().clone()\n"
     "averages = ema.state_dict()['averages']['weight'].numpy()\n"

@@ -18,7 +18,7 @@ endforeach()
 # The CUDA path over a device that does not exist: the same sources, compiled without a toolkit over an emulation, with a runtime of the
 # tests' own in place of NVIDIA's. Its objects come before the engine's library, whose own CUDA path (or its stub) is left out then.
 file(GLOB fake_device CONFIGURE_DEPENDS tests/cuda/*.cc)
-list(FILTER fake_device EXCLUDE REGEX "(_(test|module|main)|program)\\.cc$")
+list(FILTER fake_device EXCLUDE REGEX "(_(test|module|main)|program(_[a-z]+)?)\\.cc$")
 add_library(fake_device OBJECT ${fake_device} src/kernels/cuda_device.cc)
 target_include_directories(fake_device BEFORE PUBLIC tests/cuda/include tests/cuda src include)
 target_compile_options(fake_device PRIVATE -Wno-unknown-pragmas)
@@ -35,7 +35,8 @@ add_fake_device_test(cuda_fake tests/cuda/fake_test.cc tests/cuda/seeded_main.cc
 add_fake_device_test(cuda_files tests/cuda/files_test.cc tests/cuda/seeded_main.cc)
 add_fake_device_test(cuda_kernels src/kernels/cuda_test.cc tests/cuda/seeded_main.cc)
 target_compile_definitions(cuda_kernels_test PRIVATE SHARDOW_HAVE_CUDA)
-add_fake_device_test(cuda_programs tests/cuda/programs_test.cc tests/cuda/program.cc tests/cuda/seeded_main.cc)
+add_fake_device_test(cuda_programs tests/cuda/programs_test.cc tests/cuda/program.cc tests/cuda/program_looks.cc tests/cuda/program_making.cc
+                     tests/cuda/seeded_main.cc)
 set_tests_properties(cuda_programs PROPERTIES TIMEOUT 3600)  # SHARDOW_ALL: ten thousand programs
 add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/offload_failures_test.cc tests/cuda/offload_places_test.cc
                      tests/cuda/offload_streams_test.cc tests/cuda/seeded_main.cc)

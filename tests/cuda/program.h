@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "shardow/average.h"
+#include "tensor/dtype.h"
 
 namespace shardow::testing {
 
@@ -20,6 +22,17 @@ enum class Missing {
   kFinishReading,  ///< the optimizer does not wait for the copies of its weights
   kWaits,          ///< no stream waits for another one
 };
+
+/// The device has failed for good, as the program wished.
+struct Broken {};
+
+inline size_t size_of(const TensorView& view) {
+  return static_cast<size_t>(byte_size(view.dtype, view.region.size()));
+}
+
+inline void* stream_of(int device, int number) {
+  return number == 0 ? nullptr : reinterpret_cast<void*>(static_cast<uintptr_t>(0x1000 + 16 * device + number));
+}
 
 class Program {
  public:
@@ -59,8 +72,7 @@ class Program {
   bool averages_are(const std::vector<Bytes>& expected) const;
   void differs(const std::string& what);
 
-  template <class Fn>
-  void call(const Fn& fn);
+  void call(const std::function<void()>& fn);
   void arm();
   void disarm();
   void recover();

@@ -23,10 +23,9 @@ from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, f
 from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
-from shardow.model import swap_guard
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.local import LocalTensor, oddity
-from shardow.model.swap_guard import refuse_foreign
+from shardow.model.swap_guard import read, refuse_foreign
 from shardow.model.view import find
 from shardow.ranks.gather import Gatherer, Part
 from shardow.ranks.team import Team
@@ -183,7 +182,7 @@ class Averages:
         if not (self.options.overlap or self.offloaded):
             self._warn_of(update())
             return
-        swap_guard.read(self.swap)
+        read(self.swap)
         try:
             self._warn_of(update())
         finally:
@@ -271,7 +270,7 @@ class Averages:
         except BaseException:
             if self.engine.state() != before:
                 self.engine.set_state(before)
-                self.keys = keys
+            self.keys = keys
             raise
 
     def parts(self, k: int = 0, saving: bool = False) -> list[Part]:

@@ -281,12 +281,10 @@ class Machine:
         if self.rank == 0:
             for path in self.oracle.files:
                 self.do_open(path)
-                if (self.folder / path / OTHERS).parent.is_dir() and (self.folder / path / OTHERS).exists():
+                if (self.folder / path / OTHERS).exists():
                     assert (self.folder / path / OTHERS).read_text() == "not shardow's"
-            left = [
-                one.name for one in self.folder.rglob(".*.tmp") if not any(one.name.startswith(f".{path}.") for path in self.oracle.killed)
-            ]
-            assert not left, left
+            killed = tuple(f".{path}." for path in self.oracle.killed)
+            assert not [one.name for one in self.folder.rglob(".*.tmp") if not one.name.startswith(killed)]
 
     @torch.no_grad()
     def set_weights(self, weights: Tensors) -> None:

@@ -90,3 +90,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def at(checkpoints: shardow.Checkpoints, step: int) -> Path:
+    return checkpoints.directory / f"step-{step:09}"

@@ -272,7 +272,7 @@ class Machine:
         same(models.whole_weights(self.model), self.oracle.weights, "weights")
         for which, ema in enumerate(self.emas):
             full = ema.full_state_dict(complete=False)
-            assert ema.stats()["step"] == self.oracle.steps[which], (ema.stats()["step"], self.oracle.steps[which])
+            assert ema.step == self.oracle.steps[which]
             if self.rank == 0:
                 same(full, self.oracle.averages[which], f"averages {which}")
 
@@ -294,8 +294,7 @@ class Machine:
                     p.copy_(weights[models._clean(name)])
             return
         for name, p in self.model.named_parameters():
-            full = weights[models._clean(name)]
+            full, here = weights[models._clean(name)], p
             if isinstance(p, DTensor):
-                p.to_local().copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local())
-            else:
-                p.copy_(full)
+                full, here = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local(), p.to_local()
+            here.copy_(full)

@@ -1,0 +1,59 @@
+// What a save of an Average has beside that of tensors: their files' names, and the state of all ranks in each.
+#include <utility>
+
+#include "base/errors.h"
+#include "ema/agreed.h"
+#include "shardow/ema_file.h"
+
+namespace shardow {
+namespace {
+
+using base::fail;
+
+void check(const Average& ema, const SaveOptions& options) {
+  if (options.dtype) {
+    fail(Code::kInvalidArgument,
+         "an EMA is saved in the dtype of its averages, since a run goes on from them; for inference, save its views() as tensors");
+  }
+  if (options.max_shard_size != 0 && ema.size() > 1)
+    fail(Code::kInvalidArgument, "max_shard_size goes with one schedule; of {}, each average has one file", ema.size());
+  if (options.metadata.contains(kStateKey))
+    fail(Code::kInvalidArgument, "metadata '{}' is the EMA's own state; choose another key", kStateKey);
+  static_cast<void>(ema.views());  // throws while swapped
+  static_cast<void>(decay_keys(ema.schedules()));
+}
+
+}  // namespace
+
+std::vector<SaveFile> ema_files(const Average& ema, const std::string& state) {
+  const std::vector<std::string> keys = decay_keys(ema.schedules());
+  std::vector<SaveFile> files;
+  for (size_t k = 0; k < keys.size(); ++k) {
+    const std::span<const TensorView> views = ema.views(k);
+    files.push_back({keys.size() == 1 ? "" : ema_file_name(keys[k]), {views.begin(), views.end()}, {{kStateKey, state}}});
+  }
+  return files;
+}
+
+SaveReport save(Group& group, const Average& ema, const std::filesystem::path& path, const SaveOptions& options) {
+  group.begin("save()", options.timeout);
+  const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
+  std::string state;
+  agree(group, deadline, [&] {
+    check(ema, options);
+    state = ema.state();
+  });
+  return StagedSave(group, ema_files(ema, ema::agreed_state(group, "save()", state, {}, deadline)), path, options).write();
+}
+
+std::string agreed_state(Group& group, const Average& ema, std::string_view call, std::chrono::milliseconds timeout) {
+  const Deadline deadline = std::chrono::steady_clock::now() + timeout;
+  std::string state;
+  agree(group, deadline, [&] {
+    static_cast<void>(ema.views());  // throws while swapped
+    state = ema.state();
+  });
+  return ema::agreed_state(group, call, state, {}, deadline);
+}
+
+}  // namespace shardow

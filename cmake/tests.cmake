@@ -1,7 +1,7 @@
 # One test program per layer, from the foo_test.cc files that stand beside its sources.
 find_package(GTest REQUIRED)
 include(GoogleTest)
-foreach(layer base tensor kernels average comm file ema)
+foreach(layer base tensor kernels average comm file ema posthoc)
   file(GLOB tests CONFIGURE_DEPENDS src/${layer}/*_test.cc)
   if(tests)
     add_executable(${layer}_test ${tests})

@@ -222,6 +222,10 @@ class Average {
   /// Of the next step, one of each average; NaN where its schedule has none.
   std::vector<double> decays() const;
 
+  /// Where training stands, at once, without waiting for an update under way: steps counted, updates applied, steps since the last that
+  /// changed the averages, samples by then.
+  Progress progress() const noexcept;
+
   /// Training samples seen at the next step, where each one since the last that changed the averages has `batch` of them.
   double samples_by(double batch) const noexcept;
 

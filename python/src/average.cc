@@ -242,6 +242,13 @@ void bind_average(nb::module_& m) {
           "schedules", [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },
           "In force, one of each average.")
       .def_prop_ro("decays", &Average::decays, "Of the next step, one of each average; NaN where its schedule has none.")
+      .def_prop_ro(
+          "progress",
+          [](const Average& self) {
+            const Progress now = self.progress();
+            return std::tuple(now.step, now.updates, now.step - now.delta, now.samples);
+          },
+          "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without waiting.")
       .def("samples_by", &Average::samples_by, "batch"_a,
            "Training samples seen at the next step, where each one since the last update had `batch` of them.")
       .def("restart", &Average::restart, nb::call_guard<nb::gil_scoped_release>(), "reset(), at step 0, with nothing counted.");

@@ -115,6 +115,11 @@ AverageStats Average::stats() const {
           .table_bytes = tables};
 }
 
+Progress Average::progress() const noexcept {
+  const average::Counters& counters = impl_->counters;
+  return {counters.step, counters.updates, counters.step - counters.applied_step, counters.applied_samples, 0};
+}
+
 std::optional<NonFiniteReport> Average::non_finite() const {
   impl_->wait();
   impl_->read_counts();

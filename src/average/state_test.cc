@@ -121,6 +121,11 @@ TEST(Average, TellsTheNextStepsDecaysAndSamples) {
   EXPECT_EQ(ema.samples_by(8), 48);
   ema.update(7, 50);
   EXPECT_EQ(ema.samples_by(8), 58);
+  Average seldom(std::vector{p.view}, {.schedules = {Schedule::mean()}, .update_every = 2});
+  for (const int64_t step : {2, 5, 6}) seldom.update(step, 10.0 * static_cast<double>(step));
+  const Progress now = seldom.progress();
+  EXPECT_EQ(std::vector({now.step, now.updates, now.delta}), (std::vector<int64_t>{6, 2, 1}));
+  EXPECT_EQ(now.samples, 50);
   Average samples(std::vector{p.view}, {.schedules = {Schedule::half_life_in_samples(1)}});
   EXPECT_EQ(samples.decays(), std::vector<double>{0.5});
 }

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <thread>
 
-#include "comm/conformance.h"
+#include "comm/findings.h"
 
 namespace shardow::comm {
 namespace {

@@ -3,8 +3,7 @@
 #include <latch>
 #include <thread>
 
-#include "comm/conformance.h"
-#include "comm/conformance_agree.h"
+#include "comm/findings.h"
 #include "shardow/group.h"
 
 namespace shardow {
@@ -23,29 +22,33 @@ void on_every_rank(Groups& groups, const std::function<void(std::unique_ptr<Grou
   for (auto& group : groups) ranks.emplace_back([&] { body(group); });
 }
 
-std::vector<comm::Conformance> all_cases() {
-  std::vector<comm::Conformance> cases = comm::conformance_cases();
-  for (const comm::Conformance& one : comm::agree_cases()) cases.push_back(one);
-  return cases;
+void expect_in_step(Group& group) {
+  comm::Findings found;
+  comm::check_in_step(group, found);
+  EXPECT_EQ(found.take(), std::vector<std::string>());
 }
 
-class ThreadGroups : public testing::TestWithParam<std::tuple<comm::Conformance, int>> {};
+void expect_fine(const GroupCheck& check, Group& group) {
+  for (const std::string& wrong : check.run(group)) ADD_FAILURE() << "rank " << group.rank() << ": " << wrong;
+}
+
+class ThreadGroups : public testing::TestWithParam<std::tuple<GroupCheck, int>> {};
 
 TEST_P(ThreadGroups, Conform) {
   Groups groups = threads(std::get<1>(GetParam()));
-  on_every_rank(groups, [](auto& group) { std::get<0>(GetParam()).body(*group); });
+  on_every_rank(groups, [](auto& group) { expect_fine(std::get<0>(GetParam()), *group); });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ThreadGroups, testing::Combine(testing::ValuesIn(all_cases()), testing::Values(1, 2, 3, 8)),
+INSTANTIATE_TEST_SUITE_P(All, ThreadGroups, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 8)),
                          [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
 
-class SoloGroup : public testing::TestWithParam<comm::Conformance> {};
+class SoloGroup : public testing::TestWithParam<GroupCheck> {};
 
 TEST_P(SoloGroup, Conforms) {
-  GetParam().body(*solo());
+  expect_fine(GetParam(), *solo());
 }
 
-INSTANTIATE_TEST_SUITE_P(All, SoloGroup, testing::ValuesIn(all_cases()), [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, SoloGroup, testing::ValuesIn(group_checks()), [](const auto& test) { return test.param.name; });
 
 TEST(Threads, KnowTheirRankAndSize) {
   const Groups groups = threads(5);
@@ -150,7 +153,7 @@ TEST(Threads, CallsThatDoNotFitAreRefusedOnEveryRank) {
       const Caught got = caught([&] { c.call(*group); });
       EXPECT_EQ(got.code, Code::kInvalidArgument);
       EXPECT_EQ(got.message, c.message);
-      comm::conformance::all_gather_is_indexed_by_rank(*group);
+      expect_in_step(*group);
     });
   }
 }

@@ -15,6 +15,10 @@ foreach(layer base tensor kernels average comm file ema posthoc)
   endif()
 endforeach()
 
+# What tests/faces compares with Python.
+add_executable(trajectory tests/faces/trajectory.cc)
+target_link_libraries(trajectory PRIVATE shardow shardow_options Threads::Threads)
+
 # The CUDA path over a device that does not exist: the same sources, compiled without a toolkit over an emulation, with a runtime of the
 # tests' own in place of NVIDIA's. Its objects come before the engine's library, whose own CUDA path (or its stub) is left out then.
 file(GLOB fake_device CONFIGURE_DEPENDS tests/cuda/*.cc)

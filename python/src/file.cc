@@ -7,12 +7,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <chrono>
-#include <exception>
 #include <memory>
 #include <utility>
 
 #include "base/files.h"
+#include "callbacks.h"
 #include "core.h"
 #include "file/claim.h"
 #include "file/crc.h"
@@ -29,48 +28,6 @@ namespace shardow::python {
 namespace {
 
 using Strings = std::map<std::string, std::string>;
-
-std::chrono::milliseconds milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
-}
-
-/// Python that the engine calls: what it raises is everybody's error, and its own exception on this rank.
-class Callbacks {
- public:
-  /// fn(), with the GIL; `what` it is, for other ranks' messages.
-  template <class Fn>
-  auto call(const char* what, Fn fn) {
-    const nb::gil_scoped_acquire gil;
-    try {
-      return fn();
-    } catch (const nb::python_error& error) {
-      raised_ = std::current_exception();
-      throw_if_ours(error);
-      throw Error(Code::kPeerFailed, what + without_stack(error));
-    }
-  }
-
-  ProgressFn progress(const nb::object& told) {
-    if (told.is_none()) return {};
-    return [this, told = &told](int64_t done, int64_t total) { call("progress= raised ", [&] { (*told)(done, total); }); };
-  }
-
-  /// work(), without the GIL; throws what was raised by what it called.
-  template <class Fn>
-  void run(Fn work) {
-    raised_ = nullptr;
-    try {
-      const nb::gil_scoped_release release;
-      work();
-    } catch (...) {
-      if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
-      throw;
-    }
-  }
-
- private:
-  std::exception_ptr raised_;
-};
 
 nb::dict as_dict(const SaveReport& report) {
   nb::dict result;

@@ -1,7 +1,6 @@
 #include "shardow/schedule.h"
 
 #include <nanobind/operators.h>
-#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -9,7 +8,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "core.h"
-#include "shardow/ema_file.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -43,26 +41,6 @@ void bind_schedule(nb::module_& m) {
           nb::sig("def __deepcopy__(self, memo: dict, /) -> Schedule"), "Itself: a schedule never changes.")
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__", [](const Schedule& schedule) { return "Schedule(" + schedule.to_json() + ")"; });
-  m.attr("STATE_KEY") = kStateKey;
-  m.def(
-      "decay_keys", [](const std::vector<Schedule>& schedules) { return decay_keys(schedules); }, "schedules"_a,
-      "key() of each; equal schedules are refused, since nothing could tell their averages apart.");
-  m.def("decay_keys_in", &decay_keys_in, "metadata"_a, "Of a file's metadata; [] where it is no saved EMA.");
-  m.def("ema_file_name", &ema_file_name, "key"_a, "Of one of several averages in a saved EMA's directory.");
-  m.def(
-      "ema_files_in",
-      [](const std::filesystem::path& directory, bool beside_a_model) {
-        std::vector<EmaFile> found;
-        {
-          const nb::gil_scoped_release release;
-          found = ema_files_in(directory, beside_a_model);
-        }
-        nb::dict files;
-        for (const EmaFile& one : found) files[nb::cast(one.key)] = one.name;
-        return files;
-      },
-      "directory"_a, "beside_a_model"_a = true,
-      "{decay: file name} of the EMA with several decays that was saved there last; {} where there is none.");
 }
 
 }  // namespace shardow::python

@@ -170,23 +170,11 @@ TEST_F(EmaFiles, AreAllThatAnEmaNeedsToGoOn) {
   for (const float by : {0.5f, -2.0f, 7.25f}) first.step(by);
   {
     shardow::Average& ema = first.ema;
-    const std::vector<std::string> keys = shardow::decay_keys(ema.schedules());
-    std::vector<shardow::SaveFile> files;
-    for (size_t k = 0; k < ema.size(); ++k) {
-      const auto averages = ema.views(k);
-      files.push_back({shardow::ema_file_name(keys[k]), {averages.begin(), averages.end()}, {{shardow::kStateKey, ema.state()}}});
-    }
-    shardow::save(group, files, path);
+    shardow::save(group, ema, path);
   }
   {
     shardow::Average& ema = second.ema;
-    std::vector<std::string> names;
-    for (const shardow::EmaFile& one : shardow::ema_files_in(path)) names.push_back(one.name);
-    const std::vector<shardow::Checkpoint> opened = shardow::Checkpoint::open_files(path, names);
-    for (size_t k = 0; k < ema.size(); ++k) {
-      for (const shardow::TensorView& average : ema.views(k)) opened[k].read(average);
-    }
-    ema.set_state(opened[0].metadata().at(shardow::kStateKey));
+    shardow::load(group, ema, path);
   }
   EXPECT_EQ(second.averages(), first.averages());
   second.weights = first.weights;
@@ -194,6 +182,21 @@ TEST_F(EmaFiles, AreAllThatAnEmaNeedsToGoOn) {
   EXPECT_EQ(second.averages(), first.averages());
   EXPECT_EQ(second.ema.state(), first.ema.state());
   EXPECT_NE(first.averages(), Training().averages());
+}
+
+TEST_F(EmaFiles, AreReadOneByOne) {
+  const std::unique_ptr<Group> alone = solo();
+  const fs::path path = folder_ / "ema";
+  Training training;
+  training.step(0.5f);
+  save(*alone, training.ema, path);
+  std::vector<float> weights(5), all;
+  for (const auto& [key, name] : shardow::ema_files_in(path)) {
+    const shardow::Checkpoint opened = shardow::Checkpoint::open(path / name);
+    opened.read({"w", shardow::DType::kF32, shardow::Region::whole({5}), weights.data()});
+    all.insert(all.end(), weights.begin(), weights.end());
+  }
+  EXPECT_EQ(all, training.averages());
 }
 
 TEST_F(EmaFiles, ThatAreDamagedAreAnError) {

@@ -25,6 +25,10 @@ Deadline after(std::chrono::milliseconds timeout) {
   return std::chrono::steady_clock::now() + timeout;
 }
 
+const char* name_of(OptionsFrom from) {
+  return from == OptionsFrom::kFile ? "'file'" : "'own'";
+}
+
 std::string counted(const Keys& keys) {
   return keys.size() == 1 ? fmt::format("one average ({})", keys[0])
                           : fmt::format("the averages of {} decays ({})", keys.size(), fmt::join(keys, ", "));
@@ -45,17 +49,24 @@ Keys keys_at(const base::Path& path, size_t wanted) {
   }
 }
 
-/// Rank 0's keys_at(), for all: one small message.
-Keys shared_keys(Group& group, const base::Path& path, size_t wanted, Deadline deadline) {
+/// Rank 0's keys_at(), for all, who must have the same averages and want the same: one small message.
+Keys shared_keys(Group& group, const base::Path& path, const Keys& own, OptionsFrom from, Deadline deadline) {
   const std::vector<std::string> words = comm::agree_on(group, deadline, [&] {
     comm::Sender out;
+    out.text(said({{"the EMA", counted(own)}, {"options", name_of(from)}}));
     if (group.rank() == 0) {
-      for (const std::string& key : keys_at(path, wanted)) out.text(key);
+      for (const std::string& key : keys_at(path, own.size())) out.text(key);
     }
     return out.bytes();
   });
+  std::vector<std::string> everybody;
   Keys keys;
-  for (comm::Receiver in(words[0]); !in.done();) keys.push_back(in.text());
+  for (const std::string& one : words) {
+    comm::Receiver in(one);
+    everybody.push_back(in.text());
+    while (!in.done()) keys.push_back(in.text());
+  }
+  check_same("load()", everybody);
   return keys;
 }
 
@@ -83,20 +94,20 @@ Keys taken_as(const Keys& theirs, const Keys& own, OptionsFrom from, const std::
        counted(own), wanted);
 }
 
-std::vector<Checkpoint> open(Group& group, const Average& ema, const base::Path& path, const LoadOptions& options, OptionsFrom from) {
+std::vector<Checkpoint> open(Group& group, const Average& ema, const base::Path& path, OptionsFrom from,
+                             std::chrono::milliseconds timeout) {
   const Keys own = decay_keys(ema.schedules());
-  const Keys keys = taken_as(shared_keys(group, path, own.size(), after(options.timeout)), own, from, path.string());
-  if (keys.size() == 1) return {Checkpoint::open(group, path, options.timeout)};
+  const Keys keys = taken_as(shared_keys(group, path, own, from, after(timeout)), own, from, path.string());
+  if (keys.size() == 1) return {Checkpoint::open(group, path, timeout)};
   std::vector<std::string> names;
   for (const std::string& key : keys) names.push_back(ema_file_name(key));
-  return Checkpoint::open_files(group, path, names, options.timeout);
+  return Checkpoint::open_files(group, path, names, timeout);
 }
 
 Loading::Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std::string where, LoadOptions options, OptionsFrom from)
     : group_(group), ema_(ema), files_(std::move(files)), where_(std::move(where)), options_(std::move(options)), from_(from) {
-  const Facts facts = {{"strict", options_.strict ? "true" : "false"},
-                       {"verify", options_.verify ? "true" : "false"},
-                       {"options", from == OptionsFrom::kFile ? "file" : "own"}};
+  const Facts facts = {
+      {"strict", options_.strict ? "true" : "false"}, {"verify", options_.verify ? "true" : "false"}, {"options", name_of(from)}};
   const std::vector<std::string> everybody = comm::agree_on(group, after(options_.timeout), [&] {
     static_cast<void>(ema_.views());  // throws while swapped
     state_ = state_in(files_.at(0), where_);
@@ -137,7 +148,7 @@ EmaLoadReport Loading::take() {
 
 EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path, const LoadOptions& options, OptionsFrom from) {
   group.begin("load()", options.timeout);
-  std::vector<Checkpoint> files = ema::open(group, ema, path, options, from);
+  std::vector<Checkpoint> files = ema::open(group, ema, path, from, options.timeout);
   ema::Loading loading(group, ema, std::move(files), path.string(), options, from);
   return options.check_only ? loading.report() : loading.take();
 }

@@ -1,6 +1,7 @@
 // load() of an Average, in the steps that callers with more to load need.
 #pragma once
 
+#include <chrono>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -19,8 +20,8 @@ std::vector<std::string> taken_as(const std::vector<std::string>& theirs, const 
                                   const std::string& where);
 
 /// The files of the EMA that was saved to `path`, open, in the order of the averages of `ema`. Collective. Throws as load().
-std::vector<Checkpoint> open(Group& group, const Average& ema, const std::filesystem::path& path, const LoadOptions& options,
-                             OptionsFrom from);
+std::vector<Checkpoint> open(Group& group, const Average& ema, const std::filesystem::path& path, OptionsFrom from,
+                             std::chrono::milliseconds timeout);
 
 /// Averages that are about to be loaded: whatever does not fit is an error when this is made, before anything has changed.
 class Loading {

@@ -208,7 +208,7 @@ TEST_F(SavedAverage, OfRanksThatDisagreeIsAnErrorOnAll) {
            throw;
          }
        }},
-      {"ranks disagree. options is file on rank 0 and own on rank 1",
+      {"ranks disagree. options is 'file' on rank 0 and 'own' on rank 1",
        [&](Group& group, Rank& rank) { load(group, rank.ema, path, {}, group.rank() == 1 ? OptionsFrom::kOwn : OptionsFrom::kFile); }},
       {"inference", [&](Group& group, Rank& rank) { save(group, rank.ema, path, {.dtype = DType::kBF16}); }},
       {"choose another key",

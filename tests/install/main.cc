@@ -29,7 +29,7 @@ int run(const char* path) {
   ema.update();
 
   Counted group;
-  shardow::save(group, ema.views(), path, {.metadata = {{shardow::kStateKey, ema.state()}}});
+  shardow::save(group, ema, path);
   std::vector<float> loaded(6);
   const std::vector<shardow::TensorView> into = {{"w", shardow::DType::kF32, shardow::Region::whole({2, 3}), loaded.data()}};
   if (dynamic_cast<shardow::Group*>(shardow::solo().get()) == nullptr) return 2;

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core, errors
-from shardow.averages import counters, figures
+from shardow.averages import figures
 from shardow.averages import state as _state
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.options import Options, make_options
@@ -126,7 +126,7 @@ class Averages:
         return self.keys.index(facts["decay"])
 
     def _agreed_state(self, what: str, facts: Facts) -> str:
-        state = counters.agreed(what, self.engine.state(), self.team, facts)
+        state = _state.agreed(what, self.engine.state(), self.team, facts)
         self.unfrozen.look(everywhere=True)
         return state
 

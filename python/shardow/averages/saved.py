@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardow import _core
-from shardow.averages import counters
+from shardow.averages import state as _state
 from shardow.averages.states import Decay, OptionsFrom, States
-from shardow.base.checks import invalid
-from shardow.base.progress import Progress
+from shardow.base.checks import invalid, one_of
+from shardow.base.progress import Progress, shown
 from shardow.files import engine, paths
-from shardow.files.background import SaveHandle
+from shardow.files.background import SaveHandle, settle
 from shardow.files.decay_keys import choose
 from shardow.model.dtypes import floating
 from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
@@ -68,7 +67,12 @@ class Saved(States):
 
         options = self._core.team.agree(what, check)
         state = self._core.ready_to_hand_out(what)
-        return engine.with_state(self._parts_by_key(saving=True), state, metadata or {}), options
+        return self._files(state, metadata or {}), options
+
+    def _files(self, state: str, metadata: Mapping[str, str]) -> list[engine.FileParts]:
+        """As the engine names them, one for each average."""
+        named = enumerate(_core.ema_files(self._core.engine, state))
+        return [engine.FileParts(name, self._core.parts(k, saving=True), {**metadata, **told}) for k, (name, told) in named]
 
     @torch.no_grad()
     def load(
@@ -96,19 +100,15 @@ class Saved(States):
             ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
         """
 
-        def ready() -> None:
+        def ready() -> str:
             self._core.swap.refuse("load()")
-            paths.to_read(path)
+            one_of("options", options, ("file", "own"))
+            return paths.to_read(path)
 
-        self._core.team.agree("load()", ready)
-        self._core.team.same("load()", {"strict": bool(strict), "verify": bool(verify), "options": str(options)})
-        theirs = engine.averages_there(path, len(self._core.keys), self._core.team)
-        there = self._core.team.agree("load()", lambda: self._taken_as(theirs, options, f"{path}"))
-        found = engine.opened_averages(path, there, self._core.team)
-        return Loading(self, found, f"{path}", options, strict, verify).take(progress)
-
-    def _parts_by_key(self, saving: bool) -> dict[str, list[Part]]:
-        return {key: self._core.parts(k, saving) for k, key in enumerate(self._core.keys)}
+        where, team = self._core.team.agree("load()", ready), self._core.team
+        settle(team.process_group)
+        found = _core.open_ema(team.group, self._core.engine, where, getattr(_core.OptionsFrom, options), team.timeout)
+        return Loading(self, found, where, options, strict, verify, progress).take()
 
     def export(
         self,
@@ -157,25 +157,23 @@ class Loading:
     """load() from files that are open: whatever does not fit is listed when this is made, before anything has changed. Collective."""
 
     def __init__(
-        self, ema: Saved, found: Mapping[str, _core.Checkpoint], where: str, options: OptionsFrom, strict: bool = True, verify: bool = True
-    ) -> None:
-        """``found``: by their key there, in the order of this EMA's averages; ``where`` is for messages."""
-        self._ema, self._where, self._options = ema, where, options
-        self._core = ema._core
-        self._files = list(zip(ema._parts_by_key(saving=False).values(), found.values(), strict=True))
-        self._read = functools.partial(engine.read_into, team=self._core.team, strict=strict, verify=verify)
-        for parts, file in self._files:
-            self._read(parts, file, check_only=True)
+        self, ema: Saved, found: Sequence[_core.Checkpoint], where: str, options: OptionsFrom, strict: bool = True, verify: bool = True,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        """``found``: in the order of this EMA's averages; ``where`` is for messages."""
+        self._ema, core = ema, ema._core
+        self._loading = _core.Loading(
+            core.team.group, core.engine, found, where, getattr(_core.OptionsFrom, options), strict=strict, verify=verify,
+            timeout=core.team.timeout, progress=shown(progress, "load", core.team.rank),
+        )  # fmt: skip
 
-    def take(self, progress: Progress | None = None) -> dict[str, Any]:
-        def take_state() -> None:
-            text = counters.own_part(engine.state_in(self._where, self._files[0][1]), self._core.team.rank)
-            self._ema._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), self._options, self._where)
-            self._ema._take_options("load()", text, self._options)
-
-        with self._core.or_as_before():
-            self._core.team.agree("load()", take_state)
-            return _joined([self._read(parts, file, progress=progress) for parts, file in self._files])
+    def take(self) -> dict[str, Any]:
+        core = self._ema._core
+        with core.or_as_before():
+            taken: tuple[dict[str, Any], list[tuple[str, str, str]]] = self._loading.take()
+            report, changed = taken
+            self._ema._go_on("load()", changed)
+        return report
 
 
 def to_save_beside(ema: Saved, what: str, metadata: Mapping[str, str], everybody: Team) -> dict[str, engine.FileParts]:
@@ -183,7 +181,7 @@ def to_save_beside(ema: Saved, what: str, metadata: Mapping[str, str], everybody
     files, _ = ema._to_save(what, None, metadata)
     if ema._core.team.size < everybody.size:  # each rank of its own: they must have the same
         check_equal(what, lambda: map(common_of, *_alone(ema)), everybody, DIFFERENT_WEIGHTS)
-        counters.agreed(what, ema._core.engine.state(), everybody, {})
+        _state.agreed(what, ema._core.engine.state(), everybody, {})
     for key, file in zip(ema._core.keys, files, strict=True):
         file.name = _core.ema_file_name(key)
     return dict(zip(ema._core.keys, files, strict=True))
@@ -197,14 +195,9 @@ def loading_beside(ema: Saved, found: Mapping[str, _core.Checkpoint], where: str
         return ema._taken_as(list(found), options, where)
 
     keys = ema._core.team.agree("restore()", ready)
-    return Loading(ema, {key: found[key] for key in keys}, where, options)
+    return Loading(ema, [found[key] for key in keys], where, options)
 
 
 def _alone(ema: Saved) -> tuple[list[LocalTensor], list[torch.Tensor]]:
     pairs = [(one.local, average) for one in ema._core.tracked_weights() for average in one.averages]
     return [local for local, _ in pairs], [average for _, average in pairs]
-
-
-def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    names = {key: list(dict.fromkeys(name for one in reports for name in one.get(key, ()))) for key in ("missing", "unexpected")}
-    return {**names, "bytes_read": sum(one["bytes_read"] for one in reports), "seconds": sum(one["seconds"] for one in reports)}

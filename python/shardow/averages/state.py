@@ -185,3 +185,10 @@ def copy_streamed(gatherer: gather.Gatherer, target: ModelView, team: Team) -> N
             gather.take(full, there.region, flat)
             there.put(flat)
     target.reshard()
+
+
+def agreed(what: str, state: str, team: Team, facts: Mapping[str, Any]) -> str:
+    """``state``, a rank's own, with what each rank counts for itself summed over the ranks. Raises ValueError on every rank where ranks
+    have made other updates, or differ in options or ``facts``. Collective."""
+    told = [(name, repr(value)) for name, value in facts.items()]
+    return team.step(what, lambda: _core.agreed_state(team.group, what, state, told, team.timeout))

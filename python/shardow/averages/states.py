@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from shardow import _core
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
-from shardow.base.checks import invalid, one_of
+from shardow.base.checks import one_of
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
 from shardow.model.extra_state import extra_states
@@ -83,20 +83,19 @@ class States:
     def _taken_as(self, theirs: list[str], options: OptionsFrom, where: str) -> list[str]:
         """Their key of each average here."""
         one_of("options", options, ("file", "own"))
-        if not theirs or (set(theirs) == set(self._core.keys) and options == "own"):
-            return self._core.keys
-        if len(theirs) != len(self._core.keys):
-            way_out = f"Make the EMA with decay={'[' + ', '.join(theirs) + ']' if len(theirs) > 1 else theirs[0]}"
-            raise invalid(f"{where} has {_counted(theirs)}, this EMA keeps {_counted(self._core.keys)}: nothing was loaded. {way_out}")
-        return theirs
+        return _core.taken_as(theirs, self._core.keys, getattr(_core.OptionsFrom, options), where)
 
     def _take_options(self, what: str, text: str, options: OptionsFrom) -> None:
         """Counters of a saved state, and its options if ``options`` says so."""
-        different = self._core.engine.differences(text) if options == "file" and self._core.team.rank == 0 else []
+        changed = self._core.engine.differences(text) if options == "file" else []
         self._core.engine.set_state(text, getattr(_core.OptionsFrom, options))
+        self._go_on(what, changed)
+
+    def _go_on(self, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
+        """With a state that was taken. ``changed``: (name, there, here) of each option that is another one now."""
         self._core.keys = _core.decay_keys(self._core.engine.schedules)
-        if different:
-            told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in different)
+        if changed and self._core.team.rank == 0:
+            told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in changed)
             now = "What is there is in force now (but the dtype, which stays)"
             warn(f"{what}: {told}. {now}; options='own' keeps what the EMA was made with")
 
@@ -133,7 +132,3 @@ class States:
 
 def _said(name: str, text: str) -> str:
     return _core.Schedule.from_json(text).key() if name.partition("/")[0] == "schedule" else text
-
-
-def _counted(keys: list[str]) -> str:
-    return f"the averages of {len(keys)} decays ({', '.join(keys)})" if len(keys) > 1 else f"one average ({keys[0]})"

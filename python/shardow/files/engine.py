@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,32 +37,6 @@ class FileParts:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def with_state(by_key: dict[str, list[Part]], state: str, metadata: Mapping[str, str]) -> list[FileParts]:
-    """The files of a saved EMA: one, or with several keys one for each."""
-    told = {**metadata, _core.STATE_KEY: state}
-    if len(by_key) == 1:
-        return [FileParts("", parts, told) for parts in by_key.values()]
-    return [FileParts(_core.ema_file_name(key), parts, told) for key, parts in by_key.items()]
-
-
-def averages_there(path: StrPath, wanted: int, team: Team) -> list[str]:
-    """The keys of an EMA that was saved with several decays, in its order. Where several are ``wanted``, also of one that was saved with
-    one. [] where it is neither, or nothing that can be read: then reading it says so. Rank 0 looks, for all. Collective."""
-    settle(team.process_group)
-    found: list[str] = json.loads(team.gather("load()", json.dumps(_averages_here(path, wanted) if team.rank == 0 else []).encode())[0])
-    return found
-
-
-def _averages_here(path: StrPath, wanted: int) -> list[str]:
-    try:
-        where = paths.to_read(path)
-        if several := list(_core.ema_files_in(where, beside_a_model=False)):
-            return several
-        return _core.decay_keys_in(_core.Checkpoint.open(where).metadata) if wanted > 1 else []
-    except errors.Error:
-        return []
-
-
 def in_dtypes(parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: torch.dtype | None) -> tuple[list[Part], str | None]:
     """(parts, the dtype to which the engine casts): so that floating tensors end up as ``wanted``, or each as its ``own``, by name. ``own``
     has every name, on all ranks alike. The engine knows one dtype for all, of 16 bits or more; for others parts are copied."""
@@ -72,15 +45,6 @@ def in_dtypes(parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: tor
     if len(different) == 1 and next(iter(different)).itemsize > 1:
         return list(parts), dtypes.NAMES[different.pop()]
     return [Part(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
-
-
-def opened_averages(path: StrPath, keys: Sequence[str], team: Team) -> dict[str, _core.Checkpoint]:
-    """What with_state() wrote, by key, all of one save. Collective."""
-    if len(keys) == 1:
-        return {keys[0]: opened(path, team)}
-    settle(team.process_group)
-    found = _core.Checkpoint.open_files(team.group, paths.to_read(path), [_core.ema_file_name(key) for key in keys], team.timeout)
-    return dict(zip(keys, found, strict=True))
 
 
 def opened(path: StrPath, team: Team) -> _core.Checkpoint:
@@ -101,14 +65,6 @@ def _several_said(where: str) -> Iterator[None]:
             one_of_them = f"give the file of one of them: {', '.join(several.values())}"
             raise errors.make("not_found", f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}") from None
         raise
-
-
-def state_in(path: StrPath, found: _core.Checkpoint) -> str:
-    """The state of a saved EMA; raises where that is something else."""
-    if (state := found.metadata.get(_core.STATE_KEY)) is None:
-        why = f"its metadata has no {_core.STATE_KEY!r}; use load_state_dict() for weights alone"
-        raise errors.make("corrupt", f"{path} is not a saved EMA: {why}")
-    return state
 
 
 Then = Callable[[], None]

@@ -57,8 +57,9 @@ class Team:
             self.group.joined = max(int.from_bytes(one[32:], "little") for one in everybody)
             self._whose = f" of {joins} {self.group.joined}"
 
-    def check_updates(self, what: str, counts: Sequence[int]) -> None:
-        """Raises where averages of different ages would come together; ``counts`` are every rank's."""
+    def same_updates(self, what: str, updates: int) -> None:
+        """Raises where averages of different ages would come together. Collective."""
+        counts = [int(one) for one in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates]
         if len(set(counts)) > 1:
             raise errors.make(
                 "invalid_argument",
@@ -66,15 +67,11 @@ class Team:
                 "call update() on every rank after each step (not under `if rank == 0`), or load the last state on all of them",
             )
 
-    def same_updates(self, what: str, updates: int) -> None:
-        """check_updates() of what all ranks have. Collective."""
-        self.check_updates(what, [int(one) for one in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates])
-
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the same error at
         once."""
         seconds = self.timeout if patience is None else min(patience, self.timeout)
-        return self._begun(what, lambda: _core.group_all_gather(self.group, mine, seconds))
+        return self.step(what, lambda: _core.group_all_gather(self.group, mine, seconds))
 
     def first(self, what: str, mine: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
@@ -97,9 +94,10 @@ class Team:
         group = self.group
         if not isinstance(group, StoreGroup):
             return [letters[source] for source in sources]
-        return self._begun(what, lambda: group.mail(letters, sources, self.timeout))
+        return self.step(what, lambda: group.mail(letters, sources, self.timeout))
 
-    def _begun(self, what: str, meet: Callable[[], list[bytes]]) -> list[bytes]:
+    def step(self, what: str, meet: Callable[[], T]) -> T:
+        """``meet()``, in which the ranks meet, as a step of ``what``. Collective."""
         try:
             if isinstance(self.group, StoreGroup):
                 self.group.begin(what + self._whose, self.timeout)

@@ -1,0 +1,59 @@
+// What the engine calls while it works without the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <utility>
+
+#include "core.h"
+#include "shardow/checkpoint.h"
+#include "shardow/error.h"
+
+namespace shardow::python {
+
+inline std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+/// Python that the engine calls: what it raises is everybody's error, and its own exception on this rank.
+class Callbacks {
+ public:
+  /// fn(), with the GIL; `what` it is, for other ranks' messages.
+  template <class Fn>
+  auto call(const char* what, Fn fn) {
+    const nanobind::gil_scoped_acquire gil;
+    try {
+      return fn();
+    } catch (const nanobind::python_error& error) {
+      raised_ = std::current_exception();
+      throw_if_ours(error);
+      throw Error(Code::kPeerFailed, what + without_stack(error));
+    }
+  }
+
+  ProgressFn progress(const nanobind::object& told) {
+    if (told.is_none()) return {};
+    return [this, told = &told](int64_t done, int64_t total) { call("progress= raised ", [&] { (*told)(done, total); }); };
+  }
+
+  /// work(), without the GIL; throws what was raised by what it called.
+  template <class Fn>
+  void run(Fn work) {
+    raised_ = nullptr;
+    try {
+      const nanobind::gil_scoped_release release;
+      work();
+    } catch (...) {
+      if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
+      throw;
+    }
+  }
+
+ private:
+  std::exception_ptr raised_;
+};
+
+}  // namespace shardow::python

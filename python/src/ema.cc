@@ -1,0 +1,118 @@
+// Averages with their state in files.
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <utility>
+
+#include "callbacks.h"
+#include "core.h"
+#include "ema/agreed.h"
+#include "ema/loading.h"
+#include "shardow/ema_file.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shardow::python {
+namespace {
+
+using Keys = std::vector<std::string>;
+using Texts = std::map<std::string, std::string>;
+
+Deadline in_seconds(double seconds) {
+  return std::chrono::steady_clock::now() + milliseconds(seconds);
+}
+
+std::vector<std::pair<std::string, Texts>> files_of(const Average& average, const std::string& state) {
+  std::vector<std::pair<std::string, Texts>> files;
+  for (SaveFile& file : ema_files(average, state)) files.emplace_back(std::move(file.name), std::move(file.metadata));
+  return files;
+}
+
+/// ema::Loading, and who is told of progress.
+class Loading {
+ public:
+  Loading(Group& group, Average& average, const std::vector<Checkpoint>& files, const std::string& where, OptionsFrom from, bool strict,
+          bool verify, double timeout, nb::object progress)
+      : told_(std::move(progress)) {
+    LoadOptions options;
+    options.strict = strict;
+    options.verify = verify;
+    options.timeout = milliseconds(timeout);
+    options.progress = callbacks_.progress(told_);
+    const nb::gil_scoped_release release;
+    loading_ = std::make_unique<ema::Loading>(group, average, files, where, std::move(options), from);
+  }
+
+  nb::tuple take() {
+    EmaLoadReport report;
+    callbacks_.run([&] { report = loading_->take(); });
+    nb::dict result;
+    result["missing"] = report.missing;
+    result["unexpected"] = report.unexpected;
+    result["bytes_read"] = report.bytes_read;
+    result["seconds"] = report.seconds;
+    nb::list changed;
+    for (const auto& [name, file, own] : report.changed) changed.append(nb::make_tuple(name, file, own));
+    return nb::make_tuple(result, changed);
+  }
+
+ private:
+  nb::object told_;
+  Callbacks callbacks_;
+  std::unique_ptr<ema::Loading> loading_;
+};
+
+}  // namespace
+
+void bind_ema(nb::module_& m) {
+  m.attr("STATE_KEY") = kStateKey;
+  m.def(
+      "decay_keys", [](const std::vector<Schedule>& schedules) { return decay_keys(schedules); }, "schedules"_a,
+      "key() of each; equal schedules are refused, since nothing could tell their averages apart.");
+  m.def("decay_keys_in", &decay_keys_in, "metadata"_a, "Of a file's metadata; [] where it is no saved EMA.");
+  m.def("ema_file_name", &ema_file_name, "key"_a, "Of one of several averages in a saved EMA's directory.");
+  m.def(
+      "ema_files_in",
+      [](const std::filesystem::path& directory, bool beside_a_model) {
+        std::vector<EmaFile> found;
+        {
+          const nb::gil_scoped_release release;
+          found = ema_files_in(directory, beside_a_model);
+        }
+        nb::dict files;
+        for (const EmaFile& one : found) files[nb::cast(one.key)] = one.name;
+        return files;
+      },
+      "directory"_a, "beside_a_model"_a = true,
+      "{decay: file name} of the EMA with several decays that was saved there last; {} where there is none.");
+  m.def("ema_files", &files_of, "average"_a, "state"_a, "[(name, metadata)] of the files of a saved EMA, one for each average.");
+  m.def(
+      "agreed_state",
+      [](Group& group, const std::string& call, const std::string& state, const ema::Facts& facts, double timeout) {
+        return ema::agreed_state(group, call, state, facts, in_seconds(timeout));
+      },
+      "group"_a, "call"_a, "state"_a, "facts"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "A rank's state with what each rank counts for itself summed. `facts`: [(name, text)] that must be equal too. Collective.");
+  m.def("taken_as", &ema::taken_as, "theirs"_a, "own"_a, "options"_a, "where"_a,
+        "The key in a saved EMA of each average here; raises where their numbers differ.");
+  m.def(
+      "open_ema",
+      [](Group& group, const Average& average, const std::filesystem::path& path, OptionsFrom from, double timeout) {
+        return ema::open(group, average, path, from, milliseconds(timeout));
+      },
+      "group"_a, "average"_a, "path"_a, "options"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "The files of a saved EMA, in the order of the averages. Collective.");
+  nb::class_<Loading>(m, "Loading", "Averages that fit what is about to be loaded into them. Making it is collective, and so is take().")
+      .def(nb::init<Group&, Average&, const std::vector<Checkpoint>&, const std::string&, OptionsFrom, bool, bool, double, nb::object>(),
+           "group"_a, "average"_a, "files"_a, "where"_a, "options"_a, "strict"_a = true, "verify"_a = true, "timeout"_a = 600.0,
+           "progress"_a = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("take", &Loading::take, "(report, [(name, there, here)] of the options that are others now)");
+}
+
+}  // namespace shardow::python

@@ -1,106 +1,28 @@
-"""Lightning with averages: one device, DDP, FSDP and ModelParallel; killed and resumed, validated, saved, left in the module.
+"""Lightning with averages on one device: resumed, validated, saved, left in the module.
 
-What Lightning's own tests of its weight averaging ask is asked here too, and of sharded models, which it cannot average.
+What Lightning's own tests of its weight averaging ask is asked here too; of several ranks and of sharded models in test_lightning_ranks.py.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from launched import equal, killed_after, launched
-from safetensors.torch import load_file
-from small_lightning import Net, Sharded, Watching, batches, output, trainer_of
+from launched import equal
+from small_lightning import Net, Watching, batches, output, trainer_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import shardow
 
 pytest.importorskip("lightning")
-from examples import lightning_fit
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shardow.integrations.lightning import EMACallback
-
-#: Without FSDP1's full state dicts, with which torch itself crashes on CPUs. Each takes six processes that import Lightning.
-KINDS = ["fsdp2", *(["ddp", "fsdp1"] if os.environ.get("SHARDOW_ALL") else [])]
-
-
-def fit(kind: str, out: Path, world: int = 1, epochs: int = 3, resume: bool = False, probe: Callback | None = None) -> tuple[Any, Any]:
-    module, callback = (Sharded if kind == "fsdp2" else Net)(), EMACallback([0.5, 0.9], use=0.9)
-    saves = ModelCheckpoint(out, "{epoch}", save_top_k=-1)
-    trainer = trainer_of(kind, callback, *([probe] if probe else []), saves, world=world, epochs=epochs)
-    last = max(out.glob("epoch=*.ckpt"), default=None) if resume else None
-    trainer.fit(module, batches(), batches(1), ckpt_path=last)
-    return module, callback
-
-
-# ---- several ranks
-
-
-def trained(kind: str, out: Path, world: int, resume: bool = False, dies_after: int | None = None) -> dict[str, torch.Tensor]:
-    with launched(), killed_after(dies_after):
-        _, callback = fit(kind, out, world, resume=resume)
-        return callback.ema.full_state_dict(0.9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_and_resumed_the_averages_are_those_of_a_run_that_nothing_stopped(kind: str, tmp_path: Path) -> None:
-    straight = ranks.run(2, trained, kind, tmp_path / "straight", 2)[0]
-    ranks.run(2, trained, kind, tmp_path / "killed", 2, False, 7, may_die=True)
-    assert sorted(one.name for one in (tmp_path / "killed").iterdir()) == ["epoch=0.ckpt"]
-    assert equal(ranks.run(2, trained, kind, tmp_path / "killed", 2, True)[0], straight)
-
-
-class Begun(Callback):
-    """What the averages are after Lightning and EMACallback have restored all."""
-
-    def __init__(self, averages: Callable[[], Any]) -> None:
-        self.averages = averages
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        ema = self.averages()
-        self.step, self.found = ema.step, ema.full_state_dict(0.9)
-
-
-def resumed(kind: str, out: Path, world: int) -> tuple[int, dict[str, torch.Tensor]]:
-    with launched():
-        begun = Begun(lambda: next(one for one in begun.trainer.callbacks if isinstance(one, EMACallback)).ema)
-        begun.setup = lambda trainer, *_, **__: setattr(begun, "trainer", trainer)  # type: ignore[method-assign]
-        fit(kind, out, world, epochs=4, resume=True, probe=begun)
-        return begun.step, begun.found
-
-
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("ddp", 1), ("fsdp1", 3), ("fsdp2", 3), ("fsdp2", 1)])
-def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(kind: str, world: int, tmp_path: Path) -> None:
-    there = ranks.run(2, trained, kind, tmp_path, 2)[0]
-    step, here = ranks.run(world, resumed, kind, tmp_path, world)[0]
-    assert step == 12
-    assert equal(here, there)
-
-
-def recipe(out: Path) -> float:
-    with launched():
-        return lightning_fit.train(2, out, enable_progress_bar=False, enable_model_summary=False)
-
-
-def test_the_recipe_learns_and_goes_on_after_a_stop(tmp_path: Path) -> None:
-    assert ranks.run(2, recipe, tmp_path / "straight")[0] > 0.7
-    shutil.copytree(tmp_path / "straight" / "epoch=0.ckpt", tmp_path / "parts" / "epoch=0.ckpt")
-    (tmp_path / "parts" / "epoch=1.ckpt").mkdir()  # where a save was killed
-    ranks.run(2, recipe, tmp_path / "parts")
-    found = [load_file(tmp_path / one / "model" / "model.safetensors") for one in ("straight", "parts")]
-    assert equal(*found)
-
-
-# ---- on one rank
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])
@@ -119,7 +41,10 @@ def test_validation_sees_the_averages_and_checkpoints_the_weights(batch_norm: bo
     assert equal(saved["averages"]["averages"], callback.ema.full_state_dict(complete=False))
 
 
-def test_averages_are_those_of_the_formula_with_an_iterable_dataset_and_accumulation(tmp_path: Path) -> None:
+DECAYS = [0.9, 0.99, 0.999, 0.9999]
+
+
+def test_averages_are_those_of_the_formula_with_an_iterable_dataset_and_accumulation() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(batches().dataset)
@@ -131,17 +56,20 @@ def test_averages_are_those_of_the_formula_with_an_iterable_dataset_and_accumula
         def update(self, trainer: Any, pl_module: Any) -> None:
             weight = pl_module.layers[0].weight.detach().double()
             if trainer.global_step == 0:
-                self.step, self.average = 0, weight.clone()
+                self.step, self.averages = 0, [weight.clone() for _ in DECAYS]
             elif trainer.global_step > self.step:
-                self.step, self.average = trainer.global_step, self.average.lerp(weight, 0.1)
+                self.step = trainer.global_step
+                self.averages = [one.lerp(weight, 1 - decay) for one, decay in zip(self.averages, DECAYS, strict=True)]
 
         on_train_end = update
 
-    callback, by_hand = EMACallback(0.9), ByHand()
+    callback, by_hand = EMACallback(DECAYS, use=0.99), ByHand()
     trainer_of("one", callback, by_hand, epochs=2, accumulate_grad_batches=2).fit(Net(), DataLoader(Stream(), 4))
     assert callback.ema is not None
     assert callback.ema.step == by_hand.step == 8
-    torch.testing.assert_close(callback.ema.full_state_dict()["layers.0.weight"].double(), by_hand.average, rtol=0, atol=1e-6)
+    for decay, average in zip(DECAYS, by_hand.averages, strict=True):
+        found = callback.ema.full_state_dict(decay)["layers.0.weight"].double()
+        torch.testing.assert_close(found, average, rtol=0, atol=1e-6)
 
 
 def test_after_training_the_module_has_the_averages_and_opens_elsewhere(tmp_path: Path) -> None:
@@ -168,13 +96,14 @@ def test_a_run_of_a_checkpoint_alone_uses_its_averages(run: str, tmp_path: Path)
     assert module.seen == [output(averaged)]
 
 
-@pytest.mark.parametrize("crash", [1, 2])
-def test_a_crash_is_resumed_as_if_it_had_not_been(crash: int, tmp_path: Path) -> None:
-    straight = EMACallback(0.9)
+@pytest.mark.parametrize(("crash", "every"), [(1, 1), (2, 1), (2, 3)])
+def test_a_crash_is_resumed_as_if_it_had_not_been(crash: int, every: int, tmp_path: Path) -> None:
+    """Steps 8 and 16, after which it is saved, lie between updates of every third step."""
+    straight = EMACallback(0.9, update_every=every)
     trainer_of("one", straight).fit(Net(), batches())
     with pytest.raises(RuntimeError, match="crash"):
-        trainer_of("one", EMACallback(0.9), ModelCheckpoint(tmp_path, "last")).fit(Net(crash=crash), batches())
-    callback = EMACallback(0.9)
+        trainer_of("one", EMACallback(0.9, update_every=every), ModelCheckpoint(tmp_path, "last")).fit(Net(crash=crash), batches())
+    callback = EMACallback(0.9, update_every=every)
     trainer_of("one", callback).fit(Net(), batches(), ckpt_path=tmp_path / "last.ckpt")
     assert equal(callback.ema.full_state_dict(), straight.ema.full_state_dict())  # type: ignore[union-attr]
 
@@ -231,14 +160,40 @@ def test_after_chosen_epochs_it_is_stochastic_weight_averaging(crash: int | None
         assert equal(callback.ema.full_state_dict(), straight.ema.full_state_dict())  # type: ignore[union-attr]
 
 
-def test_updates_begin_late_and_come_every_few_steps_if_asked(tmp_path: Path) -> None:
-    callback = EMACallback(0.9, start_step=10, update_every=5)
-    trainer_of("one", callback).fit(Net(), batches())
-    assert callback.ema is not None
-    assert callback.ema.stats()["updates"] == 2  # after steps 15 and 20
+@pytest.mark.parametrize(
+    ("options", "copied", "averaged"),
+    [
+        ({}, [], list(range(1, 25))),
+        ({"update_every": 5}, [], [5, 10, 15, 20]),
+        ({"start_step": 10}, [*range(1, 11)], [*range(11, 25)]),
+        ({"start_step": 10, "update_every": 5}, [*range(1, 11)], [15, 20]),
+        ({"epochs": lambda epoch: epoch >= 1}, [], [16, 24]),
+    ],
+    ids=["all", "every fifth", "late", "late and every fifth", "late epochs"],
+)
+def test_updates_come_after_these_steps(options: dict[str, Any], copied: list[int], averaged: list[int]) -> None:
+    class Watched(Net):
+        """Averages and weights as each batch, and each epoch, finds them; by the number of steps before it."""
+
+        def note(self) -> None:
+            weights, averages = (one["layers.0.weight"].clone() for one in (self.state_dict(), callback.ema.full_state_dict()))  # type: ignore[union-attr]
+            self.noted[self.trainer.global_step] = (weights, averages)
+
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            self.note()
+
+        def on_train_end(self) -> None:
+            self.note()
+
+    callback, module = EMACallback(0.9, **options), Watched()
+    module.noted = {}
+    trainer_of("one", callback).fit(module, batches())
+    now = [(step, *module.noted[step], module.noted[step - 1][1]) for step in range(1, 25)]
+    assert [step for step, _, averages, before in now if not torch.equal(averages, before)] == copied + averaged
+    assert [step for step, weights, averages, _ in now if torch.equal(averages, weights)] == copied
 
 
-def test_a_layer_that_configure_model_makes_is_averaged(tmp_path: Path) -> None:
+def test_a_layer_that_configure_model_makes_is_averaged() -> None:
     class Late(Net):
         def configure_model(self) -> None:
             if len(self.layers) == 3:
@@ -248,6 +203,23 @@ def test_a_layer_that_configure_model_makes_is_averaged(tmp_path: Path) -> None:
     trainer_of("one", callback).fit(Late(), batches())
     assert callback.ema is not None
     assert "layers.3.weight" in callback.ema.names
+
+
+def test_a_module_that_cannot_be_copied_is_averaged() -> None:
+    class Single(Net):
+        """With a handle of the operating system's, as a data module or a loader has one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = threading.Lock()
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("copied")
+
+    callback = EMACallback(0.9)
+    trainer_of("one", callback, epochs=1).fit(Single(), batches(), batches(1))
+    assert callback.ema is not None
+    assert callback.ema.step == 8
 
 
 def test_a_checkpoint_without_averages_is_not_resumed_in_silence(tmp_path: Path) -> None:
@@ -261,7 +233,7 @@ def test_a_checkpoint_without_averages_is_not_resumed_in_silence(tmp_path: Path)
     assert callback.ema.step == 8
 
 
-def test_two_optimizers_count_once(tmp_path: Path) -> None:
+def test_two_optimizers_count_once() -> None:
     class Two(Net):
         automatic_optimization = False
 

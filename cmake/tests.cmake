@@ -1,12 +1,19 @@
 # One test program per layer, from the foo_test.cc files that stand beside its sources.
 find_package(GTest REQUIRED)
 include(GoogleTest)
-foreach(layer base tensor kernels average comm file ema posthoc)
+set(layers base tensor kernels average comm file ema posthoc)
+if(SHARDOW_COMMAND)
+  list(APPEND layers cli)
+endif()
+foreach(layer IN LISTS layers)
   file(GLOB tests CONFIGURE_DEPENDS src/${layer}/*_test.cc)
   if(tests)
     add_executable(${layer}_test ${tests})
     target_include_directories(${layer}_test PRIVATE src)
     target_link_libraries(${layer}_test PRIVATE shardow shardow_options hwy::hwy fmt::fmt simdjson::simdjson GTest::gtest_main Threads::Threads)
+    if(layer STREQUAL "cli")
+      target_link_libraries(cli_test PRIVATE shardow_cli)
+    endif()
     if(SHARDOW_HAVE_CUDA)
       target_link_libraries(${layer}_test PRIVATE CUDA::cudart_static)
       target_compile_definitions(${layer}_test PRIVATE SHARDOW_HAVE_CUDA)
@@ -18,6 +25,12 @@ endforeach()
 # What tests/faces compares with Python.
 add_executable(trajectory tests/faces/trajectory.cc)
 target_link_libraries(trajectory PRIVATE shardow shardow_options Threads::Threads)
+
+# The command over files that nobody should have written, where the sanitizers look on.
+if(SHARDOW_COMMAND AND SHARDOW_SANITIZE MATCHES "address")
+  find_package(Python 3.10 COMPONENTS Interpreter REQUIRED)
+  add_test(NAME cli_hostile COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tests/cli/hostile.py $<TARGET_FILE:shardow_command>)
+endif()
 
 # The CUDA path over a device that does not exist: the same sources, compiled without a toolkit over an emulation, with a runtime of the
 # tests' own in place of NVIDIA's. Its objects come before the engine's library, whose own CUDA path (or its stub) is left out then.

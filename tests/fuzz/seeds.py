@@ -46,4 +46,5 @@ def main() -> None:
             (folder / name / f"seed{i}").write_bytes(seed)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+#include "cli/exit_status.h"
+
+#include <csignal>
+#include <exception>
+#include <map>
+#include <new>
+
+#include "base/errors.h"
+#include "cli/terminal.h"
+#include "cli/text.h"
+
+namespace shardow::cli {
+namespace {
+
+constexpr Code kAll[] = {Code::kInvalidArgument, Code::kNotFound, Code::kCorrupt,    Code::kUnsupported, Code::kIo,
+                         Code::kOutOfSpace,      Code::kTimeout,  Code::kPeerFailed, Code::kInternal,    Code::kOutOfMemory};
+
+const char* meaning(Code code) {
+  switch (code) {
+    case Code::kInvalidArgument: return "the call is wrong, or does not fit the files";
+    case Code::kNotFound: return "no such file or tensor";
+    case Code::kCorrupt: return "a file contradicts its format or its checksums";
+    case Code::kUnsupported: return "valid, but not possible here";
+    case Code::kIo: return "the operating system refused to read or write";
+    case Code::kOutOfSpace: return "the disk or a quota is full; nothing was published";
+    case Code::kOutOfMemory: return "out of memory";
+    case Code::kTimeout: return "a deadline passed";
+    case Code::kPeerFailed: return "another process failed";
+    case Code::kInternal: return "a bug in shardow";
+  }
+  return "";
+}
+
+int report(Code code, const std::string& message, bool json) {
+  complain(shown(message));
+  if (json) {
+    Json out;
+    out.begin_object().key("error").begin_object();
+    out.key("code").text(base::code_name(code)).key("message").text(message).end_object().end_object();
+    put(out.document() + "\n");
+    flush_output();
+  }
+  return base::exit_code(code);
+}
+
+int report_current(bool json) {
+  try {
+    throw;
+  } catch (const Interrupted& interrupted) {
+    die_of(interrupted.signal);
+  } catch (const ClosedPipe&) {
+    die_of(SIGPIPE);
+  } catch (const Error& error) {
+    return report(error.code(), error.what(), json);
+  } catch (const std::bad_alloc&) {
+    return report(Code::kOutOfMemory, "out of memory", json);
+  } catch (const std::exception& error) {
+    return report(Code::kInternal, std::string("a bug: ") + error.what(), json);
+  }
+}
+
+}  // namespace
+
+std::string exit_status_table() {
+  std::map<int, std::string> rows = {{0, "done; verify: all is well; diff: no difference"},
+                                     {kDifferent, "verify: something is wrong; diff: something differs"}};
+  for (const Code code : kAll) rows[base::exit_code(code)] = fmt::format("{}: {}", base::code_name(code), meaning(code));
+  std::string table;
+  for (const auto& [status, text] : rows) table += fmt::format("  {:>2}  {}\n", status, text);
+  return table + "  Interrupted by a signal, it dies of that signal.";
+}
+
+int report_exception(bool json) noexcept {
+  try {
+    return report_current(json);
+  } catch (const ClosedPipe&) {
+    die_of(SIGPIPE);
+  } catch (const Error& error) {  // of the report itself
+    return base::exit_code(error.code());
+  } catch (...) {
+    return base::exit_code(Code::kInternal);
+  }
+}
+
+}  // namespace shardow::cli

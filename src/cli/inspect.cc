@@ -1,0 +1,213 @@
+// What a checkpoint holds, from its headers alone.
+#include <algorithm>
+#include <map>
+
+#include "average/counters.h"
+#include "cli/app.h"
+#include "cli/sources.h"
+#include "cli/terminal.h"
+#include "cli/text.h"
+#include "shardow/ema_file.h"
+#include "shardow/error.h"
+#include "tensor/dtype.h"
+
+namespace shardow::cli {
+namespace {
+
+struct InspectOptions {
+  std::string path;
+  bool json = false, tree = false, full = false;
+};
+
+struct Totals {
+  int64_t tensors = 0, elements = 0, bytes = 0;
+  std::map<std::string, int64_t> dtypes;  ///< tensors by dtype
+
+  void add(const StoredTensor& tensor) {
+    ++tensors;
+    elements += Region::whole(tensor.shape).size();
+    bytes += tensor.bytes;
+    ++dtypes[std::string(dtype_name(tensor.dtype))];
+  }
+};
+
+/// Of an EMA's file; nothing for another's text under our key.
+std::optional<average::State> state_in(const std::map<std::string, std::string>& metadata) {
+  const auto found = metadata.find(kStateKey);
+  if (found == metadata.end()) return std::nullopt;
+  try {
+    return average::state_from_json(found->second);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+/// Our marks are the keys of our metadata; tools of the Hugging Face world say "format" alone.
+std::string writer_of(const Source& source) {
+  const auto& metadata = source.checkpoint.metadata();
+  const bool ours = std::any_of(metadata.begin(), metadata.end(), [](const auto& one) { return one.first.starts_with("shardow."); });
+  const std::vector<std::string> names = source.checkpoint.names();
+  const bool sums = std::any_of(names.begin(), names.end(), [&](const auto& name) { return source.checkpoint.tensor(name).crc32; });
+  if (ours || sums) return "shardow";
+  return metadata.contains("format") ? "unknown, of format " + metadata.at("format") : "unknown";
+}
+
+void print_state(const average::State& state) {
+  const auto& [counters, options] = state;
+  print("  EMA: step {}, {} updates, {} averages, seed {}", counters.step, counters.updates, dtype_name(options.dtype), options.seed);
+  if (options.update_every > 1) print(", every {} steps", options.update_every);
+  if (options.start_step > 0) print(", from step {}", options.start_step);
+  put("\n");
+  for (const Schedule& schedule : options.schedules) print("    schedule {}\n", shown(schedule.to_json()));
+}
+
+void print_metadata(const Source& source, bool full) {
+  constexpr size_t kMost = 100;
+  for (const auto& [key, value] : source.checkpoint.metadata()) {
+    const std::string text = full ? value : value.substr(0, kMost);
+    print("  {}: {}{}\n", shown(key), shown(text), text.size() < value.size() ? fmt::format("... ({} bytes)", value.size()) : "");
+  }
+}
+
+struct Row {
+  std::string name, dtype, shape, bytes;
+};
+
+void print_table(const std::vector<Row>& rows) {
+  Row width{"NAME", "DTYPE", "SHAPE", "SIZE"};
+  std::array<size_t, 3> widths = {4, 5, 5};
+  for (const Row& row : rows)
+    widths = {std::max(widths[0], row.name.size()), std::max(widths[1], row.dtype.size()), std::max(widths[2], row.shape.size())};
+  const auto line = [&](const Row& row) {
+    return fmt::format("{:{}}  {:{}}  {:{}}  {:>10}", row.name, widths[0], row.dtype, widths[1], row.shape, widths[2], row.bytes);
+  };
+  print("{}\n", coloured(Colour::kBold, line(width)));
+  for (const Row& row : rows) print("{}\n", line(row));
+}
+
+/// Names are paths of words with dots between them: each word once, with what lies below it.
+void print_tree(const Checkpoint& checkpoint, const std::vector<std::string>& names, size_t begin, size_t end, size_t depth, size_t from) {
+  while (begin < end) {
+    const std::string& name = names[begin];
+    const size_t dot = name.find('.', from);
+    const std::string_view stem = std::string_view(name).substr(0, dot == std::string::npos ? name.size() : dot + 1);
+    size_t next = begin + 1;
+    if (dot == std::string::npos) {
+      const StoredTensor tensor = checkpoint.tensor(name);
+      print("{:{}}{}  {} {}  {}\n", "", 2 * depth, shown(std::string_view(name).substr(from)), dtype_name(tensor.dtype),
+            shown_shape(tensor.shape), shown_bytes(tensor.bytes));
+    } else {
+      while (next < end && std::string_view(names[next]).starts_with(stem)) ++next;
+      Totals totals;
+      for (size_t i = begin; i < next; ++i) totals.add(checkpoint.tensor(names[i]));
+      const std::string word = shown(stem.substr(from, dot - from));
+      print("{:{}}{}  {}\n", "", 2 * depth, coloured(Colour::kBold, word),
+            coloured(Colour::kDim, fmt::format("{} tensors, {}", totals.tensors, shown_bytes(totals.bytes))));
+      print_tree(checkpoint, names, begin, next, depth + 1, dot + 1);
+    }
+    begin = next;
+  }
+}
+
+void print_text(const Source& source, const InspectOptions& options) {
+  const Checkpoint& checkpoint = source.checkpoint;
+  const std::vector<std::string> names = checkpoint.names();
+  Totals totals;
+  for (const std::string& name : names) totals.add(checkpoint.tensor(name));
+  const std::filesystem::path path = std::filesystem::path(options.path) / source.label;
+  print("{}\n", coloured(Colour::kBold, shown((source.label.empty() ? std::filesystem::path(options.path) : path).string())));
+  std::string dtypes;
+  for (const auto& [dtype, count] : totals.dtypes) dtypes += fmt::format(", {} {}", count, dtype);
+  print("  {} tensors{}; {} elements, {}, {} file{}\n", totals.tensors, dtypes.empty() ? "" : " (" + dtypes.substr(2) + ")",
+        totals.elements, shown_bytes(totals.bytes), checkpoint.files().size(), checkpoint.files().size() == 1 ? "" : "s");
+  print("  written by: {}\n", shown(writer_of(source)));
+  if (const auto state = state_in(checkpoint.metadata())) print_state(*state);
+  print_metadata(source, options.full);
+  put("\n");
+  if (options.tree) {
+    print_tree(checkpoint, names, 0, names.size(), 0, 0);
+  } else {
+    std::vector<Row> rows;
+    for (const std::string& name : names) {
+      const StoredTensor tensor = checkpoint.tensor(name);
+      rows.push_back({shown(name), std::string(dtype_name(tensor.dtype)), shown_shape(tensor.shape), shown_bytes(tensor.bytes)});
+    }
+    print_table(rows);
+  }
+}
+
+void add_tensors(Json& json, const Checkpoint& checkpoint) {
+  const std::vector<StoredFile> files = checkpoint.files();
+  json.key("tensors").begin_list();
+  for (const std::string& name : checkpoint.names()) {
+    const StoredTensor tensor = checkpoint.tensor(name);
+    json.begin_object().key("name").text(name).key("dtype").text(dtype_name(tensor.dtype));
+    json.key("shape").shape(tensor.shape).key("bytes").number(tensor.bytes).key("file").number(static_cast<int64_t>(tensor.file));
+    json.key("crc32");
+    tensor.crc32 ? json.text(fmt::format("{:08x}", *tensor.crc32)) : json.null();
+    json.end_object();
+  }
+  json.end_list();
+}
+
+void add_state(Json& json, const Checkpoint& checkpoint) {
+  json.key("ema");
+  const auto state = state_in(checkpoint.metadata());
+  if (!state) {
+    json.null();
+    return;
+  }
+  json.begin_object().key("step").number(state->counters.step).key("updates").number(state->counters.updates).key("schedules").begin_list();
+  for (const Schedule& schedule : state->options.schedules) json.raw(schedule.to_json());
+  json.end_list().end_object();
+}
+
+void print_json(const std::vector<Source>& sources, const std::string& path) {
+  Json json;
+  json.begin_object().key("path").text(path).key("checkpoints").begin_list();
+  for (const Source& source : sources) {
+    json.begin_object().key("name").text(source.label).key("written_by").text(writer_of(source));
+    json.key("files").begin_list();
+    for (const StoredFile& file : source.checkpoint.files()) json.text(file.path.string());
+    json.end_list().key("metadata").begin_object();
+    for (const auto& [key, value] : source.checkpoint.metadata()) json.key(key).text(value);
+    json.end_object();
+    add_state(json, source.checkpoint);
+    add_tensors(json, source.checkpoint);
+    json.end_object();
+  }
+  json.end_list().end_object();
+  put(json.document() + "\n");
+}
+
+int inspect(const InspectOptions& options) {
+  const std::vector<Source> sources = open_sources(options.path);
+  if (options.json) {
+    print_json(sources, options.path);
+    return 0;
+  }
+  const char* between = "";
+  for (const Source& source : sources) {
+    put(std::exchange(between, "\n"));
+    print_text(source, options);
+  }
+  return 0;
+}
+
+}  // namespace
+
+void add_inspect(CLI::App& app, Action& chosen) {
+  std::shared_ptr<InspectOptions> options;
+  CLI::App& verb =
+      add_verb(app, chosen, "inspect", "Show what a checkpoint holds: names, dtypes, shapes, sizes, metadata, an EMA's schedules and step",
+               inspect, options);
+  verb.add_option("PATH", options->path, "file or directory")->required();
+  verb.add_flag("--tree", options->tree, "names as a tree, with the sizes of its branches, in place of a table");
+  verb.add_flag("--full", options->full, "texts of the metadata in full");
+  add_json(verb, options->json);
+  add_examples(verb, {{"What is in it", "shardow inspect run/ema.safetensors"},
+                      {"Where the bytes are", "shardow inspect --tree model | less"},
+                      {"The step of an EMA", "shardow inspect --json run/ema.safetensors | jq '.checkpoints[0].ema.step'"}});
+}
+
+}  // namespace shardow::cli

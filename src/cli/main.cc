@@ -1,0 +1,6 @@
+// The program `shardow`: see app.h.
+#include "cli/run.h"
+
+int main(int argc, char** argv) {
+  return shardow::cli::run(argc, argv);
+}

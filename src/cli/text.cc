@@ -1,0 +1,133 @@
+#include "cli/text.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cmath>
+#include <iterator>
+
+#include "file/json.h"
+
+namespace shardow::cli {
+namespace {
+
+/// Bytes of the well-formed UTF-8 character at the front of `text` (RFC 3629), 0 where there is none; `code` is what it means.
+size_t character(std::string_view text, uint32_t& code) {
+  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned char first = byte(0);
+  const size_t size = first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
+  if (size == 0 || size > text.size()) return 0;
+  code = size == 1 ? first : first & (0xffu >> (size + 1));
+  for (size_t i = 1; i < size; ++i) {
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+    code = code << 6 | (byte(i) & 0x3fu);
+  }
+  constexpr std::array<uint32_t, 5> kLeast = {0, 0, 0x80, 0x800, 0x10000};
+  return code < kLeast[size] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000) ? 0 : size;
+}
+
+/// Controls, and the marks that make terminals write backwards.
+bool is_harmless(uint32_t code) {
+  const bool control = code < 0x20 || (code >= 0x7f && code < 0xa0);
+  const bool direction = (code >= 0x202a && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069) || code == 0x2028 || code == 0x2029;
+  return !control && !direction;
+}
+
+}  // namespace
+
+std::string shown(std::string_view text) {
+  std::string out;
+  while (!text.empty()) {
+    uint32_t code = 0;
+    const size_t size = character(text, code);
+    if (size == 0 || (code < 0x80 && !is_harmless(code))) {
+      fmt::format_to(std::back_inserter(out), "\\x{:02x}", static_cast<unsigned char>(text[0]));
+    } else if (!is_harmless(code)) {
+      fmt::format_to(std::back_inserter(out), "\\u{:04x}", code);
+    } else {
+      out += text.substr(0, size);
+    }
+    text.remove_prefix(size == 0 ? 1 : size);
+  }
+  return out;
+}
+
+std::string shown_bytes(int64_t bytes) {
+  constexpr std::array<const char*, 7> kUnits = {"B", "kB", "MB", "GB", "TB", "PB", "EB"};
+  auto value = static_cast<double>(bytes);
+  size_t unit = 0;
+  for (; value >= 999.995 && unit + 1 < kUnits.size(); ++unit) value /= 1000;
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.2f} {}", value, kUnits[unit]);
+}
+
+std::string shown_shape(const Shape& shape) {
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
+
+void Json::next() {
+  if (!first_) out_ += ',';
+  first_ = false;
+}
+
+Json& Json::open(char bracket) {
+  next();
+  out_ += bracket;
+  first_ = true;
+  return *this;
+}
+
+Json& Json::close(char bracket) {
+  out_ += bracket;
+  first_ = false;
+  return *this;
+}
+
+Json& Json::key(std::string_view name) {
+  text(name);
+  out_ += ':';
+  first_ = true;
+  return *this;
+}
+
+Json& Json::text(std::string_view value) {
+  next();
+  std::string clean;
+  while (!value.empty()) {
+    uint32_t code = 0;
+    const size_t size = character(value, code);
+    clean += size == 0 ? std::string_view("\xef\xbf\xbd") : value.substr(0, size);
+    value.remove_prefix(size == 0 ? 1 : size);
+  }
+  file::append_json_text(out_, clean);
+  return *this;
+}
+
+Json& Json::number(int64_t value) {
+  return raw(fmt::format("{}", value));
+}
+
+Json& Json::number(double value) {
+  return std::isfinite(value) ? raw(fmt::format("{}", value)) : null();
+}
+
+Json& Json::boolean(bool value) {
+  return raw(value ? "true" : "false");
+}
+
+Json& Json::null() {
+  return raw("null");
+}
+
+Json& Json::raw(std::string_view json) {
+  next();
+  out_ += json;
+  return *this;
+}
+
+Json& Json::shape(std::span<const int64_t> sizes) {
+  begin_list();
+  for (const int64_t size : sizes) number(size);
+  return end_list();
+}
+
+}  // namespace shardow::cli

@@ -3,6 +3,6 @@ include(CheckLanguage)
 check_language(CXX)
 if(NOT CMAKE_CXX_COMPILER)
   message(FATAL_ERROR "no C++ compiler was found. On Debian and Ubuntu: sudo apt-get install "
-                      "g++ python3-dev libhwy-dev libsimdjson-dev libfmt-dev libisal-dev zlib1g-dev")
+                      "g++ python3-dev libeigen3-dev libhwy-dev libsimdjson-dev libfmt-dev libisal-dev zlib1g-dev")
 endif()
 enable_language(CXX)

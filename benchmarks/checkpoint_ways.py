@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 WORLD = 2
 LAYERS = 8
+
+
 class Training:
     """Everything has one value, which a kill's remains are compared with."""
 

@@ -32,7 +32,6 @@ CONTEXT = multiprocessing.get_context("forkserver")  # which imports torch once
 CONTEXT.set_forkserver_preload(["shardow", "torch.distributed.checkpoint.state_dict"])
 
 
-
 # ---- how long they take
 
 

@@ -21,6 +21,7 @@ from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported
+from shardow.base.collector import paused
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
@@ -39,6 +40,7 @@ class Averages:
     """What EMA is the face of, and what surfaces compose. ``view``: the model as it was found; ``team``: the ranks that share it;
     ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with the weights."""
 
+    @paused()
     def __init__(
         self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None, group: dist.ProcessGroup | None,
         timeout: float | timedelta | None,

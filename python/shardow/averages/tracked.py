@@ -29,7 +29,7 @@ Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
 _ALIGN = 64  # bytes; the engine's kernels like averages to start there
 
 
-@dataclass
+@dataclass(slots=True)
 class Tracked:
     """One averaged tensor on this rank. ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it
     unless replicas split the work), which begins at element ``begin`` of the local memory; ``averages[k]`` are 1-D tensors of region.size
@@ -46,7 +46,7 @@ class Tracked:
     stage: torch.Tensor | None = None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
 
     def __post_init__(self) -> None:
-        self.follow()
+        self._find_source()
 
     @property
     def name(self) -> str:
@@ -65,6 +65,9 @@ class Tracked:
     def follow(self) -> None:
         """After the model's memory has moved."""
         refuse_unaverageable(self.local)
+        self._find_source()
+
+    def _find_source(self) -> None:
         weights = self.local.tensor
         self.stage = None if weights.is_contiguous() else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
         if self.stretched and self.stage is not None:
@@ -106,7 +109,9 @@ class Tracked:
 
 def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
     """(region, begin): the part of ``local`` that this rank averages. Nested replica groups divide what the one before left."""
-    return _core.owned(local.region, places(local) if replicas == "split" else [])
+    if replicas != "split" or not local.replicas:
+        return local.region, 0
+    return _core.owned(local.region, places(local))
 
 
 def places(local: LocalTensor) -> list[tuple[int, int]]:
@@ -117,8 +122,6 @@ def places(local: LocalTensor) -> list[tuple[int, int]]:
 def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, Source] | None) -> list[Tracked]:
     """Everything that is averaged, with memory for the averages; nothing is copied yet."""
     locals_ = list(locals_)
-    for local in locals_:
-        refuse_unaverageable(local)
     source = source or {}
     if unknown := set(source) - {local.name for local in locals_}:
         raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
@@ -144,6 +147,7 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
 
 def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked:
     """``given``: what `source=` says of it."""
+    refuse_unaverageable(local)
     if isinstance(given, tuple):
         stretch = Stretch(*given)
         if replicas == "copy" and local.replicas:
@@ -154,7 +158,7 @@ def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked
     found = local.tensor if given is None else _source(local, given, local.region.size, "of this rank's part")
     if found.dtype not in DTYPES:
         raise invalid(f"'{local.name}' is {found.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
-    return Tracked(local, region, begin, found.view(-1) if found.is_contiguous() else found, given is not None)
+    return Tracked(local, region, begin, found, given is not None)
 
 
 def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:

@@ -19,7 +19,7 @@ WAY_OUT = (
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Found:
     """A slot's tensor. ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's
     name."""

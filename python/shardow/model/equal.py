@@ -28,7 +28,7 @@ _WORDS = 1 << 20  # elements of a temporary on a device
 _PRIME = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Common:
     """``tensor``: what this rank holds of ``name`` there; ``ranks``: who else should have the same, in words that are equal for them."""
 
@@ -65,7 +65,7 @@ def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Te
 
 
 def _summed(found: Iterable[Common | None], ranks: int) -> tuple[list[Common], list[int]]:
-    common = [one for one in found if one is not None and ranks > 1]
+    common = [one for one in found if one is not None] if ranks > 1 else []
     return common, checksums([one.tensor for one in common])
 
 

@@ -26,7 +26,7 @@ from shardow.model.parents import fsdp1_around, owners
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class FlatTensor(HiddenTensor):
     """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: a parameter of its own, or the whole flat one.
     ``index``: among the flat one's."""

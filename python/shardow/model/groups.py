@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -14,20 +14,25 @@ from shardow.base.checks import invalid
 from shardow.model import zero3
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
-from shardow.model.slots import slots
+from shardow.model.slots import Slot, slots
 
 
-def group_of_model(model: nn.Module, given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter | None = None) -> dist.ProcessGroup | None:
-    """``given``, or the group that the model's shards and replicas tell of; None: this process alone. ``fsdp1``: the model's, where one was
-    made already."""
+def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
     DTensorAdapter(model, form="any").reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
-    fsdp1 = fsdp1 or Fsdp1Adapter(model)
+    return group_of_slots(model, [*slots(model)], given, Fsdp1Adapter(model))
+
+
+def group_of_slots(
+    model: nn.Module, walked: Sequence[Slot], given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter
+) -> dist.ProcessGroup | None:
+    """The same of a model whose slots are known."""
     groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return choose_group([*groups, *zero3.groups_of(model)], meshes_of(model), given, fsdp1.spans_world())
+    return choose_group([*groups, *zero3.groups_of(walked)], meshes_of(walked), given, fsdp1.spans_world())
 
 
-def meshes_of(model: nn.Module) -> list[DeviceMesh]:
-    meshes = (slot.recorded.device_mesh for slot in slots(model) if isinstance(slot.recorded, DTensor))
+def meshes_of(walked: Iterable[Slot]) -> list[DeviceMesh]:
+    meshes = (slot.recorded.device_mesh for slot in walked if isinstance(slot.recorded, DTensor))
     return list({id(mesh): mesh for mesh in meshes}.values())
 
 

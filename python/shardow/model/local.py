@@ -18,7 +18,7 @@ from shardow.model.slots import Slot
 Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class LocalTensor:
     """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; find() says which may be
     strided or odd. Other names of the same tensor are ``aliases``. ``sharded`` is False for a tensor that every rank holds whole without
@@ -48,7 +48,7 @@ class LocalTensor:
         return self.sharded or bool(self.replicas) or rank == 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class HiddenTensor(LocalTensor):
     """What no slot shows: a stretch of a parameter that its wrapper keeps elsewhere. ``shown``: the parameter that has the gradient."""
 
@@ -80,6 +80,11 @@ class HiddenAdapter:
     """Base of adapters whose wrapper keeps weights where no slot shows them. ``_owned``: ids of the parameters that it shows instead."""
 
     _owned: set[int]
+
+    @property
+    def is_needed(self) -> bool:
+        """The model has such parameters."""
+        return bool(self._owned)
 
     def claims(self, slot: Slot) -> bool:
         return id(slot.recorded) in self._owned

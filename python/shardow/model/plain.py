@@ -19,6 +19,7 @@ class PlainAdapter:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
         self._form: Form = form
+        self._regions: dict[torch.Size | None, _core.Region] = {}  # of one shape: made once
         self._replicas: dict[int, Replicas] = {}
         if group is not None:
             self._replicas = dict.fromkeys(map(id, model.parameters()), _members(group))
@@ -32,8 +33,9 @@ class PlainAdapter:
 
     def local(self, slot: Slot) -> LocalTensor:
         tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
-        shape = [] if tensor.is_nested else list(tensor.shape)
-        return LocalTensor(slot.name, self.memory(slot), _core.Region.whole(shape), tensor.requires_grad, replicas, bool(replicas))
+        shape = None if tensor.is_nested else tensor.shape
+        region = self._regions.get(shape) or self._regions.setdefault(shape, _core.Region.whole(list(shape or ())))
+        return LocalTensor(slot.name, self.memory(slot), region, tensor.requires_grad, replicas, bool(replicas))
 
     def memory(self, slot: Slot) -> torch.Tensor:
         return memory_of(slot.name, slot.recorded, self._form)

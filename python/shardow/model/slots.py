@@ -16,7 +16,7 @@ from shardow.model.names import join, walk
 Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is not persistent: no file has it
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
     """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found. ``owner`` is the
     module's own dict: attribute access is fifteen times slower, and this is read at every update."""
@@ -38,13 +38,15 @@ def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
 
 def slots_of(module: nn.Module, name: str = "", *kinds: Kind) -> Iterator[Slot]:
     """One module's own."""
-    for owner in (module._parameters, module._buffers):
-        for key, tensor in list(owner.items()):
-            if tensor is None:
-                continue
-            kind: Kind = "parameter" if owner is module._parameters else "table" if key in module._non_persistent_buffers_set else "buffer"
-            if not kinds or kind in kinds:
-                yield Slot(join(name, key), owner, key, tensor, kind, module)
+    parameters, buffers = module._parameters, module._buffers
+    if parameters and (not kinds or "parameter" in kinds):
+        for key, parameter in list(parameters.items()):
+            if parameter is not None:
+                yield Slot(join(name, key), parameters, key, parameter, "parameter", module)
+    for key, buffer in list(buffers.items()):
+        kind: Kind = "table" if key in module._non_persistent_buffers_set else "buffer"
+        if buffer is not None and (not kinds or kind in kinds):
+            yield Slot(join(name, key), buffers, key, buffer, kind, module)
 
 
 def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:
@@ -55,12 +57,12 @@ def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:
     return known
 
 
-def refuse_valueless(model: nn.Module) -> None:
+def refuse_valueless(found: Iterable[Slot]) -> None:
     """On meta, or waiting for their first batch: there is nothing to average or to write in such models."""
-    tensors = [(slot.name, slot.recorded) for slot in slots(model)]
+    valueless = [(slot.name, is_lazy(slot.recorded)) for slot in found if slot.recorded.is_meta or is_lazy(slot.recorded)]
     for what, names in (
-        ("not initialised yet", [name for name, tensor in tensors if is_lazy(tensor)]),
-        ("on meta, without values", [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_meta]),
+        ("not initialised yet", [name for name, lazy in valueless if lazy]),
+        ("on meta, without values", [name for name, lazy in valueless if not lazy]),
     ):
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""

@@ -43,22 +43,25 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:
     """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``. One pass in the order of addresses; empty tensors lie
     nowhere."""
-    ranges = sorted(
-        ((str(one.tensor.device), one.tensor.data_ptr(), i, one) for i, one in enumerate(locals_) if one.tensor.numel()),
-        key=lambda entry: entry[:3],
-    )
-    reaches: tuple[str, int, int, LocalTensor] | None = None  # (device, end, place, tensor) that reaches furthest so far
-    for device, begin, i, one in ranges:
-        end = begin + _extent(one.tensor)
-        if reaches is not None and reaches[0] == device and begin < reaches[1]:
-            yield (reaches[3], one) if reaches[2] < i else (one, reaches[3])
-            if end <= reaches[1]:
-                continue
-        reaches = (device, end, i, one)
+    all_ = list(locals_)
+    by_device: dict[torch.device, list[tuple[int, int]]] = {}
+    for i, one in enumerate(all_):
+        if one.tensor.numel():
+            by_device.setdefault(one.tensor.device, []).append((one.tensor.data_ptr(), i))
+    for ranges in by_device.values():
+        reach, furthest = 0, -1  # the end of the tensor that reaches furthest so far, and its place
+        for begin, i in sorted(ranges):
+            end = begin + _extent(all_[i].tensor)
+            if begin < reach:
+                yield all_[min(furthest, i)], all_[max(furthest, i)]
+            if end > reach:
+                reach, furthest = end, i
 
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the end of the last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
 
 

@@ -15,7 +15,7 @@ from shardow.base.checks import invalid, unsupported
 from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
-from shardow.model.groups import group_of_model
+from shardow.model.groups import group_of_slots
 from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
 from shardow.model.names import walk
 from shardow.model.plain import PlainAdapter
@@ -30,21 +30,23 @@ class ModelView:
     those who hold on to their memory."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
-        refuse_valueless(model)
         self.model, self._form = model, form
-        self._dtensors, self._fsdp1, self._plain = DTensorAdapter(model, form), Fsdp1Adapter(model), PlainAdapter(model, group, form)
-        self._zero3 = Zero3Adapter(model)
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._zero3, self._plain)
+        self._dtensors = DTensorAdapter(model, form)
+        self._show_shards()
+        walked = [*slots(model)]
+        refuse_valueless(walked)
+        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(walked)
+        hidden: list[Adapter] = [one for one in (self._fsdp1, self._zero3) if one.is_needed]
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, PlainAdapter(model, group, form))
         self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
         self.watch_buffers = False
-        self._show_shards()
-        self._found, self._found_buffers = self._collect(slots(model, "parameter")), self._collect(slots(model, "buffer"))
+        self._found, self._found_buffers = (self._collect(one for one in walked if one.kind == kind) for kind in ("parameter", "buffer"))
         self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]
         self.parameters = _in_model_order([*found, *self._hidden], model)
         self._buffers = [one.local for one in self._found_buffers if not one.tied]
-        self._record()
-        self.process_group = group_of_model(model, group, self._fsdp1)
+        self._record(walked)
+        self.process_group = group_of_slots(model, walked, group, self._fsdp1)
 
     @property
     def buffers(self) -> list[LocalTensor]:
@@ -58,7 +60,9 @@ class ModelView:
         known: dict[int, LocalTensor] = dict(before or {})
         found = []
         for slot in slots:
-            adapter = next(adapter for adapter in self._adapters if adapter.claims(slot))
+            for adapter in self._adapters:
+                if adapter.claims(slot):
+                    break
             tied = known.get(id(slot.recorded))
             if tied is not None:
                 _add_alias(tied, slot.name)
@@ -129,7 +133,7 @@ class ModelView:
             hidden.tensor = hidden.memory()
         self._follow_buffers()
         bind()
-        self._record()
+        self._record(slots(self.model))
         return True
 
     def as_it_is_now(self) -> list[LocalTensor]:
@@ -178,10 +182,10 @@ class ModelView:
 
     # ---- identity
 
-    def _record(self) -> None:
+    def _record(self, walked: Iterable[Slot]) -> None:
         """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the
         model."""
-        self._named = {slot.name: slot.recorded for slot in slots(self.model, "parameter")}
+        self._named = {slot.name: slot.recorded for slot in walked if slot.kind == "parameter"}
         modules = list(self.model.modules())
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
         objects = [one.slot.recorded for one in self._found if not oddity(one.local.tensor)]

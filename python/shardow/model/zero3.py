@@ -7,21 +7,20 @@ read stretches nothing has to be freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
 from shardow.model.local import HiddenAdapter, HiddenTensor
-from shardow.model.slots import Slot, by_tensor, slots
+from shardow.model.slots import Slot, by_tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Partition(HiddenTensor):
     """A parameter's stretch, from element ``begin`` on, without its padding."""
 
@@ -43,15 +42,15 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "ds_tensor", None) is not None
 
 
-def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+def groups_of(walked: Iterable[Slot]) -> list[dist.ProcessGroup]:
     """Of the ranks that have stretches."""
-    found = (slot.recorded.ds_process_group for slot in slots(model, "parameter") if is_partitioned(slot.recorded))  # type: ignore[attr-defined]
+    found = (slot.recorded.ds_process_group for slot in walked if is_partitioned(slot.recorded))  # type: ignore[attr-defined]
     return list({id(group): group for group in found}.values())
 
 
 class Zero3Adapter(HiddenAdapter):
-    def __init__(self, model: nn.Module) -> None:
-        found = by_tensor(slot for slot in slots(model, "parameter") if is_partitioned(slot.recorded))
+    def __init__(self, walked: Iterable[Slot]) -> None:
+        found = by_tensor(slot for slot in walked if is_partitioned(slot.recorded))
         self._locals = [_partition(places) for places in found.values()]
         self._owned = set(found)
 

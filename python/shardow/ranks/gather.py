@@ -29,7 +29,7 @@ _BLOCK = 16 << 20  # bytes of one message
 _REFUSED = b"!"  # begins what rank 0 says in place of orders
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """What this rank holds of one global tensor: ``flat`` are region.size elements, 1-D."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ import trainings
 from fake_device import Device, on_device
 from offloading import Training, made, weights_of
 
-if TYPE_CHECKING:
-    pass
+from shardow.base.collector import paused
 
 
 @on_device
@@ -137,8 +137,10 @@ HOOKED = tuple(f"shardow/{name}.py" for name in ("averages/attach", "averages/co
 
 
 def stopped(before: int, fn: Callable[[], None]) -> bool:
-    """Ctrl-C before a line of HOOKED, counted from 0. False where fn() was over by then."""
+    """Ctrl-C before a line of HOOKED, counted from 0. False where fn() was over by then. Nothing is collected meanwhile: Python drops what
+    a __del__ raises, the Ctrl-C too."""
     left = before
+    gc.collect()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
@@ -150,13 +152,14 @@ def stopped(before: int, fn: Callable[[], None]) -> bool:
                 raise KeyboardInterrupt
         return trace
 
-    sys.settrace(trace)
-    try:
-        fn()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
+    with paused():
+        sys.settrace(trace)
+        try:
+            fn()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
     return False
 
 

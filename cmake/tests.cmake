@@ -1,7 +1,7 @@
 # One test program per layer, from the foo_test.cc files that stand beside its sources.
 find_package(GTest REQUIRED)
 include(GoogleTest)
-set(layers base tensor kernels average comm file ema posthoc)
+set(layers base tensor kernels average comm file ema merge posthoc)
 if(SHARDOW_COMMAND)
   list(APPEND layers cli)
 endif()

@@ -22,6 +22,7 @@ using comm::Sender;
 void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
   if (options.dtype && !is_floating(*options.dtype))
     fail(Code::kInvalidArgument, "dtype {}: only floating tensors are cast, and to floating types", dtype_name(*options.dtype));
+  if (options.producer.threads < 1) fail(Code::kInvalidArgument, "{} threads", options.producer.threads);
   if (options.max_shard_size < 0) fail(Code::kInvalidArgument, "max_shard_size {} is negative", options.max_shard_size);
   std::set<std::string> names;
   for (const SaveFile& file : files) {
@@ -41,6 +42,8 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
 void check_views(std::span<const SaveFile> files, const SaveOptions& options) {
   for (const SaveFile& file : files) {
     for (const TensorView& view : file.tensors) {
+      if (view.data == nullptr && view.region.size() > 0 && !options.producer.read)
+        fail(Code::kInvalidArgument, "'{}' has no memory, and nothing produces it", view.name);
       if (options.dtype && is_floating(view.dtype) && view.dtype != *options.dtype &&
           (dtype_bits(view.dtype) < 16 || dtype_bits(*options.dtype) < 16)) {
         fail(Code::kUnsupported, "'{}' is {}; types below 16 bits are not cast", view.name, dtype_name(view.dtype));

@@ -20,17 +20,18 @@ int64_t chunk_elements(DType dtype) noexcept {
 }
 
 std::span<const std::byte> Feed::get(const Mine& mine, int64_t begin, int64_t end, DType dtype) {
-  if (mine.dtype == dtype && begin < end) {
+  if (mine.dtype == dtype && begin < end && mine.producer == nullptr) {
     if (!on_device(mine.device)) return {mine.data + bytes(begin, dtype), bytes(end - begin, dtype)};
     Block& block = block_at(mine, begin);
     if (end <= block.end) return {block.memory.data(mine.device) + bytes(begin - block.begin, dtype), bytes(end - begin, dtype)};
   }
-  buffer_.resize(static_cast<size_t>(kChunkBytes));
+  if (const size_t size = bytes(end - begin, dtype); buffer_.size() < size) buffer_.resize(size);
   copy(mine, begin, end, dtype, buffer_.data());
   return std::span(buffer_).first(bytes(end - begin, dtype));
 }
 
 void Feed::copy(const Mine& mine, int64_t begin, int64_t end, DType dtype, std::byte* to) {
+  if (mine.producer != nullptr) return produce(mine, begin, end, dtype, to);
   while (begin < end) {
     int64_t until = end;
     const std::byte* from = mine.data + bytes(begin, mine.dtype);
@@ -44,6 +45,22 @@ void Feed::copy(const Mine& mine, int64_t begin, int64_t end, DType dtype, std::
     } else {
       kernels::cpu::cast(from, mine.dtype, to, dtype, until - begin);
     }
+    to += bytes(until - begin, dtype);
+    begin = until;
+  }
+}
+
+/// In the view's own dtype, and cast from there.
+void Feed::produce(const Mine& mine, int64_t begin, int64_t end, DType dtype, std::byte* to) {
+  while (begin < end) {
+    const int64_t until = mine.dtype == dtype ? end : std::min(end, begin + chunk_elements(mine.dtype));
+    std::byte* into = to;
+    if (mine.dtype != dtype) {
+      if (const size_t size = bytes(until - begin, mine.dtype); produced_.size() < size) produced_.resize(size);
+      into = produced_.data();
+    }
+    mine.producer->read({mine.name, mine.dtype, mine.region.window(begin, until), into});
+    if (mine.dtype != dtype) kernels::cpu::cast(into, mine.dtype, to, dtype, until - begin);
     to += bytes(until - begin, dtype);
     begin = until;
   }

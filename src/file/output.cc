@@ -74,6 +74,11 @@ base::File& Output::keep(size_t file, base::File opened) {
   return *files_[file];
 }
 
+void Output::add(Output& other) {
+  for (size_t t = 0; t < crcs().size(); ++t) crcs_[t] ^= other.crcs()[t];
+  written_ += other.written_;
+}
+
 void Output::finish() {
   flush();
   for (auto& file : files_) {

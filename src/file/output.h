@@ -31,6 +31,8 @@ class Output {
 
   void finish();  ///< flushes and closes
 
+  void add(Output& other);  ///< what another output of the same files counted and wrote
+
   std::vector<uint64_t>& crcs();  ///< by tensor: what this rank contributes
   int64_t written() const { return written_; }
 

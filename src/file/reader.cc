@@ -2,14 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <numeric>
 #include <set>
-#include <system_error>
-#include <thread>
 #include <utility>
 
-#include "file/environment.h"
 #include "file/feed.h"
 #include "file/layout.h"
 #include "kernels/kernels.h"
@@ -34,10 +30,10 @@ void place(std::span<const std::byte> from, DType from_dtype, std::byte* to, DTy
   }
 }
 
-int lanes_for(const std::vector<Reader::Job>& jobs) {
+size_t lanes_for(const std::vector<Reader::Job>& jobs) {
   int64_t bytes = 0;
   for (const Reader::Job& job : jobs) bytes += job.view->region.size() * dtype_bits(job.stored->entry.dtype) / 8;
-  return static_cast<int>(std::clamp<int64_t>(bytes / kChunkBytes, 1, kLanes));
+  return static_cast<size_t>(std::clamp<int64_t>(bytes / kChunkBytes, 1, kLanes));
 }
 
 std::vector<size_t> in_file_order(const std::vector<Reader::Job>& jobs) {
@@ -51,27 +47,20 @@ std::vector<size_t> in_file_order(const std::vector<Reader::Job>& jobs) {
 }  // namespace
 
 Reader::Reader(const Catalog& catalog, std::vector<Job> jobs)
-    : catalog_(catalog), jobs_(std::move(jobs)), order_(in_file_order(jobs_)), lanes_(lanes_for(jobs_)), sums_(jobs_.size(), 0) {}
+    : catalog_(catalog), jobs_(std::move(jobs)), order_(in_file_order(jobs_)), num_lanes_(lanes_for(jobs_)), sums_(jobs_.size(), 0) {}
 
 comm::Part Reader::part() {
   const int64_t before = done_;
   const comm::PartTime time;
-  const Environment here = environment_here();
-  std::vector<std::thread> others;
-  try {
-    for (int lane = 1; lane < lanes_; ++lane)
-      others.emplace_back([&] {
-        const InEnvironment too(&here);
-        work(time);
-      });
-  } catch (const std::system_error&) {  // no more threads: fewer reads in flight
-  }
-  work(time);
-  for (std::thread& other : others) other.join();
+  lanes_.run(num_lanes_, [&](size_t) {
+    Lane lane;
+    Read read;
+    while (!time.over() && !lanes_.failed() && next(read)) perform(read, lane);
+    lane.pinned.finish();
+  });
   bool last = false;
   {
     const base::Lock lock(mutex_);
-    if (failure_) std::rethrow_exception(failure_);
     last = next_ == order_.size();
   }
   if (last) check_files();
@@ -84,22 +73,9 @@ void Reader::check_files() {
   for (const size_t file : files) catalog_.files[file].file->check_unchanged();
 }
 
-void Reader::work(const comm::PartTime& time) {
-  try {
-    Lane lane;
-    Read read;
-    while (!time.over() && next(read)) perform(read, lane);
-    lane.pinned.finish();
-  } catch (...) {
-    const base::Lock lock(mutex_);
-    if (!failure_) failure_ = std::current_exception();
-  }
-}
-
 bool Reader::next(Read& read) {
   const base::Lock lock(mutex_);
   read.pieces.clear();
-  if (failure_) return false;
   while (find_run() && (read.pieces.empty() || fits(read))) take_run(read);
   if (read.pieces.empty()) return false;
   read.file = catalog_.files[jobs_[read.pieces[0].job].stored->file].file->handle();

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -17,6 +16,7 @@
 #include "file/catalog.h"
 #include "file/crc.h"
 #include "file/device.h"
+#include "file/lanes.h"
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"
 
@@ -63,7 +63,6 @@ class Reader {
   bool find_run() SHARDOW_REQUIRES(mutex_);
   bool fits(const Read& read) const SHARDOW_REQUIRES(mutex_);
   void take_run(Read& read) SHARDOW_REQUIRES(mutex_);
-  void work(const comm::PartTime& time);
   void check_files();
 
   void perform(const Read& read, Lane& lane);
@@ -75,15 +74,15 @@ class Reader {
   const Catalog& catalog_;
   const std::vector<Job> jobs_;
   std::vector<size_t> order_;  // of the jobs, as they lie in the files
-  int lanes_;
+  size_t num_lanes_;
   std::vector<uint64_t> sums_;              // changed through std::atomic_ref
   std::atomic<int64_t> read_{0}, done_{0};  // bytes of the files; of them those that were wanted
 
+  Lanes lanes_;
   base::Mutex mutex_;
   std::optional<RunCursor> runs_ SHARDOW_GUARDED_BY(mutex_);  // of jobs_[order_[next_]]
   std::optional<Run> run_ SHARDOW_GUARDED_BY(mutex_);
   size_t next_ SHARDOW_GUARDED_BY(mutex_) = 0;
-  std::exception_ptr failure_ SHARDOW_GUARDED_BY(mutex_);
 };
 
 }  // namespace shardow::file

@@ -1,6 +1,7 @@
 // The protocol of a save; the numbered steps are those of docs/durability.md.
 #include <algorithm>
 #include <chrono>
+#include <deque>
 
 #include "base/errors.h"
 #include "base/paths.h"
@@ -58,7 +59,8 @@ void write_texts(Draft& draft, const std::map<std::string, std::string>& texts) 
 }
 
 /// What this rank writes: its views, found again in the layout, as far as it owns them.
-std::vector<Mine> owned_by(int rank, const Layout& layout, const std::vector<Volume>& volumes, std::span<const SaveFile> files) {
+std::vector<Mine> owned_by(int rank, const Layout& layout, const std::vector<Volume>& volumes, std::span<const SaveFile> files,
+                           const Producer& producer) {
   std::vector<std::vector<const TensorView*>> views(layout.tensors().size());
   size_t first = 0;
   for (size_t v = 0; v < files.size(); ++v) {
@@ -71,8 +73,13 @@ std::vector<Mine> owned_by(int rank, const Layout& layout, const std::vector<Vol
       if (owned.rank != rank) continue;
       const Region& held = layout.tensors()[t].pieces[owned.piece].region;
       const TensorView& view = **std::find_if(views[t].begin(), views[t].end(), [&](const TensorView* one) { return one->region == held; });
-      const std::byte* const data = static_cast<const std::byte*>(view.data) + owned.local_begin * dtype_bits(view.dtype) / 8;
-      mine.push_back({t, owned.piece, owned.region, data, view.dtype, view.device});
+      Mine& one = mine.emplace_back(Mine{t, owned.piece, owned.region, nullptr, view.dtype, view.device});
+      if (view.data != nullptr) {
+        one.data = static_cast<const std::byte*>(view.data) + owned.local_begin * dtype_bits(view.dtype) / 8;
+      } else {
+        one.producer = &producer;
+        one.name = view.name;
+      }
     }
   }
   return mine;
@@ -97,6 +104,7 @@ struct StagedSave::Plan {
   Deadline deadline() const { return Clock::now() + options.timeout; }
   Deadline patience() const { return Clock::now() + options.timeout * 3 / 4; }  ///< with another save; the ranks wait meanwhile
   Storage storage();
+  std::deque<Output> outputs() const;
   void write_anywhere();
   void write_in_sequence();
   void commit();
@@ -129,7 +137,7 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
     base::check_path(path);
     return draft_for(path, directory, plan.hugging_face, plan.call.nonce);
   });
-  plan.mine = owned_by(group.rank(), *plan.layout, volumes, files);
+  plan.mine = owned_by(group.rank(), *plan.layout, volumes, files, plan.options.producer);
 }
 
 StagedSave::~StagedSave() = default;
@@ -155,9 +163,7 @@ void StagedSave::stage(std::span<std::byte> memory) {
   for (Mine& mine : plan_->mine) {
     const DType dtype = plan_->layout->place(mine.tensor).entry.dtype;
     feed.copy(mine, 0, mine.region.size(), dtype, to);
-    mine.data = to;
-    mine.dtype = dtype;
-    mine.device = {};
+    mine = {mine.tensor, mine.piece, mine.region, to, dtype, {}};
     to += mine.region.size() * dtype_bits(dtype) / 8;
   }
 }
@@ -176,21 +182,32 @@ Storage StagedSave::Plan::storage() {
   return {(missing & 1) == 0, (missing & 2) == 0};
 }
 
+/// One for each thread that writes; several where tensors are produced.
+std::deque<Output> StagedSave::Plan::outputs() const {
+  const bool produced = std::any_of(mine.begin(), mine.end(), [](const Mine& one) { return one.producer != nullptr; });
+  std::deque<Output> outputs;
+  for (int i = 0; i < (produced ? options.producer.threads : 1); ++i) outputs.emplace_back(*layout, *draft, options.checksums);
+  return outputs;
+}
+
 /// (3), (4), (5)
 void StagedSave::Plan::write_anywhere() {
-  Output output(*layout, *draft, options.checksums);
+  std::deque<Output> outputs = this->outputs();
+  Output& output = outputs.front();
   comm::Parts parts(group, options.timeout, layout->total(), options.progress);
   const std::vector<bool> shared = group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
   std::vector<Mine> alone;
   std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone), [&](const Mine& one) { return !shared[one.tensor]; });
-  Direct direct(alone, *layout, output, false);
+  Direct direct(alone, *layout, outputs, false);
   parts.run([&] { return direct.part(); });
   StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false), false);
   parts.run([&] { return stripes.round(); });
   agree(group, deadline(), [&] {
     parts.tell();
-    output.finish();
+    for (Output& one : outputs) one.finish();
+    for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
   });
+  if (options.producer.check) options.producer.check();
   if (options.checksums) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
   agree(group, deadline(), [&] {
     if (group.rank() != 0) return;
@@ -208,10 +225,13 @@ void StagedSave::Plan::write_in_sequence() {
                "save elsewhere, or with a process group for CPU tensors (cpu:gloo,cuda:nccl)",
                draft->target.string());
   }
-  Output output(*layout, *draft, options.checksums);
+  std::deque<Output> outputs = this->outputs();
+  Output& output = outputs.front();
   if (options.checksums) {
-    Direct count(mine, *layout, output, true);
+    Direct count(mine, *layout, outputs, true);
     comm::Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
+    for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
+    if (options.producer.check) options.producer.check();
     group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
     layout->set_checksums(output.crcs());
   }
@@ -223,6 +243,7 @@ void StagedSave::Plan::write_in_sequence() {
     parts.tell();
     output.finish();
   });
+  if (options.producer.check) options.producer.check();
   written = output.written();
 }
 

@@ -5,6 +5,7 @@
 #include "base/float_environment.h"
 #include "kernels/kernels.h"
 #include "kernels/row.h"
+#include "kernels/sums.h"
 #include "tensor/dtype.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -13,6 +14,7 @@
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
 #include "kernels/move-inl.h"
+#include "kernels/sum-inl.h"
 #include "kernels/update-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -91,6 +93,14 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
   });
 }
 
+void add_term(const void* term, DType dtype, double coefficient, bool first, double* sums, int64_t count) {
+  with_dtype(dtype, [&]<class From>() { add_all(static_cast<const From*>(term), coefficient, first, sums, static_cast<size_t>(count)); });
+}
+
+void round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
+  with_dtype(to_dtype, [&]<class To>() { round_all(sums, static_cast<To*>(to), static_cast<size_t>(count)); });
+}
+
 const char* target() {
   return hwy::TargetName(HWY_TARGET);
 }
@@ -105,6 +115,12 @@ void swap(void* parameter, DType parameter_dtype, void* average, DType average_d
 }
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) {
   reference::cast(from, from_dtype, to, to_dtype, count);
+}
+void add_term(const void* term, DType dtype, double coefficient, bool first, double* sums, int64_t count) {
+  reference::add_term(term, dtype, coefficient, first, sums, count);
+}
+void round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
+  reference::round_sums(sums, to, to_dtype, count);
 }
 const char* target() {
   return "reference";
@@ -121,6 +137,8 @@ namespace shardow::kernels {
 HWY_EXPORT(update);
 HWY_EXPORT(swap);
 HWY_EXPORT(cast);
+HWY_EXPORT(add_term);
+HWY_EXPORT(round_sums);
 HWY_EXPORT(target);
 
 Tally cpu::update(std::span<const Chunk> chunks, const Step& step) noexcept {
@@ -136,6 +154,16 @@ void cpu::swap(void* parameter, DType parameter_dtype, void* average, DType aver
 void cpu::cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) noexcept {
   const base::FloatEnvironment environment;
   HWY_DYNAMIC_DISPATCH(cast)(from, from_dtype, to, to_dtype, count);
+}
+
+void cpu::add_term(const void* term, DType dtype, double coefficient, bool first, double* sums, int64_t count) noexcept {
+  const base::FloatEnvironment environment;
+  HWY_DYNAMIC_DISPATCH(add_term)(term, dtype, coefficient, first, sums, count);
+}
+
+void cpu::round_sums(const double* sums, void* to, DType to_dtype, int64_t count) noexcept {
+  const base::FloatEnvironment environment;
+  HWY_DYNAMIC_DISPATCH(round_sums)(sums, to, to_dtype, count);
 }
 
 const char* cpu::target() noexcept {

@@ -8,6 +8,7 @@
 #include "kernels/exchange.h"
 #include "kernels/kernels.h"
 #include "kernels/row.h"
+#include "kernels/sums.h"
 
 namespace shardow::kernels {
 
@@ -57,6 +58,23 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
         for (int64_t i = 0; i < count; ++i) static_cast<To*>(to)[i] = convert<To>(static_cast<const From*>(from)[i]);
       }
     });
+  });
+}
+
+void add_term(const void* term, DType dtype, double coefficient, bool first, double* sums, int64_t count) noexcept {
+  const base::FloatEnvironment environment;
+  with_dtype(dtype, [&]<class From>() {
+    for (int64_t i = 0; i < count; ++i) {
+      const double x = convert<double>(static_cast<const From*>(term)[i]);
+      sums[i] = first ? coefficient * x : fused(coefficient, x, sums[i]);
+    }
+  });
+}
+
+void round_sums(const double* sums, void* to, DType to_dtype, int64_t count) noexcept {
+  const base::FloatEnvironment environment;
+  with_dtype(to_dtype, [&]<class To>() {
+    for (int64_t i = 0; i < count; ++i) static_cast<To*>(to)[i] = convert<To>(canonical(sums[i]));
   });
 }
 

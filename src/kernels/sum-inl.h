@@ -1,0 +1,75 @@
+// The vector bodies of add_term() and round_sums(). Ranges are walked in whole vectors and one partial one.
+#include "kernels/arithmetic.h"
+#include "kernels/vectors-inl.h"
+
+#if defined(SHARDOW_KERNELS_SUM_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef SHARDOW_KERNELS_SUM_INL_H_
+#undef SHARDOW_KERNELS_SUM_INL_H_
+#else
+#define SHARDOW_KERNELS_SUM_INL_H_
+#endif
+
+#if SHARDOW_VECTORS
+HWY_BEFORE_NAMESPACE();
+namespace shardow::kernels::HWY_NAMESPACE {
+
+/// Calls body(access, i) for the vectors of `count` elements.
+template <class D, class Body>
+HWY_INLINE void in_vectors(D d, size_t count, Body body) {
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= count; i += lanes) body(Whole{}, i);
+  if (i < count) body(First{count - i}, i);
+}
+
+template <class From>
+HWY_NOINLINE void add_all(const From* term, double coefficient, bool first, double* sums, size_t count) {
+  const hn::ScalableTag<double> d;
+  const auto c = hn::Set(d, coefficient);
+  if (first) {
+    in_vectors(d, count, [&](auto access, size_t i) { access.store(d, hn::Mul(c, load(d, access, term + i)), sums + i); });
+  } else {
+    in_vectors(d, count, [&](auto access, size_t i) {
+      access.store(d, hn::MulAdd(c, load(d, access, term + i), access.load(d, sums + i)), sums + i);
+    });
+  }
+}
+
+/// To 16 bits by way of floats: what they lose is kept in their last bit, as narrow_to_odd() does. Not for what a float has as a subnormal.
+template <class To, class A>
+HWY_INLINE void store_rounded(A access, hn::Vec<hn::ScalableTag<double>> v, To* to) {
+  const hn::ScalableTag<double> d;
+  const hn::Rebind<float, decltype(d)> narrow_d;
+  if constexpr (is_16_bit<To>) {
+    const hn::RebindToUnsigned<decltype(d)> du;
+    const auto bits = hn::BitCast(du, v), low = hn::Set(du, 0x1fffffff);
+    const auto odd = hn::Or(hn::AndNot(low, bits), hn::Set(du, 0x20000000));
+    v = hn::BitCast(d, hn::IfThenElse(hn::Eq(hn::And(bits, low), hn::Zero(du)), bits, odd));
+  }
+  store(narrow_d, access, hn::DemoteTo(narrow_d, v), to);
+}
+
+template <class To>
+HWY_NOINLINE void round_all(const double* sums, To* to, size_t count) {
+  const hn::ScalableTag<double> d;
+  const auto nan = hn::Set(d, double_of(uint64_t{0x7ff8000000000000}));
+  in_vectors(d, count, [&](auto access, size_t i) {
+    auto v = access.load(d, sums + i);
+    v = hn::IfThenElse(hn::Eq(v, v), v, nan);
+    if constexpr (std::is_same_v<To, double>) {
+      access.store(d, v, to + i);
+    } else {
+      const auto size = hn::Abs(v);
+      const bool small = is_16_bit<To> && !hn::AllFalse(d, hn::And(hn::Gt(size, hn::Zero(d)), hn::Lt(size, hn::Set(d, 0x1p-126))));
+      if (!small) return store_rounded(access, v, to + i);
+      const size_t n = HWY_MIN(count - i, hn::Lanes(d));
+      for (size_t j = i; j < i + n; ++j) to[j] = convert<To>(canonical(sums[j]));
+    }
+  });
+}
+
+}  // namespace shardow::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif  // SHARDOW_VECTORS
+
+#endif  // per-target include guard

@@ -1,0 +1,213 @@
+// A merge is a save whose tensors are produced: every rank could make all of every tensor, and is asked for what it writes.
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/seconds.h"
+#include "comm/parts.h"
+#include "comm/wire.h"
+#include "file/device.h"
+#include "file/environment.h"
+#include "file/lanes.h"
+#include "file/ownership.h"
+#include "file/sums.h"
+#include "merge/plan.h"
+#include "merge/sums.h"
+#include "tensor/dtype.h"
+
+namespace shardow {
+namespace merging {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// What must be the same on all ranks.
+std::string facts(const Plan& plan, const std::vector<std::string>& others) {
+  comm::Sender out;
+  for (const std::string& other : others) out.text(other);
+  out.text(plan.provenance(""));
+  for (const Tensor& tensor : plan.tensors()) {
+    out.text(tensor.name);
+    out.number(static_cast<int64_t>(tensor.dtype));
+    for (const DType dtype : tensor.types) out.number(static_cast<int64_t>(dtype));
+    for (const int64_t size : tensor.shape) out.number(size);
+  }
+  return out.bytes();
+}
+
+/// The plan that all ranks have, or an error on all.
+Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype, const std::vector<std::string>& others,
+                 Deadline deadline) {
+  std::optional<Plan> plan;
+  agree(group, deadline, [&] { plan.emplace(std::move(inputs), dtype); });
+  if (group.size() == 1) return *std::move(plan);
+  const std::string mine = std::to_string(std::hash<std::string>()(facts(*plan, others)));
+  const std::vector<std::string> all = group.all_gather(mine, deadline);
+  const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& one) { return one != all[0]; });
+  if (other != all.end())
+    base::fail(Code::kInvalidArgument, "rank {} was called with other inputs, coefficients or options than rank 0", other - all.begin());
+  return *std::move(plan);
+}
+
+/// What does not fit between the tensors here and those of the merge, in one message; the same on every rank.
+LoadReport compare(const Plan& plan, const std::vector<file::Shared>& wanted, bool strict) {
+  LoadReport report;
+  std::vector<std::string> unfit;
+  for (const file::Shared& one : wanted) {
+    const auto t = plan.find(one.name);
+    if (!t) {
+      report.missing.push_back(one.name);
+      continue;
+    }
+    const Tensor& tensor = plan.tensors()[*t];
+    const bool cast = is_floating(tensor.dtype) && is_floating(one.dtype) && dtype_bits(one.dtype) >= 16;
+    if (tensor.shape != one.shape) {
+      unfit.push_back(fmt::format("'{}' has shape [{}] in the inputs and [{}] here", one.name, fmt::join(tensor.shape, ", "),
+                                  fmt::join(one.shape, ", ")));
+    } else if (tensor.dtype != one.dtype && !cast) {
+      unfit.push_back(fmt::format("'{}' is {} in the inputs and {} here", one.name, dtype_name(tensor.dtype), dtype_name(one.dtype)));
+    }
+  }
+  for (const Tensor& tensor : plan.tensors()) {
+    if (!file::find(wanted, tensor.name)) report.unexpected.push_back(tensor.name);
+  }
+  if (strict && !report.missing.empty()) unfit.push_back("missing in the inputs: " + file::listed(report.missing));
+  if (strict && !report.unexpected.empty()) unfit.push_back("unexpected in the inputs: " + file::listed(report.unexpected));
+  if (!unfit.empty()) base::fail(Code::kInvalidArgument, "the merge does not fit, nothing was loaded: {}", fmt::join(unfit, "; "));
+  return report;
+}
+
+/// This rank's tensors, filled chunk by chunk on several threads.
+class Filling {
+ public:
+  /// What outlives it. `summed`: by view, whether its bytes count for checksums.
+  Filling(Sums& sums, std::vector<TensorView> views, std::vector<bool> summed)
+      : sums_(sums), views_(std::move(views)), summed_(std::move(summed)) {}
+
+  comm::Part part() {
+    constexpr size_t kThreads = 4;
+    const comm::PartTime time;
+    const int64_t before = done_;
+    lanes_.run(kThreads, [&](size_t) {
+      file::Pinned pinned;
+      TensorView chunk{"", DType::kF32, Region::whole({}), nullptr};
+      bool summed = false;
+      while (!time.over() && !lanes_.failed() && next(chunk, summed)) fill(chunk, summed, pinned);
+      pinned.finish();
+    });
+    const base::Lock lock(mutex_);
+    return {done_ - before, view_ == views_.size()};
+  }
+
+ private:
+  bool next(TensorView& chunk, bool& summed) {
+    const base::Lock lock(mutex_);
+    while (view_ < views_.size() && begin_ == views_[view_].region.size()) {
+      ++view_;
+      begin_ = 0;
+    }
+    if (view_ == views_.size()) return false;
+    chunk = views_[view_];
+    summed = summed_[view_];
+    const int64_t end = std::min(chunk.region.size(), begin_ + (int64_t{1} << 19));
+    chunk.region = chunk.region.window(begin_, end);
+    chunk.data = static_cast<std::byte*>(chunk.data) + begin_ * dtype_bits(chunk.dtype) / 8;
+    begin_ = end;
+    return true;
+  }
+
+  void fill(TensorView& chunk, bool summed, file::Pinned& pinned) {
+    const auto bytes = chunk.region.size() * dtype_bits(chunk.dtype) / 8;
+    if (file::on_device(chunk.device)) {
+      std::byte* const on_device = static_cast<std::byte*>(chunk.data);
+      chunk.data = pinned.data(chunk.device);
+      sums_.read(chunk, summed);
+      pinned.copy_to(on_device, static_cast<size_t>(bytes), chunk.device);
+    } else {
+      sums_.read(chunk, summed);
+    }
+    done_ += bytes;
+  }
+
+  Sums& sums_;
+  std::vector<TensorView> views_;
+  std::vector<bool> summed_;
+  std::atomic<int64_t> done_ = 0;
+  file::Lanes lanes_;
+  base::Mutex mutex_;
+  size_t view_ SHARDOW_GUARDED_BY(mutex_) = 0;
+  int64_t begin_ SHARDOW_GUARDED_BY(mutex_) = 0;  // in it
+};
+
+}  // namespace
+}  // namespace merging
+
+using namespace merging;
+
+MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::filesystem::path& path, const MergeOptions& options) {
+  const file::InEnvironment here(options.environment);
+  const auto begin = Clock::now();
+  group.begin("merge()", options.timeout);
+  const Plan plan = agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()}, begin + options.timeout);
+  MergeReport report = plan.report();
+  if (options.check_only) return report;
+  Sums sums(plan);
+  SaveFile out{"", {}};
+  for (const Tensor& tensor : plan.tensors()) out.tensors.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
+  SaveOptions saving;
+  saving.max_shard_size = options.max_shard_size;
+  saving.metadata = options.metadata;
+  saving.metadata[kMergeKey] = plan.provenance(options.formula);
+  saving.timeout = options.timeout;
+  saving.progress = options.progress;
+  saving.environment = options.environment;
+  saving.producer.read = [&](const TensorView& wanted) { sums.read(wanted, options.verify); };
+  if (options.verify) saving.producer.check = [&] { sums.check(group, options.timeout, std::vector<bool>(plan.tensors().size(), true)); };
+  saving.producer.threads = options.threads;
+  const SaveReport saved = StagedSave(group, {&out, 1}, path, saving).write();
+  report.files = saved.files;
+  report.bytes_read = sums.bytes_read();
+  report.bytes_written = saved.bytes_written;
+  report.seconds = base::seconds_since(begin);
+  return report;
+}
+
+LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::vector<MergeInput> inputs, const LoadOptions& options) {
+  const file::InEnvironment here(options.environment);
+  const auto begin = Clock::now();
+  group.begin("load()", options.timeout);
+  // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
+  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {options.strict ? "strict" : ""}, begin + options.timeout);
+  const std::vector<file::Shared> wanted = file::share(group, tensors, begin + options.timeout);
+  LoadReport report = compare(plan, wanted, options.strict);
+  if (options.check_only) return report;
+  std::vector<bool> read_once(plan.tensors().size(), false);
+  int64_t total = 0;
+  for (const file::Shared& one : wanted) {
+    if (const auto t = plan.find(one.name)) read_once[*t] = options.verify && covers_once(file::regions_of(one));
+    for (const file::Shared::Piece& piece : one.pieces)
+      total += piece.region.size() * dtype_bits(one.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
+  }
+  std::vector<TensorView> views;
+  std::vector<bool> summed;
+  for (const TensorView& view : tensors) {
+    const auto t = plan.find(view.name);
+    if (!t) continue;
+    const file::Shared& one = wanted[*file::find(wanted, view.name)];
+    const auto piece = std::find_if(one.pieces.begin(), one.pieces.end(), [&](const auto& each) { return each.region == view.region; });
+    views.push_back(view);
+    summed.push_back(read_once[*t] && piece != one.pieces.end() && piece->holders.front() == group.rank());
+  }
+  Sums sums(plan);
+  Filling filling(sums, std::move(views), std::move(summed));
+  comm::Parts parts(group, options.timeout, total, options.progress);
+  parts.run([&] { return filling.part(); });
+  agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
+  if (options.verify) sums.check(group, options.timeout, read_once);
+  report.bytes_read = sums.bytes_read();
+  report.seconds = base::seconds_since(begin);
+  return report;
+}
+
+}  // namespace shardow

@@ -1,0 +1,43 @@
+// What a merge adds up: inputs in their canonical order, tensors, and whether all of it fits. The same on every rank.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardow/merge.h"
+
+namespace shardow::merging {
+
+/// One tensor of the output, and where it is in the inputs.
+struct Tensor {
+  std::string name;
+  Shape shape;
+  DType dtype;               ///< of the output
+  bool averaged;             ///< else it is the newest input's
+  std::vector<DType> types;  ///< by input
+};
+
+class Plan {
+ public:
+  /// Throws kInvalidArgument, with everything that does not fit, or kUnsupported.
+  Plan(std::vector<MergeInput> inputs, std::optional<DType> dtype);
+
+  const std::vector<MergeInput>& inputs() const { return inputs_; }  ///< in the order in which they are added; the newest is the last
+  const std::vector<Tensor>& tensors() const { return tensors_; }    ///< ascending by name
+
+  std::optional<size_t> find(std::string_view name) const;
+  std::string provenance(const std::string& formula) const;  ///< the JSON under kMergeKey
+  MergeReport report() const;
+
+ private:
+  void add(std::string_view name, std::vector<std::string>& unfit, std::vector<std::string>& unsupported);
+
+  std::vector<MergeInput> inputs_;
+  std::optional<DType> dtype_;
+  std::vector<Tensor> tensors_;
+};
+
+}  // namespace shardow::merging

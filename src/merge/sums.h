@@ -1,0 +1,48 @@
+// The bytes of a merge: any region of any of its tensors, made from the same region of the inputs.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/mutex.h"
+#include "merge/plan.h"
+#include "shardow/group.h"
+
+namespace shardow::merging {
+
+class Sums {
+ public:
+  /// `plan` outlives it.
+  explicit Sums(const Plan& plan);
+  ~Sums();
+
+  /// Fills `wanted`, in host memory, in its own dtype. For any thread; each holds a block of every operand. `summed`: these bytes count for
+  /// the inputs' checksums.
+  void read(const TensorView& wanted, bool summed);
+
+  /// Collective. Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together have read once; of
+  /// the others `read_once` says no. The first time only: later reads are not summed.
+  void check(Group& group, std::chrono::milliseconds timeout, const std::vector<bool>& read_once);
+
+  int64_t bytes_read() const { return bytes_read_; }  ///< by this rank
+
+ private:
+  struct Scratch;
+
+  std::unique_ptr<Scratch> take();
+  void give_back(std::unique_ptr<Scratch> scratch);
+  void read_input(size_t input, size_t tensor, const TensorView& block, bool summed);
+  size_t place(size_t input, size_t tensor) const { return input * plan_.tensors().size() + tensor; }
+
+  const Plan& plan_;
+  std::vector<uint64_t> crcs_;  // by place(): what this rank has read; changed through std::atomic_ref
+  std::atomic<bool> checked_ = false;
+  std::atomic<int64_t> bytes_read_ = 0;
+  base::Mutex mutex_;
+  std::vector<std::unique_ptr<Scratch>> spare_ SHARDOW_GUARDED_BY(mutex_);
+};
+
+}  // namespace shardow::merging

@@ -16,12 +16,12 @@ size_t position(const Lane& lane, int rank) {
   return static_cast<size_t>(std::find(lane.members.begin(), lane.members.end(), rank) - lane.members.begin());
 }
 
-std::string missing(const Lane& lane, const std::vector<std::optional<std::string>>& calls) {
+std::vector<int> missing(const Lane& lane, const std::vector<std::optional<std::string>>& calls) {
   std::vector<int> ranks;
   for (size_t i = 0; i < calls.size(); ++i) {
     if (!calls[i]) ranks.push_back(lane.members[i]);
   }
-  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
+  return ranks;
 }
 
 }  // namespace
@@ -36,8 +36,7 @@ std::shared_ptr<const Rounds::Bytes> Rounds::meet(int rank, const Lane& lane, Of
   if (!round->decided) arrive(lane, *round, rank, std::move(offer));
   while (!round->decided) {
     if (changed_.wait_until(mutex_, deadline) || round->decided) continue;
-    decide(*round, Failure{Code::kTimeout, fmt::format("{}: {} did not come before the deadline; every rank must make this call", call,
-                                                       missing(lane, round->calls))});
+    decide(*round, did_not_come(call, missing(lane, round->calls)));
   }
   forget_finished(lane);
   if (round->failure) throw Error(round->failure->code, round->failure->message);
@@ -62,13 +61,9 @@ void Rounds::arrive(const Lane& lane, Round& round, int rank, Offer offer) {
   (*round.bytes)[at] = std::move(offer.bytes);
   fail_if_one_is_gone(lane, round);
   if (round.decided || ++round.num_arrived < lane.members.size()) return;
-  for (size_t i = 1; i < round.calls.size(); ++i) {
-    if (*round.calls[i] == *round.calls[0]) continue;
-    decide(round, Failure{Code::kInvalidArgument, fmt::format("rank {} calls {} where rank {} calls {}", lane.members[i], *round.calls[i],
-                                                              lane.members[0], *round.calls[0])});
-    return;
-  }
-  decide(round, std::nullopt);
+  std::vector<std::string> calls;
+  for (const auto& call : round.calls) calls.push_back(*call);
+  decide(round, do_not_fit(calls, lane.members));
 }
 
 /// Only members that have not come matter: one that came and left has done its part.
@@ -76,7 +71,7 @@ void Rounds::fail_if_one_is_gone(const Lane& lane, Round& round) {
   const auto came = std::find_if(round.calls.begin(), round.calls.end(), [](const auto& call) { return call.has_value(); });
   for (size_t i = 0; i < round.calls.size() && came != round.calls.end(); ++i) {
     if (round.calls[i] || !gone_[static_cast<size_t>(lane.members[i])]) continue;
-    decide(round, Failure{Code::kPeerFailed, fmt::format("{}: rank {} is gone", **came, lane.members[i])});
+    decide(round, is_gone(**came, lane.members[i]));
     return;
   }
 }

@@ -11,22 +11,11 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "comm/meeting.h"
+#include "comm/verdicts.h"
 #include "shardow/error.h"
-#include "shardow/group.h"
 
 namespace shardow::comm {
-
-/// A sequence of rounds between the same members, each of which comes to them in the same order.
-struct Lane {
-  enum class Kind { kAll, kPair } kind;  ///< collectives of all ranks, or blocks from members[0] to members[1]
-  std::vector<int> members;
-  auto operator<=>(const Lane&) const = default;
-};
-
-/// What one rank brings: its call, as it stands in messages, must be equal for all members.
-struct Offer {
-  std::string call, bytes;
-};
 
 /// Thread-safe. A round's verdict is given once, by whoever first knows it, and read by all its members:
 ///
@@ -36,8 +25,7 @@ struct Offer {
 ///   kPeerFailed      a member that has not arrived is gone
 class Rounds {
  public:
-  /// What the members brought, in the members' order. Never changes once the verdict is given.
-  using Bytes = std::vector<std::string>;
+  using Bytes = Meeting::Bytes;
 
   explicit Rounds(int num_ranks) : next_round_(static_cast<size_t>(num_ranks)), gone_(static_cast<size_t>(num_ranks), false) {}
 
@@ -48,13 +36,6 @@ class Rounds {
   void leave(int rank);
 
  private:
-  /// Kept apart from the Error that each member throws: copies of an exception share their text, which members would free under each
-  /// other's eyes.
-  struct Failure {
-    Code code;
-    std::string message;
-  };
-
   struct Round {
     explicit Round(size_t num_members) : calls(num_members), bytes(std::make_shared<Bytes>(num_members)) {}
 

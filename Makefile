@@ -64,7 +64,7 @@ sanitizers:
 # tsan looks for threads that meet: tests of one thread, which take minutes under it, are left to asan and the plain build.
 tsan: export GTEST_FILTER := -PowerCut.*:Header.*:Targets/*:Cuda.*
 
-asan tsan: build/.venv  ## C++ tests under sanitizers
+asan tsan: build/.venv build/.optional  ## C++ tests under sanitizers
 	$(BIN)/cmake --preset $@ -DSHARDOW_WERROR=$(WERROR) >/dev/null
 	$(BIN)/cmake --build --preset $@
 	$(BIN)/ctest --preset $@
@@ -106,6 +106,11 @@ build/.system: tools/packages.txt
 	tools/install-packages $<
 	@mkdir -p build && touch $@
 
+# What Debian has and only some of the tests need; where it is missing, they are skipped in sight. Changed when something was installed.
+build/.optional: FORCE
+	@mkdir -p build; now=$$(tools/install-packages --optional tools/packages-optional.txt); [ "$$now" = "$$(cat $@ 2>/dev/null)" ] || echo "$$now" >$@
+FORCE:
+
 build/.lint: tools/packages-lint.txt
 	tools/install-packages $<
 	@mkdir -p build && touch $@
@@ -127,7 +132,7 @@ build/.venv: tools/requirements.txt build/.system
 	@touch $@
 
 # One build serves the Python extension, the C++ tests and the benchmarks.
-build/.installed: build/.venv pyproject.toml $(ENGINE)
+build/.installed: build/.venv build/.optional pyproject.toml $(ENGINE)
 	@echo "Building; the first time takes a few minutes"
 	@$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
 	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_COMMAND=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON -Ccmake.define.SHARDOW_CUDA=AUTO -Ccmake.define.SHARDOW_WERROR=$(WERROR)

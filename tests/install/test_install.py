@@ -17,6 +17,8 @@ BUILD = HERE.parents[1] / "build" / "release"
 CMAKE = Path(sys.executable).parent / "cmake"
 WARNINGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
 
+NEED_MORE = {"mpi.h"}  # headers over somebody else's: tests/mpi compiles it
+
 
 def run(*command: object, **environment: str) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env={**os.environ, **environment})
@@ -64,7 +66,7 @@ def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, t
         pytest.skip(f"no {compiler}: apt-get install {'clang-14' if 'clang' in compiler else compiler}")
     headers = sorted(path.name for path in (installed / "include" / "shardow").iterdir())
     assert len(headers) <= 15
-    for header in headers:
+    for header in sorted(set(headers) - NEED_MORE):
         source = tmp_path / "twice.cc"
         source.write_text(f"#include <shardow/{header}>\n" * 2)
         run(found, *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
@@ -77,6 +79,6 @@ def test_nothing_of_what_it_is_built_on_shows(installed: Path) -> None:
     assert any(name.startswith("shardow::Average::update(") for name in exported)
     inner = re.compile(r"shardow::(base|tensor|kernels|average|comm|file|ema)::[\w~]|::(Impl|Plan)::")
     assert [name for name in exported if "shardow::" not in name or inner.match(name) or inner.search(name.split("(")[0])] == []
-    text = "".join(path.read_text() for path in (installed / "include" / "shardow").iterdir())
+    text = "".join(path.read_text() for path in (installed / "include" / "shardow").iterdir() if path.name not in NEED_MORE)
     assert re.findall(r"#include [<\"](?!shardow/)[\w/]+\.h|(?:fmt|simdjson|hwy)::", text) == []
     assert "SONAME" in run("readelf", "-d", library)

@@ -1,0 +1,50 @@
+"""Programs on MPI ranks: what they need is looked for once, and named where it is missing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mpi_runs import BUILD, CMAKE, ROOT, Launch, run, succeed
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> Launch:
+    """mpirun(ranks, program, arguments...), as tests/mpi/mpirun starts it; ``options`` are mpirun's own."""
+    if shutil.which("mpirun") is None or not (BUILD / "mpi_test").exists():
+        pytest.skip("no MPI: apt-get install libopenmpi-dev openmpi-bin")
+
+    def launch(ranks: int, *words: object, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        return run(ROOT / "tests" / "mpi" / "mpirun", ranks, *options, *words)
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory, mpirun: Launch) -> Path:
+    """The package as a user has it."""
+    prefix = tmp_path_factory.mktemp("prefix")
+    succeed(CMAKE, "--install", BUILD, "--component", "cpp", "--prefix", prefix)
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def program_of(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Callable[[str], Path]:
+    """program_of(page): the C++ program that stands in docs/<page>, built as it says there."""
+
+    def build(page: str) -> Path:
+        text = (ROOT / "docs" / page).read_text()
+        source = tmp_path_factory.mktemp("program")
+        (block,) = [block for block in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL) if "int main(" in block]
+        (source / "main.cc").write_text(block)
+        (lists,) = re.findall(r"```cmake\n(.*?)```", text, re.DOTALL)
+        (source / "CMakeLists.txt").write_text(lists)
+        succeed(CMAKE, "-S", source, "-B", source / "build", f"-DCMAKE_PREFIX_PATH={installed}")
+        succeed(CMAKE, "--build", source / "build")
+        return source / "build" / "average"
+
+    return build

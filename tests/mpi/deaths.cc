@@ -1,0 +1,67 @@
+// Ranks that die or sleep in the middle of a program: deaths VICTIM HOW AT. Survivors say how each round ended, and how long it took.
+//
+//   before  the victim kills itself before round AT
+//   within  it is killed AT microseconds after it came to round 3, wherever it is then
+//   sleep   it sleeps past the others' deadline before round AT, and goes on
+//   leave   it ends without MPI_Finalize() before round AT
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <thread>
+
+#include "shardow/error.h"
+#include "shardow/mpi.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kTimeout = std::chrono::milliseconds(500);
+constexpr int kRounds = 6;
+
+void trouble(const std::string& how, int at, int round) {
+  if (how == "within" && round == 3) {
+    std::thread([at] {
+      std::this_thread::sleep_for(std::chrono::microseconds(at));
+      std::raise(SIGKILL);
+    }).detach();
+  }
+  if (how == "within" || round != at) return;
+  if (how == "before") std::raise(SIGKILL);
+  if (how == "leave") _exit(0);
+  std::this_thread::sleep_for(2 * kTimeout);
+}
+
+/// Whether all rounds were complete.
+bool take_part(shardow::Group& group, int victim, const std::string& how, int at) {
+  bool complete = true;
+  for (int round = 0; round < kRounds; ++round) {
+    if (group.rank() == victim) trouble(how, at, round);
+    const auto began = Clock::now();
+    std::string outcome = "complete";
+    try {
+      group.all_gather(std::string(50'000, 'x'), began + kTimeout);
+    } catch (const shardow::Error& error) {
+      outcome = error.what();
+      complete = false;
+    }
+    const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
+    std::printf("rank %d round %d after %.1f s: %s\n", group.rank(), round, seconds, outcome.c_str());
+    std::fflush(stdout);
+  }
+  return complete;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  MPI_Init(&argc, &argv);
+  if (argc != 4) return 2;
+  auto group = shardow::mpi(MPI_COMM_WORLD);
+  if (!take_part(*group, std::atoi(argv[1]), argv[2], std::atoi(argv[3]))) _exit(0);  // MPI_Finalize() might wait for the dead
+  group.reset();
+  MPI_Finalize();
+  return 0;
+}

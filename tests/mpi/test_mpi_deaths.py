@@ -1,0 +1,61 @@
+"""Ranks of MPI that die or sleep: the others get an error, the same for all, by the deadline; never a hang."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from mpi_runs import BUILD
+
+RECOVERY = ("--enable-recovery",)  # mpirun leaves the others alive
+GRACE = 5.0
+ROUNDS = 6
+
+
+def outcomes(mpirun: Any, victim: int, how: str, at: int) -> dict[int, list[tuple[float, str]]]:
+    """By rank: how long each of its rounds took, and how it ended."""
+    done = mpirun(3, BUILD / "mpi_deaths_test", victim, how, at, options=RECOVERY)
+    found: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for rank, seconds, outcome in re.findall(r"rank (\d) round \d after ([\d.]+) s: (.*)", done.stdout):
+        found[int(rank)].append((float(seconds), outcome))
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("how", ["before", "leave"])
+def test_a_rank_that_died_between_two_rounds_is_a_timeout_on_all_others(mpirun: Any, victim: int, how: str) -> None:
+    found = outcomes(mpirun, victim, how, 2)
+    assert len(found[victim]) == 2
+    for rank in {0, 1, 2} - {victim}:
+        words = [outcome for _, outcome in found[rank]]
+        missing = f"all_gather(): rank {victim} did not come before the deadline; every rank must make this call"
+        assert words == ["complete"] * 2 + [missing] * (ROUNDS - 2)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("microseconds", [0, 60, 200])
+def test_a_rank_that_is_killed_in_a_round_is_an_error_by_the_deadline(mpirun: Any, victim: int, microseconds: int) -> None:
+    found = outcomes(mpirun, victim, "within", microseconds)
+    survivors = [found[rank] for rank in sorted({0, 1, 2} - {victim})]
+    assert all(len(rounds) == ROUNDS for rounds in survivors), "nobody hangs, and nobody is ended"
+    assert all(seconds < 0.5 + GRACE + 2 for rounds in survivors for seconds, _ in rounds)
+    if victim != 0:
+        assert len({tuple(outcome for _, outcome in rounds) for rounds in survivors}) == 1, "rank 0 tells all survivors alike"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_sleeps_past_the_deadline_finds_the_others_verdicts(mpirun: Any, victim: int) -> None:
+    found = outcomes(mpirun, victim, "sleep", 2)
+    words = [[outcome == "complete" for _, outcome in found[rank]] for rank in range(3)]
+    assert words[0] == words[1] == words[2]
+    assert words[0][:2] == [True, True]
+    assert not words[0][2]
+    assert words[0][-1], "they are in step again"
+
+
+def test_without_recovery_mpirun_ends_all(mpirun: Any) -> None:
+    done = mpirun(3, BUILD / "mpi_deaths_test", 1, "before", 2)
+    assert done.returncode != 0
+    assert "signal 9" in done.stdout + done.stderr

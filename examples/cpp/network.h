@@ -1,0 +1,48 @@
+// A network of two layers, each rank with some rows of every tensor: 64 pixels, 32 hidden units, 10 digits.
+//
+// A rank computes the units whose rows it has, for all samples, and MPI gathers what the others computed. So every number is computed by
+// one rank, in one order: training is the same, bit for bit, on any number of ranks.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+struct Sample {
+  uint8_t pixels[64];
+  uint8_t label;
+};
+
+std::vector<Sample> read_samples(const std::string& path);
+
+/// Rows [begin, end) of a matrix (rows, columns), in row-major order.
+struct Rows {
+  std::string name;
+  int64_t rows, columns;
+  int64_t begin, end;
+  std::vector<float> values, momentum;
+};
+
+class Network {
+ public:
+  explicit Network(MPI_Comm comm);
+
+  /// One step of SGD with momentum. Collective.
+  void train(const Sample* samples, int count, float rate);
+
+  /// The share of samples that it gets right. Collective.
+  double accuracy(const Sample* samples, int count) const;
+
+  /// What this rank holds: hidden.weight, hidden.bias, output.weight, output.bias. Their memory stays where it is.
+  std::vector<Rows>& tensors() { return tensors_; }
+
+ private:
+  std::vector<float> gather(const std::vector<float>& mine, const Rows& of, int columns) const;
+  std::vector<float> layer(const std::vector<float>& in, int count, const Rows& weight, const Rows& bias, bool squash) const;
+  void step(Rows& tensor, const std::vector<float>& gradient, float rate);
+
+  MPI_Comm comm_;
+  std::vector<Rows> tensors_;
+};

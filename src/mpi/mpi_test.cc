@@ -10,9 +10,8 @@
 #include <numeric>
 #include <thread>
 
-#include "comm/conformance.h"
-#include "comm/conformance_agree.h"
 #include "mpi/calls.h"
+#include "mpi/expect_checks.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow {
@@ -35,19 +34,13 @@ int thread_level() {
   return level;
 }
 
-std::vector<comm::Conformance> all_cases() {
-  std::vector<comm::Conformance> cases = comm::conformance_cases();
-  for (const comm::Conformance& one : comm::agree_cases()) cases.push_back(one);
-  return cases;
-}
-
-class MpiGroups : public testing::TestWithParam<comm::Conformance> {};
+class MpiGroups : public testing::TestWithParam<GroupCheck> {};
 
 TEST_P(MpiGroups, Conform) {
-  GetParam().body(*mpi(MPI_COMM_WORLD));
+  over_mpi::expect_fine(GetParam(), *mpi(MPI_COMM_WORLD));
 }
 
-INSTANTIATE_TEST_SUITE_P(All, MpiGroups, testing::ValuesIn(all_cases()), [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, MpiGroups, testing::ValuesIn(group_checks()), [](const auto& test) { return test.param.name; });
 
 TEST(Mpi, KnowsItsRankAndSize) {
   int size = 0;
@@ -108,9 +101,9 @@ TEST(Mpi, TheProgramsOwnMessagesAreLeftAlone) {
   for (int tag = 0; tag < kTags; ++tag) MPI_Isend(&sent[tag], 1, MPI_INT, next, tag, MPI_COMM_WORLD, &requests[tag]);
 
   const auto group = mpi(MPI_COMM_WORLD);
-  comm::conformance::all_gather_takes_any_bytes_of_any_length(*group);
-  comm::conformance::blocks_arrive_in_order(*group);
-  comm::conformance::rounds_do_not_mix(*group);
+  over_mpi::expect_check("all_gather_takes_any_bytes_of_any_length", *group);
+  over_mpi::expect_check("blocks_arrive_in_order", *group);
+  over_mpi::expect_in_step(*group);
 
   for (int tag = 1; tag < kTags; ++tag) MPI_Irecv(&received[tag], 1, MPI_INT, last, tag, MPI_COMM_WORLD, &requests[kTags + tag]);
   requests[kTags] = MPI_REQUEST_NULL;
@@ -127,8 +120,8 @@ TEST(Mpi, ASubCommunicatorIsAGroupOfItsOwnAndOutlivesItsHandle) {
   MPI_Comm_free(&half);
   const auto ranks = ours->all_gather(std::to_string(world_rank()), far());
   EXPECT_TRUE(std::is_sorted(ranks.rbegin(), ranks.rend()));
-  comm::conformance::blocks_arrive_in_order(*ours);
-  comm::conformance::rounds_do_not_mix(*all);
+  over_mpi::expect_check("blocks_arrive_in_order", *ours);
+  over_mpi::expect_in_step(*all);
 }
 
 /// What still comes for Groups that are no more does not reach those of a later communicator, which MPI may give the same context.
@@ -224,7 +217,7 @@ TEST(Mpi, AnotherThreadNeedsThreadMultiple) {
     EXPECT_EQ(got.code, Code::kInvalidArgument);
     EXPECT_NE(got.message.find("MPI_THREAD_MULTIPLE; this program has MPI_THREAD_FUNNELED"), std::string::npos) << got.message;
   }
-  comm::conformance::rounds_do_not_mix(*group);
+  over_mpi::expect_in_step(*group);
 }
 
 /// A sharded file, written and read through the Group; rank r holds row r.

@@ -9,9 +9,8 @@
 #include <random>
 #include <thread>
 
-#include "comm/conformance.h"
-#include "comm/conformance_agree.h"
 #include "comm/round_group.h"
+#include "mpi/expect_checks.h"
 
 namespace shardow::over_mpi {
 namespace {
@@ -103,20 +102,15 @@ void on_every_rank(int size, uint64_t seed, const std::function<void(Group&)>& b
   }
 }
 
-std::vector<comm::Conformance> all_cases() {
-  std::vector<comm::Conformance> cases = comm::conformance_cases();
-  for (const comm::Conformance& one : comm::agree_cases()) cases.push_back(one);
-  return cases;
-}
-
-class Stars : public testing::TestWithParam<std::tuple<comm::Conformance, int>> {};
+class Stars : public testing::TestWithParam<std::tuple<GroupCheck, int>> {};
 
 TEST_P(Stars, Conform) {
-  const auto& [one, size] = GetParam();
-  on_every_rank(size, static_cast<uint64_t>(size), one.body);
+  const auto& check = std::get<0>(GetParam());
+  const int size = std::get<1>(GetParam());
+  on_every_rank(size, static_cast<uint64_t>(size), [&](Group& group) { expect_fine(check, group); });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Stars, testing::Combine(testing::ValuesIn(all_cases()), testing::Values(1, 2, 3, 5)),
+INSTANTIATE_TEST_SUITE_P(All, Stars, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 5)),
                          [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
 
 /// How a round ended here: what everybody brought, or the code.
@@ -171,7 +165,7 @@ TEST(Star, ARoundEndsAlikeForAllWhoeverIsLate) {
     std::vector<std::vector<std::string>> outcomes(static_cast<size_t>(size));
     on_every_rank(size, seed, [&](Group& group) {
       outcomes[static_cast<size_t>(group.rank())] = wander(group, seed);
-      comm::conformance::rounds_do_not_mix(group);  // all are in step
+      expect_in_step(group);  // all are in step
     });
     expect_alike(outcomes, seed);
     for (const std::string& one : outcomes[0]) (one.starts_with("code") ? failed : complete) += 1;
@@ -218,7 +212,7 @@ TEST(Star, WhoWaitsInVainIsTold) {
     EXPECT_EQ(got.code, Code::kTimeout) << got.message;
     EXPECT_EQ(got.message, "all_gather(): rank 0 did not come before the deadline; every rank must make this call")
         << "one silence, one timeout";
-    comm::conformance::rounds_do_not_mix(group);
+    expect_in_step(group);
   });
 }
 
@@ -229,7 +223,7 @@ TEST(Star, AMemberAtItsDeadlineHurriesTheKeeper) {
     const comm::Caught got = comm::caught([&] { group.all_gather("", group.rank() == 2 ? comm::near() : comm::far()); });
     EXPECT_EQ(got.message, "all_gather(): rank 1 did not come before the deadline; every rank must make this call");
     if (group.rank() == 0) group.send({&token, 1}, 1, comm::far());
-    comm::conformance::rounds_do_not_mix(group);
+    expect_in_step(group);
   });
 }
 

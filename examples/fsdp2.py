@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --steps 300 --out out/fsdp2
 
-The same command goes on from the last checkpoint, on any number of ranks. In the end out/fsdp2/model is the averaged model, for inference.
+Killed at any moment, the same command goes on from the last whole checkpoint, on any number of ranks. In the end out/fsdp2/model is the
+averaged model, for inference.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import shardow
@@ -37,20 +35,20 @@ def train(steps: int, out: Path) -> dict[str, float]:
     shardow.materialize(model, device=DEVICE, seed=0)  # or from a file or directory: materialize(model, path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ema = shardow.EMA(model, decay=[0.99, 0.999])  # both in one pass over the weights
-    saved: dict[str, Any] = {"step": 0}
-    if whole := sorted(out.glob("step-*/.metadata")):  # which torch writes last
-        saved = state(0, model, optimizer, ema)
-        dcp.load(saved, checkpoint_id=whole[-1].parent)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-    for step in range(saved["step"] + 1, steps + 1):
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=20)
+    checkpoints = shardow.Checkpoints(out, keep=3)
+    if checkpoints.latest() is not None:
+        checkpoints.restore(model, ema, optimizer, scheduler, random=False)  # batches below are drawn by the step
+    for step in range(ema.step + 1, steps + 1):
         torch.manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
         batch = torch.randint(300, len(images), (64,))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
+        scheduler.step()
         ema.update()
-        if step % 100 == 0 or step == steps:
-            dcp.save(state(step, model, optimizer, ema), checkpoint_id=out / f"step-{step:06}")
+        if step % 100 == 0 or step == steps:  # training goes on while it is written; the next save waits for it
+            checkpoints.save(step, model, ema, optimizer, scheduler, asynchronous=step < steps)
     ema.export(out / "model", decay=0.99)
     with torch.no_grad():
         named = {"weights": model(images[:300]).argmax(1)}
@@ -58,11 +56,6 @@ def train(steps: int, out: Path) -> dict[str, float]:
             with ema.swapped(decay):  # on every rank
                 named[f"averages of decay {decay}"] = model(images[:300]).argmax(1)
     return {name: float((classes == labels[:300]).float().mean()) for name, classes in named.items()}
-
-
-def state(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA) -> dict[str, Any]:
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    return {"step": step, "model": weights, "optimizer": of_optimizer, "ema": ema}
 
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ import gc
 import math
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import shardow
 
@@ -44,29 +41,22 @@ def train(steps: int, out: Path, context: int = 256) -> dict[str, float]:
     shardow.wrap(model, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)))  # on CUDA also: mixed_precision=torch.bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     ema = shardow.EMA(model, decay=shardow.schedules.debiased(0.995))
-    saved: dict[str, Any] = {"step": 0}
-    if whole := sorted(out.glob("step-*/.metadata")):  # which torch writes last
-        saved = state(0, model, optimizer, ema)
-        dcp.load(saved, checkpoint_id=whole[-1].parent)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-    for step in range(saved["step"] + 1, steps + 1):
+    checkpoints = shardow.Checkpoints(out, keep=2)
+    if checkpoints.latest() is not None:
+        checkpoints.restore(model, ema, optimizer, random=False)  # the windows below are drawn by the step
+    for step in range(ema.step + 1, steps + 1):
         torch.manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
         optimizer.zero_grad()
         bits_per_byte(model, learned[torch.randint(len(learned), (16,))]).backward()
         optimizer.step()
         ema.update()
         if step % 200 == 0 or step == steps:
-            dcp.save(state(step, model, optimizer, ema), checkpoint_id=out / f"step-{step:06}")
+            checkpoints.save(step, model, ema, optimizer, asynchronous=step < steps)
     ema.export(out / "model", dtype="bfloat16")
     with torch.no_grad():
         found = {"weights": float(bits_per_byte(model, held_out))}
         with ema.swapped():  # on every rank, as FSDP's forward passes
             return {**found, "averages": float(bits_per_byte(model, held_out))}
-
-
-def state(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA) -> dict[str, Any]:
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    return {"step": step, "model": weights, "optimizer": of_optimizer, "ema": ema}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import ddp, fsdp2, language_model
+from . import dcp_async, ddp, fsdp2, inference, language_model
 
 HERE = Path(__file__).parent
 Exported = dict[str, torch.Tensor]
@@ -94,6 +94,17 @@ def test_ddp_learns_and_its_averages_are_those_of_the_formula(straight: Straight
     assert sorted(path.name for path in out.iterdir()) == ["model", "step-000100", "step-000200", "step-000250"]
 
 
+def test_inference_reads_an_export_and_the_averages_of_a_step_on_any_number_of_ranks(straight: Straight) -> None:
+    out, results, _ = straight
+    digits = inference.named(out / "model")
+    labels = ddp.load_digits().target[:300].tolist()
+    assert sum(map(int.__eq__, digits, labels)) / 300 == pytest.approx(results["averages"])
+    assert inference.named(out / "step-000250" / "averages.safetensors") == digits
+    assert inference.named(out / "step-000100" / "averages.safetensors") != digits
+    assert ranks.run(2, inference.named, out / "model") == [digits] * 2
+    assert sum(map(int.__ne__, inference.named(out / "model", torch.bfloat16), digits)) < 10
+
+
 def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straight, tmp_path: Path) -> None:
     command = ("ddp.py", "--steps", 250, "--out", tmp_path)
     run = start(*command)
@@ -126,6 +137,18 @@ def test_fsdp2_goes_on_after_a_stop_and_on_another_number_of_ranks(tmp_path: Pat
     (tmp_path / "straight" / "model" / "model.safetensors").unlink()
     ranks.run(3, fsdp2.train, 30, tmp_path / "straight")  # no step is left: these are the averages that were loaded
     assert equal(exported(tmp_path / "straight"), straight)
+
+
+def test_dcp_goes_on_after_a_stop_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    straight = ranks.run(2, dcp_async.train, 30, tmp_path / "straight")[0]
+    assert straight["weights"] > 0.5, straight
+    assert straight["weights"] != straight["averages"]
+    ranks.run(2, dcp_async.train, 15, tmp_path / "parts")
+    ranks.run(2, dcp_async.train, 30, tmp_path / "parts")
+    assert equal(exported(tmp_path / "parts"), exported(tmp_path / "straight"))
+    (tmp_path / "parts" / "model" / "model.safetensors").unlink()
+    ranks.run(3, dcp_async.train, 30, tmp_path / "parts")  # no step is left
+    assert equal(exported(tmp_path / "parts"), exported(tmp_path / "straight"))
 
 
 def test_the_language_model_learns_and_goes_on_after_a_stop(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,13 @@ import ranks
 import torch
 import torch.distributed.checkpoint as dcp
 from launched import equal, launched
+from safetensors.torch import load_file
 
 import shardow
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("spmd_types")
-from titan import config_of
+from titan import HuggingFaceNames, config_of, torchtitan_run, without_averages
 from torchtitan.components.validate import Validator
 
 
@@ -112,6 +114,20 @@ def test_the_numbers_are_those_of_torchtitan_s_rule(ema: dict[str, Any], tmp_pat
                 weights[step], 1 - (ema["decay"] if "decay" in ema else 2 ** (-1 / (ema["half_life_fraction"] * number)))
             )
         torch.testing.assert_close(averages[step], by_hand, rtol=0, atol=1e-6)
+
+
+def recipe(out: Path, steps: int) -> dict[str, float]:
+    with launched():
+        return torchtitan_run.train(without_averages(out, adapter=HuggingFaceNames), steps, out, save_every=2)
+
+
+def test_the_recipe_goes_on_after_a_stop_and_exports_under_both_names(tmp_path: Path) -> None:
+    assert ranks.run(2, recipe, tmp_path / "straight", 4)[0]["updates"] == 4
+    shutil.copytree(tmp_path / "straight" / "checkpoint" / "step-2", tmp_path / "parts" / "checkpoint" / "step-2")
+    assert ranks.run(2, recipe, tmp_path / "parts", 4)[0]["updates"] == 4
+    straight, parts = (load_file(tmp_path / one / "model" / "model.safetensors") for one in ("straight", "parts"))
+    assert equal(parts, straight)
+    assert equal(load_file(tmp_path / "parts" / "hf" / "model.safetensors"), {f"model.{name}": one for name, one in straight.items()})
 
 
 class Watching(Validator):

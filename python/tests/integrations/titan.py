@@ -28,6 +28,7 @@ from torchtitan.tools import utils  # noqa: E402
 
 utils.device_type, utils.device_module = "cpu", torch.cpu
 
+from examples import torchtitan_run  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
@@ -38,6 +39,8 @@ from torchtitan.config import TrainingConfig  # noqa: E402
 from torchtitan.distributed import utils as distributed  # noqa: E402
 from torchtitan.protocols.model import BaseModel  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
 
 from shardow.integrations.torchtitan import AveragedTrainer, EMAWeights  # noqa: E402
 
@@ -122,10 +125,17 @@ class Counting(BaseDataLoader):
         self.count = state_dict["count"]
 
 
-def config_of(out: Path, steps: int = 4, **ema: Any) -> AveragedTrainer.Config:
-    spec = ModelSpec("net", "small", Net.Config(), parallelize, None, None, None)
-    return AveragedTrainer.Config(
-        model_spec=spec,
+class HuggingFaceNames(StateDictAdapter):
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.{name}": one for name, one in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("model."): one for name, one in hf_state_dict.items()}
+
+
+def without_averages(out: Path, steps: int = 4, adapter: Any = None) -> Trainer.Config:
+    return Trainer.Config(
+        model_spec=ModelSpec("net", "small", Net.Config(), parallelize, None, None, adapter),
         dump_folder=str(out),
         loss=CrossEntropyLoss.Config(),
         tokenizer=NoTokenizer.Config(),
@@ -134,5 +144,8 @@ def config_of(out: Path, steps: int = 4, **ema: Any) -> AveragedTrainer.Config:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(local_batch_size=2, seq_len=16, steps=steps, disable_cuda_graphs=True),
         checkpoint=CheckpointManager.Config(enable=True, interval=2, last_save_model_only=False),
-        ema=EMAWeights.Config(**{"enable": True, **ema}),
     )
+
+
+def config_of(out: Path, steps: int = 4, **ema: Any) -> AveragedTrainer.Config:
+    return torchtitan_run.averaged(without_averages(out, steps), EMAWeights.Config(**{"enable": True, **ema}))

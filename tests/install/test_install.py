@@ -17,7 +17,7 @@ BUILD = HERE.parents[1] / "build" / "release"
 CMAKE = Path(sys.executable).parent / "cmake"
 WARNINGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
 
-NEED_MORE = {"mpi.h"}  # headers over somebody else's: tests/mpi compiles it
+NEED_MORE = {"libtorch.h", "mpi.h"}  # headers over somebody else's: tests/libtorch and tests/mpi compile them
 
 
 def run(*command: object, **environment: str) -> str:

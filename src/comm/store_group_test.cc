@@ -1,0 +1,176 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "comm/findings.h"
+#include "shardow/conformance.h"
+#include "shardow/group.h"
+
+namespace shardow {
+namespace {
+
+using comm::caught;
+using comm::far;
+using comm::near;
+
+struct Shelf {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::string, std::string> values;
+  std::map<std::string, int64_t> counts;
+  bool burnt = false;
+};
+
+/// In memory; every rank has one of its own over what all share.
+class ShelfStore final : public Store {
+ public:
+  explicit ShelfStore(std::shared_ptr<Shelf> shelf) : shelf_(std::move(shelf)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    const auto lock = locked();
+    shelf_->values[key] = value;
+    shelf_->changed.notify_all();
+  }
+  std::string set_first(const std::string& key, const std::string& value) override {
+    const auto lock = locked();
+    shelf_->changed.notify_all();
+    return shelf_->values.try_emplace(key, value).first->second;
+  }
+  std::vector<std::string> get(const std::vector<std::string>& keys) override {
+    const auto lock = locked();
+    std::vector<std::string> values;
+    for (const std::string& key : keys) values.push_back(shelf_->values.at(key));
+    return values;
+  }
+  bool has(const std::string& key) override {
+    const auto lock = locked();
+    return shelf_->values.contains(key);
+  }
+  bool wait(const std::vector<std::string>& keys, Deadline deadline) override {
+    auto lock = locked();
+    const auto all = [&] { return std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return shelf_->values.contains(key); }); };
+    return shelf_->changed.wait_until(lock, deadline, all);
+  }
+  int64_t add(const std::string& key) override {
+    const auto lock = locked();
+    return ++shelf_->counts[key];
+  }
+  void erase(const std::string& key) override {
+    const auto lock = locked();
+    EXPECT_EQ(shelf_->values.erase(key), 1u) << key;
+  }
+
+ private:
+  std::unique_lock<std::mutex> locked() {
+    std::unique_lock lock(shelf_->mutex);
+    if (shelf_->burnt) throw Error(Code::kPeerFailed, "the shelf is burnt");
+    return lock;
+  }
+  const std::shared_ptr<Shelf> shelf_;
+};
+
+using Groups = std::vector<std::unique_ptr<Group>>;
+
+Groups over(const std::shared_ptr<Shelf>& shelf, int n) {
+  Groups groups;
+  for (int rank = 0; rank < n; ++rank) groups.push_back(store_group(std::make_unique<ShelfStore>(shelf), rank, n));
+  return groups;
+}
+
+void on_every_rank(Groups& groups, const std::function<void(std::unique_ptr<Group>&)>& body) {
+  std::vector<std::jthread> ranks;
+  for (auto& group : groups) ranks.emplace_back([&] { body(group); });
+}
+
+class StoreGroups : public testing::TestWithParam<std::tuple<GroupCheck, int>> {};
+
+TEST_P(StoreGroups, Conform) {
+  Groups groups = over(std::make_shared<Shelf>(), std::get<1>(GetParam()));
+  on_every_rank(groups, [](auto& group) {
+    for (const std::string& wrong : std::get<0>(GetParam()).run(*group)) ADD_FAILURE() << "rank " << group->rank() << ": " << wrong;
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, StoreGroups, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 8)),
+                         [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
+
+TEST(StoreGroup, KeepsNoMoreKeysThanTwoRoundsHave) {
+  const auto shelf = std::make_shared<Shelf>();
+  Groups groups = over(shelf, 3);
+  on_every_rank(groups, [](auto& group) {
+    for (int round = 0; round < 100; ++round) {
+      group->all_gather(std::to_string(round), far());
+      std::byte token{};
+      if (group->rank() == 0) group->send({&token, 1}, 2, far());
+      if (group->rank() == 2) group->recv({&token, 1}, 0, far());
+    }
+  });
+  EXPECT_LE(shelf->values.size(), 2u * (3 + 1) + 2u * (2 + 1));
+}
+
+TEST(StoreGroup, MovesValuesThatAreLongerThanAKeyTakes) {
+  Groups groups = over(std::make_shared<Shelf>(), 2);
+  on_every_rank(groups, [](auto& group) {
+    std::vector<std::byte> bytes((size_t{9} << 20) + 5, std::byte{1});
+    if (group->rank() == 1) {
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = std::byte(i % 251);
+    }
+    group->broadcast(bytes, 1, far());
+    for (size_t i = 0; i < bytes.size(); i += 4093) ASSERT_EQ(bytes[i], std::byte(i % 251)) << i;
+  });
+}
+
+TEST(StoreGroup, SeveralOverOneStoreDoNotMeet) {
+  const auto shelf = std::make_shared<Shelf>();
+  Groups one = over(shelf, 2), other = over(shelf, 2);
+  std::jthread first([&] { on_every_rank(one, [](auto& group) { EXPECT_EQ(group->all_gather("one", far())[1], "one"); }); });
+  on_every_rank(other, [](auto& group) { EXPECT_EQ(group->all_gather("other", far())[1], "other"); });
+}
+
+TEST(StoreGroup, CallsThatDoNotFitAreRefusedOnEveryRank) {
+  Groups groups = over(std::make_shared<Shelf>(), 3);
+  on_every_rank(groups, [](auto& group) {
+    group->begin(group->rank() == 1 ? "save()" : "load()", std::chrono::seconds(1));
+    const auto got = caught([&] { group->all_gather("", far()); });
+    EXPECT_EQ(got.code, Code::kInvalidArgument);
+    EXPECT_NE(got.message.find("calls save()"), std::string::npos) << got.message;
+    group->begin("load()", std::chrono::seconds(1));
+    EXPECT_EQ(group->all_gather("now", far())[2], "now");
+  });
+}
+
+TEST(StoreGroup, AGoneRankEndsAllWaitingSoon) {
+  const std::vector<void (*)(Group&)> calls = {
+      [](Group& g) { g.all_gather("", far()); },
+      [](Group& g) { g.recv({}, 1, far()); },
+      [](Group& g) { g.send({}, 1, far()); },
+      [](Group& g) { agree(g, far(), [] {}); },
+  };
+  for (const auto call : calls) {
+    Groups groups = over(std::make_shared<Shelf>(), 3);
+    on_every_rank(groups, [&](auto& group) {
+      if (group->rank() == 1) return group.reset();
+      for (int again = 0; again < 2; ++again) {
+        const auto got = caught([&] { call(*group); });
+        EXPECT_EQ(got.code, Code::kPeerFailed);
+        EXPECT_NE(got.message.find("rank 1 is gone"), std::string::npos) << got.message;
+      }
+    });
+  }
+}
+
+TEST(StoreGroup, ARankThatIsWrongOrAStoreThatIsGoneIsAnError) {
+  const auto shelf = std::make_shared<Shelf>();
+  EXPECT_EQ(caught([&] { store_group(std::make_unique<ShelfStore>(shelf), 2, 2); }).code, Code::kInvalidArgument);
+  EXPECT_EQ(caught([&] { store_group(std::make_unique<ShelfStore>(shelf), -1, 2); }).code, Code::kInvalidArgument);
+  Groups groups = over(shelf, 2);
+  shelf->burnt = true;
+  EXPECT_EQ(caught([&] { groups[0]->all_gather("", near()); }).message, "the shelf is burnt");
+}
+
+}  // namespace
+}  // namespace shardow

@@ -1,0 +1,149 @@
+"""shardow/libtorch.h and the program over it (examples/libtorch), against the installed package and the LibTorch that torch brings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="no LibTorch, so shardow/libtorch.h is not tried: pip install torch")
+
+from safetensors.torch import load_file  # noqa: E402
+
+import shardow  # noqa: E402
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BUILD = ROOT / "build" / "release"
+CMAKE = Path(sys.executable).parent / "cmake"
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("prefix")
+    run(CMAKE, "--install", BUILD, "--component", "cpp", "--prefix", prefix)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def built(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with both programs. They are compiled side by side: torch's headers take half a minute each."""
+    build = tmp_path_factory.mktemp("build")
+    for name, source in {"tests": HERE, "example": ROOT / "examples" / "libtorch"}.items():
+        run(CMAKE, "-S", source, "-B", build / name, f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}")
+    compilers = [subprocess.Popen([CMAKE, "--build", build / name], stdout=subprocess.PIPE, text=True) for name in ("tests", "example")]
+    for one in compilers:
+        said, _ = one.communicate()
+        assert one.returncode == 0, said
+    return build
+
+
+@pytest.fixture(scope="module")
+def straight(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the example leaves when nothing stops it."""
+    out = tmp_path_factory.mktemp("straight")
+    accuracies = json.loads(train(built, out, 200))
+    assert accuracies.keys() == {"weights", "warmup(decay=0.95)", "0.8"}
+    assert min(accuracies.values()) > 0.8, accuracies
+    assert len(set(accuracies.values())) > 1, accuracies
+    return out
+
+
+def train(built: Path, out: Path, steps: int) -> str:
+    return run("env", "OMP_NUM_THREADS=1", built / "example" / "train", out, steps)
+
+
+def contents(out: Path) -> dict[Path, bytes]:
+    return {path.relative_to(out): path.read_bytes() for path in out.rglob("*.safetensors")}
+
+
+def test_views_and_groups_and_both_libraries_in_one_program(built: Path) -> None:
+    said = run("env", "OMP_NUM_THREADS=2", built / "tests" / "libtorch_test")
+    assert "PASSED" in said
+    needed = run("readelf", "-d", built / "tests" / "libtorch_test")
+    assert "libshardow.so.0" in needed
+    assert "libtorch_cpu.so" in needed
+
+
+def test_what_stopped_or_was_killed_goes_on_bit_for_bit(built: Path, straight: Path, tmp_path: Path) -> None:
+    stopped, killed = tmp_path / "stopped", tmp_path / "killed"
+    train(built, stopped, 70)
+    train(built, stopped, 200)
+    assert len(contents(straight)) == 5
+    assert contents(stopped) == contents(straight)
+    killed.mkdir()
+    running = subprocess.Popen(["env", "OMP_NUM_THREADS=1", built / "example" / "train", killed, "200"], stdout=subprocess.DEVNULL)
+    while not (killed / "checkpoint").exists():
+        assert running.poll() is None
+        time.sleep(0.002)
+    running.kill()
+    running.wait()
+    assert not (killed / "model.safetensors").exists()
+    train(built, killed, 200)
+    assert contents(killed) == contents(straight)
+
+
+class Net(torch.nn.Module):
+    """The example's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(1, 16, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(16)
+        self.head = torch.nn.Linear(16 * 4 * 4, 10)
+
+
+def test_python_opens_the_export_and_goes_on_with_the_averages(straight: Path) -> None:
+    net, loaded = Net(), Net()
+    exported = load_file(straight / "model.safetensors")
+    net.load_state_dict(exported, strict=True)
+    assert net.norm.num_batches_tracked == 200
+    shardow.load(loaded, straight / "model.safetensors")
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in loaded.state_dict().items())
+    ema = shardow.EMA(Net(), decay=[shardow.schedules.warmup(0.95), 0.8], buffers="ignore")
+    ema.load(straight / "checkpoint")
+    assert ema.stats()["step"] == 200
+    averages = ema.full_state_dict(decay="warmup(decay=0.95)", complete=False)
+    assert averages.keys() == dict(net.named_parameters()).keys()
+    assert all(torch.equal(average, exported[name]) for name, average in averages.items())
+    weights = load_file(straight / "checkpoint" / "model.safetensors")
+    assert not any(torch.equal(average, weights[name]) for name, average in averages.items())
+
+
+def test_the_header_compiles_with_clang_too(installed: Path, tmp_path: Path) -> None:
+    clang = shutil.which("clang++-14") or shutil.which("clang++")
+    if clang is None:
+        pytest.skip("no clang++: apt-get install clang-14")
+    (tmp_path / "twice.cc").write_text("#include <shardow/libtorch.h>\n" * 2)
+    torchs = Path(torch.utils.cmake_prefix_path).parents[1] / "include"
+    warnings = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
+    where = [f"-I{installed / 'include'}", "-isystem", torchs, "-isystem", torchs / "torch" / "csrc" / "api" / "include"]
+    run(clang, *warnings, *where, "-fsyntax-only", tmp_path / "twice.cc")
+
+
+@pytest.mark.parametrize("first", ["torch", "shardow"])
+def test_a_python_process_takes_all_three_in_any_order(first: str, installed: Path) -> None:
+    """torch, the extension module and the shared library, the last with its symbols for all to see."""
+    library = f"import ctypes; ctypes.CDLL({str(installed / 'lib' / 'libshardow.so')!r}, ctypes.RTLD_GLOBAL)"
+    order = ["import torch", library, "import shardow"]
+    work = "net = torch.nn.Linear(2048, 1024); ema = shardow.EMA(net, decay=0.5); before = net.weight.detach().clone()"
+    step = "net.weight.data.add_(1); ema.update(); assert torch.equal(ema.full_state_dict()['weight'], before.lerp(net.weight, 0.5))"
+    run(sys.executable, "-c", "\n".join([*(order if first == "torch" else order[::-1]), work, step]))
+
+
+def test_without_libtorch_the_example_says_what_is_missing(installed: Path, tmp_path: Path) -> None:
+    source = ROOT / "examples" / "libtorch"
+    done = subprocess.run([CMAKE, "-S", source, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={installed}"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "LibTorch was not found. It comes with PyTorch (pip install torch)" in " ".join(done.stderr.split())

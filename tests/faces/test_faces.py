@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import shardow
 from shardow import schedules
 
-PROGRAM = Path(__file__).parents[2] / "build" / "release" / "trajectory"
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "build" / "release" / "trajectory"
+ON_MPI = ROOT / "build" / "release" / "mpi_trajectory_test"
 SHAPE = (37, 11)
 KINDS = {
     "one": [schedules.warmup(0.999)],
@@ -29,7 +31,7 @@ WHERE = {"one": "ema.safetensors", "stochastic": "ema.safetensors", "several": "
 
 
 def weights(step: int, seed: int) -> torch.Tensor:
-    """As in trajectory.cc."""
+    """As in trajectory.h."""
     element = torch.arange(SHAPE[0] * SHAPE[1])
     return (((element * 7 + step * (13 + element % 5) + seed) % 97 - 40).to(torch.float32) / 16).view(SHAPE)
 
@@ -49,7 +51,7 @@ class Net(nn.Module):
 
 
 def in_python(first: int, last: int, source: str | None, target: str, kind: str) -> None:
-    """As trajectory.cc does it; alone, or sharded by FSDP2."""
+    """As trajectory.h does it; alone, or sharded by FSDP2."""
     model = Net()
     if dist.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -63,16 +65,18 @@ def in_python(first: int, last: int, source: str | None, target: str, kind: str)
     ema.save(target)
 
 
-def in_cpp(size: int, first: int, last: int, source: str | None, target: str, kind: str) -> None:
+def in_cpp(start: list[str], first: int, last: int, source: str | None, target: str, kind: str) -> None:
     texts = [shardow.schedules.constant(one).to_json() if isinstance(one, float) else one.to_json() for one in KINDS[kind]]
-    command = [str(PROGRAM), str(size), str(first), str(last), source or "-", target, *texts]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [*start, str(first), str(last), source or "-", target, *texts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
 def by(face: str, size: int, *told: object) -> None:
     if face == "cpp":
-        in_cpp(size, *told)  # type: ignore[arg-type]
+        in_cpp([str(PROGRAM), str(size)], *told)  # type: ignore[arg-type]
+    elif face == "mpi":
+        in_cpp([str(ROOT / "tests" / "mpi" / "mpirun"), str(size), str(ON_MPI)], *told)  # type: ignore[arg-type]
     elif size == 1:
         in_python(*told)  # type: ignore[arg-type]
     else:
@@ -105,3 +109,18 @@ def test_files_are_the_same_bytes_whoever_wrote_them_and_each_goes_on_from_the_o
     straight = files(tmp_path / f"straight-{WHERE[kind]}")
     assert straight != first
     assert {source: found == straight for source, found in wholes.items()} == dict.fromkeys(wholes, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mpi_writes_the_same_bytes_too_and_goes_on_from_pythons(kind: str, tmp_path: Path) -> None:
+    if not ON_MPI.exists():
+        pytest.skip("no MPI: apt-get install libopenmpi-dev openmpi-bin")
+    found = {}
+    for face, size in [("python", 1), ("mpi", 1), ("mpi", 2), ("mpi", 4)]:
+        (tmp_path / f"{face}{size}").mkdir()
+        by(face, size, 0, 6, None, str(tmp_path / f"{face}{size}" / WHERE[kind]), kind)
+        found[face, size] = files(tmp_path / f"{face}{size}" / WHERE[kind])
+    assert all(one == found["python", 1] for one in found.values())
+    for face, size, source in [("python", 1, "mpi4"), ("mpi", 3, "python1"), ("mpi", 2, "mpi4")]:
+        by(face, size, 6, 9, str(tmp_path / source / WHERE[kind]), str(tmp_path / f"{face}{size}-{WHERE[kind]}"), kind)
+        assert files(tmp_path / f"{face}{size}-{WHERE[kind]}") == files(tmp_path / f"python1-{WHERE[kind]}")

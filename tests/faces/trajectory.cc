@@ -1,100 +1,22 @@
-// A training of numbers that every program can make, with its averages, by ranks that are threads:
-//
-//   trajectory RANKS FIRST LAST FROM TO SCHEDULE...
-//
-// Steps FIRST + 1 to LAST, after the averages and their state were loaded from FROM ("-": begun at the weights of step FIRST); then they
-// are saved to TO. Schedules are JSON. Rank r of N has rows r, r + N, ... of the matrix "rows", its own columns of "columns", and all of
-// "whole". tests/faces/test_faces.py does the same in Python.
+// The trajectory of trajectory.h on ranks that are threads.
+#include "trajectory.h"
+
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "shardow/average.h"
-#include "shardow/ema_file.h"
 #include "shardow/error.h"
-
-namespace {
-
-using shardow::DType;
-using shardow::Interval;
-using shardow::Region;
-
-constexpr int64_t kRows = 37, kColumns = 11;
-
-float weight(int64_t element, int64_t step, int64_t seed) {
-  return static_cast<float>((element * 7 + step * (13 + element % 5) + seed) % 97 - 40) / 16;
-}
-
-/// Memory of the elements of a matrix that stand in given rows and columns.
-struct Part {
-  std::vector<int64_t> elements;
-  std::vector<float> values;
-  shardow::TensorView view;
-
-  Part(std::string name, const std::vector<Interval>& rows, const std::vector<Interval>& columns)
-      : view{std::move(name), DType::kF32, Region::grid({kRows, kColumns}, {rows, columns}), nullptr} {
-    for (const auto& [top, bottom] : rows) {
-      for (int64_t row = top; row < bottom; ++row) {
-        for (const auto& [left, right] : columns) {
-          for (int64_t column = left; column < right; ++column) elements.push_back(row * kColumns + column);
-        }
-      }
-    }
-    values.resize(elements.size());
-    view.data = values.data();
-  }
-  void set(int64_t step, int64_t seed) {
-    for (size_t i = 0; i < values.size(); ++i) values[i] = weight(elements[i], step, seed);
-  }
-};
-
-struct Arguments {
-  int64_t first, last;
-  std::string from, to;
-  std::vector<shardow::Schedule> schedules;
-};
-
-void train(shardow::Group& group, const Arguments& given) {
-  const int64_t rank = group.rank(), size = group.size();
-  std::vector<Interval> every_nth;
-  for (int64_t row = rank; row < kRows; row += size) every_nth.push_back({row, row + 1});
-  const std::vector<Interval> all_rows = {{0, kRows}}, all_columns = {{0, kColumns}};
-  std::vector<Part> parts;
-  parts.emplace_back("rows", every_nth, all_columns);
-  parts.emplace_back("columns", all_rows, std::vector<Interval>{{kColumns * rank / size, kColumns * (rank + 1) / size}});
-  parts.emplace_back("whole", all_rows, all_columns);
-  const auto set = [&](int64_t step) {
-    for (size_t i = 0; i < parts.size(); ++i) parts[i].set(step, static_cast<int64_t>(i));
-  };
-
-  set(given.first);
-  std::vector<shardow::TensorView> views;
-  for (const Part& part : parts) views.push_back(part.view);
-  shardow::Average ema(views, {.schedules = given.schedules});
-  if (given.from != "-") shardow::load(group, ema, given.from);
-  for (int64_t step = given.first + 1; step <= given.last; ++step) {
-    set(step);
-    ema.update();
-  }
-  shardow::save(group, ema, given.to);
-}
-
-}  // namespace
 
 int main(int argc, char** argv) {
   if (argc < 7) return 2;
-  Arguments given{std::atoll(argv[2]), std::atoll(argv[3]), argv[4], argv[5], {}};
-  for (int i = 6; i < argc; ++i) given.schedules.push_back(shardow::Schedule::from_json(argv[i]));
+  const shardow::faces::Arguments given = shardow::faces::arguments(argc, argv, 2);
   auto groups = shardow::threads(std::atoi(argv[1]));
   std::vector<int> failed(groups.size());
   std::vector<std::jthread> ranks;
   for (auto& group : groups) {
     ranks.emplace_back([&] {
       try {
-        train(*group, given);
+        shardow::faces::train(*group, given);
       } catch (const shardow::Error& error) {
         failed[static_cast<size_t>(group->rank())] = 1;
         std::fprintf(stderr, "rank %d: %s\n", group->rank(), error.what());

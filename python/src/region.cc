@@ -7,7 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "core.h"
-#include "shardow/messages.h"
+#include "tensor/messages.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

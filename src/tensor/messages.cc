@@ -1,5 +1,5 @@
 // Pieces of at most half a message wait to be packed, so each packed message but the last is more than half full.
-#include "shardow/messages.h"
+#include "tensor/messages.h"
 
 #include <algorithm>
 #include <utility>

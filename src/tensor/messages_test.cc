@@ -1,4 +1,4 @@
-#include "shardow/messages.h"
+#include "tensor/messages.h"
 
 #include <gtest/gtest.h>
 

@@ -3,7 +3,7 @@
 Numbered, as the code below:
 
 1. every rank tells rank 0 what it wants: keys, regions, dtypes
-2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together (include/shardow/messages.h); few are on the
+2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together (src/tensor/messages.h); few are on the
    way at any time
 3. rank 0 sends them in turns; where the source's elements lie one after another they are sent from where they are
 4. who fails reads nothing more, and keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Then it raises

@@ -13,7 +13,6 @@
 
 #include "shardow/region.h"
 
-#pragma GCC visibility push(default)
 namespace shardow {
 
 /// A part of one tensor, in elements of `item_bytes` as they travel.
@@ -60,4 +59,3 @@ class Messages {
 };
 
 }  // namespace shardow
-#pragma GCC visibility pop

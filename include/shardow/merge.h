@@ -62,13 +62,14 @@ Coefficients decay_coefficients(DecayCurve curve, std::span<const int64_t> steps
 
 // ---- inputs
 
-/// What can be read like a checkpoint. For any thread.
+/// What can be read like a checkpoint.
 class MergeSource {
  public:
   virtual ~MergeSource() = default;
   virtual std::vector<std::string> names() const = 0;  ///< ascending
   virtual std::pair<DType, Shape> tensor(std::string_view name) const = 0;
   virtual void read(const TensorView& wanted) const = 0;  ///< a region of a tensor, in its own dtype, into host memory
+  virtual bool one_at_a_time() const { return false; }    ///< else read() is called by several threads at once, anywhere
 };
 
 struct MergeInput {

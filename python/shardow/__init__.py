@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardow.files.checkpoint import async_save, full_state_dict, save
     from shardow.files.reading import Checkpoint, Slice
     from shardow.files.reading import open_checkpoint as open  # noqa: F401
+    from shardow.merging.face import merge, merged
     from shardow.start.materialize import load, materialize
     from shardow.start.meta import meta_init, to_empty
     from shardow.start.wrap import wrap
@@ -42,6 +43,8 @@ __all__ = [
     "load",
     "materialize",
     "memory",
+    "merge",
+    "merged",
     "meta_init",
     "save",
     "schedules",
@@ -53,6 +56,7 @@ _HOMES = {
     "Handle": "averages.attach", "Checkpoints": "checkpoints.face", "EMA": "ema", "SaveHandle": "files.background",
     "Checkpoint": "files.reading", "Slice": "files.reading",
     "async_save": "files.checkpoint", "full_state_dict": "files.checkpoint", "save": "files.checkpoint", "load": "start.materialize",
+    "merge": "merging.face", "merged": "merging.face",
     "materialize": "start.materialize", "meta_init": "start.meta", "to_empty": "start.meta", "wrap": "start.wrap",
 }  # fmt: skip
 

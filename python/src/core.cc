@@ -31,6 +31,7 @@ void bind_engine(nanobind::module_& m) {
   bind_watch(m);
   bind_file(m);
   bind_ema(m);
+  bind_merge(m);
 }
 
 }  // namespace shardow::python

@@ -1,5 +1,6 @@
 // A merge is a save whose tensors are produced: every rank could make all of every tensor, and is asked for what it writes.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <utility>
 
@@ -82,14 +83,13 @@ LoadReport compare(const Plan& plan, const std::vector<file::Shared>& wanted, bo
 class Filling {
  public:
   /// What outlives it. `summed`: by view, whether its bytes count for checksums.
-  Filling(Sums& sums, std::vector<TensorView> views, std::vector<bool> summed)
-      : sums_(sums), views_(std::move(views)), summed_(std::move(summed)) {}
+  Filling(Sums& sums, int threads, std::vector<TensorView> views, std::vector<bool> summed)
+      : sums_(sums), threads_(threads), views_(std::move(views)), summed_(std::move(summed)) {}
 
   comm::Part part() {
-    constexpr size_t kThreads = 4;
     const comm::PartTime time;
     const int64_t before = done_;
-    lanes_.run(kThreads, [&](size_t) {
+    lanes_.run(static_cast<size_t>(threads_), [&](size_t) {
       file::Pinned pinned;
       TensorView chunk{"", DType::kF32, Region::whole({}), nullptr};
       bool summed = false;
@@ -131,6 +131,7 @@ class Filling {
   }
 
   Sums& sums_;
+  int threads_;
   std::vector<TensorView> views_;
   std::vector<bool> summed_;
   std::atomic<int64_t> done_ = 0;
@@ -164,7 +165,7 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
   saving.environment = options.environment;
   saving.producer.read = [&](const TensorView& wanted) { sums.read(wanted, options.verify); };
   if (options.verify) saving.producer.check = [&] { sums.check(group, options.timeout, std::vector<bool>(plan.tensors().size(), true)); };
-  saving.producer.threads = options.threads;
+  saving.producer.threads = plan.threads(options.threads);
   const SaveReport saved = StagedSave(group, {&out, 1}, path, saving).write();
   report.files = saved.files;
   report.bytes_read = sums.bytes_read();
@@ -178,14 +179,18 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   const auto begin = Clock::now();
   group.begin("load()", options.timeout);
   // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
-  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {options.strict ? "strict" : ""}, begin + options.timeout);
+  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, begin + options.timeout);
   const std::vector<file::Shared> wanted = file::share(group, tensors, begin + options.timeout);
-  LoadReport report = compare(plan, wanted, options.strict);
-  if (options.check_only) return report;
+  std::array<uint64_t, 3> asked = {options.strict, options.verify, options.check_only};  // what one rank asks for, all do
+  group.all_reduce(asked, Group::Op::kMax, begin + options.timeout);
+  const auto [strict, verify, check_only] = asked;
+  LoadReport report = compare(plan, wanted, strict != 0);
+  report.metadata[kMergeKey] = plan.provenance("");
+  if (check_only != 0) return report;
   std::vector<bool> read_once(plan.tensors().size(), false);
   int64_t total = 0;
   for (const file::Shared& one : wanted) {
-    if (const auto t = plan.find(one.name)) read_once[*t] = options.verify && covers_once(file::regions_of(one));
+    if (const auto t = plan.find(one.name)) read_once[*t] = verify != 0 && covers_once(file::regions_of(one));
     for (const file::Shared::Piece& piece : one.pieces)
       total += piece.region.size() * dtype_bits(one.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
   }
@@ -200,11 +205,11 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     summed.push_back(read_once[*t] && piece != one.pieces.end() && piece->holders.front() == group.rank());
   }
   Sums sums(plan);
-  Filling filling(sums, std::move(views), std::move(summed));
+  Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(summed));
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });
   agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
-  if (options.verify) sums.check(group, options.timeout, read_once);
+  if (verify != 0) sums.check(group, options.timeout, read_once);
   report.bytes_read = sums.bytes_read();
   report.seconds = base::seconds_since(begin);
   return report;

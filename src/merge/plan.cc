@@ -115,6 +115,14 @@ std::string Plan::provenance(const std::string& formula) const {
   return out + "]}";
 }
 
+int Plan::threads(int wanted) const {
+  const auto asks_for_one = [](const MergeInput& input) {
+    const auto* const source = std::get_if<1>(&input.tensors);
+    return source != nullptr && (*source)->one_at_a_time();
+  };
+  return std::any_of(inputs_.begin(), inputs_.end(), asks_for_one) ? 1 : wanted;
+}
+
 MergeReport Plan::report() const {
   MergeReport report;
   for (const MergeInput& input : inputs_) {

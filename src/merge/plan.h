@@ -31,6 +31,7 @@ class Plan {
   std::optional<size_t> find(std::string_view name) const;
   std::string provenance(const std::string& formula) const;  ///< the JSON under kMergeKey
   MergeReport report() const;
+  int threads(int wanted) const;  ///< that may read the inputs
 
  private:
   void add(std::string_view name, std::vector<std::string>& unfit, std::vector<std::string>& unsupported);

@@ -1,4 +1,4 @@
-"""kill -9 at random instants of saves that replace one another.
+"""kill -9 at random instants of saves, and of merges, that replace one another.
 
 The path always has one version, whole, and the next save clears away what the dead one left.
 """
@@ -18,13 +18,13 @@ from safetensors import safe_open
 
 import shardow
 
-SAVER = Path(__file__).with_name("saver.py")
+SAVER, MERGER = (Path(__file__).with_name(name) for name in ("saver.py", "merger.py"))
 KILLS = 400 if os.environ.get("SHARDOW_ALL") else 25
 
 
-def kill_after(path: Path, files: int, seconds: float) -> int:
+def kill_after(program: Path, arguments: list[str], seconds: float) -> int:
     """The last version that was reported as saved before the kill; 0 for none."""
-    process = subprocess.Popen([sys.executable, SAVER, str(path), str(files)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True)
     time.sleep(seconds)
     process.kill()
     reported, _ = process.communicate(timeout=30)
@@ -51,7 +51,7 @@ def test_the_old_version_or_the_new_one_is_there_whole(files: int, tmp_path: Pat
     rng, unfinished = random.Random(files), 0
     shardow.save({f"t{i}": torch.zeros(64, 4096) for i in range(6)}, path, metadata={"version": "0"})
     for _ in range(KILLS):
-        reported = kill_after(path, files, rng.uniform(0.1, 0.6))
+        reported = kill_after(SAVER, [str(path), str(files)], rng.uniform(0.1, 0.6))
         unfinished += any(entry.name.endswith(".tmp") for entry in tmp_path.iterdir())
         found = version_at(path)
         assert found in (reported, reported + 1) or reported == 0
@@ -59,3 +59,20 @@ def test_the_old_version_or_the_new_one_is_there_whole(files: int, tmp_path: Pat
     shardow.save({f"t{i}": torch.zeros(64, 4096) for i in range(6)}, path, metadata={"version": "0"})
     assert version_at(path) == 0
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.timeout(60 + 3 * KILLS)
+def test_a_merge_that_is_killed_leaves_the_old_one_or_nothing(tmp_path: Path) -> None:
+    ones, out = tmp_path / "ones.safetensors", tmp_path / "out" / "model.safetensors"
+    out.parent.mkdir()
+    shardow.save({f"t{i}": torch.ones(64, 4096) for i in range(6)}, ones)
+    rng, unfinished = random.Random(7), 0
+    for _ in range(KILLS):
+        reported = kill_after(MERGER, [str(ones), str(out)], rng.uniform(0.1, 0.5))
+        unfinished += any(entry.name.endswith(".tmp") for entry in out.parent.iterdir())
+        if out.exists():
+            assert version_at(out) in (reported, reported + 1) or reported == 0
+    assert unfinished > 0  # some kill fell into a merge
+    shardow.merge([ones, ones], out, weights=[4, -1], metadata={"version": "3"})
+    assert version_at(out) == 3
+    assert [entry.name for entry in out.parent.iterdir()] == [out.name]

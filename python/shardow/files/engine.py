@@ -170,6 +170,23 @@ def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> di
     return report
 
 
+def read_merged(parts: Sequence[Part], inputs: list[_core.MergeInput], team: Team, **options: Any) -> dict[str, Any]:
+    """The engine's load of a merge. Collective."""
+    reached = _for_engine(parts)
+    told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
+    report = _core.load_merged(team.group, _views(reached), inputs, timeout=team.timeout, **told)
+    _bring_back(parts, reached)
+    return report
+
+
+def write_merged(inputs: list[_core.MergeInput], path: StrPath, team: Team, metadata: Mapping[str, str], **options: Any) -> dict[str, Any]:
+    """The engine's merge into files. Collective."""
+    settle(team.process_group)
+    target, texts = team.agree("merge()", lambda: (paths.to_write(path), _texts(metadata)))
+    told = {**options, "progress": shown(options.get("progress"), f"merge {Path(target).name}", team.rank)}
+    return _core.merge(team.group, inputs, target, metadata=texts, timeout=team.timeout, **told)
+
+
 def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:
     for part, filled in zip(parts, reached, strict=True):
         if filled is not part:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardow.base.checks import invalid
 from shardow.base.progress import Progress, shown
 from shardow.files import engine
 from shardow.files.paths import StrPath
+from shardow.merging.inputs import Merged, Newest
 from shardow.model import values
 from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Form, fit, matched, unexpected
@@ -43,16 +45,17 @@ class Job:
     without: Collection[str] = ()
 
 
-def from_file(job: Job, path: StrPath, check_only: bool = False) -> dict[str, Any]:
+def from_file(job: Job, path: StrPath | Merged, check_only: bool = False) -> dict[str, Any]:
     """Each rank reads its own bytes. Raises where something does not fit, and changes nothing then. ``check_only``: reads nothing
     either."""
     choice: list[_Choice] = []
 
-    def choose(found: _core.Checkpoint) -> tuple[list[Part], bool]:
+    def choose(found: _core.Checkpoint | Newest) -> tuple[list[Part], bool]:
         choice[:] = [_choose(job, found, str(path))]
         return choice[0].parts, choice[0].strict
 
-    report = engine.read_chosen(path, choose, job.team, verify=job.verify, progress=job.progress, check_only=check_only)
+    read = path.read if isinstance(path, Merged) else partial(engine.read_chosen, path)
+    report = read(choose, job.team, verify=job.verify, progress=job.progress, check_only=check_only)
     extra = choice[0].extra
     missing = [*report["missing"], *(name for name in job.held.values if name not in choice[0].plain)]
     job.held.values = choice[0].plain
@@ -72,7 +75,7 @@ class _Choice:
     plain: dict[str, Any]
 
 
-def _choose(job: Job, found: _core.Checkpoint, where: str) -> _Choice:
+def _choose(job: Job, found: _core.Checkpoint | Newest, where: str) -> _Choice:
     there = found.tensors
     keys = matched(job.held, there.keys(), where)
     lacking = {name for name in job.wanted if name not in keys}

@@ -17,6 +17,7 @@ from shardow.base.checks import invalid, seconds
 from shardow.base.progress import Progress
 from shardow.files.checkpoint import prepared
 from shardow.files.paths import StrPath
+from shardow.merging.inputs import Merged
 from shardow.model import origins
 from shardow.model.groups import group_of_model
 from shardow.model.local import refuse_expanded
@@ -28,7 +29,7 @@ from shardow.start import fill, initialise, meta
 _RANK_0 = "a mapping on rank 0"
 _EMPTY = "an empty mapping"
 
-Source = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], object] | None
+Source = str | Path | Merged | Mapping[str, torch.Tensor] | Callable[[nn.Module], object] | None
 
 
 @torch.no_grad()
@@ -84,7 +85,7 @@ def materialize(
 @torch.no_grad()
 def load(
     target: Saveable,
-    path: StrPath,
+    path: StrPath | Merged,
     strict: bool = True,
     verify: bool = True,
     *,
@@ -102,6 +103,7 @@ def load(
     changes.
 
     Args:
+        path: also what merged() gives: the average of several checkpoints, of which each rank reads its own bytes.
         strict: every tensor here is in the file, and every one there is wanted; else the rest is in the report.
         verify: compare checksums where the file carries them; no extra reads.
         optimizer: of a module, as in materialize().
@@ -114,8 +116,9 @@ def load(
         ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
     """
     if isinstance(target, nn.Module):
+        source = path if isinstance(path, Merged) else Path(path)
         return fill_model(
-            Request("load()", target, Path(path), optimizer, strict=strict, verify=verify, progress=progress, group=group, timeout=timeout)
+            Request("load()", target, source, optimizer, strict=strict, verify=verify, progress=progress, group=group, timeout=timeout)
         )
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
@@ -216,7 +219,7 @@ def common_kind(what: str, source: Source, team: Team) -> str:
 def kind_of(source: object) -> str:
     if source is None:
         return "nothing"
-    if isinstance(source, (str, Path)):
+    if isinstance(source, (str, Path, Merged)):
         return f"the file {source}"
     if isinstance(source, Mapping):
         return "a mapping" if source else _EMPTY

@@ -82,3 +82,15 @@ def test_nothing_of_what_it_is_built_on_shows(installed: Path) -> None:
     text = "".join(path.read_text() for path in (installed / "include" / "shardow").iterdir() if path.name not in NEED_MORE)
     assert re.findall(r"#include [<\"](?!shardow/)[\w/]+\.h|(?:fmt|simdjson|hwy)::", text) == []
     assert "SONAME" in run("readelf", "-d", library)
+
+
+def test_without_mpi_its_component_is_refused_by_the_packages_name(installed: Path, tmp_path: Path) -> None:
+    told = run(CMAKE, "-S", HERE.parents[1], "-B", tmp_path / "none", "-DSHARDOW_MPI=OFF", "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF")
+    assert "shardow/mpi.h: OFF (SHARDOW_MPI=OFF); it needs Debian's libopenmpi-dev and openmpi-bin" in told
+    shutil.copytree(installed, tmp_path / "prefix", symlinks=True)
+    shutil.copy(tmp_path / "none" / "shardow-config.cmake", tmp_path / "prefix" / "lib" / "cmake" / "shardow")
+    given = ["-S", HERE, f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}"]
+    refused = subprocess.run([CMAKE, *given, "-B", tmp_path / "refused", "-DCOMPONENT=mpi"], capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "built without MPI: install libopenmpi-dev" in " ".join(refused.stderr.split())
+    run(CMAKE, *given, "-B", tmp_path / "fine", "-DCOMPONENT=OPTIONAL_COMPONENTS;mpi")

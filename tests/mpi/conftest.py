@@ -34,15 +34,24 @@ def installed(tmp_path_factory: pytest.TempPathFactory, mpirun: Launch) -> Path:
 
 @pytest.fixture(scope="session")
 def program_of(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Callable[[str], Path]:
-    """program_of(page): the C++ program that stands in docs/<page>, built as it says there."""
+    """program_of(way): the C++ program that stands in docs/cpp.md, built as it says there; "cmake", "static" or "pkg-config"."""
 
-    def build(page: str) -> Path:
-        text = (ROOT / "docs" / page).read_text()
+    def build(way: str) -> Path:
+        text = (ROOT / "docs" / "cpp.md").read_text()
         source = tmp_path_factory.mktemp("program")
         (block,) = [block for block in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL) if "int main(" in block]
         (source / "main.cc").write_text(block)
         (lists,) = re.findall(r"```cmake\n(.*?)```", text, re.DOTALL)
-        (source / "CMakeLists.txt").write_text(lists)
+        if way == "pkg-config":
+            (line,) = re.findall(r"`(mpicxx [^`]*)`", text)
+            places = {
+                "PKG_CONFIG_PATH": f"{installed}/lib/pkgconfig",
+                "LIBRARY_PATH": f"{installed}/lib",
+                "LD_RUN_PATH": f"{installed}/lib",
+            }
+            succeed("sh", "-c", f"cd {source} && {line} -o average", **places)
+            return source / "average"
+        (source / "CMakeLists.txt").write_text(lists.replace("COMPONENTS mpi", "COMPONENTS mpi static") if way == "static" else lists)
         succeed(CMAKE, "-S", source, "-B", source / "build", f"-DCMAKE_PREFIX_PATH={installed}")
         succeed(CMAKE, "--build", source / "build")
         return source / "build" / "average"

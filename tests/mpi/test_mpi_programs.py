@@ -25,8 +25,11 @@ def test_the_header_compiles_alone_and_twice(compiler: str, installed: Path, tmp
     assert "apt-get install libopenmpi-dev" in told, "where MPI's headers are not found"
 
 
-def test_the_pages_program_goes_on_where_it_stopped(program_of: Callable[[str], Path], mpirun: Any, tmp_path: Path) -> None:
-    program = program_of("cpp.md")
-    for ranks, said in [(2, "saved at step 100 by 2 ranks"), (3, "saved at step 200 by 3 ranks"), (1, "saved at step 300 by 1 ranks")]:
-        done = mpirun(ranks, "--wdir", tmp_path, program)
+@pytest.mark.parametrize("way", ["cmake", "static", "pkg-config"])
+def test_the_pages_program_goes_on_where_it_stopped(way: str, program_of: Callable[[str], Path], mpirun: Any, tmp_path: Path) -> None:
+    if way == "pkg-config" and shutil.which("pkg-config") is None:
+        pytest.skip("no pkg-config: apt-get install pkg-config")
+    program = program_of(way)
+    for ranks, said in [(2, "saved at step 100 by 2 ranks"), (3, "saved at step 200 by 3 ranks")]:
+        done = mpirun(ranks, program, options=("--wdir", str(tmp_path)))
         assert said in done.stdout, done.stdout + done.stderr

@@ -1,5 +1,5 @@
-// Compiled once per instruction set. The loops are plain C++ over eight sums, which the compiler makes vectors of, however wide: element i
-// goes into sum i mod 8 on every processor, and without fused multiply-adds, so that the results are the same.
+// Compiled once per instruction set: element i of a block goes into sum i mod 8, however wide the vectors are, and without fused
+// multiply-adds, so that the results are the same on every processor.
 #include "cli/deviation.h"
 
 #include <algorithm>
@@ -16,90 +16,56 @@
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
 
-HWY_BEFORE_NAMESPACE();
-namespace shardow::cli::HWY_NAMESPACE {
+#ifndef SHARDOW_CLI_DEVIATION_ONCE_
+#define SHARDOW_CLI_DEVIATION_ONCE_
+namespace shardow::cli {
 
 constexpr int64_t kSums = 8;
 
 struct Sums {
-  double differing[kSums] = {}, finite[kSums] = {}, most[kSums] = {}, squares[kSums] = {}, squares_a[kSums] = {};
+  double differing[kSums] = {}, not_finite[kSums] = {}, most[kSums] = {}, squares[kSums] = {}, squares_a[kSums] = {};
 };
 
-HWY_INLINE void add_one(Sums& sums, int64_t lane, double a, double b) {
-  constexpr double kMost = std::numeric_limits<double>::max();
-  const double difference = std::fabs(a - b);
-  const bool same = (a == b) | ((a != a) & (b != b));
-  const bool counts = !same & (difference <= kMost);
-  const double counted = counts ? difference : 0;
-  sums.differing[lane] += same ? 0.0 : 1.0;
-  sums.finite[lane] += counts ? 1.0 : 0.0;
-  sums.most[lane] = counted > sums.most[lane] ? counted : sums.most[lane];
-  sums.squares[lane] += counted * counted;
-  sums.squares_a[lane] += std::fabs(a) <= kMost ? a * a : 0;
-}
+}  // namespace shardow::cli
+#endif
 
-void add_all(Sums& out, const double* a, const double* b, int64_t count) {
-  Sums sums = out;  // in registers
-  int64_t i = 0;
-  for (; i + kSums <= count; i += kSums) {
-    for (int64_t lane = 0; lane < kSums; ++lane) add_one(sums, lane, a[i + lane], b[i + lane]);
-  }
-  for (int64_t lane = 0; i < count; ++i, ++lane) add_one(sums, lane, a[i], b[i]);
-  out = sums;
-}
+HWY_BEFORE_NAMESPACE();
+namespace shardow::cli::HWY_NAMESPACE {
 
-/// Where the bytes are equal.
-void add_equal(Sums& out, const double* a, int64_t count) {
-  constexpr double kMost = std::numeric_limits<double>::max();
-  double sums[kSums];
-  std::copy(out.squares_a, out.squares_a + kSums, sums);
-  int64_t i = 0;
-  for (; i + kSums <= count; i += kSums) {
-    for (int64_t lane = 0; lane < kSums; ++lane) sums[lane] += std::fabs(a[i + lane]) <= kMost ? a[i + lane] * a[i + lane] : 0;
-  }
-  for (int64_t lane = 0; i < count; ++i, ++lane) sums[lane] += std::fabs(a[i]) <= kMost ? a[i] * a[i] : 0;
-  std::copy(sums, sums + kSums, out.squares_a);
-}
+namespace hn = hwy::HWY_NAMESPACE;
 
-Deviation total(const Sums& sums) {
-  Deviation all;
-  for (int64_t lane = 0; lane < kSums; ++lane) {
-    all.differing += static_cast<int64_t>(sums.differing[lane]);
-    all.not_finite += static_cast<int64_t>(sums.differing[lane]) - static_cast<int64_t>(sums.finite[lane]);
-    all.most = std::max(all.most, sums.most[lane]);
-    all.squares += sums.squares[lane];
-    all.squares_a += sums.squares_a[lane];
-  }
-  return all;
-}
-
-Deviation compute(const std::byte* a, DType dtype_a, const std::byte* b, DType dtype_b, int64_t count, double* scratch) {
-  constexpr int64_t kBlock = kScratch / 2;
-  Sums sums;
-  bool all_equal = true;
-  const int64_t width_a = dtype_bits(dtype_a) / 8, width_b = dtype_bits(dtype_b) / 8;
-  for (int64_t at = 0; at < count; at += kBlock) {
-    const int64_t most = std::min(kBlock, count - at);
-    const std::byte *from_a = a + at * width_a, *from_b = b + at * width_b;
-    const bool equal = dtype_a == dtype_b && std::memcmp(from_a, from_b, static_cast<size_t>(most * width_a)) == 0;
-    all_equal &= equal;
-    const int64_t parts = dtype_a == DType::kC64 ? 2 : 1;
-    for (int64_t part = 0; part < parts; ++part) {  // of a complex number, so that a block has kBlock numbers
-      const int64_t begin = most * part / parts, end = most * (part + 1) / parts;
-      const int64_t numbers = (end - begin) * parts;
-      to_doubles(from_a + begin * width_a, dtype_a, scratch, end - begin);
-      if (equal) {
-        add_equal(sums, scratch, numbers);
-      } else {
-        to_doubles(from_b + begin * width_b, dtype_b, scratch + kBlock, end - begin);
-        add_all(sums, scratch, scratch + kBlock, numbers);
-      }
+/// Of finite numbers; `count` is a multiple of kSums. With others among them some sum is not finite.
+void add_finite(Sums& sums, const double* a, const double* b, int64_t count) {
+  const hn::CappedTag<double, kSums> d;
+  const auto one = hn::Set(d, 1.0);
+  for (int64_t lane = 0; lane < kSums; lane += static_cast<int64_t>(hn::Lanes(d))) {
+    auto differing = hn::Zero(d), most = hn::Zero(d), squares = hn::Zero(d), squares_a = hn::Zero(d);
+    for (int64_t i = lane; i < count; i += kSums) {
+      const auto x = hn::LoadU(d, a + i), y = hn::LoadU(d, b + i);
+      const auto apart = hn::Abs(hn::Sub(x, y));
+      differing = hn::Add(differing, hn::IfThenElseZero(hn::Ne(x, y), one));
+      most = hn::Max(most, apart);
+      squares = hn::Add(squares, hn::Mul(apart, apart));
+      squares_a = hn::Add(squares_a, hn::Mul(x, x));
     }
+    hn::StoreU(differing, d, sums.differing + lane);
+    hn::StoreU(most, d, sums.most + lane);
+    hn::StoreU(squares, d, sums.squares + lane);
+    hn::StoreU(squares_a, d, sums.squares_a + lane);
   }
-  Deviation all = total(sums);
-  all.equal_bytes = all_equal;
-  all.elements = dtype_a == DType::kC64 ? 2 * count : count;
-  return all;
+}
+
+/// The same where a and b are equal.
+void add_equal(Sums& sums, const double* a, int64_t count) {
+  const hn::CappedTag<double, kSums> d;
+  for (int64_t lane = 0; lane < kSums; lane += static_cast<int64_t>(hn::Lanes(d))) {
+    auto squares = hn::Zero(d);
+    for (int64_t i = lane; i < count; i += kSums) {
+      const auto x = hn::LoadU(d, a + i);
+      squares = hn::Add(squares, hn::Mul(x, x));
+    }
+    hn::StoreU(squares, d, sums.squares_a + lane);
+  }
 }
 
 }  // namespace shardow::cli::HWY_NAMESPACE
@@ -109,7 +75,55 @@ HWY_AFTER_NAMESPACE();
 namespace shardow::cli {
 namespace {
 
-HWY_EXPORT(compute);
+HWY_EXPORT(add_finite);
+HWY_EXPORT(add_equal);
+
+/// Of any numbers, one by one: for blocks with NaN or infinity among them.
+void add_any(Sums& sums, const double* a, const double* b, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t lane = i % kSums;
+    const double apart = std::fabs(a[i] - b[i]);
+    if (std::isfinite(a[i])) sums.squares_a[lane] += a[i] * a[i];
+    if (a[i] == b[i] || (std::isnan(a[i]) && std::isnan(b[i]))) continue;
+    sums.differing[lane] += 1;
+    if (std::isfinite(apart)) {
+      sums.most[lane] = std::max(sums.most[lane], apart);
+      sums.squares[lane] += apart * apart;
+    } else {
+      sums.not_finite[lane] += 1;
+    }
+  }
+}
+
+Deviation total(const Sums& sums) {
+  Deviation all;
+  for (int64_t lane = 0; lane < kSums; ++lane) {
+    all.differing += static_cast<int64_t>(sums.differing[lane]);
+    all.not_finite += static_cast<int64_t>(sums.not_finite[lane]);
+    all.most = std::max(all.most, sums.most[lane]);
+    all.squares += sums.squares[lane];
+    all.squares_a += sums.squares_a[lane];
+  }
+  return all;
+}
+
+/// Of `count` numbers, with room for zeros behind them, which change nothing.
+Deviation block(double* a, double* b, int64_t count, bool equal) {
+  const int64_t whole = (count + kSums - 1) / kSums * kSums;
+  std::fill(a + count, a + whole, 0.0);
+  Sums sums;
+  if (equal) {
+    HWY_DYNAMIC_DISPATCH(add_equal)(sums, a, whole);
+  } else {
+    std::fill(b + count, b + whole, 0.0);
+    HWY_DYNAMIC_DISPATCH(add_finite)(sums, a, b, whole);
+  }
+  Deviation found = total(sums);
+  if (std::isfinite(found.squares) && std::isfinite(found.squares_a)) return found;
+  sums = {};
+  add_any(sums, a, equal ? a : b, count);
+  return total(sums);
+}
 
 template <class T>
 void convert(const std::byte* from, double* to, int64_t count) noexcept {
@@ -196,7 +210,23 @@ void to_doubles(const std::byte* from, DType dtype, double* to, int64_t count) n
 
 Deviation deviation(const std::byte* a, DType dtype_a, const std::byte* b, DType dtype_b, int64_t count,
                     std::span<double> scratch) noexcept {
-  return HWY_DYNAMIC_DISPATCH(compute)(a, dtype_a, b, dtype_b, count, scratch.data());
+  constexpr int64_t kBlock = kScratch / 2;
+  double *const x = scratch.data(), *const y = scratch.data() + kBlock;
+  const int64_t numbers = dtype_a == DType::kC64 ? 2 : 1;  // in an element
+  const int64_t width_a = dtype_bits(dtype_a) / 8, width_b = dtype_bits(dtype_b) / 8;
+  Deviation all;
+  for (int64_t at = 0; at < count; at += kBlock / numbers) {
+    const int64_t most = std::min(kBlock / numbers, count - at);
+    const std::byte *const from_a = a + at * width_a, *const from_b = b + at * width_b;
+    const bool equal = dtype_a == dtype_b && std::memcmp(from_a, from_b, static_cast<size_t>(most * width_a)) == 0;
+    to_doubles(from_a, dtype_a, x, most);
+    if (!equal) to_doubles(from_b, dtype_b, y, most);
+    Deviation next = block(x, y, most * numbers, equal);
+    next.equal_bytes = equal;
+    next.elements = most * numbers;
+    all += next;
+  }
+  return all;
 }
 
 double Deviation::rms() const noexcept {

@@ -1,0 +1,102 @@
+#include "cli/deviation.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "tensor/dtype.h"
+
+namespace shardow::cli {
+namespace {
+
+template <class T>
+Deviation between(const std::vector<T>& a, const std::vector<T>& b, DType dtype) {
+  std::vector<double> scratch(kScratch);
+  const auto* const x = reinterpret_cast<const std::byte*>(a.data());
+  const auto* const y = reinterpret_cast<const std::byte*>(b.data());
+  return deviation(x, dtype, y, dtype, static_cast<int64_t>(a.size()), scratch);
+}
+
+class Lengths : public testing::TestWithParam<size_t> {};
+INSTANTIATE_TEST_SUITE_P(AroundVectorsAndBlocks, Lengths, testing::Values(0, 1, 7, 8, 9, 63, 1023, 1024, 1025, 5000));
+
+/// The promise in words: element i of a block of 1024 in sum i mod 8, blocks and sums in order, nothing fused.
+TEST_P(Lengths, AreSummedInTheOrderThatIsPromised) {
+  std::mt19937 random(7);
+  std::normal_distribution<double> normal;
+  std::vector<double> a(GetParam()), b;
+  for (double& x : a) x = normal(random);
+  b = a;
+  for (size_t i = 0; i < b.size(); i += 3) b[i] += normal(random);
+  double squares = 0, squares_a = 0, most = 0;
+  for (size_t begin = 0; begin < a.size(); begin += 1024) {
+    double block[8] = {}, block_a[8] = {};
+    for (size_t i = begin; i < std::min(begin + 1024, a.size()); ++i) {
+      block[(i - begin) % 8] += (a[i] - b[i]) * (a[i] - b[i]);
+      block_a[(i - begin) % 8] += a[i] * a[i];
+      most = std::max(most, std::fabs(a[i] - b[i]));
+    }
+    double sum = 0, sum_a = 0;
+    for (size_t lane = 0; lane < 8; ++lane) {
+      sum += block[lane];
+      sum_a += block_a[lane];
+    }
+    squares += sum;
+    squares_a += sum_a;
+  }
+  const Deviation found = between(a, b, DType::kF64);
+  EXPECT_EQ(found.squares, squares);
+  EXPECT_EQ(found.squares_a, squares_a);
+  EXPECT_EQ(found.most, most);
+  EXPECT_EQ(found.differing, static_cast<int64_t>((a.size() + 2) / 3));
+  EXPECT_EQ(found.elements, static_cast<int64_t>(a.size()));
+  EXPECT_EQ(found.equal_bytes, a.empty());
+  EXPECT_TRUE(between(a, a, DType::kF64).equal_bytes);
+  EXPECT_EQ(between(a, a, DType::kF64).squares_a, squares_a);
+}
+
+TEST(Deviation, LeavesOutWhatIsNotFiniteAndCountsIt) {
+  constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
+  const std::vector<double> a = {1, kNan, kInf, -kInf, 2, kNan, 0, 1e308}, b = {1, kNan, kInf, kInf, kNan, 3, -0.0, -1e308};
+  const Deviation found = between(a, b, DType::kF64);
+  EXPECT_EQ(found.differing, 4);
+  EXPECT_EQ(found.not_finite, 4);  // 2e308 is none either
+  EXPECT_EQ(found.squares, 0);
+  EXPECT_FALSE(found.equal_bytes);
+  EXPECT_EQ(found.relative(), 0);
+  EXPECT_EQ(between(std::vector<double>{0, 0}, std::vector<double>{0, 1}, DType::kF64).relative(), kInf);
+}
+
+/// By the OCP's definition (E4M3, E5M2, E8M0) and its variants without infinities and negative zero.
+TEST(Deviation, KnowsTheFloatsOfEightBits) {
+  struct Case {
+    DType dtype;
+    uint8_t bits;
+    double value;
+  };
+  const double inf = std::numeric_limits<double>::infinity();
+  for (const Case& one :
+       {Case{DType::kF8E4M3, 0x7e, 448}, Case{DType::kF8E4M3, 0x01, std::ldexp(1, -9)}, Case{DType::kF8E4M3, 0xb8, -1},
+        Case{DType::kF8E5M2, 0x7b, 57344}, Case{DType::kF8E5M2, 0x7c, inf}, Case{DType::kF8E5M2, 0x01, std::ldexp(1, -16)},
+        Case{DType::kF8E4M3Fnuz, 0x7f, 240}, Case{DType::kF8E4M3Fnuz, 0x40, 1}, Case{DType::kF8E5M2Fnuz, 0x7f, 57344},
+        Case{DType::kF8E5M2Fnuz, 0x40, 1}, Case{DType::kF8E8M0, 127, 1}, Case{DType::kF8E8M0, 0, std::ldexp(1, -127)}}) {
+    double value = 0;
+    const std::byte bits{one.bits};
+    to_doubles(&bits, one.dtype, &value, 1);
+    EXPECT_EQ(value, one.value) << dtype_name(one.dtype) << " " << int(one.bits);
+  }
+  for (const Case& nan :
+       {Case{DType::kF8E4M3, 0x7f, 0}, Case{DType::kF8E5M2, 0x7d, 0}, Case{DType::kF8E4M3Fnuz, 0x80, 0}, Case{DType::kF8E8M0, 255, 0}}) {
+    double value = 0;
+    const std::byte bits{nan.bits};
+    to_doubles(&bits, nan.dtype, &value, 1);
+    EXPECT_TRUE(std::isnan(value));
+  }
+}
+
+}  // namespace
+}  // namespace shardow::cli

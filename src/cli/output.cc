@@ -1,0 +1,77 @@
+#include "cli/output.h"
+
+#include <cmath>
+#include <memory>
+
+#include "base/errors.h"
+#include "cli/terminal.h"
+#include "tensor/dtype.h"
+
+namespace shardow::cli {
+namespace {
+
+const std::vector<std::pair<std::string, DType>> kDTypes = {
+    {"float64", DType::kF64}, {"float32", DType::kF32}, {"bfloat16", DType::kBF16}, {"float16", DType::kF16}};
+
+const std::vector<std::pair<std::string, double>> kUnits = {
+    {"", 1},          {"B", 1},        {"K", 1e3},       {"KB", 1e3},      {"M", 1e6},       {"MB", 1e6},
+    {"G", 1e9},       {"GB", 1e9},     {"T", 1e12},      {"TB", 1e12},     {"KIB", 1024},    {"MIB", 1048576},
+    {"GIB", 1 << 30}, {"TIB", 0x1p40},
+};
+
+}  // namespace
+
+int64_t parse_size(const std::string& text) {
+  double number = 0;
+  size_t used = 0;
+  try {
+    number = std::stod(text, &used);
+  } catch (const std::exception&) {  // said below
+  }
+  std::string unit = CLI::detail::trim_copy(text.substr(used));
+  for (char& c : unit) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  for (const auto& [name, bytes] : kUnits) {
+    if (used > 0 && name == unit && number >= 1 && number * bytes < 0x1p62) return static_cast<int64_t>(number * bytes);
+  }
+  base::fail(Code::kInvalidArgument, "'{}' is no size; give bytes, or a size like 5GB or 500MiB", text);
+}
+
+std::optional<DType> OutputOptions::file_dtype() const {
+  for (const auto& [name, value] : kDTypes) {
+    if (name == dtype) return value;
+  }
+  return std::nullopt;
+}
+
+int64_t OutputOptions::shard_bytes() const {
+  return max_shard_size.empty() ? 0 : parse_size(max_shard_size);
+}
+
+void add_output(CLI::App& verb, OutputOptions& options, bool required) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : kDTypes) names.push_back(name);
+  verb.add_option("-o,--output", options.path, "what to write: a file if it ends in .safetensors, else a directory; it replaces what is there")
+      ->required(required)
+      ->option_text("OUT");
+  verb.add_option("--dtype", options.dtype, "of floating tensors; others stay as they are")
+      ->check(CLI::IsMember(names))
+      ->option_text(CLI::detail::join(names, "|"));
+  verb.add_option("--max-shard-size", options.max_shard_size, "files of a directory are as large at most, like 5GB or 500MiB")->option_text("SIZE");
+  add_json(verb, options.json);
+}
+
+ProgressFn watched(const std::string& what) {
+  return [line = std::make_shared<ProgressLine>(what)](int64_t done, int64_t total) {
+    check_interrupted();
+    line->tell(done, total);
+  };
+}
+
+std::map<std::string, std::string> metadata_of(const Checkpoint& checkpoint) {
+  std::map<std::string, std::string> all;
+  for (const StoredFile& file : checkpoint.files()) all.insert(file.metadata.begin(), file.metadata.end());
+  all.erase("format");
+  return all;
+}
+
+}  // namespace shardow::cli

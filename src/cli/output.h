@@ -1,0 +1,36 @@
+// The options of verbs that write a checkpoint, and what they say when it is written.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/app.h"
+#include "shardow/checkpoint.h"
+
+namespace shardow::cli {
+
+struct OutputOptions {
+  std::string path, dtype, max_shard_size;
+  bool json = false;
+
+  std::optional<DType> file_dtype() const;  ///< nothing: as they are
+  int64_t shard_bytes() const;              ///< 0: one file
+};
+
+/// -o, --dtype, --max-shard-size, --json.
+void add_output(CLI::App& verb, OutputOptions& options, bool required = true);
+
+/// "5GB", "500 MiB", "12345": bytes. Throws kInvalidArgument.
+int64_t parse_size(const std::string& text);
+
+/// For SaveOptions and MergeOptions: shows how far it is, and lets Ctrl-C end the save, which then leaves nothing behind.
+ProgressFn watched(const std::string& what);
+
+/// Metadata of all files of a checkpoint, those of the first first, without what a save writes itself.
+std::map<std::string, std::string> metadata_of(const Checkpoint& checkpoint);
+
+}  // namespace shardow::cli

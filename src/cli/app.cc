@@ -36,6 +36,8 @@ std::unique_ptr<CLI::App> make_app(Action& chosen) {
   add_inspect(*app, chosen);
   add_verify(*app, chosen);
   add_diff(*app, chosen);
+  add_convert(*app, chosen);
+  add_average(*app, chosen);
   add_completion(*app, chosen);
   add_manual(*app, chosen);
   app->footer(

@@ -15,6 +15,8 @@ using Action = std::function<int()>;
 void add_inspect(CLI::App& app, Action& chosen);
 void add_verify(CLI::App& app, Action& chosen);
 void add_diff(CLI::App& app, Action& chosen);
+void add_convert(CLI::App& app, Action& chosen);
+void add_average(CLI::App& app, Action& chosen);
 void add_completion(CLI::App& app, Action& chosen);
 void add_manual(CLI::App& app, Action& chosen);
 

@@ -14,9 +14,8 @@ const std::vector<std::pair<std::string, DType>> kDTypes = {
     {"float64", DType::kF64}, {"float32", DType::kF32}, {"bfloat16", DType::kBF16}, {"float16", DType::kF16}};
 
 const std::vector<std::pair<std::string, double>> kUnits = {
-    {"", 1},          {"B", 1},        {"K", 1e3},       {"KB", 1e3},      {"M", 1e6},       {"MB", 1e6},
-    {"G", 1e9},       {"GB", 1e9},     {"T", 1e12},      {"TB", 1e12},     {"KIB", 1024},    {"MIB", 1048576},
-    {"GIB", 1 << 30}, {"TIB", 0x1p40},
+    {"", 1},     {"B", 1},    {"K", 1e3},   {"KB", 1e3},   {"M", 1e6},       {"MB", 1e6},      {"G", 1e9},
+    {"GB", 1e9}, {"T", 1e12}, {"TB", 1e12}, {"KIB", 1024}, {"MIB", 1048576}, {"GIB", 1 << 30}, {"TIB", 0x1p40},
 };
 
 }  // namespace
@@ -50,13 +49,15 @@ int64_t OutputOptions::shard_bytes() const {
 void add_output(CLI::App& verb, OutputOptions& options, bool required) {
   std::vector<std::string> names;
   for (const auto& [name, value] : kDTypes) names.push_back(name);
-  verb.add_option("-o,--output", options.path, "what to write: a file if it ends in .safetensors, else a directory; it replaces what is there")
+  verb.add_option("-o,--output", options.path,
+                  "what to write: a file if it ends in .safetensors, else a directory; it replaces what is there")
       ->required(required)
       ->option_text("OUT");
   verb.add_option("--dtype", options.dtype, "of floating tensors; others stay as they are")
       ->check(CLI::IsMember(names))
       ->option_text(CLI::detail::join(names, "|"));
-  verb.add_option("--max-shard-size", options.max_shard_size, "files of a directory are as large at most, like 5GB or 500MiB")->option_text("SIZE");
+  verb.add_option("--max-shard-size", options.max_shard_size, "files of a directory are as large at most, like 5GB or 500MiB")
+      ->option_text("SIZE");
   add_json(verb, options.json);
 }
 

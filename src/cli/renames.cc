@@ -27,7 +27,8 @@ Renames::Renames(const std::vector<std::string>& rules) {
     rule.text = text;
     rule.has_star = split(std::string_view(text).substr(0, equals), rule.before, rule.after, text);
     rule.new_has_star = split(std::string_view(text).substr(equals + 1), rule.new_before, rule.new_after, text);
-    if (rule.new_has_star && !rule.has_star) base::fail(Code::kInvalidArgument, "rename '{}': the * on the right has none on the left", text);
+    if (rule.new_has_star && !rule.has_star)
+      base::fail(Code::kInvalidArgument, "rename '{}': the * on the right has none on the left", text);
     rules_.push_back(std::move(rule));
   }
 }

@@ -8,7 +8,8 @@
 
 namespace shardow::cli {
 
-/// A rule is a name, or a pattern with one "*" that stands for any text, in FROM and in TO. The first rule that fits a name is applied, once.
+/// A rule is a name, or a pattern with one "*" that stands for any text, in FROM and in TO. The first rule that fits a name is applied,
+/// once.
 class Renames {
  public:
   explicit Renames(const std::vector<std::string>& rules);  ///< throws kInvalidArgument for what is no rule

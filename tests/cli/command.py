@@ -54,10 +54,11 @@ def ours(path: Path, values: Mapping[str, np.ndarray], **options: Any) -> Path:
     return path
 
 
-def sparse(path: Path, size: int, dtype: str = "U8") -> Path:
-    """A tensor "a" of zeros in so many bytes, which lie nowhere; its checksum is wrong."""
+def sparse(path: Path, size: int, dtype: str = "U8", checksum: bool = True) -> Path:
+    """A tensor "a" of zeros in so many bytes, which lie nowhere; its checksum is wrong, or missing."""
     entry = {"dtype": dtype, "shape": [size // (2 if dtype == "BF16" else 1)], "data_offsets": [0, size]}
-    header = json.dumps({"__metadata__": {"shardow.crc32": '{"a":"00000001"}'}, "a": entry}).encode()
+    metadata = {"shardow.crc32": '{"a":"00000001"}'} if checksum else {}
+    header = json.dumps({"__metadata__": metadata, "a": entry}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     os.truncate(path, 8 + len(header) + size)
     return path

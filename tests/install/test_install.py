@@ -72,6 +72,15 @@ def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, t
         run(found, *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
 
 
+def test_the_command_and_its_pages(installed: Path) -> None:
+    assert run(installed / "bin" / "shardow", "--version").startswith("shardow ")
+    needed = run("readelf", "-d", installed / "bin" / "shardow")
+    assert "libcrypto" not in needed
+    assert ".SH VERBS" in (installed / "share/man/man1/shardow.1").read_text()
+    for page in ("bash-completion/completions/shardow", "zsh/site-functions/_shardow", "fish/vendor_completions.d/shardow.fish"):
+        assert "shardow" in (installed / "share" / page).read_text()
+
+
 def test_nothing_of_what_it_is_built_on_shows(installed: Path) -> None:
     library = installed / "lib" / "libshardow.so"
     names = run("nm", "-DC", "--defined-only", library)

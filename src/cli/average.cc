@@ -1,0 +1,145 @@
+// Averages of checkpoints: the merge engine (shardow/merge.h) from the command line.
+#include "base/errors.h"
+#include "cli/lanes.h"
+#include "cli/output.h"
+#include "cli/sources.h"
+#include "cli/terminal.h"
+#include "cli/text.h"
+#include "shardow/merge.h"
+
+namespace shardow::cli {
+namespace {
+
+struct AverageOptions {
+  std::vector<std::string> inputs;
+  OutputOptions output;
+  bool uniform = false, per_step = false, normalize = false;
+  std::optional<double> ema;
+  size_t lawa = 0;
+  std::string curve, weights, steps;
+  int threads = 0;
+};
+
+/// "0.5,0.3": as many numbers as there are inputs.
+template <class Number>
+std::vector<Number> numbers(const std::string& text, const char* option, size_t inputs) {
+  std::vector<Number> found;
+  for (const std::string& one : CLI::detail::split(text, ',')) {
+    if (!CLI::detail::lexical_cast(one, found.emplace_back()))
+      base::fail(Code::kInvalidArgument, "{} {}: '{}' is no number of its kind", option, text, one);
+  }
+  if (found.size() != inputs) base::fail(Code::kInvalidArgument, "{} has {} numbers for {} inputs", option, found.size(), inputs);
+  return found;
+}
+
+std::vector<MergeInput> open_inputs(const AverageOptions& options) {
+  std::vector<int64_t> steps;
+  if (!options.steps.empty()) steps = numbers<int64_t>(options.steps, "--steps", options.inputs.size());
+  std::vector<MergeInput> inputs;
+  for (size_t i = 0; i < options.inputs.size(); ++i) {
+    const Checkpoint checkpoint = open_one(options.inputs[i]);
+    const auto step = steps.empty() ? step_of(options.inputs[i], checkpoint.metadata()) : std::optional(steps[i]);
+    inputs.push_back({options.inputs[i], checkpoint, 0, step});
+  }
+  return inputs;
+}
+
+Coefficients coefficients_for(const AverageOptions& options, std::vector<MergeInput>& inputs) {
+  if (!options.weights.empty()) {  // in the order of the command line
+    return given_coefficients(numbers<double>(options.weights, "--weights", inputs.size()), options.normalize);
+  }
+  sort_by_step(inputs);
+  if (options.ema)
+    return options.per_step ? ema_coefficients(steps_of(inputs), *options.ema) : ema_coefficients(inputs.size(), *options.ema);
+  if (options.lawa > 0) {
+    steps_of(inputs);  // which ones are the last
+    return lawa_coefficients(inputs.size(), options.lawa);
+  }
+  if (!options.curve.empty()) return decay_coefficients(*find_decay_curve(options.curve), steps_of(inputs));
+  return uniform_coefficients(inputs.size());
+}
+
+void print_report(const MergeReport& report, const Coefficients& coefficients, const OutputOptions& output) {
+  print("{}\n", shown(coefficients.formula));
+  for (const MergeReport::Input& input : report.inputs)
+    print("  {:>12.9f}  {}{}\n", input.coefficient, shown(input.name), input.step ? fmt::format("  (step {})", *input.step) : "");
+  if (coefficients.index_error && *coefficients.index_error > 0)
+    print("  by index instead of steps, the learning rate would be off by up to {:.3g} of its peak\n", *coefficients.index_error);
+  if (std::abs(report.sum - 1) > 1e-9) print("  the weights sum to {:.9g}; --normalize divides by it\n", report.sum);
+  if (!report.taken.empty())
+    print("  {} tensors of integers or booleans are those of {}\n", report.taken.size(), shown(report.inputs.back().name));
+  print("{}: {} tensors, {}, {} file{}\n", shown(output.path), report.averaged.size() + report.taken.size(),
+        shown_bytes(report.bytes_written), report.files.size(), report.files.size() == 1 ? "" : "s");
+}
+
+void print_json(const MergeReport& report, const Coefficients& coefficients) {
+  Json json;
+  json.begin_object().key("formula").text(coefficients.formula).key("sum").number(report.sum).key("index_error");
+  coefficients.index_error ? json.number(*coefficients.index_error) : json.null();
+  json.key("inputs").begin_list();
+  for (const MergeReport::Input& input : report.inputs) {
+    json.begin_object().key("name").text(input.name).key("coefficient").number(input.coefficient).key("step");
+    input.step ? json.number(*input.step) : json.null();
+    json.end_object();
+  }
+  json.end_list().key("averaged").number(static_cast<int64_t>(report.averaged.size())).key("taken").begin_list();
+  for (const std::string& name : report.taken) json.text(name);
+  json.end_list().key("bytes").number(report.bytes_written).key("files").begin_list();
+  for (const auto& file : report.files) json.text(file.string());
+  json.end_list().end_object();
+  put(json.document() + "\n");
+}
+
+int average(const AverageOptions& options) {
+  std::vector<MergeInput> inputs = open_inputs(options);
+  const Coefficients coefficients = coefficients_for(options, inputs);
+  for (size_t j = 0; j < inputs.size(); ++j) inputs[j].coefficient = coefficients.values[j];
+  MergeOptions merge_options;
+  merge_options.dtype = options.output.file_dtype();
+  merge_options.max_shard_size = options.output.shard_bytes();
+  merge_options.formula = coefficients.formula;
+  merge_options.threads = options.threads;
+  merge_options.progress = watched("average");
+  const MergeReport report = merge(*solo(), std::move(inputs), options.output.path, merge_options);
+  merge_options.progress = {};  // its line goes away
+  options.output.json ? print_json(report, coefficients) : print_report(report, coefficients, options.output);
+  return 0;
+}
+
+}  // namespace
+
+void add_average(CLI::App& app, Action& chosen) {
+  std::shared_ptr<AverageOptions> options;
+  CLI::App& verb =
+      add_verb(app, chosen, "average", "Average checkpoints: sums in float64, rounded once; the order of inputs with steps does not matter",
+               average, options);
+  verb.add_option("IN", options->inputs, "files or directories")->required();
+  add_output(verb, options->output);
+  std::vector<CLI::Option*> ways;
+  ways.push_back(verb.add_flag("--uniform", options->uniform, "the mean of all, which is what happens without another choice"));
+  ways.push_back(
+      verb.add_option("--weights", options->weights, "a weight for each input, in the order of the command line")->option_text("W,W,..."));
+  ways.push_back(verb.add_option("--ema", options->ema, "an exponential moving average with this decay from each input to the next")
+                     ->option_text("D"));
+  ways.push_back(verb.add_option("--lawa", options->lawa, "the mean of the last inputs")->check(CLI::PositiveNumber)->option_text("K"));
+  ways.push_back(
+      verb.add_option("--curve", options->curve, "what a decay of the learning rate from the first input to the last would have given")
+          ->check(CLI::IsMember({"linear", "cosine", "inv-sqrt", "1-sqrt"}))
+          ->option_text("linear|cosine|inv-sqrt|1-sqrt"));
+  for (CLI::Option* one : ways) {
+    for (CLI::Option* other : ways) {
+      if (one != other) one->excludes(other);
+    }
+  }
+  verb.add_flag("--normalize", options->normalize, "divide the weights by their sum")->needs(ways[1]);
+  verb.add_flag("--per-step", options->per_step, "the decay is one step's")->needs(ways[2]);
+  verb.add_option("--steps", options->steps,
+                  "where the inputs stand in training, if neither their metadata nor their names say so; or tokens")
+      ->option_text("N,N,...");
+  add_threads(verb, options->threads);
+  add_examples(verb, {{"The mean of three", "shardow average run/step-1000 run/step-2000 run/step-3000 -o mean"},
+                      {"As if the learning rate had been decayed", "shardow average run/step-* -o decayed --curve 1-sqrt"},
+                      {"A soup", "shardow average a.safetensors b.safetensors -o soup.safetensors --weights 0.7,0.3"}});
+}
+
+}  // namespace shardow::cli

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
-
 from shardow import Schedule
 from shardow.averages.tracked import Source
 from shardow.base.checks import invalid, unsupported
 from shardow.ema import EMA
 from shardow.integrations.masters import MastersEMA
+from shardow.model.masters import master_of
 from shardow.model.slots import slots
 
 #: An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's, and without ZeRO.
@@ -72,23 +71,18 @@ def _kind(optimizer: Any) -> Callable[[Any, list[Any]], Found]:
 
 
 def _zero3(optimizer: Any, parameters: list[Any]) -> Found:
-    """Of the same elements as ``ds_tensor``, padded as that is."""
+    """Of the same elements as ``ds_tensor``."""
     kept = {flat.untyped_storage().data_ptr() for flat in optimizer.fp32_partitioned_groups_flat}
     for p in parameters:
-        if p.requires_grad and optimizer.get_param_id(p) in optimizer.grad_position:
-            master = optimizer.get_local_fp32_param(p).detach()
-            if master.untyped_storage().data_ptr() not in kept:
+        if (found := master_of(p)) is not None:
+            if found[0].untyped_storage().data_ptr() not in kept:
                 raise unsupported("offload_optimizer keeps masters on the host, weights are on a device; use offload_param too, or neither")
-            begin = min(p.ds_tensor.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
-            yield p, master[: min(master.numel(), p.ds_numel - begin)]
+            yield p, found[0]
 
 
 def _divided(optimizer: Any, parameters: list[Any]) -> Found:
-    """Stretches of replicas. A parameter of which this rank has nothing is linked to None."""
-    for p in parameters:
-        if hasattr(p, "_hp_mapping"):
-            link = p._hp_mapping
-            yield p, (torch.empty(0, device=p.device), 0) if link is None else (link.hp_fragment.detach(), link.lp_fragment_address.start)
+    """Stretches of replicas, which may be empty."""
+    return ((p, found) for p in parameters if (found := master_of(p)) is not None)
 
 
 def _whole(optimizer: Any, parameters: list[Any]) -> Found:

@@ -21,6 +21,7 @@ from shardow.merging.inputs import Merged
 from shardow.model import origins
 from shardow.model.groups import group_of_model
 from shardow.model.local import refuse_expanded
+from shardow.model.masters import fill_masters_too
 from shardow.model.parts import Saveable, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.team import Team
@@ -184,6 +185,7 @@ def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> t
     bindings = None if request.optimizer is None else origins.bindings(request.optimizer, model)
     given |= meta.give_memory(model, request.device, request.dtype)
     held = held_by(model, request.group, saving=False)
+    fill_masters_too(held)
     for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
         refuse_expanded(one.name, one.tensor)
     essential = meta.valueless(model)

@@ -1,0 +1,60 @@
+"""Float32 masters that DeepSpeed's optimizers keep of a model's parameters. From them each step makes the weights anew: who fills weights
+alone has filled nothing. Nothing is imported: parameters bear DeepSpeed's marks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardow.base.checks import unsupported
+from shardow.model.parts import Held
+from shardow.model.slots import slots
+from shardow.model.zero3 import is_partitioned
+
+
+def master_of(parameter: Any) -> tuple[torch.Tensor, int] | None:
+    """This rank's stretch of a parameter's master and the number of its first element; None where nobody marked one: nobody trains it, or
+    each rank has all of it."""
+    if is_partitioned(parameter):
+        return _of_partition(parameter, getattr(parameter, "_z3_optimizer", None))
+    if not hasattr(parameter, "_hp_mapping"):
+        return None
+    link = parameter._hp_mapping
+    if link is None:  # others have all of it
+        return torch.empty(0, device=parameter.device), 0
+    return link.hp_fragment.detach(), link.lp_fragment_address.start
+
+
+def _of_partition(p: Any, optimizer: Any) -> tuple[torch.Tensor, int] | None:
+    """Of the same elements as ``ds_tensor``, without its padding."""
+    if optimizer is None or not p.requires_grad or optimizer.get_param_id(p) not in optimizer.grad_position:
+        return None
+    begin = min(p.ds_tensor.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
+    master = optimizer.get_local_fp32_param(p).detach()
+    return master[: min(master.numel(), p.ds_numel - begin)], begin
+
+
+def fill_masters_too(held: Held) -> None:
+    """What fills ``held`` fills the masters: ZeRO-3's first, and from them the weights; others from the weights. Raises where it can't."""
+    if held.view is None:
+        return
+    at = {name: number for number, part in enumerate(held.parts) for name in held.names[part.name]}
+    done = set()
+    for slot in slots(held.view.model, "parameter"):
+        number = at.get(slot.name)
+        if number is None or number in done:
+            continue
+        done.add(number)
+        if getattr(getattr(slot.recorded, "_z3_optimizer", None), "swap_optimizer", False):
+            way_out = "load before deepspeed.initialize(), or offload to 'cpu'"
+            raise unsupported(f"'{slot.name}' has its master on NVMe, from which the next step would bring back the old weights: {way_out}")
+        if (found := master_of(slot.recorded)) is None or not found[0].numel():
+            continue
+        part, (master, first) = held.parts[number], found
+        if is_partitioned(slot.recorded):
+            held.parts[number] = replace(part, flat=master)
+            held.copied.append((part.flat, master))
+        else:
+            held.copied.append((master, part.flat[first : first + master.numel()]))

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "base/thread_annotations.h"
+#include "base/turns.h"
 
 namespace shardow::base {
 
@@ -35,13 +36,23 @@ class Condition {
   /// Lets go of `mutex` until notified or until `deadline`; may wake early, so callers look again. False if the deadline has passed.
   bool wait_until(Mutex& mutex, std::chrono::steady_clock::time_point deadline) SHARDOW_REQUIRES(mutex) {
     std::unique_lock<std::mutex> held(mutex.mutex_, std::adopt_lock);
-    const bool in_time = condition_.wait_until(held, deadline) == std::cv_status::no_timeout;
+    const bool in_time = turns == nullptr ? condition_.wait_until(held, deadline) == std::cv_status::no_timeout : turn_by(held, deadline);
     held.release();  // the caller still holds it
     return in_time;
   }
-  void notify_all() noexcept { condition_.notify_all(); }
+  void notify_all() noexcept {
+    if (turns != nullptr) turns->notify(this);
+    condition_.notify_all();
+  }
 
  private:
+  bool turn_by(std::unique_lock<std::mutex>& held, Time deadline) {
+    held.unlock();
+    const bool in_time = turns->wait(this, deadline);
+    held.lock();
+    return in_time;
+  }
+
   std::condition_variable condition_;
 };
 

@@ -1,13 +1,20 @@
-// How one thread waits for another. Everything in the engine by which a Worker and its owner wait for each other goes through await(), so
-// that a test can say which of them goes on, and when: then one seed replays an interleaving.
+// How one thread waits for another, and what time it is. A Worker and its owner wait for each other by await(), ranks in one process by a
+// Condition (mutex.h), deadlines go by now(): so a test can say which of them goes on, and when, and one seed replays an interleaving.
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <functional>
+#include <random>
+#include <thread>
+#include <utility>
 
 namespace shardow::base {
 
-/// For tests: threads of Workers and of their owners go on one at a time. Whoever calls anything of this has the turn.
+using Time = std::chrono::steady_clock::time_point;
+
+/// For tests: threads of Workers and of their owners, or ranks, go on one at a time. Whoever calls anything of this has the turn.
 class Turns {
  public:
   virtual ~Turns() = default;
@@ -15,9 +22,29 @@ class Turns {
   virtual void begin(const void* who) = 0;                    ///< on that thread: returns when it has been added and has the turn
   virtual void end() = 0;                                     ///< on that thread: it takes turns no more
   virtual void await(const std::function<bool()>& done) = 0;  ///< others have their turns until done()
+
+  virtual Time now() { return std::chrono::steady_clock::now(); }
+  virtual uint64_t draw() { return std::random_device()(); }  ///< for names that nothing else has
+  virtual void notify(const void* /*condition*/) {}           ///< who waits there may go on
+  /// Others have their turns until notify(condition) or the deadline, or less long. False if the deadline has passed.
+  virtual bool wait(const void* /*condition*/, Time deadline) {
+    bool waited = false;
+    await([&] { return std::exchange(waited, true); });
+    return now() < deadline;
+  }
 };
 
 inline Turns* turns = nullptr;
+
+inline Time now() {
+  return turns != nullptr ? turns->now() : std::chrono::steady_clock::now();
+}
+
+inline void sleep_for(std::chrono::nanoseconds time) {
+  if (turns == nullptr) return std::this_thread::sleep_for(time);
+  for (const Time end = now() + time; turns->wait(nullptr, end);) {
+  }
+}
 
 /// Until done(the value).
 template <typename T, typename Done>

@@ -12,6 +12,7 @@
 
 #include "base/errors.h"
 #include "base/files.h"
+#include "base/turns.h"
 #include "comm/wire.h"
 
 namespace shardow {
@@ -113,10 +114,10 @@ const Failure& first_of(const std::vector<Failure>& failed) {
 }  // namespace
 
 std::vector<std::string> agree_on(Group& group, Deadline deadline, const std::function<std::string()>& fn) {
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = base::now();
   const Outcome mine = outcome_of(fn);
   // A rank whose step waited for another in vain does not wait a second time as long.
-  const Deadline to_tell = std::chrono::steady_clock::now() + std::min<Deadline::duration>(std::max(deadline - begin, {}), kToTell);
+  const Deadline to_tell = base::now() + std::min<Deadline::duration>(std::max(deadline - begin, {}), kToTell);
   std::vector<std::string> statuses;
   try {
     statuses = group.all_gather(mine.status, std::max(deadline, to_tell));

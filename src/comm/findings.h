@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/turns.h"
 #include "shardow/conformance.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
@@ -29,12 +30,12 @@ class Findings {
 
 /// Far enough that only a hang reaches it.
 inline Deadline far() {
-  return std::chrono::steady_clock::now() + std::chrono::minutes(2);
+  return base::now() + std::chrono::minutes(2);
 }
 
 /// For the cases in which it is meant to pass.
 inline Deadline near() {
-  return std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+  return base::now() + std::chrono::milliseconds(100);
 }
 
 struct Caught {

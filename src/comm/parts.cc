@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/turns.h"
 #include "comm/agree.h"
 #include "comm/wire.h"
 
@@ -13,7 +14,7 @@ std::vector<std::string> Parts::run(const std::function<Part()>& part) {
   std::vector<std::string> words(static_cast<size_t>(group_.size()));
   bool here_done = false;
   for (bool all_done = false; !all_done;) {
-    const std::vector<std::string> parts = agree_on(group_, std::chrono::steady_clock::now() + timeout_, [&] {
+    const std::vector<std::string> parts = agree_on(group_, base::now() + timeout_, [&] {
       const Part found = here_done ? Part{0, true} : part();  // first: others may wait for what it sends
       here_done = found.last;
       tell();

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/turns.h"
 #include "shardow/group.h"
 
 namespace shardow::comm {
@@ -22,10 +23,10 @@ struct Part {
 /// How long a rank works before it tells the others: from its making until over().
 class PartTime {
  public:
-  bool over() const { return std::chrono::steady_clock::now() - begin_ > std::chrono::milliseconds(500); }
+  bool over() const { return base::now() - begin_ > std::chrono::milliseconds(500); }
 
  private:
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point begin_ = base::now();
 };
 
 /// The timeout counts from one part to the next, not for all of the work.

@@ -9,6 +9,7 @@
 #include "base/errors.h"
 #include "base/paths.h"
 #include "base/seconds.h"
+#include "base/turns.h"
 #include "comm/agree.h"
 #include "comm/wire.h"
 #include "ema/agreed.h"
@@ -22,7 +23,7 @@ using base::fail;
 using Keys = std::vector<std::string>;
 
 Deadline after(std::chrono::milliseconds timeout) {
-  return std::chrono::steady_clock::now() + timeout;
+  return base::now() + timeout;
 }
 
 const char* name_of(OptionsFrom from) {
@@ -131,7 +132,7 @@ LoadReport Loading::read(size_t k, bool check_only) {
 }
 
 EmaLoadReport Loading::take() {
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = base::now();
   const std::string before = ema_.state();
   try {
     agree(group_, after(options_.timeout), [&] { ema_.set_state(own_part(state_, group_.rank()), from_); });

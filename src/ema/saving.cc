@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/turns.h"
 #include "ema/agreed.h"
 #include "shardow/ema_file.h"
 
@@ -37,7 +38,7 @@ std::vector<SaveFile> ema_files(const Average& ema, const std::string& state) {
 
 SaveReport save(Group& group, const Average& ema, const std::filesystem::path& path, const SaveOptions& options) {
   group.begin("save()", options.timeout);
-  const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
+  const Deadline deadline = base::now() + options.timeout;
   std::string state;
   agree(group, deadline, [&] {
     check(ema, options);
@@ -47,7 +48,7 @@ SaveReport save(Group& group, const Average& ema, const std::filesystem::path& p
 }
 
 std::string agreed_state(Group& group, const Average& ema, std::string_view call, std::chrono::milliseconds timeout) {
-  const Deadline deadline = std::chrono::steady_clock::now() + timeout;
+  const Deadline deadline = base::now() + timeout;
   std::string state;
   agree(group, deadline, [&] {
     static_cast<void>(ema.views());  // throws while swapped

@@ -2,12 +2,12 @@
 
 #include <unistd.h>
 
-#include <random>
 #include <set>
 #include <utility>
 
 #include "base/errors.h"
 #include "base/files.h"
+#include "base/nonce.h"
 #include "comm/wire.h"
 #include "file/index.h"
 #include "tensor/dtype.h"
@@ -117,13 +117,12 @@ void check_call(std::span<const SaveFile> files, const SaveOptions& options) {
 
 Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options, Deadline deadline) {
   const auto facts = facts_of(files, path, options);
-  std::random_device random;
   Sender mine;
   for (const auto& [name, value] : facts) {
     mine.text(name);
     mine.text(value);
   }
-  mine.text(fmt::format("{:08x}{:08x}", random(), random()));
+  mine.text(base::make_nonce());
   mine.text(host_name());
   if (group.rank() == 0) send_metadata(mine, files, options);
   const std::vector<std::string> all = group.all_gather(mine.bytes(), deadline);

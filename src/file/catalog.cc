@@ -6,6 +6,7 @@
 #include <span>
 
 #include "base/errors.h"
+#include "base/turns.h"
 #include "comm/agree.h"
 #include "comm/wire.h"
 #include "file/layout.h"
@@ -86,7 +87,7 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
                  std::string& machine_of_first) {
   Raw raw;
   std::string long_text;
-  const std::string first = comm::agree_on(group, std::chrono::steady_clock::now() + timeout, [&] {
+  const std::string first = comm::agree_on(group, base::now() + timeout, [&] {
     if (group.rank() != 0) return std::string();
     raw = read_raw(path, names);
     if (group.size() == 1) return std::string();
@@ -104,7 +105,7 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
   const auto size = static_cast<size_t>(in.number());
   if (size > kFewBytes) {
     long_text.resize(size);
-    group.broadcast(std::as_writable_bytes(std::span(long_text)), 0, std::chrono::steady_clock::now() + timeout);
+    group.broadcast(std::as_writable_bytes(std::span(long_text)), 0, base::now() + timeout);
   }
   return group.rank() == 0 ? std::move(raw) : unpack(size > kFewBytes ? long_text : in.text());
 }
@@ -114,7 +115,7 @@ std::optional<std::vector<std::string>> try_version(Group& group, const Path& pa
                                                     std::chrono::milliseconds timeout, const std::function<std::string(const Raw&)>& told) {
   std::string first;
   Raw raw = read_for_all(group, path, names, timeout, first);
-  std::vector<std::string> words = comm::agree_on(group, std::chrono::steady_clock::now() + timeout, [&] {  // (2) every rank opens the same
+  std::vector<std::string> words = comm::agree_on(group, base::now() + timeout, [&] {  // (2) every rank opens the same
     if (group.rank() != 0 && !open_same(path, raw, !first.empty() && first == machine())) return std::string();
     return "+" + told(raw);
   });

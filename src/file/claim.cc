@@ -6,6 +6,7 @@
 
 #include "base/errors.h"
 #include "base/paths.h"
+#include "base/turns.h"
 #include "file/others.h"
 
 namespace shardow::file {
@@ -13,7 +14,6 @@ namespace {
 
 using base::FileLock;
 using base::Path;
-using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kPause{20};
 constexpr std::chrono::seconds kGate{5};  // of waiting for the parent, which others may lock for reasons of their own
@@ -48,8 +48,8 @@ FileLock claim(const Path& target, const Path& draft, const std::function<void()
   for (std::optional<Path> other;;) {
     {
       FileLock gate;  // between looking for others and being one
-      const Until patience = std::min(until, Clock::now() + kGate);
-      while (gate.take(parent) == FileLock::Result::kOthers && Clock::now() < patience) std::this_thread::sleep_for(kPause);
+      const Until patience = std::min(until, base::now() + kGate);
+      while (gate.take(parent) == FileLock::Result::kOthers && base::now() < patience) base::sleep_for(kPause);
       other = living(target);
       if (!other) {
         put_back_old(target);
@@ -59,16 +59,16 @@ FileLock claim(const Path& target, const Path& draft, const std::function<void()
         return lock;
       }
     }
-    if (Clock::now() >= until) fail_busy(target, *other);
-    std::this_thread::sleep_for(kPause);
+    if (base::now() >= until) fail_busy(target, *other);
+    base::sleep_for(kPause);
   }
 }
 
 FileLock claim_directory(const Path& directory, Until until) {
   FileLock lock;
   while (lock.take(directory) == FileLock::Result::kOthers) {
-    if (Clock::now() >= until) fail_busy(directory, directory);
-    std::this_thread::sleep_for(kPause);
+    if (base::now() >= until) fail_busy(directory, directory);
+    base::sleep_for(kPause);
   }
   return lock;
 }

@@ -4,6 +4,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/turns.h"
 #include "file/environment.h"
 
 namespace shardow::file {
@@ -21,7 +22,7 @@ void Lanes::run(size_t count, const std::function<void(size_t)>& work) {
   const Environment here = environment_here();
   std::vector<std::thread> others;
   try {
-    for (size_t lane = 1; lane < count; ++lane)
+    for (size_t lane = 1; lane < count && base::turns == nullptr; ++lane)
       others.emplace_back([&, lane] {
         const InEnvironment too(&here);
         guarded(lane);

@@ -9,6 +9,7 @@
 
 #include "base/errors.h"
 #include "base/seconds.h"
+#include "base/turns.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/environment.h"
@@ -25,7 +26,6 @@ namespace {
 using base::fail;
 using comm::Receiver;
 using comm::Sender;
-using Clock = std::chrono::steady_clock;
 
 bool can_cast(DType from, DType to) {
   return from == to || (is_floating(from) && is_floating(to) && dtype_bits(from) >= 16 && dtype_bits(to) >= 16);
@@ -105,7 +105,7 @@ int64_t bytes_in_all(const Catalog& catalog, const std::vector<Shared>& wanted) 
 /// the time of a part.
 LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog, std::span<const std::string> words,
                        LoadOptions options) {
-  const auto begin = Clock::now();
+  const auto begin = base::now();
   const auto [asked, wanted] = unpack(words);
   options.strict = asked.strict;
   LoadReport report = compare(catalog, wanted, options);
@@ -125,7 +125,7 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
     if (part.last && sums) part.words = sums->words(group.rank(), jobs, reader.sums());
     return part;
   });
-  if (asked.told) agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
+  if (asked.told) agree(group, base::now() + options.timeout, [&] { parts.tell(); });
   if (sums) sums->check(found);
   report.bytes_read = reader.bytes();
   report.seconds = base::seconds_since(begin);
@@ -136,7 +136,7 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
 
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options) {
   const InEnvironment here(options.environment);
-  const auto begin = Clock::now();
+  const auto begin = base::now();
   const std::vector<std::string> words = group.all_gather(pack(options, views), begin + options.timeout);
   LoadReport report = load_agreed(group, views, catalog, words, options);
   report.seconds = base::seconds_since(begin);
@@ -145,7 +145,7 @@ LoadReport load_from(Group& group, std::span<const TensorView> views, const Cata
 
 LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choose, LoadOptions options) {
   const InEnvironment here(options.environment);
-  const auto begin = Clock::now();
+  const auto begin = base::now();
   Chosen chosen;
   const Discussed found = discuss_catalog(group, path, options.timeout, [&](const std::shared_ptr<const Catalog>& catalog) {
     chosen = choose(catalog);

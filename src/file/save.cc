@@ -6,6 +6,7 @@
 #include "base/errors.h"
 #include "base/paths.h"
 #include "base/seconds.h"
+#include "base/turns.h"
 #include "comm/parts.h"
 #include "file/call.h"
 #include "file/direct.h"
@@ -101,8 +102,8 @@ struct StagedSave::Plan {
   int64_t written = 0;
   Clock::time_point begin;
 
-  Deadline deadline() const { return Clock::now() + options.timeout; }
-  Deadline patience() const { return Clock::now() + options.timeout * 3 / 4; }  ///< with another save; the ranks wait meanwhile
+  Deadline deadline() const { return base::now() + options.timeout; }
+  Deadline patience() const { return base::now() + options.timeout * 3 / 4; }  ///< with another save; the ranks wait meanwhile
   Storage storage();
   std::deque<Output> outputs() const;
   void write_anywhere();
@@ -112,11 +113,11 @@ struct StagedSave::Plan {
 };
 
 StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options)
-    : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}, 0, Clock::now()}) {
+    : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}, 0, base::now()}) {
   const InEnvironment here(options.environment);
   Plan& plan = *plan_;
   const bool directory = !plan.hugging_face || path.extension() != ".safetensors";
-  agree(group, Clock::now() + options.timeout, [&] {
+  agree(group, base::now() + options.timeout, [&] {
     check_call(files, options);
     if (directory || options.texts.empty()) return;
     base::fail(Code::kInvalidArgument, "{}: {} goes with a directory, and this is the name of one file", path.string(),

@@ -3,10 +3,11 @@
 #include "file/stripe_memory.h"
 
 #include <cstring>
-#include <random>
 #include <string>
 
 #include "base/errors.h"
+#include "base/nonce.h"
+#include "base/turns.h"
 #include "comm/wire.h"
 
 namespace shardow::file {
@@ -14,18 +15,11 @@ namespace {
 
 constexpr size_t kNonceBytes = 16;
 
-std::string make_nonce() {
-  std::random_device random;
-  std::string nonce;
-  while (nonce.size() < kNonceBytes) nonce += fmt::format("{:08x}", random());
-  return nonce;
-}
-
 }  // namespace
 
 StripeMemory::StripeMemory(Group& group, size_t bytes, std::chrono::milliseconds timeout)
     : of_(static_cast<size_t>(group.size())), reached_by_(static_cast<size_t>(group.size()), false) {
-  const std::string nonce = make_nonce();
+  const std::string nonce = base::make_nonce();
   comm::Sender offer;
   try {
     own_ = base::SharedMemory::create(bytes);
@@ -37,7 +31,7 @@ StripeMemory::StripeMemory(Group& group, size_t bytes, std::chrono::milliseconds
     offer.text("");
     offer.text("");
   }
-  const std::vector<std::string> offers = group.all_gather(offer.bytes(), std::chrono::steady_clock::now() + timeout);
+  const std::vector<std::string> offers = group.all_gather(offer.bytes(), base::now() + timeout);
   std::string found;
   for (size_t rank = 0; rank < offers.size(); ++rank) {
     comm::Receiver in(offers[rank]);
@@ -46,7 +40,7 @@ StripeMemory::StripeMemory(Group& group, size_t bytes, std::chrono::milliseconds
     if (of_[rank] && std::memcmp(of_[rank]->bytes().data(), expected.data(), kNonceBytes) != 0) of_[rank].reset();
     found += of_[rank] ? '1' : '0';
   }
-  const std::vector<std::string> all = group.all_gather(found, std::chrono::steady_clock::now() + timeout);
+  const std::vector<std::string> all = group.all_gather(found, base::now() + timeout);
   for (size_t rank = 0; rank < all.size(); ++rank) reached_by_[rank] = all[rank].at(static_cast<size_t>(group.rank())) == '1';
 }
 

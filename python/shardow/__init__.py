@@ -12,7 +12,7 @@ from shardow._core import Schedule
 from shardow.errors import Error
 
 if TYPE_CHECKING:
-    from shardow import compat, errors, memory, schedules
+    from shardow import compat, errors, memory, posthoc, schedules
     from shardow.averages.attach import Handle
     from shardow.checkpoints.face import Checkpoints
     from shardow.ema import EMA
@@ -46,6 +46,7 @@ __all__ = [
     "merge",
     "merged",
     "meta_init",
+    "posthoc",
     "save",
     "schedules",
     "to_empty",
@@ -66,7 +67,7 @@ if not TYPE_CHECKING:  # type checkers would take any name then
         """What needs torch is imported where it is first used."""
         import importlib
 
-        if name in ("compat", "errors", "memory", "schedules"):
+        if name in ("compat", "errors", "memory", "posthoc", "schedules"):
             return importlib.import_module(f"shardow.{name}")
         if name == "open":
             return importlib.import_module("shardow.files.reading").open_checkpoint

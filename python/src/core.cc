@@ -27,6 +27,7 @@ void bind_engine(nanobind::module_& m) {
   bind_division(m);
   bind_group(m);
   bind_schedule(m);
+  bind_posthoc(m);
   bind_average(m);
   bind_watch(m);
   bind_file(m);

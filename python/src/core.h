@@ -21,6 +21,7 @@ void bind_placement(nanobind::module_& m);
 void bind_division(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
+void bind_posthoc(nanobind::module_& m);
 void bind_average(nanobind::module_& m);
 void bind_watch(nanobind::module_& m);
 void bind_file(nanobind::module_& m);

@@ -15,7 +15,8 @@ import shardow
 
 SURFACE = sorted(
     ["EMA", "Checkpoint", "Checkpoints", "Error", "Handle", "SaveHandle", "Schedule", "Slice", "__version__", "async_save", "compat",
-     "errors", "full_state_dict", "load", "materialize", "memory", "merge", "merged", "meta_init", "save", "schedules", "to_empty", "wrap"]
+     "errors", "full_state_dict", "load", "materialize", "memory", "merge", "merged", "meta_init", "posthoc", "save", "schedules",
+     "to_empty", "wrap"]
 )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def _lines(module: ModuleType, prefix: str) -> Iterator[str]:
 
 
 def public_names() -> list[str]:
-    homes = ["shardow", *(f"shardow.{name}" for name in ("errors", "schedules", "memory", "compat"))]
+    homes = ["shardow", *(f"shardow.{name}" for name in ("errors", "schedules", "memory", "posthoc", "compat"))]
     homes += [f"shardow.compat.{name}" for name in sorted(shardow.compat.__all__)]
     modules = [importlib.import_module(home) for home in homes]  # all of them before compat is asked for its own
     return [line for home, module in zip(homes, modules, strict=True) for line in _lines(module, home)]

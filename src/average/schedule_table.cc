@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <utility>
 
 #include "average/log_sum.h"
 #include "base/errors.h"
@@ -144,7 +145,9 @@ Factors window(In x, const Progress& progress) {
 
 Factors power(In x, const Progress& progress) {
   const double t = static_cast<double>(progress.step), delta = static_cast<double>(progress.delta);
-  const double exponent = power_gamma(x[0]) + 1;
+  thread_local std::pair<double, double> last{0, 0};  // sigma_rel and its gamma, which is the same for millions of steps
+  if (last.first != x[0]) last = {x[0], power_gamma(x[0])};
+  const double exponent = last.second + 1;
   return {std::pow(1 - delta / t, exponent), -std::expm1(exponent * std::log1p(-delta / t))};
 }
 

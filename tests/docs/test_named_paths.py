@@ -20,6 +20,7 @@ KEYS = {
     "shardow.checkpoint",
     "shardow.crc32",
     "shardow.extra_state",
+    "shardow.snapshot",
     "shardow.state",
     "shardow.step",
     "shardow.values",

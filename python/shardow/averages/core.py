@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +60,7 @@ class Averages:
             share_out("EMA(...)", self.tracked, self.team)
         check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
+        self.snapshots: dict[Path, Any] = {}  # by directory: what goes on there, forgotten where the counters are replaced
         self._warned = False
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
@@ -233,6 +235,7 @@ class Averages:
         self.together("reset()", ready)
         self.swap.gather()
         self.engine.restart()
+        self.snapshots.clear()
         self._warned = False
 
     # ---- their values

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardow import _core
+from shardow.averages import snapshots
 from shardow.averages import state as _state
 from shardow.averages.states import Decay, OptionsFrom, States
-from shardow.base.checks import invalid, one_of
+from shardow.base.checks import invalid, one_of, whole
 from shardow.base.progress import Progress, shown
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle, settle
@@ -53,6 +55,46 @@ class Saved(States):
         Collective."""
         files, options = self._to_save("async_save()", max_shard_size, metadata)
         return engine.write_in_background(files, path, self._core.team, progress=progress, **options)
+
+    def snapshot(
+        self, directory: paths.StrPath, every: int, *, dtype: torch.dtype | str | None = None, asynchronous: bool = False,
+        progress: Progress | None = None,
+    ) -> dict[str, Any] | SaveHandle | None:  # fmt: skip
+        """After each step: saves all averages into ``directory/snapshot-000001000`` where one is due, for shardow.posthoc. Collective then,
+        and at the first call; else it costs nothing.
+
+        A resumed run goes on where its snapshots are, without a gap: call it with the same directory. Each is whole or not there; other
+        files stay. Their metadata say which updates the run made, so that any schedule, and any spacing, is exact later.
+
+        Args:
+            every: steps between snapshots, counted from step 0.
+            dtype: as they are stored: torch.bfloat16 takes half of the space, and rounds to 8 bits; None: the averages' own.
+            asynchronous: returns when this rank has copied what it will write, as async_save() does.
+            progress: called on rank 0 with (bytes done, bytes in all).
+
+        Returns:
+            None where nothing was due; else as save(): {"files": [path], ...}, or with ``asynchronous`` a SaveHandle.
+
+        Raises:
+            ValueError: an option out of range; snapshots of other averages are there; inside swapped(). OSError, TimeoutError.
+        """
+        where = Path(paths.to_write(directory)).absolute()
+        whole("every", every, 1)
+        stored = snapshots.stored_as(dtype)
+        now = snapshots.Counts(*self._core.engine.progress)
+        mine = self._core.snapshots.get(where)
+        if mine is None or now.step < mine.seen.step:
+            mine = self._core.snapshots[where] = snapshots.Snapshots(where, self._core)
+        mine.see(now)
+        if not mine.is_due(every):
+            return None
+        files, options = self._to_save(snapshots.WHAT, None, {_core.RECORD_KEY: mine.record()})
+        for key, file in zip(self._core.keys, files, strict=True):
+            file.name = _core.ema_file_name(key)
+        write = engine.write_in_background if asynchronous else engine.write
+        told = write(files, where / snapshots.directory_of(now.step), self._core.team, progress=progress, **{**options, "dtype": stored})
+        mine.last = now.step
+        return told
 
     def _to_save(
         self, what: str, max_shard_size: int | str | None, metadata: Mapping[str, str] | None

@@ -94,6 +94,7 @@ class States:
     def _go_on(self, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
         """With a state that was taken. ``changed``: (name, there, here) of each option that is another one now."""
         self._core.keys = _core.decay_keys(self._core.engine.schedules)
+        self._core.snapshots.clear()
         if changed and self._core.team.rank == 0:
             told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in changed)
             now = "What is there is in force now (but the dtype, which stays)"

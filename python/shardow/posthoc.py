@@ -1,0 +1,128 @@
+"""Averages whose profile is chosen after training, from snapshots that EMA.snapshot() saved: docs/posthoc.md.
+
+plan() says which snapshots, with which coefficients, and how near their sum comes; sweep() says how near for all widths, before anything
+is computed; synthesize() makes the average, in one read of the snapshots. The first two need no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardow import _core, schedules
+from shardow._core import PosthocPlan as Plan
+from shardow._core import PosthocTerm as Term
+from shardow._core import Schedule, Sweep, SweepPoint
+from shardow.base.checks import invalid, one_of, seconds
+from shardow.base.progress import Progress, shown
+from shardow.files import paths
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+Formula = Literal["exact", "continuous"]
+
+
+def plan(
+    directory: paths.StrPath,
+    sigma_rel: float | None = None,
+    *,
+    schedule: Schedule | float | None = None,
+    step: int | None = None,
+    formula: Formula = "exact",
+) -> Plan:
+    """Of the average that a run would have tracked up to ``step``: the nearest sum of snapshots, by least squares over their profiles, with
+    coefficients that sum to 1. Reads headers alone.
+
+    Args:
+        sigma_rel: width of its power-function profile, as of schedules.power(); or
+        schedule: any of shardow.schedules, or a decay.
+        step: None: that of the last snapshot. Later ones are left out.
+        formula: "exact": sums over the updates that the run made, whatever its schedules and steps; "continuous": EDM2's integrals, for
+            comparisons with its code. The residual and the bounds that are told are those of the exact profiles, either way.
+
+    Raises:
+        FileNotFoundError: there are no snapshots. ValueError: a step that they do not reach, or a file that is damaged.
+    """
+    if (sigma_rel is None) == (schedule is None):
+        raise invalid("which average: give sigma_rel=, or schedule= for one that is no power function")
+    target = schedules.power(sigma_rel) if sigma_rel is not None else schedules.as_schedules(schedule)[0]  # type: ignore[arg-type]
+    continuous = one_of("formula", formula, ("exact", "continuous")) == "continuous"
+    return _core.posthoc_plan(Path(paths.to_read(directory)), target, step, continuous)
+
+
+def synthesize(
+    directory: paths.StrPath,
+    sigma_rel: float | None = None,
+    *,
+    out: paths.StrPath,
+    schedule: Schedule | float | None = None,
+    step: int | None = None,
+    formula: Formula = "exact",
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Makes that average: ``out`` is a .safetensors file, or a directory in the Hugging Face layout, published as every save is. Reads each
+    snapshot once, a few chunks at a time; sums in float64, rounded once. Collective where torch.distributed is initialised: each rank
+    writes its own bytes.
+
+    Args:
+        sigma_rel, schedule, step, formula: as in plan().
+        dtype: of the average; None: that in which the averages were tracked.
+        max_shard_size: of a file in a directory, in bytes or like "5GB".
+        group: the ranks that write; by default all.
+        timeout: seconds or timedelta, the deadline of the call.
+        progress: called on rank 0 with (bytes done, bytes in all).
+
+    Returns:
+        {"plan": what was made, with its residual and bounds, "files": [path], "bytes_read", "bytes_written": by this rank, "seconds"}.
+    """
+    import torch.distributed as dist
+
+    from shardow.files import engine
+    from shardow.files.background import settle
+    from shardow.ranks.team import Team
+
+    team = Team(group or (dist.group.WORLD if dist.is_initialized() else None), seconds(timeout))
+
+    def check() -> tuple[Plan, str, dict[str, Any]]:
+        found = plan(directory, sigma_rel, schedule=schedule, step=step, formula=formula)
+        return found, paths.to_write(out), engine.dtype_and_limit(dtype, max_shard_size)
+
+    settle(team.process_group)  # a snapshot may be under way
+    found, where, options = team.agree("synthesize()", check)
+    told = shown(progress, f"synthesize {Path(where).name}", team.rank)
+    report = _core.posthoc_synthesize(team.group, found, Path(where), **options, timeout=team.timeout, progress=told)
+    return {"plan": found, **report}
+
+
+def sweep(
+    directory: paths.StrPath, picture: paths.StrPath | None = None, *, step: int | None = None, sigma_rels: Sequence[float] = ()
+) -> Sweep:
+    """The error to expect of every width, before anything is computed: the residual of the profile, and the rounding of the snapshots.
+
+    Args:
+        picture: a path that ends in .svg, for a picture of it.
+        step: as in plan().
+        sigma_rels: widths in (0, 0.28]; by default 46 of them.
+    """
+    drawn = None if picture is None else Path(paths.to_write(picture))
+    if drawn is not None and drawn.suffix != ".svg":
+        raise invalid(f"{drawn}: the picture is an SVG; give a path that ends in .svg")
+    found: Any = _core.posthoc_sweep(Path(paths.to_read(directory)), step, list(sigma_rels))
+    if drawn is not None:
+        drawn.write_text(found.svg(), encoding="utf-8")
+    return found  # type: ignore[no-any-return]
+
+
+__all__ = ["Plan", "Sweep", "SweepPoint", "Term", "plan", "sweep", "synthesize"]
+
+
+def __dir__() -> list[str]:
+    return __all__

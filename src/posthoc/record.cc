@@ -1,0 +1,188 @@
+// {"format":1,"segments":[{"run":"9f3c","start_step":0,"schedules":{"0.999":{..}},"updates":[[first, every, count, samples, samples_every],
+// ..]}, ..]}; the last two numbers are left out where no schedule asks for samples.
+#include "posthoc/record.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "average/counters.h"
+#include "average/json.h"
+#include "base/errors.h"
+
+namespace shardow::posthoc {
+namespace {
+
+using base::fail;
+namespace dom = simdjson::dom;
+
+constexpr int64_t kFormat = 1;
+constexpr int64_t kMostUpdates = 1'000'000'000;  // more would take minutes to go through
+constexpr int64_t kMostSteps = 1LL << 53;
+
+[[noreturn]] void corrupt(std::string_view why) {
+  fail(Code::kCorrupt, "{} in a snapshot's metadata: {}", kRecordKey, why);
+}
+
+template <typename Value>
+Value field(const dom::object& object, std::string_view key) {
+  Value value;
+  if (object[key].get(value) != simdjson::SUCCESS) corrupt(fmt::format("no \"{}\", or something else than it has", key));
+  return value;
+}
+
+Stretch stretch_of(const dom::array& numbers) {
+  std::vector<int64_t> whole;
+  std::vector<double> samples;
+  for (const dom::element one : numbers) {
+    int64_t count = 0;
+    double real = 0;
+    if (whole.size() < 3 && one.get(count) == simdjson::SUCCESS) {
+      whole.push_back(count);
+    } else if (whole.size() == 3 && samples.size() < 2 && one.get(real) == simdjson::SUCCESS && real >= 0 && std::isfinite(real)) {
+      samples.push_back(real);
+    } else {
+      corrupt("updates are [first, every, count], or these and [samples, samples between]");
+    }
+  }
+  if (whole.size() != 3 || samples.size() == 1) corrupt("updates are [first, every, count]");
+  if (samples.empty()) samples = {0, 0};
+  return {whole[0], whole[1], whole[2], samples[0], samples[1]};
+}
+
+Segment segment_of(const dom::object& object) {
+  Segment segment;
+  segment.run = field<std::string_view>(object, "run");
+  segment.start_step = field<int64_t>(object, "start_step");
+  for (const auto [key, value] : field<dom::object>(object, "schedules")) {
+    segment.schedules.emplace(key, Schedule::from_json(simdjson::minify(value)));
+  }
+  for (const dom::element one : field<dom::array>(object, "updates")) {
+    dom::array numbers;
+    if (one.get(numbers) != simdjson::SUCCESS) corrupt("updates are lists of numbers");
+    segment.updates.push_back(stretch_of(numbers));
+  }
+  if (segment.start_step < 0 || segment.start_step > kMostSteps) corrupt("start_step is out of range");
+  return segment;
+}
+
+/// Steps go up, and there are not too many of them.
+void check(const Record& record) {
+  int64_t last = 0, count = 0;
+  for (const Segment& segment : record) {
+    for (const Stretch& one : segment.updates) {
+      const bool fits = one.first > last && one.first < kMostSteps && one.every >= 1 && one.every < kMostSteps && one.count >= 1 &&
+                        one.count <= kMostUpdates && one.every <= (kMostSteps - one.first) / one.count;
+      if (!fits) corrupt(fmt::format("updates [{}, {}, {}] after step {}", one.first, one.every, one.count, last));
+      last = one.last();
+      count += one.count;
+      if (count > kMostUpdates) fail(Code::kUnsupported, "{}: more than {} updates", kRecordKey, kMostUpdates);
+    }
+  }
+}
+
+void drop_empty(Record& record) {
+  std::erase_if(record, [](const Segment& segment) { return segment.updates.empty(); });
+}
+
+}  // namespace
+
+Record record_from_json(std::string_view json) {
+  dom::parser parser;
+  const auto object = average::object_in(parser, json);
+  if (!object) corrupt("no JSON object");
+  if (const auto format = field<int64_t>(*object, "format"); format != kFormat) {
+    fail(Code::kUnsupported, "{}: format {}; this version reads format {}", kRecordKey, format, kFormat);
+  }
+  Record record;
+  for (const dom::element one : field<dom::array>(*object, "segments")) {
+    dom::object segment;
+    if (one.get(segment) != simdjson::SUCCESS) corrupt("a segment is no object");
+    record.push_back(segment_of(segment));
+  }
+  drop_empty(record);
+  check(record);
+  return record;
+}
+
+Record record_from_state(std::string_view state) {
+  const average::State found = average::state_from_json(state);
+  const auto& [options, counters] = std::pair(found.options, found.counters);
+  Segment segment{.run = {}, .start_step = options.start_step, .schedules = {}, .updates = {}};
+  bool samples = false;
+  for (const Schedule& schedule : options.schedules) {
+    segment.schedules.emplace(schedule.key(), schedule);
+    samples = samples || schedule.key().starts_with("half_life_in_samples");
+  }
+  const int64_t made = counters.updates, every = options.update_every;
+  const bool even = options.start_step == 0 && !samples && made * every == counters.applied_step;
+  if (!even) {
+    fail(Code::kUnsupported,
+         "{} updates by step {} with update_every {}, start_step {}{}: when they were made is not recorded; EMA.snapshot() records it",
+         made, counters.applied_step, every, options.start_step, samples ? " and a schedule in samples" : "");
+  }
+  if (made == 0) return {};
+  segment.updates.push_back({every, every, made});
+  Record record{std::move(segment)};
+  check(record);
+  return record;
+}
+
+Record until(Record record, int64_t step) {
+  for (Segment& segment : record) {
+    std::erase_if(segment.updates, [&](const Stretch& one) { return one.first > step; });
+    for (Stretch& one : segment.updates) one.count = std::min(one.count, (step - one.first) / one.every + 1);
+  }
+  drop_empty(record);
+  return record;
+}
+
+bool same_past(const Record& a, const Record& b) {
+  const auto same = [](const Stretch& x, const Stretch& y) {
+    return x.first == y.first && x.count == y.count && (x.count == 1 || x.every == y.every);
+  };
+  return std::ranges::equal(a, b, [&](const Segment& x, const Segment& y) {
+    return x.run == y.run && x.start_step == y.start_step && std::ranges::equal(x.updates, y.updates, same);
+  });
+}
+
+Updates::Updates(Record record) : record_(std::move(record)) {
+  int64_t before = 0, counted = 0;
+  double samples = 0;
+  for (size_t s = 0; s < record_.size(); ++s) {
+    const int64_t start = record_[s].start_step;
+    for (size_t k = 0; k < record_[s].updates.size(); ++k) {
+      const Stretch& one = record_[s].updates[k];
+      rows_.push_back({s, k, size_, before, counted, samples});
+      size_ += one.count;
+      before = one.last();
+      counted += one.first > start ? one.count : one.count - std::min(one.count, (start - one.first) / one.every + 1);
+      samples = one.samples + one.samples_every * static_cast<double>(one.count - 1);
+    }
+  }
+}
+
+int64_t Updates::until(int64_t step) const noexcept {
+  int64_t made = 0;
+  for (const Row& row : rows_) {
+    const Stretch& one = record_[row.segment].updates[row.stretch];
+    if (one.first <= step) made = row.begin + std::min(one.count, (step - one.first) / one.every + 1);
+  }
+  return made;
+}
+
+Updates::Update Updates::at(int64_t i) const {
+  const auto after = std::upper_bound(rows_.begin(), rows_.end(), i, [](int64_t index, const Row& row) { return index < row.begin; });
+  const Row& row = *(after - 1);
+  const Segment& segment = record_[row.segment];
+  const Stretch& one = segment.updates[row.stretch];
+  const int64_t start = segment.start_step, k = i - row.begin, step = one.first + k * one.every;
+  const int64_t before = k > 0 ? step - one.every : row.step_before;
+  const int64_t copied = one.first > start ? 0 : std::min(k, (start - one.first) / one.every + 1);
+  const double samples = one.samples + one.samples_every * static_cast<double>(k);
+  const double samples_before = k > 0 ? samples - one.samples_every : row.samples_before;
+  const int64_t since_start = std::max<int64_t>(step - start, 1);
+  const Progress progress{since_start, row.counted + k - copied, std::min(step - before, since_start), samples, samples - samples_before};
+  return {row.segment, step <= start || (start > 0 && before == 0), progress};
+}
+
+}  // namespace shardow::posthoc

@@ -1,0 +1,79 @@
+// What a snapshot's file says of the run before it: which updates made its averages, and by which schedules. docs/posthoc.md has the
+// format.
+//
+// A run that was resumed has a segment for each process that it had. Segments name those processes, so that snapshots of a run that went on
+// differently from an earlier step are told apart.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardow/schedule.h"
+
+namespace shardow::posthoc {
+
+inline constexpr const char* kRecordKey = "shardow.snapshot";  // in the metadata of a snapshot's files
+
+/// Updates at even distances.
+struct Stretch {
+  int64_t first, every, count;
+  double samples = 0;        ///< training samples seen at the first
+  double samples_every = 0;  ///< and between two
+
+  int64_t last() const noexcept { return first + every * (count - 1); }
+  bool operator==(const Stretch&) const = default;
+};
+
+struct Segment {
+  std::string run;  ///< of the process, drawn at random; empty where no record was kept
+  int64_t start_step = 0;
+  std::map<std::string, Schedule, std::less<>> schedules;  ///< in force, by the key of the average
+  std::vector<Stretch> updates;                            ///< never empty
+};
+
+using Record = std::vector<Segment>;
+
+/// Throws kCorrupt: no such record, or updates that no run can have made; kUnsupported: of a later version.
+Record record_from_json(std::string_view json);
+
+/// Of an EMA that was saved without one, whose state tells enough where its updates were even: throws kUnsupported where they were not.
+Record record_from_state(std::string_view state);
+
+/// Without the updates after `step`.
+Record until(Record record, int64_t step);
+
+/// That one is the other's past: the same processes made the same updates.
+bool same_past(const Record& a, const Record& b);
+
+/// The updates of a record, one after another.
+class Updates {
+ public:
+  explicit Updates(Record record);
+
+  struct Update {
+    size_t segment;
+    bool copies;  ///< at or before start_step: the averages become the weights
+    Progress progress;
+  };
+
+  const Record& record() const noexcept { return record_; }
+  int64_t size() const noexcept { return size_; }
+  int64_t until(int64_t step) const noexcept;  ///< how many are made when `step` is over
+  Update at(int64_t i) const;
+
+ private:
+  struct Row {
+    size_t segment, stretch;
+    int64_t begin;                 // of its first update among all
+    int64_t step_before, counted;  // the update before it; how many came after start_step
+    double samples_before;
+  };
+  Record record_;
+  std::vector<Row> rows_;
+  int64_t size_ = 0;
+};
+
+}  // namespace shardow::posthoc

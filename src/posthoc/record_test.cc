@@ -1,0 +1,72 @@
+#include "posthoc/record.h"
+
+#include <gtest/gtest.h>
+
+#include "shardow/error.h"
+
+namespace shardow::posthoc {
+namespace {
+
+std::string with_updates(const std::string& updates, const std::string& start_step = "0") {
+  return R"({"format":1,"segments":[{"run":"a","start_step":)" + start_step +
+         R"(,"schedules":{"0.9":{"kind":"constant","decay":0.9}},"updates":)" + updates + "}]}";
+}
+
+TEST(Record, SaysEachUpdate) {
+  // The first two copy; then 4, 6, 8, 9, 10; the record goes on in another process at 20.
+  Record record = record_from_json(with_updates("[[1,1,2],[4,2,3],[9,1,2]]", "2"));
+  record.push_back(record_from_json(with_updates("[[20,5,2]]", "2"))[0]);
+  const Updates updates(record);
+  struct Expected {
+    int64_t step, updates, delta;
+    bool copies;
+  };
+  const std::vector<Expected> expected = {{1, 0, 1, true},  {1, 0, 1, true},  {2, 0, 2, false},   {4, 1, 2, false}, {6, 2, 2, false},
+                                          {7, 3, 1, false}, {8, 4, 1, false}, {18, 5, 10, false}, {23, 6, 5, false}};
+  ASSERT_EQ(updates.size(), static_cast<int64_t>(expected.size()));
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const Updates::Update one = updates.at(static_cast<int64_t>(i));
+    EXPECT_EQ(one.copies, expected[i].copies) << i;
+    EXPECT_EQ(one.segment, i < 7 ? 0U : 1U);
+    EXPECT_EQ(one.progress.step, expected[i].step) << i;
+    if (!one.copies) {
+      EXPECT_EQ(one.progress.updates, expected[i].updates) << i;
+      EXPECT_EQ(one.progress.delta, expected[i].delta) << i;
+    }
+  }
+  EXPECT_EQ(updates.until(0), 0);
+  EXPECT_EQ(updates.until(7), 4);
+  EXPECT_EQ(updates.until(1000), updates.size());
+  EXPECT_EQ(Updates(until(record, 7)).size(), 4);
+  EXPECT_TRUE(same_past(until(record, 10), until(until(record, 19), 10)));
+  EXPECT_FALSE(same_past(until(record, 10), until(record, 9)));
+}
+
+TEST(Record, SaysSamples) {
+  const Updates updates(record_from_json(with_updates("[[1,1,3,8,8],[5,2,2,40,16]]")));
+  const std::vector<double> seen = {8, 16, 24, 40, 56}, since = {8, 8, 8, 16, 16};
+  for (size_t i = 0; i < seen.size(); ++i) {
+    EXPECT_EQ(updates.at(static_cast<int64_t>(i)).progress.samples, seen[i]);
+    EXPECT_EQ(updates.at(static_cast<int64_t>(i)).progress.delta_samples, since[i]);
+  }
+}
+
+TEST(Record, RefusesWhatNoRunCanHaveMade) {
+  for (const std::string& bad :
+       {std::string("[]"), std::string("{"), with_updates("[[0,1,2]]"), with_updates("[[1,0,2]]"), with_updates("[[1,1,0]]"),
+        with_updates("[[1,1,5],[5,1,1]]"), with_updates("[[1,1]]"), with_updates("[[1,1,1,2]]"), with_updates("[[1,1,1,2,-1]]"),
+        with_updates("[1]"), with_updates("[[1,9007199254740992,1000]]"), with_updates("[[1,1,-3]]"), with_updates("[[1,1,1]]", "-1"),
+        with_updates("[[1,1,9223372036854775807]]"), std::string(R"({"format":1})"), std::string(R"({"format":1,"segments":[1]})")}) {
+    try {
+      record_from_json(bad);
+      ADD_FAILURE() << bad;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kCorrupt) << bad;
+    }
+  }
+  EXPECT_THROW(record_from_json(R"({"format":2,"segments":[]})"), Error);
+  EXPECT_THROW(record_from_json(with_updates("[[1,1,900000000],[900000001,1,900000000]]")), Error);  // minutes
+}
+
+}  // namespace
+}  // namespace shardow::posthoc

@@ -110,7 +110,7 @@ TEST_P(Stars, Conform) {
   on_every_rank(size, static_cast<uint64_t>(size), [&](Group& group) { expect_fine(check, group); });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Stars, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 5)),
+INSTANTIATE_TEST_SUITE_P(All, Stars, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 4)),
                          [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
 
 /// How a round ended here: what everybody brought, or the code.
@@ -160,7 +160,7 @@ void expect_alike(const std::vector<std::vector<std::string>>& outcomes, uint64_
 
 TEST(Star, ARoundEndsAlikeForAllWhoeverIsLate) {
   int complete = 0, failed = 0;
-  for (uint64_t seed = 1; seed <= 12; ++seed) {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
     const int size = 2 + static_cast<int>(seed % 4);
     std::vector<std::vector<std::string>> outcomes(static_cast<size_t>(size));
     on_every_rank(size, seed, [&](Group& group) {

@@ -2,6 +2,7 @@
 //
 //   before  the victim kills itself before round AT
 //   within  it is killed AT microseconds after it came to round 3, wherever it is then
+//   save    the same, where each round is a save of a sharded file, to the path in SHARDOW_PATH
 //   sleep   it sleeps past the others' deadline before round AT, and goes on
 //   leave   it ends without MPI_Finalize() before round AT
 #include <unistd.h>
@@ -11,7 +12,9 @@
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "shardow/checkpoint.h"
 #include "shardow/error.h"
 #include "shardow/mpi.h"
 
@@ -22,16 +25,27 @@ constexpr auto kTimeout = std::chrono::milliseconds(500);
 constexpr int kRounds = 6;
 
 void trouble(const std::string& how, int at, int round) {
-  if (how == "within" && round == 3) {
+  const bool within = how == "within" || how == "save";
+  if (within && round == 3) {
     std::thread([at] {
       std::this_thread::sleep_for(std::chrono::microseconds(at));
       std::raise(SIGKILL);
     }).detach();
   }
-  if (how == "within" || round != at) return;
+  if (within || round != at) return;
   if (how == "before") std::raise(SIGKILL);
   if (how == "leave") _exit(0);
   std::this_thread::sleep_for(2 * kTimeout);
+}
+
+void save(shardow::Group& group, int round) {
+  std::vector<float> mine(100'000, static_cast<float>(round));
+  const int64_t begin = int64_t{100'000} * group.rank();
+  const auto region = shardow::Region::whole({group.size(), 100'000}).window(begin, begin + 100'000);
+  const std::vector<shardow::TensorView> views = {{"w", shardow::DType::kF32, region, mine.data()}};
+  shardow::SaveOptions options;
+  options.timeout = kTimeout;
+  shardow::save(group, views, std::getenv("SHARDOW_PATH"), options);
 }
 
 /// Whether all rounds were complete.
@@ -42,7 +56,7 @@ bool take_part(shardow::Group& group, int victim, const std::string& how, int at
     const auto began = Clock::now();
     std::string outcome = "complete";
     try {
-      group.all_gather(std::string(50'000, 'x'), began + kTimeout);
+      how == "save" ? save(group, round) : static_cast<void>(group.all_gather(std::string(50'000, 'x'), began + kTimeout));
     } catch (const shardow::Error& error) {
       outcome = error.what();
       complete = false;

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi_runs import BUILD
+from safetensors.torch import load_file
 
 RECOVERY = ("--enable-recovery",)  # mpirun leaves the others alive
 GRACE = 5.0
 ROUNDS = 6
 
 
-def outcomes(mpirun: Any, victim: int, how: str, at: int) -> dict[int, list[tuple[float, str]]]:
+def outcomes(mpirun: Any, victim: int, how: str, at: int, path: Path = Path("unused")) -> dict[int, list[tuple[float, str]]]:
     """By rank: how long each of its rounds took, and how it ended."""
-    done = mpirun(3, BUILD / "mpi_deaths_test", victim, how, at, options=RECOVERY)
+    done = mpirun(3, BUILD / "mpi_deaths_test", victim, how, at, options=(*RECOVERY, "-x", f"SHARDOW_PATH={path}"))
     found: dict[int, list[tuple[float, str]]] = defaultdict(list)
     for rank, seconds, outcome in re.findall(r"rank (\d) round \d after ([\d.]+) s: (.*)", done.stdout):
         found[int(rank)].append((float(seconds), outcome))
@@ -35,7 +38,7 @@ def test_a_rank_that_died_between_two_rounds_is_a_timeout_on_all_others(mpirun: 
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("microseconds", [0, 60, 200])
+@pytest.mark.parametrize("microseconds", [0, 30, 60, 100, 200, 400] if os.environ.get("SHARDOW_ALL") else [0, 100])
 def test_a_rank_that_is_killed_in_a_round_is_an_error_by_the_deadline(mpirun: Any, victim: int, microseconds: int) -> None:
     found = outcomes(mpirun, victim, "within", microseconds)
     survivors = [found[rank] for rank in sorted({0, 1, 2} - {victim})]
@@ -43,6 +46,22 @@ def test_a_rank_that_is_killed_in_a_round_is_an_error_by_the_deadline(mpirun: An
     assert all(seconds < 0.5 + GRACE + 2 for rounds in survivors for seconds, _ in rounds)
     if victim != 0:
         assert len({tuple(outcome for _, outcome in rounds) for rounds in survivors}) == 1, "rank 0 tells all survivors alike"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("microseconds", [0, 300, 600, 1000, 2000, 4000] if os.environ.get("SHARDOW_ALL") else [0, 1000])
+def test_a_rank_that_is_killed_in_a_save_leaves_a_whole_file_and_an_error(
+    mpirun: Any, victim: int, microseconds: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "w.safetensors"
+    found = outcomes(mpirun, victim, "save", microseconds, path)
+    for rank in {0, 1, 2} - {victim}:
+        words = [outcome for _, outcome in found[rank]]
+        assert words[:3] == ["complete"] * 3
+        assert len(words) == ROUNDS
+        assert "complete" not in words[4:], "and each save that follows is an error"
+        assert all(seconds < 2 * (0.5 + GRACE) + 2 for seconds, _ in found[rank])
+    assert set(load_file(path)["w"].flatten().tolist()) in [{2.0}, {3.0}]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

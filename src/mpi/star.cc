@@ -106,7 +106,7 @@ std::shared_ptr<const Star::Bytes> Star::meet(const Lane& lane, Offer offer, Dea
   const Verdict verdict = std::move(*turn.round.verdict);
   rounds.open.erase(number);
   rounds.ended = number + 1;
-  see_off(keeps && !verdict.failure ? beyond(deadline) : std::chrono::steady_clock::now() + std::chrono::milliseconds(20));
+  see_off(std::chrono::steady_clock::now() + (keeps && !verdict.failure ? grace_ : std::chrono::milliseconds(20)));
   if (verdict.failure) throw Error(verdict.failure->code, verdict.failure->message);
   return verdict.bytes;
 }

@@ -5,6 +5,7 @@
 //   save    the same, where each round is a save of a sharded file, to the path in SHARDOW_PATH
 //   sleep   it sleeps past the others' deadline before round AT, and goes on
 //   leave   it ends without MPI_Finalize() before round AT
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -27,10 +28,8 @@ constexpr int kRounds = 6;
 void trouble(const std::string& how, int at, int round) {
   const bool within = how == "within" || how == "save";
   if (within && round == 3) {
-    std::thread([at] {
-      std::this_thread::sleep_for(std::chrono::microseconds(at));
-      std::raise(SIGKILL);
-    }).detach();
+    const itimerval once = {{0, 0}, {0, at + 1}};
+    setitimer(ITIMER_REAL, &once, nullptr);  // whose signal ends the process
   }
   if (within || round != at) return;
   if (how == "before") std::raise(SIGKILL);

@@ -111,6 +111,9 @@ def _refuse(engine: Any) -> None:
         "is a pipeline, whose stages hold other layers under other names": engine.pipeline_parallelism,
         "has experts, which ranks hold under the same names": engine.has_moe_layers,
         "is tensor parallel: ranks hold other elements under the same names": engine.mp_world_size > 1,
+        "links weights to masters of others (round_robin_gradients), as its own safe_get_full_fp32_param() shows; leave that out": (
+            getattr(optimizer, "round_robin_gradients", False)
+        ),
         "updates its masters while it trains (ZenFlow)": bool(getattr(engine, "zenflow", False)),
     }
     for why, so in odd.items():

@@ -57,4 +57,13 @@ def fill_masters_too(held: Held) -> None:
             held.parts[number] = replace(part, flat=master)
             held.copied.append((part.flat, master))
         else:
-            held.copied.append((master, part.flat[first : first + master.numel()]))
+            weights = part.flat[first : first + master.numel()]
+            _refuse_unlike(slot.name, weights, master)
+            held.copied.append((master, weights))
+
+
+def _refuse_unlike(name: str, weights: torch.Tensor, master: torch.Tensor) -> None:
+    """Under round_robin_gradients DeepSpeed marks parameters with masters of others."""
+    if not torch.equal(weights.view(torch.uint8), master.to(weights.device, weights.dtype).view(torch.uint8)):
+        why = "the weights were written since, or round_robin_gradients mixes masters up"
+        raise unsupported(f"'{name}' is not what its optimizer's master says, rounded: {why}; load before deepspeed.initialize()")

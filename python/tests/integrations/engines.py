@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, may_die: bool = False) -> list[Any]:
+def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
     """As ranks.run(), in fresh processes."""
     pool = ranks.Pool()
     try:
-        return pool.run(world, fn, *args, may_die=may_die)
+        return pool.run(world, fn, *args, timeout=timeout, may_die=may_die)
     finally:
         pool.stop()
 
@@ -60,7 +60,6 @@ class Net(nn.Module):
 KINDS: dict[str, dict[str, Any]] = {
     "zero1": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
     "zero2": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
-    "zero2-round-robin": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": {"enabled": True}},
     "zero2-fp32": {"zero_optimization": {"stage": 2}},
     "bf16-optimizer": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "zero0": {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},

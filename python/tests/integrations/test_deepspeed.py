@@ -247,6 +247,7 @@ def _engine(**odd: Any) -> Any:
     [
         ({"optimizer": {"swap_optimizer": True}}, "NVMe"),
         ({"optimizer": {"params_in_nvme_and_cpu": True}}, "NVMe"),
+        ({"optimizer": {"round_robin_gradients": True}}, "round_robin_gradients.*leave that out"),
         ({"pipeline_parallelism": True}, "pipeline"),
         ({"has_moe_layers": True}, "experts"),
         ({"mp_world_size": 2}, "tensor parallel"),

@@ -1,0 +1,58 @@
+"""A swap of averages that ZeRO's ranks divide, of which one rank is interrupted anywhere: low-precision weights of ranks that own parts of
+their masters, and partitions of which gathered copies are about."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import engines
+import pytest
+import torch
+from engines import engine, train
+from stopped_swaps import TIMEOUT, Rank
+
+from shardow.integrations.deepspeed import ema
+
+EVERY = bool(os.environ.get("SHARDOW_ALL"))
+
+
+class OfEngine(Rank):
+    """Between the points it trains, and what it computes before and after one is the same."""
+
+    def __init__(self, kind: str, folder: str) -> None:
+        self._made, self._count = engine(kind), 0
+        super().__init__(ema(self._made, 0.5, timeout=TIMEOUT), folder)
+
+    def step(self) -> None:
+        train(self._made, self._count)
+        self._ema.update()
+        self._count += 1
+        self._computed = self._compute()
+
+    def _compute(self) -> torch.Tensor:
+        self._made.eval()
+        with torch.no_grad():
+            found = self._made(torch.linspace(-1, 1, 21).view(3, 7).to(self._made.get_data_types()[0])).clone()
+        self._made.train()
+        return found
+
+    def go_on_after(self, way: Any, by: Any, stop: Any, victim: int) -> bool | None:
+        missed = super().go_on_after(way, by, stop, victim)
+        self.expect(stop, torch.equal(self._compute(), self._computed), "computes with other weights")
+        return missed
+
+
+def stopped(kind: str, folder: str) -> list[Any]:
+    rank = OfEngine(kind, folder)
+    return [rank.wrong, rank.go_through_all()]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16-optimizer", "zero3", "zero3-bf16"] if EVERY else ["zero2", "zero3-bf16"])
+def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(kind: str, tmp_path: Path) -> None:
+    (wrong0, points), (wrong1, _) = engines.run(2, stopped, kind, str(tmp_path), timeout=3000 if EVERY else 280)
+    assert wrong0 + wrong1 == []
+    assert min(points) > 2, points
+    assert not EVERY or points[0] > 300, points

@@ -26,7 +26,7 @@ struct GroupCheck {
   std::function<std::vector<std::string>(Group& group)> run;
 };
 
-/// Of the five calls and their deadlines, then of agree() over them.
+/// Of the six calls and their deadlines, then of agree() over them.
 std::vector<GroupCheck> group_checks();
 
 }  // namespace shardow

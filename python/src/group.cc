@@ -4,6 +4,7 @@
 
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -16,6 +17,7 @@
 #include <string>
 
 #include "core.h"
+#include "shardow/conformance.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -48,10 +50,10 @@ auto in_python(Fn fn) {
 }
 
 /// What a Python subclass provides: its rank and size to the constructor, begin(call, seconds) where it has names for rounds,
-/// all_gather(bytes, seconds) -> list of bytes, broadcast and so on
-/// over buffers.
+/// all_gather(bytes, seconds) -> list of bytes, decide(bytes, callable, seconds) -> two bytes where it has a way of its own, broadcast and
+/// so on over buffers.
 struct PyGroup final : Group {
-  NB_TRAMPOLINE(Group, 2);
+  NB_TRAMPOLINE(Group, 3);
 
   PyGroup(int rank, int size) : rank_(rank), size_(size) {}
 
@@ -71,11 +73,25 @@ struct PyGroup final : Group {
     return in_python([&] {
       nb::list answer = nb::cast<nb::list>(self().attr("all_gather")(nb::bytes(mine.data(), mine.size()), seconds_left(deadline)));
       std::vector<std::string> all;
-      for (nb::handle one : answer) {
-        const auto bytes = nb::cast<nb::bytes>(one);
-        all.emplace_back(bytes.c_str(), bytes.size());
-      }
+      for (nb::handle one : answer) all.push_back(text_of(one));
       return all;
+    });
+  }
+
+  Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
+    return in_python([&] {
+      const nb::object theirs = nb::getattr(self(), "decide", nb::none());
+      if (theirs.is_none()) return Group::decide(mine, decide, deadline);
+      const nb::object weigh = nb::cpp_function([&decide](const nb::list& everybody) {
+        std::vector<std::string> all;
+        for (nb::handle one : everybody) all.push_back(text_of(one));
+        const Decision made = decide(all);
+        nb::list each;
+        for (const std::string& one : made.each) each.append(nb::bytes(one.data(), one.size()));
+        return nb::make_tuple(nb::bytes(made.common.data(), made.common.size()), each);
+      });
+      const auto answer = nb::cast<nb::tuple>(theirs(nb::bytes(mine.data(), mine.size()), weigh, seconds_left(deadline)));
+      return Answer{text_of(answer[0]), text_of(answer[1])};
     });
   }
 
@@ -98,6 +114,11 @@ struct PyGroup final : Group {
 
  private:
   nb::handle self() const { return nb_trampoline.base(); }
+
+  static std::string text_of(nb::handle one) {
+    const auto bytes = nb::cast<nb::bytes>(one);
+    return {bytes.c_str(), bytes.size()};
+  }
 
   /// Borrowed: valid during the call alone.
   static nb::object view(std::span<std::byte> bytes) {
@@ -167,6 +188,17 @@ void bind_group(nb::module_& m) {
       },
       "n"_a, "n ranks in this process, for one thread each.");
   m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a, "Every rank's bytes, indexed by rank. Collective.");
+  m.def(
+      "group_checks",
+      [](Group& group) {
+        std::vector<std::pair<std::string, std::vector<std::string>>> wrong;
+        const nb::gil_scoped_release release;
+        for (const GroupCheck& check : group_checks()) {
+          if (std::vector<std::string> found = check.run(group); !found.empty()) wrong.emplace_back(check.name, std::move(found));
+        }
+        return wrong;
+      },
+      "group"_a, "What is wrong with a group of one's own: checks and what they found. Collective.");
   m.def("agree", &agree_python, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
         "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error where it did, "
         "ConnectionError elsewhere. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank that does wait; one "

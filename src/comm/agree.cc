@@ -1,7 +1,7 @@
-// One all_gather of statuses: what a rank's step returned, or its error's code, errno and message. The verdict needs no second round,
-// because a round of a Group succeeds or fails for all of its ranks; each rank reads it from the same statuses:
+// One decide(). A rank with nothing to tell sends nothing: no word means that its step went well and returned nothing. Who sums up looks at
+// everybody's statuses, and says in one answer for all:
 //
-//   1. nobody threw: what everybody returned
+//   1. nobody threw: what their words come to
 //   2. somebody did: the error of the first rank whose error is its own; where all are about others (kTimeout, kPeerFailed), of the first
 //   3. a rank that threw keeps its exception, unless that is about others: then the verdict says more
 #include "comm/agree.h"
@@ -55,9 +55,11 @@ std::string failure(Code code, bool about_others, int error, const std::string& 
 
 Outcome outcome_of(const std::function<std::string()>& fn) {
   try {
+    const std::string words = base::in_our_words(fn);
+    if (words.empty()) return {};
     Sender out;
     out.number(kNothingThrown);
-    out.text(base::in_our_words(fn));
+    out.text(words);
     return {out.bytes(), nullptr};
   } catch (const Error& error) {
     const bool about_others = is_about_others(error.code());
@@ -83,9 +85,9 @@ std::pair<std::vector<std::string>, std::vector<Failure>> read(const std::vector
   std::vector<Failure> failed;
   for (const std::string& status : statuses) {
     Receiver in(status);
-    const int64_t code = in.number();
+    const int64_t code = status.empty() ? kNothingThrown : in.number();
     if (code == kNothingThrown) {
-      returned.push_back(in.text());
+      returned.push_back(status.empty() ? std::string() : in.text());
     } else {
       const bool about_others = in.number() != 0;
       const auto error = static_cast<int>(in.number());
@@ -101,44 +103,78 @@ const Failure& first_of(const std::vector<Failure>& failed) {
   return own == failed.end() ? failed.front() : *own;
 }
 
-[[noreturn]] void fail_for_others(const std::vector<Failure>& failed, int size) {
+std::string everybodys(const std::vector<Failure>& failed, size_t size) {
+  constexpr size_t kMostNamed = 64;
   const Failure& first = first_of(failed);
   std::vector<int> ranks;
-  for (const Failure& one : failed) ranks.push_back(one.rank);
-  const std::string message =
-      failed.size() == 1 ? fmt::format("rank {} of {} failed: {}", first.rank, size, first.message)
-                         : fmt::format("ranks {} of {} failed; rank {}: {}", fmt::join(ranks, ", "), size, first.rank, first.message);
-  throw Error(first.code, message, first.error);
+  for (size_t i = 0; i < std::min(failed.size(), kMostNamed); ++i) ranks.push_back(failed[i].rank);
+  const std::string more = failed.size() > kMostNamed ? fmt::format(" and {} more", failed.size() - kMostNamed) : "";
+  return failed.size() == 1
+             ? fmt::format("rank {} of {} failed: {}", first.rank, size, first.message)
+             : fmt::format("ranks {}{} of {} failed; rank {}: {}", fmt::join(ranks, ", "), more, size, first.rank, first.message);
+}
+
+/// (1), (2)
+std::string verdict(const std::vector<std::string>& statuses, const SumUp& sum_up) {
+  const auto [returned, failed] = read(statuses);
+  Sender out;
+  if (failed.empty()) {
+    out.number(kNothingThrown);
+    out.text(sum_up(returned));
+    return out.bytes();
+  }
+  const Failure& first = first_of(failed);
+  out.number(static_cast<int64_t>(first.code));
+  out.number(first.rank);
+  out.number(first.error);
+  out.text(everybodys(failed, statuses.size()));
+  return out.bytes();
 }
 
 }  // namespace
 
-std::vector<std::string> agree_on(Group& group, Deadline deadline, const std::function<std::string()>& fn) {
+std::string agree_on(Group& group, Deadline deadline, const std::function<std::string()>& fn, const SumUp& sum_up) {
   const auto begin = base::now();
   const Outcome mine = outcome_of(fn);
   // A rank whose step waited for another in vain does not wait a second time as long.
   const Deadline to_tell = base::now() + std::min<Deadline::duration>(std::max(deadline - begin, {}), kToTell);
-  std::vector<std::string> statuses;
+  std::string said;
   try {
-    statuses = group.all_gather(mine.status, std::max(deadline, to_tell));
+    const auto decide = [&](const std::vector<std::string>& all) { return Group::Decision{verdict(all, sum_up)}; };
+    said = group.decide(mine.status, decide, std::max(deadline, to_tell)).common;
   } catch (...) {
     if (mine.thrown && !mine.about_others) std::rethrow_exception(mine.thrown);  // says more than that nobody could be told
     throw;
   }
-  auto [returned, failed] = read(statuses);
-  if (failed.empty()) return std::move(returned);
-  const bool is_first = first_of(failed).rank == group.rank();
-  if (mine.thrown && (is_first || !mine.about_others)) std::rethrow_exception(mine.thrown);
-  fail_for_others(failed, group.size());
+  if (said.empty()) return said;
+  Receiver in(said);
+  const int64_t code = in.number();
+  if (code == kNothingThrown) return in.text();
+  const bool is_first = in.number() == group.rank();
+  if (mine.thrown && (is_first || !mine.about_others)) std::rethrow_exception(mine.thrown);  // (3)
+  const auto error = static_cast<int>(in.number());
+  throw Error(static_cast<Code>(code), in.text(), error);
+}
+
+std::string of_first(const std::vector<std::string>& everybody) {
+  return everybody.front();
 }
 
 }  // namespace comm
 
+Group::Answer Group::decide(std::string_view mine, const Decide& decide, Deadline deadline) {
+  const std::vector<std::string> everybody = all_gather(mine, deadline);
+  if (std::all_of(everybody.begin(), everybody.end(), [](const std::string& one) { return one.empty(); })) return {};
+  Decision made = decide(everybody);
+  return {std::move(made.common), made.each.empty() ? std::string() : std::move(made.each.at(static_cast<size_t>(rank())))};
+}
+
 void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {
-  comm::agree_on(group, deadline, [&] {
+  const auto step = [&] {
     fn();
     return std::string();
-  });
+  };
+  comm::agree_on(group, deadline, step, comm::of_first);
 }
 
 }  // namespace shardow

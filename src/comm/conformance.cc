@@ -1,4 +1,4 @@
-// The checks of a Group's five calls; those of agree() are in conformance_agree.cc.
+// The checks of a Group's six calls; those of agree() are in conformance_agree.cc.
 #include "shardow/conformance.h"
 
 #include <algorithm>
@@ -71,6 +71,54 @@ void rounds_do_not_mix(Group& group, Findings& found) {
     for (const std::string& one : group.all_gather(std::to_string(round), far()))
       found.expect(one == std::to_string(round), "'{}' arrived in round {}", one.substr(0, 100), round);
   }
+}
+
+Group::Decision joined(const std::vector<std::string>& everybody) {
+  Group::Decision made;
+  for (const std::string& one : everybody) {
+    made.common += one + ";";
+    made.each.push_back("for " + one);
+  }
+  return made;
+}
+
+void decide_tells_all_what_one_makes_of_everybodys_words(Group& group, Findings& found) {
+  const int last = group.size() - 1;
+  const std::function<std::string(int)> cases[] = {
+      [](int r) { return "rank " + std::to_string(r); },
+      [](int) { return std::string("\0\xff alike", 8); },
+      [](int r) { return r == 0 ? std::string("of the first alone") : std::string(); },
+      [last](int r) { return r == last ? std::string(70000, 'x') : std::string(); },
+      [](int r) { return std::string(static_cast<size_t>(r % 8) * 9000 + 1, static_cast<char>('a' + r % 26)); },
+  };
+  for (const auto& words : cases) {
+    std::vector<std::string> all;
+    for (int r = 0; r < group.size(); ++r) all.push_back(words(r));
+    const std::string mine = words(group.rank());
+    const Group::Answer answer = group.decide(mine, joined, far());
+    found.expect(answer.common == joined(all).common, "decide() gave '{}' to all", answer.common.substr(0, 100));
+    found.expect(answer.own == "for " + mine, "decide() gave '{}' to rank {}", answer.own.substr(0, 100), group.rank());
+  }
+}
+
+void decide_is_not_asked_where_nobody_has_a_word(Group& group, Findings& found) {
+  bool asked = false;
+  const Group::Decide ask = [&](const auto&) {
+    asked = true;
+    return Group::Decision{"asked"};
+  };
+  const Group::Answer answer = group.decide("", ask, far());
+  found.expect(!asked && answer.common.empty() && answer.own.empty(), "decide() asked what nothing comes to");
+}
+
+void what_decide_throws_is_thrown_on_every_rank(Group& group, Findings& found) {
+  for (const bool alike : {true, false}) {
+    const Group::Decide refuse = [](const auto& all) -> Group::Decision { throw Error(Code::kCorrupt, fmt::format("no {}", all.size())); };
+    const Caught got = caught([&] { group.decide(alike ? "alike" : std::to_string(group.rank()), refuse, far()); });
+    found.expect(got.thrown && got.code == Code::kCorrupt && got.message == fmt::format("no {}", group.size()),
+                 "decide() threw '{}' where it was refused", got.message);
+  }
+  check_in_step(group, found);
 }
 
 void all_reduce_combines_element_by_element(Group& group, Findings& found) {
@@ -151,6 +199,7 @@ void a_late_rank_gets_the_others_timeout_and_the_group_goes_on(Group& group, Fin
   std::vector<uint64_t> values{3};
   check_late(group, found, [&](Deadline deadline) { group.all_reduce(values, Group::Op::kSum, deadline); });
   found.expect(values[0] == 3, "an all_reduce() that failed changed its values");
+  for (const char* const words : {"", "some"}) check_late(group, found, [&](Deadline deadline) { group.decide(words, joined, deadline); });
   std::byte byte{};
   check_late(group, found, [&](Deadline deadline) { group.broadcast({&byte, 1}, 0, deadline); });
 }
@@ -165,6 +214,9 @@ std::vector<GroupCheck> group_checks() {
       SHARDOW_CHECK(all_gather_is_indexed_by_rank),
       SHARDOW_CHECK(all_gather_takes_any_bytes_of_any_length),
       SHARDOW_CHECK(rounds_do_not_mix),
+      SHARDOW_CHECK(decide_tells_all_what_one_makes_of_everybodys_words),
+      SHARDOW_CHECK(decide_is_not_asked_where_nobody_has_a_word),
+      SHARDOW_CHECK(what_decide_throws_is_thrown_on_every_rank),
       SHARDOW_CHECK(all_reduce_combines_element_by_element),
       SHARDOW_CHECK(broadcast_copies_from_any_root),
       SHARDOW_CHECK(blocks_arrive_in_order),

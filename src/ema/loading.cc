@@ -52,22 +52,24 @@ Keys keys_at(const base::Path& path, size_t wanted) {
 
 /// Rank 0's keys_at(), for all, who must have the same averages and want the same: one small message.
 Keys shared_keys(Group& group, const base::Path& path, const Keys& own, OptionsFrom from, Deadline deadline) {
-  const std::vector<std::string> words = comm::agree_on(group, deadline, [&] {
+  const auto mine = [&] {
     comm::Sender out;
     out.text(said({{"the EMA", counted(own)}, {"options", name_of(from)}}));
     if (group.rank() == 0) {
       for (const std::string& key : keys_at(path, own.size())) out.text(key);
     }
     return out.bytes();
+  };
+  const std::string all = comm::agree_on(group, deadline, mine, [](const std::vector<std::string>& words) {
+    std::vector<std::string> everybody;
+    for (const std::string& one : words) everybody.push_back(comm::Receiver(one).text());
+    check_same("load()", everybody);
+    return words[0];
   });
-  std::vector<std::string> everybody;
+  comm::Receiver in(all);
+  in.text();
   Keys keys;
-  for (const std::string& one : words) {
-    comm::Receiver in(one);
-    everybody.push_back(in.text());
-    while (!in.done()) keys.push_back(in.text());
-  }
-  check_same("load()", everybody);
+  while (!in.done()) keys.push_back(in.text());
   return keys;
 }
 
@@ -109,14 +111,17 @@ Loading::Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std:
     : group_(group), ema_(ema), files_(std::move(files)), where_(std::move(where)), options_(std::move(options)), from_(from) {
   const Facts facts = {
       {"strict", options_.strict ? "true" : "false"}, {"verify", options_.verify ? "true" : "false"}, {"options", name_of(from)}};
-  const std::vector<std::string> everybody = comm::agree_on(group, after(options_.timeout), [&] {
+  const auto mine = [&] {
     static_cast<void>(ema_.views());  // throws while swapped
     state_ = state_in(files_.at(0), where_);
     taken_as(decay_keys_in({{kStateKey, state_}}), decay_keys(ema_.schedules()), from_, where_);
     if (from_ == OptionsFrom::kFile) report_.changed = ema_.differences(state_);
     return said(facts);
+  };
+  comm::agree_on(group, after(options_.timeout), mine, [](const std::vector<std::string>& everybody) {
+    check_same("load()", everybody);
+    return std::string();
   });
-  check_same("load()", everybody);
   for (size_t k = 0; k < files_.size(); ++k) {
     const LoadReport one = read(k, true);
     add(one.missing, report_.missing);

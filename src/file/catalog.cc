@@ -87,18 +87,21 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
                  std::string& machine_of_first) {
   Raw raw;
   std::string long_text;
-  const std::string first = comm::agree_on(group, base::now() + timeout, [&] {
-    if (group.rank() != 0) return std::string();
-    raw = read_raw(path, names);
-    if (group.size() == 1) return std::string();
-    std::string text = pack(raw);
-    Sender out;
-    out.text(machine());
-    out.number(static_cast<int64_t>(text.size()));
-    if (text.size() <= kFewBytes) out.text(text);
-    if (text.size() > kFewBytes) long_text = std::move(text);
-    return out.bytes();
-  })[0];
+  const std::string first = comm::agree_on(
+      group, base::now() + timeout,
+      [&] {
+        if (group.rank() != 0) return std::string();
+        raw = read_raw(path, names);
+        if (group.size() == 1) return std::string();
+        std::string text = pack(raw);
+        Sender out;
+        out.text(machine());
+        out.number(static_cast<int64_t>(text.size()));
+        if (text.size() <= kFewBytes) out.text(text);
+        if (text.size() > kFewBytes) long_text = std::move(text);
+        return out.bytes();
+      },
+      comm::of_first);
   if (group.size() == 1) return raw;
   Receiver in(first);
   machine_of_first = in.text();
@@ -115,14 +118,22 @@ std::optional<std::vector<std::string>> try_version(Group& group, const Path& pa
                                                     std::chrono::milliseconds timeout, const std::function<std::string(const Raw&)>& told) {
   std::string first;
   Raw raw = read_for_all(group, path, names, timeout, first);
-  std::vector<std::string> words = comm::agree_on(group, base::now() + timeout, [&] {  // (2) every rank opens the same
-    if (group.rank() != 0 && !open_same(path, raw, !first.empty() && first == machine())) return std::string();
-    return "+" + told(raw);
+  const auto told_here = [&] {  // (2) every rank opens the same
+    if (group.rank() != 0 && !open_same(path, raw, !first.empty() && first == machine())) return std::string("-");
+    const std::string words = told(raw);
+    return words.empty() ? words : "+" + words;
+  };
+  const std::string all = comm::agree_on(group, base::now() + timeout, told_here, [](const auto& words) {
+    Sender out;
+    for (const std::string& one : words) {
+      if (one == "-") return std::string("-");
+      out.text(one.empty() ? one : one.substr(1));
+    }
+    return out.bytes();
   });
-  for (std::string& one : words) {
-    if (one.empty()) return std::nullopt;
-    one.erase(0, 1);
-  }
+  if (all == "-") return std::nullopt;
+  std::vector<std::string> words;
+  for (Receiver in(all); !in.done();) words.push_back(in.text());
   return words;
 }
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
-from shardow.ranks.store_group import MISSING, StoreGroup, store_group
+from shardow.ranks.rounds import MISSING
+from shardow.ranks.store_group import StoreGroup, store_group
 from shardow.ranks.transfers import begun, carrier, default_timeout, finish
 
 T = TypeVar("T")

@@ -18,6 +18,18 @@ from shardow import _core
 from shardow.ranks import store_group, store_values
 
 
+def judged() -> list[object]:
+    group = store_group.store_group(dist.group.WORLD)
+    wrong = _core.group_checks(group)
+    group.moves_blocks = False
+    return [*wrong, *_core.group_checks(group)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_is_what_every_group_must_be(world: int) -> None:
+    assert ranks.run(world, judged) == [[]] * world
+
+
 def long_texts() -> bool:
     """Longer than a value of the store may be, of different lengths, some at the edges of its parts."""
     group, most = store_group.store_group(dist.group.WORLD), store_values.MOST

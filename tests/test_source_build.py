@@ -35,6 +35,14 @@ def test_without_a_compiler_all_packages_are_named(tmp_path: Path) -> None:
     assert {"g++", "python3-dev", *(one or other for one, other in of_libraries)} <= named
 
 
+@pytest.mark.parametrize(("wanted", "left_out"), [("AUTO", True), ("ON", False)])
+def test_libraries_of_the_command_are_named_and_may_be_missing(wanted: str, left_out: bool, tmp_path: Path) -> None:
+    hidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("CLI11", "OpenSSL")]
+    told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", f"-DSHARDOW_COMMAND={wanted}", *hidden)
+    assert "apt-get install libcli11-dev libssl-dev" in told
+    assert ("The command shardow is left out" in told, "Generating done" in told) == (left_out, left_out)
+
+
 def test_missing_headers_of_python_are_named(tmp_path: Path) -> None:
     hidden = ["-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON", "-DSHARDOW_PYTHON=ON"]
     told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", *hidden)

@@ -70,6 +70,7 @@ if __name__ == "__main__":
         "torch": torch,
         "import_seconds": import_seconds(),
         "module": Path(shardow._core.__file__).name,
+        "command": subprocess.check_output([Path(sys.executable).parent / "shardow", "--version"], text=True).strip(),
         "compilers": [one for one in COMPILERS if shutil.which(one)],
         "libraries": [one for name in OURS for one in glob.glob(f"/usr/lib/**/lib{name}.so*", recursive=True)],
         "devices": glob.glob("/dev/nvidia*"),

@@ -65,14 +65,14 @@ def test_an_architecture_that_is_missing(tmp_path: Path, entries: list[tuple[int
     reason="no auditwheel: pip install -r tools/requirements-wheel.txt, as make wheel does",
 )
 def test_a_wheel_that_says_what_it_is_not(tmp_path: Path) -> None:
-    """Too large, without licences, and without a module."""
+    """Too large, without licences, without a module and without the command."""
     import zipfile
 
     wheel = tmp_path / "shardow-0.1.0-cp312-abi3-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as opened:
         opened.writestr("shardow/large.bin", bytes(check.MOST_BYTES))
     said = " / ".join(check.wheel_faults(wheel, Path(sys.executable).parent))
-    for fault in ("more than 8,000,000", "has 0 modules", "lacks the licences of cuda, fmtlib"):
+    for fault in ("more than 8,000,000", "has 0 modules", "lacks the command", "lacks the licences of cli11, cuda, eigen"):
         assert fault in said
 
 

@@ -43,6 +43,7 @@ def test_a_wheel_in_a_bare_debian(suite: str, tag: str, torch: bool) -> None:
     print(report)
     assert report["torch"] is torch
     assert report["module"].endswith(".abi3.so" if "abi3" in tag else ".so")
+    assert report["command"] == f"shardow {one(tag).name.split('-')[1]}"
     assert (report["compilers"], report["libraries"], report["devices"]) == ([], [], [])
     assert report["import_seconds"] < 0.05
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,14 @@ def test_the_release_names_no_secret_and_calls_what_is_there() -> None:
     assert {"wheel", "wheel-test"} <= called <= targets
     assert all((ROOT / path).exists() for path in re.findall(r"\btools/[\w./-]+", commands))
     assert [name for name, job in jobs.items() if "id-token" in str(job.get("permissions"))] == ["publish"]
+
+
+def test_the_command_lies_where_pip_puts_programs() -> None:
+    """With its man page and completions, where shells and man look beside it."""
+    environment = Path(sys.executable).parent
+    told = subprocess.run([environment / "shardow", "--version"], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == f"shardow {project()['version']}"
+    share = environment.parent / "share"
+    completions = ["bash-completion/completions/shardow", "zsh/site-functions/_shardow", "fish/vendor_completions.d/shardow.fish"]
+    for page in ["man/man1/shardow.1", *completions]:
+        assert "verify" in (share / page).read_text(), page

@@ -17,7 +17,7 @@ MOST_BYTES = 8_000_000
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 NEEDED = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2"} | LOADERS
 EXPORTED = {"PyInit__core"}
-LICENSED = {"cuda", "eigen", "fmtlib", "highway", "libisal", "nanobind", "simdjson", "zlib"}
+LICENSED = {"cli11", "cuda", "eigen", "fmtlib", "highway", "libisal", "nanobind", "openssl", "simdjson", "zlib"}
 #: CUDA code for each generation of cards, and PTX for what lies between and after them.
 CODE, PTX = {75, 80, 90, 100, 120}, {80, 100, 120}
 
@@ -61,17 +61,23 @@ def kernels(module: Path) -> tuple[set[int], set[int]]:
     return code, ptx
 
 
-def module_faults(module: Path, cuda: bool) -> list[str]:
-    """What of a built module would not run, or would be in the way, on another machine."""
+def faults_elsewhere(program: Path) -> list[str]:
+    """What of a built module or program would not run on another machine."""
     faults = []
-    if foreign := needed(module) - NEEDED:
+    if foreign := needed(program) - NEEDED:
         faults.append(f"needs {', '.join(sorted(foreign))}")
+    if re.search(r"\((RPATH|RUNPATH|TEXTREL)\)", told("readelf", "-dW", program)):
+        faults.append("has a path of the machine that built it, or relocations in its code")
+    return faults
+
+
+def module_faults(module: Path, cuda: bool) -> list[str]:
+    """The same of a module, and what would be in the way of others."""
+    faults = faults_elsewhere(module)
     if extra := exported(module) - EXPORTED:
         faults.append(f"exports {len(extra)} symbols besides PyInit__core, {min(extra)} among them")
     if lost := unresolved(module):
         faults.append(f"leaves {', '.join(sorted(lost))} to be found by chance")
-    if re.search(r"\((RPATH|RUNPATH|TEXTREL)\)", told("readelf", "-dW", module)):
-        faults.append("has a path of the machine that built it, or relocations in its code")
     code, ptx = kernels(module)
     if cuda and (code, ptx) != (CODE, PTX):
         faults.append(f"has CUDA code for {sorted(code)} and PTX for {sorted(ptx)}, not {sorted(CODE)} and {sorted(PTX)}")
@@ -89,6 +95,11 @@ def wheel_faults(wheel: Path, tools: Path) -> list[str]:
             faults.append(f"has {len(modules)} modules, not one: {', '.join(modules)}")
         for name in modules:
             faults += module_faults(Path(opened.extract(name, folder)), cuda=True)
+        commands = [name for name in opened.namelist() if name.endswith(".data/scripts/shardow")]
+        for name in commands:
+            faults += [f"its command {fault}" for fault in faults_elsewhere(Path(opened.extract(name, folder)))]
+        if not commands:
+            faults.append("lacks the command shardow")
         licences = {name.split("/licenses/")[1].split("/")[0] for name in opened.namelist() if "/licenses/" in name}
         if lacking := LICENSED - licences:
             faults.append(f"lacks the licences of {', '.join(sorted(lacking))}, which are linked in")

@@ -29,6 +29,9 @@ string(REPLACE " " "," CMAKE_CUDA_FLAGS_INIT "-Xcompiler=--sysroot=${CMAKE_SYSRO
 # This machine's libgcc_s wants a newer glibc than the sysroot has; the one that it will run with doesn't.
 set(CMAKE_EXE_LINKER_FLAGS_INIT "-static-libstdc++ -pthread -Wl,--allow-shlib-undefined")
 set(CMAKE_MODULE_LINKER_FLAGS_INIT "-static-libstdc++ -pthread -Wl,--as-needed -Wl,--exclude-libs,ALL ${WHEEL_ROOT}/libraries/lib/old_glibc.o")
+if(EXISTS ${WHEEL_ROOT}/libraries/lib/old_glibc.o) # not before the libraries themselves are made
+  string(APPEND CMAKE_EXE_LINKER_FLAGS_INIT " -Wl,--as-needed ${WHEEL_ROOT}/libraries/lib/old_glibc.o -ldl -lm")
+endif()
 
 set(CMAKE_FIND_ROOT_PATH ${WHEEL_ROOT}/libraries ${CMAKE_SYSROOT})
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "average/json.h"
 #include "average/schedule_table.h"
 #include "base/errors.h"
 #include "posthoc/snapshots.h"
@@ -18,16 +17,6 @@ namespace {
 using base::fail;
 
 constexpr double kNothing = 1e-15;  // a coefficient of which no output dtype would show anything
-
-/// Nothing for a schedule of another kind.
-std::optional<double> sigma_rel_of(const Schedule& schedule) {
-  const std::string json = schedule.to_json();
-  simdjson::dom::parser parser;
-  const auto object = average::object_in(parser, json);
-  double sigma_rel = 0;
-  if (!object || (*object)["sigma_rel"].get(sigma_rel) != simdjson::SUCCESS) return std::nullopt;
-  return sigma_rel;
-}
 
 PowerPoint power_point(const Schedule& schedule, int64_t step) {
   const auto sigma_rel = sigma_rel_of(schedule);

@@ -9,23 +9,68 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
+
+#include "average/json.h"
+#include "average/schedule_table.h"
 
 namespace shardow::posthoc {
 namespace {
 
 constexpr int64_t kChunk = 1 << 14;
 
-Factors factors_of(const Profile& profile, const Updates::Update& update) {
-  return update.copies ? Factors{0, 1} : profile[update.segment].factors(update.progress);
+struct Share {
+  long double decay, weight;
+};
+
+/// What several profiles have of each update. Power functions of one update share a logarithm: with millions of updates that is what
+/// counts.
+class Shares {
+ public:
+  explicit Shares(std::vector<Profile> profiles) : profiles_(std::move(profiles)) {
+    for (const Profile& profile : profiles_) {
+      exponents_.emplace_back();
+      for (const Schedule& one : profile) {
+        const auto sigma_rel = sigma_rel_of(one);
+        exponents_.back().push_back(sigma_rel ? average::power_gamma(*sigma_rel) + 1 : 0);
+      }
+    }
+  }
+
+  void of(const Updates::Update& update, Share* into) const {
+    const double log =
+        update.copies ? 0 : std::log1p(-static_cast<double>(update.progress.delta) / static_cast<double>(update.progress.step));
+    for (size_t p = 0; p < profiles_.size(); ++p) {
+      if (update.copies) {
+        into[p] = {0, 1};
+      } else if (const double exponent = exponents_[p][update.segment]; exponent > 0) {
+        const long double weight = -std::expm1(exponent * log);
+        into[p] = {1 - weight, weight};
+      } else {
+        const Factors factors = profiles_[p][update.segment].factors(update.progress);
+        into[p] = {factors.decay, factors.weight};
+      }
+    }
+  }
+
+  size_t size() const noexcept { return profiles_.size(); }
+
+ private:
+  std::vector<Profile> profiles_;
+  std::vector<std::vector<double>> exponents_;  // gamma + 1 by profile and segment; 0 for what is no power function
+};
+
+std::vector<Profile> joined(std::span<const Profile> profiles, std::span<const Profile> more) {
+  std::vector<Profile> all(profiles.begin(), profiles.end());
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
 }
 
 /// exact_products() under way. Rows of `pairs_` are profiles, then targets; columns are profiles.
 class Sums {
  public:
   Sums(std::span<const Profile> profiles, std::span<const Point> points, std::span<const Profile> targets)
-      : points_(points), kept_(profiles.size()) {
-    rows_.insert(rows_.end(), profiles.begin(), profiles.end());
-    rows_.insert(rows_.end(), targets.begin(), targets.end());
+      : points_(points), kept_(profiles.size()), rows_(joined(profiles, targets)) {
     pairs_.assign(rows_.size(), std::vector<long double>(kept_, 1));
     norms_.assign(rows_.size(), 1);
     since_.assign(rows_.size(), 1);
@@ -33,9 +78,9 @@ class Sums {
   }
 
   void update(const Updates::Update& update) {
-    for (size_t p = 0; p < rows_.size(); ++p) now_[p] = factors_of(rows_[p], update);
+    rows_.of(update, now_.data());
     for (size_t p = 0; p < rows_.size(); ++p) {
-      const long double d = now_[p].decay, w = now_[p].weight;
+      const auto [d, w] = now_[p];
       for (size_t q = 0; q < kept_; ++q) pairs_[p][q] = d * now_[q].decay * pairs_[p][q] + w * now_[q].weight;
       norms_[p] = d * d * norms_[p] + w * w;
       since_[p] *= d;
@@ -72,13 +117,22 @@ class Sums {
 
   std::span<const Point> points_;
   size_t kept_;
-  std::vector<Profile> rows_;
+  Shares rows_;
   std::vector<std::vector<long double>> pairs_, held_;  // held_[j][p]: of point j with p as it is now
   std::vector<long double> norms_, since_;              // since_: decays multiplied since held_ was last brought up to date
-  std::vector<Factors> now_;
+  std::vector<Share> now_;
 };
 
 }  // namespace
+
+std::optional<double> sigma_rel_of(const Schedule& schedule) {
+  const std::string json = schedule.to_json();
+  simdjson::dom::parser parser;
+  const auto object = average::object_in(parser, json);
+  double sigma_rel = 0;
+  if (!object || (*object)["sigma_rel"].get(sigma_rel) != simdjson::SUCCESS) return std::nullopt;
+  return sigma_rel;
+}
 
 Products exact_products(const Updates& updates, std::span<const Profile> profiles, std::span<const Point> points,
                         std::span<const Profile> targets) {
@@ -127,17 +181,14 @@ Difference difference(const Updates& updates, std::span<const Profile> profiles,
     sizes += std::fabs(off);
     norm += own * own;
   };
-  std::vector<Factors> factors;
+  const Shares shares(joined(profiles, std::span(&target, 1)));
+  std::vector<Share> chunk(static_cast<size_t>(kChunk) * (k + 1));
   for (int64_t end = updates.size(), begin = 0; end > 0; end = begin) {
     begin = std::max<int64_t>(end - kChunk, 0);
-    factors.clear();
-    for (int64_t n = begin; n < end; ++n) {
-      const Updates::Update update = updates.at(n);
-      for (size_t p = 0; p <= k; ++p) factors.push_back(factors_of(p < k ? profiles[p] : target, update));
-    }
+    for (int64_t n = begin; n < end; ++n) shares.of(updates.at(n), &chunk[static_cast<size_t>(n - begin) * (k + 1)]);
     for (int64_t n = end; n > begin; --n) {
       reach(n);
-      const Factors* now = &factors[static_cast<size_t>(n - 1 - begin) * (k + 1)];
+      const Share* now = &chunk[static_cast<size_t>(n - 1 - begin) * (k + 1)];
       long double off = 0;
       for (size_t p = 0; p <= k; ++p) off += now[p].weight * tail[p];
       add(off, now[k].weight * tail[k]);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -15,6 +16,9 @@ namespace shardow::posthoc {
 
 /// The schedule of an average, in each segment of a record.
 using Profile = std::vector<Schedule>;
+
+/// Of a power function, power(sigma_rel); nothing for another schedule.
+std::optional<double> sigma_rel_of(const Schedule& schedule);
 
 /// An average as it was after so many updates.
 struct Point {

@@ -72,6 +72,10 @@ class Judge:
         dist.gather_object(mine, parts)
         return torch.cat(parts) if parts is not None else None
 
+    def distance(self, images: torch.Tensor | None) -> float:
+        """Frechet, of rank 0's images; 0 elsewhere."""
+        return 0.0 if images is None else frechet.distance(frechet.fit(self.classifier.body(images)), self.real)
+
     def _judge(self, found: Evaluation, name: str, images: torch.Tensor | None, kept: int) -> None:
         """On rank 0, which has the images."""
         if images is None:

@@ -41,6 +41,7 @@ def compose(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
         **shown, **text.words(run), "samples": "".join(shown[name] for name in shown if name.startswith("samples_")),
         "tiles": "".join(f'<div class="tile {kind}"><b>{number}</b><span>{words}</span></div>' for number, words, kind in text.tiles(run)),
         "evaluations": table(*text.evaluations(run)),
+        "afterwards_table": table(*text.afterwards(run)) if run["options"].use_ema else "",
         "plan_table": table(["bytes of", "planned", "measured"], memory),
         "resume_table": table(*text.comparisons(run)),
         "command": html.escape(run["command"]),

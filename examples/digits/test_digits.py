@@ -64,6 +64,18 @@ def test_results_hold_what_the_report_claims(finished: tuple[subprocess.Complete
     assert max(train["costs"]["bytes"]) <= 2 * 4 * parameters / sharing * 1.3 + 64 * 120
 
 
+def test_averages_made_afterwards_are_as_near_as_promised(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    made = json.loads((finished[1] / "results.json").read_text())["train"]["afterwards"]
+    widths = made["widths"]
+    assert [one["sigma_rel"] for one in widths] == [0.07, 0.15, 0.2]
+    assert all(0 < one["share"] <= 1 for one in widths)
+    assert all(one["residual"] < 0.2 and one["snapshots"] == 48 for one in widths)
+    assert all(abs(one["tracked"] - one["made"]) < 0.2 * one["tracked"] for one in widths)
+    assert made["raw"] == 12
+    assert len(made["merges"]) == 3
+    assert "raw checkpoints: mean of the last three" in (finished[1] / "report.html").read_text()
+
+
 def test_files_load_elsewhere_and_are_those_averages(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, out = finished
     results = json.loads((out / "results.json").read_text())

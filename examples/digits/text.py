@@ -49,6 +49,13 @@ FILES = {
     ),
     False: "the weights for inference into safetensors files (<code>shardow.save()</code>, {files[exported]:.1f} MB)",
 }
+AFTERWARDS = (
+    "Nobody asked for these while the model trained. Snapshots of two averages, of widths 0.05 and 0.1, were saved, and sums of "
+    "{afterwards[snapshots]} of them are averages of three more widths (<code>shardow.posthoc.synthesize()</code>). To compare, the three "
+    "were tracked too. No weight may be further from the tracked one than promised, before anything is computed, in parts of the span "
+    "that it covered in training; at worst it was {afterwards[share]:.0%} of that. The last rows are merges of {afterwards[raw]} "
+    "checkpoints of the weights themselves, read straight into the sharded model (<code>shardow.merged()</code>)."
+)
 STARTS = "{millions:.1f} M parameters, {mebibytes:.0f} MiB, on {here}: {each}"
 CAPTIONS = {
     "growth": "From left to right the evaluations by optimizer step, at most eight of them.",
@@ -138,7 +145,12 @@ def facts(run: Run) -> dict[str, Any]:
         "held": sum(costs["bytes"]) / 1e6, "most": max(costs["bytes"]) / 1e6, **_starts(run["starts"]),
     }  # fmt: skip
     found["files_of_averages"] = FILES[options.use_ema].format_map(found)
-    return {**run, **found, **(_of_averages(run, found["step"]) if options.use_ema else {})}
+    return {**run, **found, **({**_of_averages(run, found["step"]), **_made(train["afterwards"])} if options.use_ema else {})}
+
+
+def _made(afterwards: dict[str, Any]) -> dict[str, Any]:
+    most = {key: max(one[key] for one in afterwards["widths"]) for key in ("snapshots", "share")}
+    return {"afterwards": {**most, "raw": afterwards["raw"]}}
 
 
 def _of_averages(run: Run, step: float) -> dict[str, Any]:
@@ -169,6 +181,7 @@ def words(run: Run) -> dict[str, str]:
         "intro": INTRO, "samples_text": SAMPLES + (SWAPPED if averages else ""), "growth_text": GROWTH + (LAG if averages else ""),
         "resume_text": RESUME,
     }  # fmt: skip
+    texts["afterwards_text"] = AFTERWARDS if averages else "There were no averages to take snapshots of."
     headings = dict(zip(("title", "drawn", "themselves", "costs"), HEADINGS[averages], strict=True))
     return headings | {name: text.format_map(known) for name, text in texts.items()}
 
@@ -200,6 +213,18 @@ def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
     for part, mark in (("train", ""), ("resume", " *")):
         for e in run[part]["evaluations"]:
             rows.append([f"{e.step:,}{mark}", *[f"{e.frechet[n]:.3f}" for n in names], *[f"{e.named[n]:.1%}" for n in names]])
+    return head, rows
+
+
+def afterwards(run: Run) -> tuple[list[str], list[list[str]]]:
+    """(head, rows) of a table: averages made after training, beside the same ones tracked where there are."""
+    head = ["made afterwards", "Fréchet", "Fréchet of the tracked one", "residual", "error promised, of a weight's span", "of that"]
+    rows = []
+    for one in run["train"]["afterwards"]["widths"]:
+        distances = [f"{one[key]:.3f}" for key in ("made", "tracked")]
+        told = [f"{one['residual']:.2%}", f"{one['variation']:.2%}", f"{one['share']:.1%}"]
+        rows.append([f"power function, sigma_rel {one['sigma_rel']:g}", *distances, *told])
+    rows += [[f"raw checkpoints: {name}", f"{found:.3f}", "", "", "", ""] for name, found in run["train"]["afterwards"]["merges"].items()]
     return head, rows
 
 

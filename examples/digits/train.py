@@ -18,6 +18,7 @@ from tqdm import trange
 import shardow
 
 from . import averages, checkpoint, classifier, data, diffusion, measure, shard
+from .afterwards import Afterwards
 from .evaluate import KEPT, STRIP, Evaluation, Judge
 from .model import DiT
 from .options import Options
@@ -37,6 +38,7 @@ class Trainer:
         if switches := options.switches():
             shardow.memory.apply(self.model, **switches)  # for good
         self.ema = averages.make(self.model, options) if options.use_ema else None
+        self.afterwards: Afterwards | None = None
         self.steps_done = 0
 
     def batch(self, step: int) -> data.Batch:
@@ -66,7 +68,10 @@ def run(options: Options) -> dict[str, Any]:
     judge = Judge(*classifier.train(digits, options.epochs, options.seed), digits, options)
     if trainer.rank == 0:
         print(f"The judge, a small classifier, names {judge.accuracy:.1%} of the held-out digits rightly.", flush=True)
+    trainer.afterwards = Afterwards(trainer.model, options) if options.use_ema else None
     result = _train(trainer, judge, options.steps)
+    result["afterwards"] = None if trainer.afterwards is None else trainer.afterwards.compare(judge)
+    trainer.afterwards = None
     memory = (trainer.model, trainer.optimizer, trainer.ema, trainer.batch(options.steps), options)
     result["memory"] = measure.planned_and_measured(*memory)
     result |= {"judge": judge.accuracy, "real": judge.real_against_real(), "classifier": judge.classifier.state_dict()}
@@ -111,6 +116,8 @@ def _train(trainer: Trainer, judge: Judge, steps: int, evaluations: Sequence[Eva
         begin = time.perf_counter()
         loss = trainer.step()
         curves["step_seconds"].append(time.perf_counter() - begin)
+        if trainer.afterwards is not None:
+            trainer.afterwards.step()
         curves["decay"].append((trainer.steps_done, *decays))
         if i % 10 == 0 or i == steps:
             dist.all_reduce(loss)

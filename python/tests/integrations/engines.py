@@ -1,4 +1,4 @@
-"""DeepSpeed's engines on ranks of a pool of their own: DeepSpeed keeps its groups for the life of a process."""
+"""DeepSpeed's engines on ranks of their own."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-import ranks
+import framework_ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 
-
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
-    """As ranks.run(), in fresh processes."""
-    pool = ranks.Pool()
-    try:
-        return pool.run(world, fn, *args, timeout=timeout, may_die=may_die)
-    finally:
-        pool.stop()
+#: In fresh processes: DeepSpeed keeps its groups for the life of one.
+run = framework_ranks.fresh
 
 
 def deepspeed() -> Any:

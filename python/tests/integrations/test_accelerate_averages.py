@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import framework_ranks as ranks
 import pytest
-import ranks
 import torch
 from launched import equal, killed_after, launched, of_accelerators
 from safetensors.torch import load_file

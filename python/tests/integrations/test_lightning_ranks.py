@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import framework_ranks as ranks
 import pytest
-import ranks
 import torch
 from launched import equal, killed_after, launched
 from safetensors.torch import load_file

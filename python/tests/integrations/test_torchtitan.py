@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import framework_ranks as ranks
 import pytest
-import ranks
 import torch
 import torch.distributed.checkpoint as dcp
 from launched import equal, launched

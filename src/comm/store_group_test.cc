@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <latch>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -140,6 +141,20 @@ TEST(StoreGroup, CallsThatDoNotFitAreRefusedOnEveryRank) {
     EXPECT_NE(got.message.find("calls save()"), std::string::npos) << got.message;
     group->begin("load()", std::chrono::seconds(1));
     EXPECT_EQ(group->all_gather("now", far())[2], "now");
+  });
+}
+
+TEST(StoreGroup, OneRanksDeadlineEndsTheWaitOfAll) {
+  Groups groups = over(std::make_shared<Shelf>(), 3);
+  std::latch others_ended(2);
+  on_every_rank(groups, [&](auto& group) {
+    const Deadline patient = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    if (group->rank() == 2) others_ended.wait();
+    const auto got = caught([&] { group->all_gather("", group->rank() == 0 ? near() : patient); });
+    if (group->rank() < 2) others_ended.count_down();
+    EXPECT_EQ(got.code, Code::kTimeout);
+    EXPECT_NE(got.message.find("rank 2"), std::string::npos) << got.message;
+    EXPECT_LT(std::chrono::steady_clock::now(), patient);
   });
 }
 

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from benchmarks import checkpoints, files, init, machine, overlap, report, startup, surfaces
+from benchmarks import checkpoints, files, init, machine, merges, overlap, report, startup, surfaces
 from benchmarks.cases import Case, all_cases
 from benchmarks.measure import Timing, interleaved
 from benchmarks.peers import Candidate, candidates, limit
@@ -41,6 +41,8 @@ def main() -> None:
     print("\n".join(init.lines(begun)))
     overlapped = overlap.run(options.quick, options.rounds)
     print("\n".join(overlap.lines(overlapped)))
+    averaged = merges.run(4, 10, 1) if options.quick else merges.run(512, 10, 5)
+    print("\n".join(merges.lines(averaged)))
     bars = (
         report.bars(results, started)
         + surfaces.bars(beside)
@@ -48,6 +50,7 @@ def main() -> None:
         + files.bars(saved)
         + checkpoints.bars(kept)
         + init.bars(begun)
+        + merges.bars(averaged)
     )
     report.print_bars(bars)
     if options.write:
@@ -66,6 +69,8 @@ def main() -> None:
                 *checkpoints.lines(kept),
                 "",
                 *init.lines(begun),
+                "",
+                *merges.lines(averaged),
             ],
             bars,
         )

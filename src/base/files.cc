@@ -66,6 +66,9 @@ int Syscalls::ftruncate(int fd, off_t length) {
 int Syscalls::fsync(int fd) {
   return ::fsync(fd);
 }
+int Syscalls::sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) {
+  return ::sync_file_range(fd, offset, bytes, flags);
+}
 int Syscalls::rename(const char* from, const char* to) {
   return ::rename(from, to);
 }
@@ -178,6 +181,11 @@ void File::write(std::span<const std::byte> data, int64_t offset) {
     data = data.subspan(static_cast<size_t>(done));
     offset += done;
   }
+}
+
+/// What goes wrong, sync() finds out again.
+void File::begin_writing(int64_t offset, int64_t bytes) noexcept {
+  calls_->sync_file_range(fd_, offset, bytes, SYNC_FILE_RANGE_WRITE);
 }
 
 void File::set_size(int64_t bytes) {

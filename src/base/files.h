@@ -30,6 +30,7 @@ class Syscalls {
   virtual ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset);
   virtual int ftruncate(int fd, off_t length);
   virtual int fsync(int fd);
+  virtual int sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags);
   virtual int rename(const char* from, const char* to);
   virtual int rename_exchange(const char* a, const char* b);  ///< renameat2(RENAME_EXCHANGE)
   virtual int mkdir(const char* path, mode_t mode);
@@ -77,6 +78,7 @@ class File {
   /// All of `data`, however many calls it takes. Throws kCorrupt where the file ends before: it was longer when it was planned.
   void read(std::span<std::byte> data, int64_t offset) const;
   void write(std::span<const std::byte> data, int64_t offset);
+  void begin_writing(int64_t offset, int64_t bytes) noexcept;  ///< to the disk, so that sync() finds less to do; where that is possible
   void set_size(int64_t bytes);
   void sync();
   void close();  ///< reports what closing finds out (NFS writes then); the destructor can't

@@ -4,10 +4,11 @@
 
 namespace shardow::file {
 
-Output::Output(const Layout& layout, const Draft& draft, bool checksums)
+Output::Output(const Layout& layout, const Draft& draft, bool checksums, bool early)
     : layout_(layout),
       draft_(draft),
       checksums_(checksums),
+      early_(early),
       crcs_(layout.tensors().size(), 0),
       files_(layout.files().size()),
       begun_(layout.files().size(), false) {}
@@ -37,7 +38,11 @@ void Output::write(size_t tensor, int64_t begin, std::span<const std::byte> data
   written_ += static_cast<int64_t>(data.size());
   const bool follows = pending_file_ == place.file && pending_at_ + static_cast<int64_t>(pending_.size()) == at;
   if (!follows || data.size() >= kShort || pending_.size() + data.size() > kTogether) flush();
-  if (data.size() >= kShort) return files_[place.file]->write(data, at);
+  if (data.size() >= kShort) {
+    files_[place.file]->write(data, at);
+    if (early_) files_[place.file]->begin_writing(at, static_cast<int64_t>(data.size()));
+    return;
+  }
   if (pending_.empty()) {
     pending_file_ = place.file;
     pending_at_ = at;

@@ -18,7 +18,8 @@ namespace shardow::file {
 
 class Output {
  public:
-  Output(const Layout& layout, const Draft& draft, bool checksums);
+  /// `early`: what is written goes to the disk at once, while more of it is made.
+  Output(const Layout& layout, const Draft& draft, bool checksums, bool early);
 
   /// `data` belongs at byte `begin` of the tensor. Every byte is counted once, over all ranks.
   void count(size_t tensor, int64_t begin, std::span<const std::byte> data);
@@ -42,7 +43,7 @@ class Output {
 
   const Layout& layout_;
   const Draft& draft_;
-  bool checksums_;
+  bool checksums_, early_;
   std::vector<uint64_t> crcs_;
   CrcSum sum_;  // of counted_, not yet in crcs_
   std::optional<size_t> counted_;

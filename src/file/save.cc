@@ -187,7 +187,7 @@ Storage StagedSave::Plan::storage() {
 std::deque<Output> StagedSave::Plan::outputs() const {
   const bool produced = std::any_of(mine.begin(), mine.end(), [](const Mine& one) { return one.producer != nullptr; });
   std::deque<Output> outputs;
-  for (int i = 0; i < (produced ? options.producer.threads : 1); ++i) outputs.emplace_back(*layout, *draft, options.checksums);
+  for (int i = 0; i < (produced ? options.producer.threads : 1); ++i) outputs.emplace_back(*layout, *draft, options.checksums, produced);
   return outputs;
 }
 

@@ -93,8 +93,11 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
   });
 }
 
-void add_term(const void* term, DType dtype, double coefficient, bool first, double* sums, int64_t count) {
-  with_dtype(dtype, [&]<class From>() { add_all(static_cast<const From*>(term), coefficient, first, sums, static_cast<size_t>(count)); });
+void add_terms(std::span<const Term> terms, DType dtype, bool first, double* sums, int64_t count) {
+  with_dtype(dtype, [&]<class From>() {
+    const auto add = first ? add_all<From, true> : add_all<From, false>;
+    add(terms, sums, static_cast<size_t>(count));
+  });
 }
 
 void round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
@@ -116,8 +119,8 @@ void swap(void* parameter, DType parameter_dtype, void* average, DType average_d
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) {
   reference::cast(from, from_dtype, to, to_dtype, count);
 }
-void add_term(const void* term, DType dtype, double coefficient, bool first, double* sums, int64_t count) {
-  reference::add_term(term, dtype, coefficient, first, sums, count);
+void add_terms(std::span<const Term> terms, DType dtype, bool first, double* sums, int64_t count) {
+  reference::add_terms(terms, dtype, first, sums, count);
 }
 void round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
   reference::round_sums(sums, to, to_dtype, count);
@@ -137,7 +140,7 @@ namespace shardow::kernels {
 HWY_EXPORT(update);
 HWY_EXPORT(swap);
 HWY_EXPORT(cast);
-HWY_EXPORT(add_term);
+HWY_EXPORT(add_terms);
 HWY_EXPORT(round_sums);
 HWY_EXPORT(target);
 
@@ -156,9 +159,9 @@ void cpu::cast(const void* from, DType from_dtype, void* to, DType to_dtype, int
   HWY_DYNAMIC_DISPATCH(cast)(from, from_dtype, to, to_dtype, count);
 }
 
-void cpu::add_term(const void* term, DType dtype, double coefficient, bool first, double* sums, int64_t count) noexcept {
+void cpu::add_terms(std::span<const Term> terms, DType dtype, bool first, double* sums, int64_t count) noexcept {
   const base::FloatEnvironment environment;
-  HWY_DYNAMIC_DISPATCH(add_term)(term, dtype, coefficient, first, sums, count);
+  HWY_DYNAMIC_DISPATCH(add_terms)(terms, dtype, first, sums, count);
 }
 
 void cpu::round_sums(const double* sums, void* to, DType to_dtype, int64_t count) noexcept {

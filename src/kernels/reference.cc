@@ -61,12 +61,15 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
   });
 }
 
-void add_term(const void* term, DType dtype, double coefficient, bool first, double* sums, int64_t count) noexcept {
+void add_terms(std::span<const Term> terms, DType dtype, bool first, double* sums, int64_t count) noexcept {
   const base::FloatEnvironment environment;
   with_dtype(dtype, [&]<class From>() {
-    for (int64_t i = 0; i < count; ++i) {
-      const double x = convert<double>(static_cast<const From*>(term)[i]);
-      sums[i] = first ? coefficient * x : fused(coefficient, x, sums[i]);
+    for (const auto& [data, coefficient] : terms) {
+      for (int64_t i = 0; i < count; ++i) {
+        const double x = convert<double>(static_cast<const From*>(data)[i]);
+        sums[i] = first ? coefficient * x : fused(coefficient, x, sums[i]);
+      }
+      first = false;
     }
   });
 }

@@ -1,5 +1,6 @@
-// The vector bodies of add_term() and round_sums(). Ranges are walked in whole vectors and one partial one.
+// The vector bodies of add_terms() and round_sums(). Ranges are walked in whole vectors and one partial one.
 #include "kernels/arithmetic.h"
+#include "kernels/sums.h"
 #include "kernels/vectors-inl.h"
 
 #if defined(SHARDOW_KERNELS_SUM_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -22,16 +23,26 @@ HWY_INLINE void in_vectors(D d, size_t count, Body body) {
   if (i < count) body(First{count - i}, i);
 }
 
-template <class From>
-HWY_NOINLINE void add_all(const From* term, double coefficient, bool first, double* sums, size_t count) {
+template <class From, size_t kTerms, bool kFirst>
+HWY_NOINLINE void add_some(const Term* terms, double* sums, size_t count) {
   const hn::ScalableTag<double> d;
-  const auto c = hn::Set(d, coefficient);
-  if (first) {
-    in_vectors(d, count, [&](auto access, size_t i) { access.store(d, hn::Mul(c, load(d, access, term + i)), sums + i); });
-  } else {
-    in_vectors(d, count, [&](auto access, size_t i) {
-      access.store(d, hn::MulAdd(c, load(d, access, term + i), access.load(d, sums + i)), sums + i);
-    });
+  in_vectors(d, count, [&](auto access, size_t i) {
+    const auto term = [&](size_t t) { return load(d, access, static_cast<const From*>(terms[t].data) + i); };
+    const auto c = hn::Set(d, terms[0].coefficient);
+    auto sum = kFirst ? hn::Mul(c, term(0)) : hn::MulAdd(c, term(0), access.load(d, sums + i));
+    for (size_t t = 1; t < kTerms; ++t) sum = hn::MulAdd(hn::Set(d, terms[t].coefficient), term(t), sum);
+    access.store(d, sum, sums + i);
+  });
+}
+
+template <class From, bool kFirst>
+void add_all(std::span<const Term> terms, double* sums, size_t count) {
+  static_assert(kMostTerms == 4);
+  switch (terms.size()) {
+    case 1: return add_some<From, 1, kFirst>(terms.data(), sums, count);
+    case 2: return add_some<From, 2, kFirst>(terms.data(), sums, count);
+    case 3: return add_some<From, 3, kFirst>(terms.data(), sums, count);
+    default: return add_some<From, 4, kFirst>(terms.data(), sums, count);
   }
 }
 

@@ -50,25 +50,22 @@ TEST_P(Sums, AddTermsAsTheReferenceDoes) {
   for (const DType dtype : kDTypes) {
     for (int round = 0; round < 200; ++round) {
       const auto count = static_cast<int64_t>(random() % 70);
-      Buffer term(static_cast<size_t>(count) * size_of(dtype), random() % 8 * size_of(dtype));
-      for (int64_t i = 0; i < count; ++i) {
-        const double x = std::ldexp(static_cast<double>(random() % 1000) - 500, static_cast<int>(random() % 20) - 20);
-        float narrow_x = static_cast<float>(x);
-        const BF16 brain = to_bf16(narrow_x);
-        const F16 half = to_f16(narrow_x);
-        const void* from = dtype == DType::kF64    ? static_cast<const void*>(&x)
-                           : dtype == DType::kF32  ? static_cast<const void*>(&narrow_x)
-                           : dtype == DType::kBF16 ? static_cast<const void*>(&brain)
-                                                   : &half;
-        std::memcpy(term.data() + static_cast<size_t>(i) * size_of(dtype), from, size_of(dtype));
+      std::vector<Buffer> data;
+      std::vector<Term> terms;
+      for (size_t t = 0; t < 1 + random() % kMostTerms; ++t) {
+        Buffer& one = data.emplace_back(static_cast<size_t>(count) * size_of(dtype), random() % 8 * size_of(dtype));
+        std::vector<double> values(static_cast<size_t>(count));
+        for (double& x : values) x = std::ldexp(static_cast<double>(random() % 1000) - 500, static_cast<int>(random() % 20) - 20);
+        reference::cast(values.data(), DType::kF64, one.data(), dtype, count);
       }
+      for (Buffer& one : data) terms.push_back({one.data(), 1.0 / static_cast<double>(3 + random() % 9)});
       for (const bool first : {true, false}) {
         Buffer expected(static_cast<size_t>(count) * 8, random() % 4 * 8);
         for (int64_t i = 0; i < count; ++i) reinterpret_cast<double*>(expected.data())[i] = static_cast<double>(i) / 3;
         Buffer actual = expected;
-        reference::add_term(term.data(), dtype, 1.0 / 7, first, reinterpret_cast<double*>(expected.data()), count);
-        cpu::add_term(term.data(), dtype, 1.0 / 7, first, reinterpret_cast<double*>(actual.data()), count);
-        ASSERT_TRUE(actual == expected) << name_of(dtype) << ", " << count;
+        reference::add_terms(terms, dtype, first, reinterpret_cast<double*>(expected.data()), count);
+        cpu::add_terms(terms, dtype, first, reinterpret_cast<double*>(actual.data()), count);
+        ASSERT_TRUE(actual == expected) << name_of(dtype) << ", " << count << ", " << terms.size();
       }
     }
   }
@@ -87,10 +84,12 @@ TEST(SumsReference, RoundsOnceWhereTwoRoundingsWouldDiffer) {
 TEST(SumsReference, FusesAndKeepsTheSignOfAZero) {
   const double x = 1.0 + 0x1p-52;
   double sum = -1.0;
-  reference::add_term(&x, DType::kF64, 1.0 - 0x1p-53, false, &sum, 1);
+  const Term term{&x, 1.0 - 0x1p-53};
+  reference::add_terms({&term, 1}, DType::kF64, false, &sum, 1);
   EXPECT_EQ(sum, 0x1p-53 - 0x1p-105);  // (1 + 2e)(1 - e) - 1
   const float zero = -0.0f;
-  reference::add_term(&zero, DType::kF32, 1.0, true, &sum, 1);
+  const Term one{&zero, 1.0};
+  reference::add_terms({&one, 1}, DType::kF32, true, &sum, 1);
   EXPECT_TRUE(std::signbit(sum));
 }
 

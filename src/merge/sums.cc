@@ -1,6 +1,7 @@
 #include "merge/sums.h"
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <utility>
 
@@ -13,7 +14,8 @@
 namespace shardow::merging {
 namespace {
 
-constexpr int64_t kBlock = int64_t{128} << 10;  // elements: their sums, and what is read for them, stay in the cache
+constexpr int64_t kBlock = int64_t{64} << 10;  // elements: their sums, and what is read for them, stay in the cache
+constexpr size_t kBlockBytes = 8 * kBlock;     // of the largest
 
 /// Complex numbers are pairs.
 DType part_of(DType dtype) {
@@ -28,7 +30,7 @@ int64_t parts(DType dtype, int64_t elements) {
 /// One thread's.
 struct Sums::Scratch {
   std::unique_ptr<double[]> sums = std::make_unique_for_overwrite<double[]>(static_cast<size_t>(2 * kBlock));
-  std::unique_ptr<std::byte[]> term = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(8 * kBlock));
+  std::unique_ptr<std::byte[]> terms = std::make_unique_for_overwrite<std::byte[]>(kernels::kMostTerms * kBlockBytes);
 };
 
 Sums::Sums(const Plan& plan) : plan_(plan), crcs_(plan.inputs().size() * plan.tensors().size(), 0) {}
@@ -57,11 +59,17 @@ void Sums::read(const TensorView& wanted, bool summed) {
   for (int64_t begin = 0; begin < wanted.region.size(); begin += kBlock) {
     const int64_t end = std::min(wanted.region.size(), begin + kBlock);
     const Region block = wanted.region.window(begin, end);
-    for (size_t j = 0; j < plan_.inputs().size(); ++j) {
+    for (size_t j = 0; j < plan_.inputs().size();) {
       const DType dtype = tensor.types[j];
-      read_input(j, t, {wanted.name, dtype, block, scratch->term.get()}, summed);
-      kernels::cpu::add_term(scratch->term.get(), part_of(dtype), plan_.inputs()[j].coefficient, j == 0, scratch->sums.get(),
-                             parts(dtype, end - begin));
+      const bool first = j == 0;
+      std::array<kernels::Term, kernels::kMostTerms> terms{};
+      size_t count = 0;
+      for (; count < terms.size() && j < plan_.inputs().size() && tensor.types[j] == dtype; ++j, ++count) {
+        std::byte* const data = scratch->terms.get() + count * kBlockBytes;
+        read_input(j, t, {wanted.name, dtype, block, data}, summed);
+        terms[count] = {data, plan_.inputs()[j].coefficient};
+      }
+      kernels::cpu::add_terms(std::span(terms).first(count), part_of(dtype), first, scratch->sums.get(), parts(dtype, end - begin));
     }
     kernels::cpu::round_sums(scratch->sums.get(), to, part_of(wanted.dtype), parts(wanted.dtype, end - begin));
     to += (end - begin) * dtype_bits(wanted.dtype) / 8;

@@ -55,11 +55,11 @@ def materialize(
     Args:
         model: plain, FSDP2, HSDP or TP, sharded while it is on meta; FSDP1 wrapped with ``param_init_fn=shardow.to_empty``; for DDP, the
             plain model before it is wrapped.
-        source: a .safetensors file or a Hugging Face directory, of which each rank reads its own bytes; a mapping of full tensors, on every
-            rank, or on rank 0 with None or {} on the others, which are sent their own slices of it; or a function that initialises one
-            module's own tensors, called for modules that have some without values; by default what meta_init() recorded of the constructors
-            together with the modules' ``reset_parameters()``, and for others ``_reset_parameters()``, the model's ``_init_weights(module)``
-            or ``init_weights()``.
+        source: a .safetensors file, a Hugging Face directory or what merged() gives, of which each rank reads its own bytes; a mapping of
+            full tensors, on every rank, or on rank 0 with None or {} on the others, which are sent their own slices of it; or a function
+            that initialises one module's own tensors, called for modules that have some without values; by default what meta_init()
+            recorded of the constructors together with the modules' ``reset_parameters()``, and for others ``_reset_parameters()``, the
+            model's ``_init_weights(module)`` or ``init_weights()``.
         optimizer: one that was made from the model's parameters before they were sharded or had memory: its groups, their options and its
             state are kept, its parameters become the model's.
         device: of what is on meta; by default the mesh's, else the CPU.

@@ -1,0 +1,194 @@
+"""``python -m benchmarks.merges``: the mean of K bfloat16 checkpoints in one process, beside reading the inputs once and writing the output
+once, and a plain torch script that does the same tensor by tensor.
+
+Warm: the inputs are in the page cache. Cold: they are not. Each way works in a process of its own, whose memory at the peak counts from
+before its first byte; an order drawn anew each round. What is written is on the disk at the end, for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardow
+from benchmarks.process import status
+
+TENSORS = 16
+OURS, READ, WRITE, TORCH = "shardow.merge", "reading the inputs once (cat)", "writing the output once", "torch, tensor by tensor"
+Way = Callable[[list[Path], Path], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.merges", description=__doc__)
+    parser.add_argument("--mib", type=int, default=512, help="of each input")
+    parser.add_argument("--inputs", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="where the files go; by default a temporary directory")
+    options = parser.parse_args()
+    results = run(options.mib, options.inputs, options.rounds, options.folder)
+    print("\n".join(lines(results)))
+    for what, measured, bar, met in bars(results):
+        print(f"{what}: {measured:.3g}, asked {bar:g}: {'yes' if met else 'NO'}")
+
+
+@dataclass
+class Results:
+    mib: int
+    inputs: int
+    seconds: dict[str, dict[str, list[float]]]  # "warm" and "cold", by way and round
+    memory: dict[str, float]  # MiB at the peak, of the worst round
+
+    def ratio(self, cache: str) -> float:
+        """How many times as long as reading and writing once, by their medians."""
+        median = {name: statistics.median(seconds) for name, seconds in self.seconds[cache].items()}
+        return median[OURS] / (median[READ] + median[WRITE])
+
+
+def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+    found = [
+        (f"merge of {results.inputs}, {cache}: times reading and writing once (at most)", results.ratio(cache), 1.15)
+        for cache in results.seconds
+    ]
+    found.append(("merge: MiB of memory (at most)", results.memory[OURS], 64))
+    return [(what, measured, bar, measured <= bar) for what, measured, bar in found]
+
+
+def lines(results: Results) -> list[str]:
+    rounds = len(results.seconds["warm"][OURS])
+    found = [
+        f"The mean of {results.inputs} bfloat16 checkpoints of {results.mib} MiB each, one process, {rounds} rounds",
+        "",
+        "| | seconds warm, median (range) | seconds cold | MiB of memory |",
+        "|---|---|---|---|",
+    ]
+    for name, memory in results.memory.items():
+        warm, cold = (results.seconds[cache][name] for cache in ("warm", "cold"))
+        each = [f"{statistics.median(one):.2f} ({min(one):.2f} to {max(one):.2f})" for one in (warm, cold)]
+        found.append(f"| {name} | {each[0]} | {each[1]} | {memory:.0f} |")
+    return found
+
+
+def run(mib: int, inputs: int, rounds: int, folder: Path | None = None) -> Results:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        paths = [Path(name) / f"step-{j + 1}.safetensors" for j in range(inputs)]
+        for seed, path in enumerate(paths):
+            shardow.save(weights(mib, seed), path)
+        workers = {way: Worker(way, paths, Path(name)) for way in WAYS}
+        results = Results(mib, inputs, {cache: {way: [] for way in WAYS} for cache in ("warm", "cold")}, dict.fromkeys(WAYS, 0.0))
+        order = random.Random(0)
+        for cache in results.seconds:
+            for way in order.sample([*WAYS] * rounds, len(WAYS) * rounds):
+                prepare(paths, cold=cache == "cold")
+                seconds, memory = workers[way].work()
+                results.seconds[cache][way].append(seconds)
+                results.memory[way] = max(results.memory[way], memory)
+        for worker in workers.values():
+            worker.end()
+    return results
+
+
+def weights(mib: int, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {f"layers.{i}.weight": torch.randn(mib * 2**19 // TENSORS // 1024, 1024).bfloat16() for i in range(TENSORS)}
+
+
+def prepare(paths: list[Path], cold: bool) -> None:
+    os.sync()  # nobody pays for what others have left unflushed
+    for path in paths:
+        with path.open("rb") as file:
+            if cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while file.read(1 << 20):
+                    pass
+
+
+def ours(paths: list[Path], out: Path) -> None:
+    shardow.merge(paths, out)
+
+
+def read(paths: list[Path], out: Path) -> None:
+    subprocess.run(["cat", *paths], check=True, stdout=subprocess.DEVNULL)
+
+
+def write(paths: list[Path], out: Path) -> None:
+    block, left = bytes(1 << 20), paths[0].stat().st_size
+    with out.open("wb", buffering=0) as file:
+        while left > 0:
+            left -= file.write(block[:left])
+        os.fsync(file.fileno())
+
+
+def by_torch(paths: list[Path], out: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    opened = [safe_open(path, "pt") for path in paths]
+    found = {}
+    for name in opened[0].keys():  # noqa: SIM118
+        total = opened[0].get_tensor(name).double()
+        for one in opened[1:]:
+            total += one.get_tensor(name)
+        found[name] = (total / len(opened)).bfloat16()
+    save_file(found, out)
+    with out.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+WAYS: dict[str, Way] = {OURS: ours, READ: read, WRITE: write, TORCH: by_torch}
+
+
+class Worker:
+    """A process that does one way's work when it is told to."""
+
+    def __init__(self, way: str, paths: list[Path], folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(way, paths, folder / f"{len(way)}-out.safetensors", theirs))
+        self._process.start()
+        theirs.close()
+
+    def work(self) -> tuple[float, float]:
+        """(seconds, MiB of memory at the peak)."""
+        self._pipe.send(True)
+        seconds, memory = self._pipe.recv()
+        return seconds, memory
+
+    def end(self) -> None:
+        self._pipe.send(False)
+        self._process.join()
+
+
+def serve(way: str, paths: list[Path], out: Path, pipe: Connection) -> None:
+    do = WAYS[way]
+    small = out.with_name(f"small-{out.name}")
+    shardow.save({"w": torch.zeros(64).bfloat16()}, small)
+    do([small], out)  # what is imported at its first use
+    while pipe.recv():
+        out.unlink(missing_ok=True)
+        pipe.send(measured(do, paths, out))
+
+
+def measured(do: Way, paths: list[Path], out: Path) -> Any:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    began = time.perf_counter()
+    do(paths, out)
+    return time.perf_counter() - began, (status("VmHWM") - before) / 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
-// Compiled once per instruction set: element i of a block goes into sum i mod 8, however wide the vectors are, and without fused
-// multiply-adds, so that the results are the same on every processor.
+// Compiled once per instruction set: element i of a block goes into sum i mod 8, however wide the vectors are, by fused multiply-adds, so
+// that the results are the same on every processor. add_any() says it element by element; where there are no vectors of what is stored, or
+// a number is not finite, it does the work.
 #include "cli/deviation.h"
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 #define HWY_TARGET_INCLUDE "cli/deviation.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
+#include "kernels/vectors-inl.h"
 
 #ifndef SHARDOW_CLI_DEVIATION_ONCE_
 #define SHARDOW_CLI_DEVIATION_ONCE_
@@ -23,7 +25,8 @@ namespace shardow::cli {
 constexpr int64_t kSums = 8;
 
 struct Sums {
-  double differing[kSums] = {}, not_finite[kSums] = {}, most[kSums] = {}, squares[kSums] = {}, squares_a[kSums] = {};
+  int64_t differing = 0, not_finite = 0;
+  double most[kSums] = {}, squares[kSums] = {}, squares_a[kSums] = {};
 };
 
 }  // namespace shardow::cli
@@ -34,21 +37,24 @@ namespace shardow::cli::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
+#if SHARDOW_VECTORS
+
 /// Of finite numbers; `count` is a multiple of kSums. With others among them some sum is not finite.
-void add_finite(Sums& sums, const double* a, const double* b, int64_t count) {
+template <class T>
+HWY_INLINE void add_finite(Sums& sums, const T* a, const T* b, int64_t count) {
   const hn::CappedTag<double, kSums> d;
-  const auto one = hn::Set(d, 1.0);
+  const kernels::HWY_NAMESPACE::Whole whole;
   for (int64_t lane = 0; lane < kSums; lane += static_cast<int64_t>(hn::Lanes(d))) {
-    auto differing = hn::Zero(d), most = hn::Zero(d), squares = hn::Zero(d), squares_a = hn::Zero(d);
+    auto most = hn::LoadU(d, sums.most + lane), squares = hn::LoadU(d, sums.squares + lane),
+         squares_a = hn::LoadU(d, sums.squares_a + lane);
     for (int64_t i = lane; i < count; i += kSums) {
-      const auto x = hn::LoadU(d, a + i), y = hn::LoadU(d, b + i);
+      const auto x = kernels::HWY_NAMESPACE::load(d, whole, a + i), y = kernels::HWY_NAMESPACE::load(d, whole, b + i);
       const auto apart = hn::Abs(hn::Sub(x, y));
-      differing = hn::Add(differing, hn::IfThenElseZero(hn::Ne(x, y), one));
+      sums.differing += static_cast<int64_t>(hn::CountTrue(d, hn::Ne(x, y)));
       most = hn::Max(most, apart);
-      squares = hn::Add(squares, hn::Mul(apart, apart));
-      squares_a = hn::Add(squares_a, hn::Mul(x, x));
+      squares = hn::MulAdd(apart, apart, squares);
+      squares_a = hn::MulAdd(x, x, squares_a);
     }
-    hn::StoreU(differing, d, sums.differing + lane);
     hn::StoreU(most, d, sums.most + lane);
     hn::StoreU(squares, d, sums.squares + lane);
     hn::StoreU(squares_a, d, sums.squares_a + lane);
@@ -56,16 +62,40 @@ void add_finite(Sums& sums, const double* a, const double* b, int64_t count) {
 }
 
 /// The same where a and b are equal.
-void add_equal(Sums& sums, const double* a, int64_t count) {
+template <class T>
+HWY_INLINE void add_equal(Sums& sums, const T* a, int64_t count) {
   const hn::CappedTag<double, kSums> d;
   for (int64_t lane = 0; lane < kSums; lane += static_cast<int64_t>(hn::Lanes(d))) {
-    auto squares = hn::Zero(d);
+    auto squares = hn::LoadU(d, sums.squares_a + lane);
     for (int64_t i = lane; i < count; i += kSums) {
-      const auto x = hn::LoadU(d, a + i);
-      squares = hn::Add(squares, hn::Mul(x, x));
+      const auto x = kernels::HWY_NAMESPACE::load(d, kernels::HWY_NAMESPACE::Whole(), a + i);
+      squares = hn::MulAdd(x, x, squares);
     }
     hn::StoreU(squares, d, sums.squares_a + lane);
   }
+}
+
+#endif
+
+/// Of numbers as they are stored; false where there are no vectors of these.
+bool add_stored(Sums& sums, const std::byte* a, const std::byte* b, DType dtype, int64_t count) {
+#if SHARDOW_VECTORS
+  const auto add = [&]<class T>(const T* /*as*/) {
+    const T *const x = reinterpret_cast<const T*>(a), *const y = reinterpret_cast<const T*>(b);
+    a == b ? add_equal(sums, x, count) : add_finite(sums, x, y, count);
+    return true;
+  };
+  switch (dtype) {
+    case DType::kF64: return add(static_cast<const double*>(nullptr));
+    case DType::kF32: return add(static_cast<const float*>(nullptr));
+    case DType::kBF16: return add(static_cast<const kernels::BF16*>(nullptr));
+    case DType::kF16: return add(static_cast<const kernels::F16*>(nullptr));
+    default: return false;
+  }
+#else
+  (void)sums, (void)a, (void)b, (void)dtype, (void)count;
+  return false;
+#endif
 }
 
 }  // namespace shardow::cli::HWY_NAMESPACE
@@ -75,31 +105,30 @@ HWY_AFTER_NAMESPACE();
 namespace shardow::cli {
 namespace {
 
-HWY_EXPORT(add_finite);
-HWY_EXPORT(add_equal);
+HWY_EXPORT(add_stored);
 
-/// Of any numbers, one by one: for blocks with NaN or infinity among them.
+/// Of any numbers, one by one.
 void add_any(Sums& sums, const double* a, const double* b, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t lane = i % kSums;
     const double apart = std::fabs(a[i] - b[i]);
-    if (std::isfinite(a[i])) sums.squares_a[lane] += a[i] * a[i];
+    if (std::isfinite(a[i])) sums.squares_a[lane] = std::fma(a[i], a[i], sums.squares_a[lane]);
     if (a[i] == b[i] || (std::isnan(a[i]) && std::isnan(b[i]))) continue;
-    sums.differing[lane] += 1;
+    ++sums.differing;
     if (std::isfinite(apart)) {
       sums.most[lane] = std::max(sums.most[lane], apart);
-      sums.squares[lane] += apart * apart;
+      sums.squares[lane] = std::fma(apart, apart, sums.squares[lane]);
     } else {
-      sums.not_finite[lane] += 1;
+      ++sums.not_finite;
     }
   }
 }
 
 Deviation total(const Sums& sums) {
   Deviation all;
+  all.differing = sums.differing;
+  all.not_finite = sums.not_finite;
   for (int64_t lane = 0; lane < kSums; ++lane) {
-    all.differing += static_cast<int64_t>(sums.differing[lane]);
-    all.not_finite += static_cast<int64_t>(sums.not_finite[lane]);
     all.most = std::max(all.most, sums.most[lane]);
     all.squares += sums.squares[lane];
     all.squares_a += sums.squares_a[lane];
@@ -107,23 +136,33 @@ Deviation total(const Sums& sums) {
   return all;
 }
 
-/// Of `count` numbers, with room for zeros behind them, which change nothing.
-Deviation block(double* a, double* b, int64_t count, bool equal) {
-  const int64_t whole = (count + kSums - 1) / kSums * kSums;
-  std::fill(a + count, a + whole, 0.0);
-  Sums sums;
-  if (equal) {
-    HWY_DYNAMIC_DISPATCH(add_equal)(sums, a, whole);
-  } else {
-    std::fill(b + count, b + whole, 0.0);
-    HWY_DYNAMIC_DISPATCH(add_finite)(sums, a, b, whole);
+/// A stretch of two tensors, and room for kScratch / 2 numbers of each as doubles.
+struct Block {
+  const std::byte *a, *b;
+  DType dtype_a, dtype_b;
+  double *x, *y;
+  bool equal;  ///< byte for byte
+
+  /// Elements from `begin` on, one by one.
+  void add_from(Sums& sums, int64_t begin, int64_t end) const {
+    if (begin == end) return;
+    to_doubles(a + begin * (dtype_bits(dtype_a) / 8), dtype_a, x, end - begin);
+    if (!equal) to_doubles(b + begin * (dtype_bits(dtype_b) / 8), dtype_b, y, end - begin);
+    add_any(sums, x, equal ? x : y, (end - begin) * (dtype_a == DType::kC64 ? 2 : 1));
   }
-  Deviation found = total(sums);
-  if (std::isfinite(found.squares) && std::isfinite(found.squares_a)) return found;
-  sums = {};
-  add_any(sums, a, equal ? a : b, count);
-  return total(sums);
-}
+
+  Deviation compare(int64_t count) const {
+    Sums sums;
+    const int64_t whole = count / kSums * kSums;
+    const bool done = dtype_a == dtype_b && HWY_DYNAMIC_DISPATCH(add_stored)(sums, a, equal ? a : b, dtype_a, whole);
+    add_from(sums, done ? whole : 0, count);
+    const Deviation found = total(sums);
+    if (!done || (std::isfinite(found.squares) && std::isfinite(found.squares_a))) return found;
+    sums = {};
+    add_from(sums, 0, count);
+    return total(sums);
+  }
+};
 
 template <class T>
 void convert(const std::byte* from, double* to, int64_t count) noexcept {
@@ -210,20 +249,16 @@ void to_doubles(const std::byte* from, DType dtype, double* to, int64_t count) n
 
 Deviation deviation(const std::byte* a, DType dtype_a, const std::byte* b, DType dtype_b, int64_t count,
                     std::span<double> scratch) noexcept {
-  constexpr int64_t kBlock = kScratch / 2;
-  double *const x = scratch.data(), *const y = scratch.data() + kBlock;
-  const int64_t numbers = dtype_a == DType::kC64 ? 2 : 1;  // in an element
+  const int64_t numbers = dtype_a == DType::kC64 ? 2 : 1, most = kScratch / 2 / numbers;  // elements of a block
   const int64_t width_a = dtype_bits(dtype_a) / 8, width_b = dtype_bits(dtype_b) / 8;
   Deviation all;
-  for (int64_t at = 0; at < count; at += kBlock / numbers) {
-    const int64_t most = std::min(kBlock / numbers, count - at);
-    const std::byte *const from_a = a + at * width_a, *const from_b = b + at * width_b;
-    const bool equal = dtype_a == dtype_b && std::memcmp(from_a, from_b, static_cast<size_t>(most * width_a)) == 0;
-    to_doubles(from_a, dtype_a, x, most);
-    if (!equal) to_doubles(from_b, dtype_b, y, most);
-    Deviation next = block(x, y, most * numbers, equal);
-    next.equal_bytes = equal;
-    next.elements = most * numbers;
+  for (int64_t at = 0; at < count; at += most) {
+    const int64_t here = std::min(most, count - at);
+    Block block{a + at * width_a, b + at * width_b, dtype_a, dtype_b, scratch.data(), scratch.data() + kScratch / 2, false};
+    block.equal = dtype_a == dtype_b && std::memcmp(block.a, block.b, static_cast<size_t>(here * width_a)) == 0;
+    Deviation next = block.compare(here);
+    next.equal_bytes = block.equal;
+    next.elements = here * numbers;
     all += next;
   }
   return all;

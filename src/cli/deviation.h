@@ -26,7 +26,7 @@ struct Deviation {
 
 bool has_values(DType dtype) noexcept;  ///< F4 and F6 have none here: their bytes are compared, and no numbers
 
-inline constexpr int64_t kScratch = 2048;  ///< doubles
+inline constexpr int64_t kScratch = 8192;  ///< doubles
 
 /// Of `a` and `b`, `count` elements each. `scratch` has kScratch doubles. The same numbers on every processor.
 Deviation deviation(const std::byte* a, DType dtype_a, const std::byte* b, DType dtype_b, int64_t count,

@@ -1,0 +1,156 @@
+"""``python -m benchmarks.command``: the verbs of the command that read files, against ``cat`` of the same files, from memory and from disk.
+
+Two bfloat16 checkpoints of ``--gib`` each, which differ everywhere. ``convert`` is held against reading, writing and flushing the same bytes
+(``dd conv=fsync``). Each round runs every candidate once, in turn; ratios are of one round, and their median is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import shardow
+
+COMMAND = Path(__file__).parents[1] / "build" / "release" / "shardow"
+BAR, MOST = 1.15, 64 << 20
+#: What it is held against.
+OF = {
+    "verify": "cat of one",
+    "verify --manifest": "sha256sum of one",
+    "diff": "cat of both",
+    "diff, equal": "cat of both",
+    "convert": "dd conv=fsync",
+    "convert --dtype float16": "dd conv=fsync",
+}
+
+
+@dataclass
+class Results:
+    gib: float
+    seconds: dict[tuple[str, bool], list[float]]  # by candidate and whether the files were in memory
+    memory: dict[str, int]  # bytes at the peak beyond the program's own
+
+    def ratio(self, name: str, warm: bool) -> float:
+        return statistics.median(a / b for a, b in zip(self.seconds[name, warm], self.seconds[OF[name], warm], strict=True))
+
+
+def candidates(folder: Path) -> dict[str, list[str]]:
+    a, b, same, out = (str(folder / f"{name}.safetensors") for name in ("a", "b", "same", "out"))
+    command = str(COMMAND)
+    return {
+        "cat of one": ["cat", a],
+        "sha256sum of one": ["sha256sum", a],
+        "cat of both": ["cat", a, b],
+        "dd conv=fsync": ["dd", f"if={a}", f"of={out}", "bs=8M", "conv=fsync", "status=none"],
+        "verify": [command, "verify", a],
+        "verify --manifest": [command, "verify", "--manifest=write", a],
+        "diff": [command, "diff", a, b],
+        "diff, equal": [command, "diff", a, same],
+        "convert": [command, "convert", a, "-o", out],
+        "convert --dtype float16": [command, "convert", a, "-o", out, "--dtype", "float16"],
+    }
+
+
+def run(gib: float, rounds: int, folder: Path | None = None) -> Results:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        path = Path(name)
+        files = write(path, gib)
+        results = Results(gib, {}, {})
+        own = measured([str(COMMAND), "--version"])[1]
+        for _ in range(rounds):
+            for warm in (True, False):
+                for what, words in candidates(path).items():
+                    (path / "out.safetensors").unlink(missing_ok=True)
+                    prepare(files, warm)
+                    seconds, memory = measured(words)
+                    results.seconds.setdefault((what, warm), []).append(seconds)
+                    if what in OF:
+                        results.memory[what] = max(results.memory.get(what, 0), memory - own)
+    return results
+
+
+def write(folder: Path, gib: float) -> list[Path]:
+    torch.manual_seed(0)
+    size = max(1, int(gib * 2**30 / 2 / 16))
+    weights = {f"layer.{i}.weight": torch.randn(size).bfloat16() for i in range(16)}
+    near = {name: (value * 1.01 + 0.001) for name, value in weights.items()}
+    for name, values in (("a", weights), ("b", near), ("same", weights)):
+        shardow.save(values, folder / f"{name}.safetensors")
+    return [folder / f"{name}.safetensors" for name in ("a", "b", "same")]
+
+
+def prepare(files: list[Path], warm: bool) -> None:
+    """In memory, or none of it (as far as this kernel forgets files that it is told to)."""
+    for file in files:
+        with file.open("rb") as opened:
+            if warm:
+                while opened.read(8 << 20):
+                    pass
+            else:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measured(words: list[str]) -> tuple[float, int]:
+    """(seconds, bytes of memory at the peak)."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode not in (0, 1):
+        raise SystemExit(f"{words} ended with {process.returncode}")
+    return seconds, usage.ru_maxrss << 10
+
+
+def lines(results: Results) -> list[str]:
+    rows = [
+        f"The command, files of {results.gib:g} GiB bfloat16, 4 reads in flight: seconds, and times as long as what is in brackets",
+        "",
+        "| | from memory | from disk | MiB beyond the program |",
+        "|---|---|---|---|",
+    ]
+    for what in dict.fromkeys(name for name, _ in results.seconds):
+        cells = []
+        for warm in (True, False):
+            median = f"{statistics.median(results.seconds[what, warm]):.3f}"
+            cells.append(median + (f", {results.ratio(what, warm):.2f} ({OF[what]})" if what in OF else ""))
+        rows.append(
+            f"| {what} | {' | '.join(cells)} | {results.memory[what] / 2**20:.0f} |"
+            if what in OF
+            else f"| {what} | {' | '.join(cells)} | |"
+        )
+    return rows
+
+
+def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+    found = []
+    for what, other in OF.items():
+        for warm in (True, False):
+            ratio = results.ratio(what, warm)
+            found.append((f"{what}, from {'memory' if warm else 'disk'}: times {other} (at most)", ratio, BAR, ratio <= BAR))
+        found.append((f"{what}: MiB of memory (at most)", results.memory[what] / 2**20, MOST / 2**20, results.memory[what] <= MOST))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured")
+    options = parser.parse_args()
+    results = run(options.gib, options.rounds, options.folder)
+    print("\n".join(lines(results)))
+    for what, found, bar, met in bars(results):
+        print(f"{'met   ' if met else 'MISSED'} {what}: {found:.2f}, {bar:g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """``python -m benchmarks.command``: the verbs of the command that read files, against ``cat`` of the same files, from memory and from disk.
 
-Two bfloat16 checkpoints of ``--gib`` each, which differ everywhere. ``convert`` is held against reading, writing and flushing the same bytes
-(``dd conv=fsync``). Each round runs every candidate once, in turn; ratios are of one round, and their median is shown.
+Two bfloat16 checkpoints of ``--gib`` each, which differ everywhere. ``convert`` is held against reading, writing and flushing the same
+bytes (``dd conv=fsync``). Each round runs every candidate once, in turn; ratios are of one round, and their median is shown.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import argparse
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,16 +98,26 @@ def prepare(files: list[Path], warm: bool) -> None:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+#: Calls the program from a small process: a child begins with the peak of who started it, and this one has torch in memory.
+CALL = """
+import os, sys, time
+begin = time.perf_counter()
+child = os.fork()
+if child == 0:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.execvp(sys.argv[1], sys.argv[1:])
+_, status, usage = os.wait4(child, 0)
+print(time.perf_counter() - begin, usage.ru_maxrss << 10, os.waitstatus_to_exitcode(status))
+"""
+
+
 def measured(words: list[str]) -> tuple[float, int]:
     """(seconds, bytes of memory at the peak)."""
-    begin = time.perf_counter()
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - begin
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode not in (0, 1):
-        raise SystemExit(f"{words} ended with {process.returncode}")
-    return seconds, usage.ru_maxrss << 10
+    told = subprocess.run([sys.executable, "-ISc", CALL, *words], stdout=subprocess.PIPE, text=True, check=True).stdout
+    seconds, memory, status = told.split()
+    if status not in ("0", "1"):
+        raise SystemExit(f"{words} ended with {status}")
+    return float(seconds), int(memory)
 
 
 def lines(results: Results) -> list[str]:

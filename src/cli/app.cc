@@ -38,6 +38,7 @@ std::unique_ptr<CLI::App> make_app(Action& chosen) {
   add_diff(*app, chosen);
   add_convert(*app, chosen);
   add_average(*app, chosen);
+  add_posthoc(*app, chosen);
   add_completion(*app, chosen);
   add_manual(*app, chosen);
   app->footer(

@@ -17,6 +17,7 @@ void add_verify(CLI::App& app, Action& chosen);
 void add_diff(CLI::App& app, Action& chosen);
 void add_convert(CLI::App& app, Action& chosen);
 void add_average(CLI::App& app, Action& chosen);
+void add_posthoc(CLI::App& app, Action& chosen);
 void add_completion(CLI::App& app, Action& chosen);
 void add_manual(CLI::App& app, Action& chosen);
 

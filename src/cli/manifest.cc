@@ -1,13 +1,12 @@
 #include "cli/manifest.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <optional>
 
 #include "base/errors.h"
 #include "base/files.h"
 #include "base/paths.h"
+#include "cli/whole_text.h"
 
 namespace shardow::cli {
 namespace {
@@ -106,20 +105,7 @@ std::string to_text(const Digests& digests) {
 }
 
 void write_manifest(const fs::path& manifest, const Digests& digests) {
-  const fs::path draft = base::parent_of(manifest) / fmt::format(".{}.{}.tmp", manifest.filename().string(), ::getpid());
-  const std::string text = to_text(digests);
-  base::remove_file(draft);  // of a dead process with this number
-  base::File file = base::File::create(draft);
-  try {
-    file.write(std::as_bytes(std::span(text)), 0);
-    file.sync();
-    file.close();
-    base::rename(draft, manifest);
-  } catch (...) {
-    base::remove_file(draft);
-    throw;
-  }
-  base::sync(base::parent_of(manifest));
+  write_text(manifest, to_text(digests));
 }
 
 }  // namespace shardow::cli

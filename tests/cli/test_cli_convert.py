@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.command import measured
 from command import COMMAND, flip, foreign, ours, run, sparse, tensors, told, told_json
 from safetensors.torch import load_file, save_file
-from test_cli_process import peak
 
 import shardow
 
@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, verb: str) -> None:
 def test_memory_is_bounded_whatever_the_size(tmp_path: Path, verb: str) -> None:
     size = (4000 if os.environ.get("SHARDOW_ALL") else 300) * 10**6
     path = sparse(tmp_path / "a.safetensors", size, "BF16", checksum=False)
-    empty = peak([str(COMMAND), "--version"])
+    empty = measured([str(COMMAND), "--version"])[1]
     words = [str(COMMAND), verb, str(path), "-o", str(tmp_path / "b.safetensors")]
-    assert peak([*words, "--dtype", "float32"]) - empty < 64 << 20
+    assert measured([*words, "--dtype", "float32"])[1] - empty < 64 << 20
     assert (tmp_path / "b.safetensors").stat().st_size > 2 * size

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.command import measured
 from command import COMMAND, flip, foreign, ours, run, sparse, tensors
 
 
@@ -141,12 +142,5 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path, verb: str) -> None:
     """Of a sparse file, all of it read."""
     size = (4 if os.environ.get("SHARDOW_ALL") else 1) * 10**9
     path = sparse(tmp_path / "a.safetensors", size, "BF16")
-    empty = peak([str(COMMAND), "--version"])
-    assert peak([str(COMMAND), verb, *[str(path)] * (2 if verb == "diff" else 1)]) - empty < 64 << 20
-
-
-def peak(words: list[str]) -> int:
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert os.waitstatus_to_exitcode(status) in (0, 1)
-    return usage.ru_maxrss << 10
+    empty = measured([str(COMMAND), "--version"])[1]
+    assert measured([str(COMMAND), verb, *[str(path)] * (2 if verb == "diff" else 1)])[1] - empty < 64 << 20

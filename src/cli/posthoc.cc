@@ -1,0 +1,122 @@
+// Averages with a profile that is chosen after training: posthoc/posthoc.h from the command line.
+#include "posthoc/posthoc.h"
+
+#include "base/errors.h"
+#include "cli/output.h"
+#include "cli/terminal.h"
+#include "cli/text.h"
+#include "cli/whole_text.h"
+#include "posthoc/synthesize.h"
+
+namespace shardow::cli {
+namespace {
+
+struct PosthocOptions {
+  std::string directory, sweep;
+  std::optional<double> sigma_rel;
+  std::optional<int64_t> step;
+  OutputOptions output;
+  int threads = 0;
+};
+
+int sweep(const PosthocOptions& options) {
+  const posthoc::Sweep found = posthoc::sweep(options.directory, options.step);
+  write_text(options.sweep, posthoc::svg(found));
+  if (!options.output.json) {
+    const auto best =
+        std::min_element(found.points.begin(), found.points.end(), [](const auto& a, const auto& b) { return a.residual < b.residual; });
+    print("{}: the error to expect at step {} of {} snapshots", shown(options.sweep), found.step, found.snapshots);
+    if (best != found.points.end()) print("; least at sigma_rel {:.3g}, {:.2e}", best->sigma_rel, best->residual);
+    put("\n");
+    return 0;
+  }
+  Json json;
+  json.begin_object()
+      .key("step")
+      .number(found.step)
+      .key("snapshots")
+      .number(static_cast<int64_t>(found.snapshots))
+      .key("points")
+      .begin_list();
+  for (const posthoc::SweepPoint& point : found.points) {
+    json.begin_object().key("sigma_rel").number(point.sigma_rel).key("residual").number(point.residual);
+    json.key("rounding").number(point.rounding).end_object();
+  }
+  json.end_list().end_object();
+  put(json.document() + "\n");
+  return 0;
+}
+
+void print_plan(const posthoc::Plan& plan, const MergeReport& report, const OutputOptions& output) {
+  const std::string text = posthoc::describe(plan);
+  size_t begin = 0;  // line by line: paths in it are somebody's
+  for (size_t end = text.find('\n'); begin < text.size(); begin = end + 1, end = text.find('\n', begin)) {
+    if (end == std::string::npos) end = text.size();
+    print("{}\n", shown(std::string_view(text).substr(begin, end - begin)));
+  }
+  print("{}: {} tensors, {}, {} file{}\n", shown(output.path), report.averaged.size() + report.taken.size(),
+        shown_bytes(report.bytes_written), report.files.size(), report.files.size() == 1 ? "" : "s");
+}
+
+void print_json(const posthoc::Plan& plan, const MergeReport& report) {
+  Json json;
+  json.begin_object().key("target").raw(plan.target.to_json()).key("step").number(plan.step);
+  json.key("residual").number(plan.residual).key("variation").number(plan.variation).key("rounding").number(plan.rounding);
+  json.key("terms").begin_list();
+  for (const posthoc::Term& term : plan.terms) {
+    json.begin_object().key("path").text(term.path.string()).key("key").text(term.key).key("step").number(term.step);
+    json.key("coefficient").number(term.coefficient).end_object();
+  }
+  json.end_list().key("left_out").begin_list();
+  for (const std::string& name : plan.left_out) json.text(name);
+  json.end_list().key("bytes").number(report.bytes_written).key("files").begin_list();
+  for (const auto& file : report.files) json.text(file.string());
+  json.end_list().end_object();
+  put(json.document() + "\n");
+}
+
+int synthesize(const PosthocOptions& options) {
+  const posthoc::Plan plan = posthoc::plan(options.directory, {.target = Schedule::power(*options.sigma_rel), .step = options.step});
+  MergeOptions merge_options;
+  merge_options.dtype = options.output.file_dtype();
+  merge_options.max_shard_size = options.output.shard_bytes();
+  merge_options.threads = options.threads;
+  merge_options.progress = watched("posthoc");
+  const MergeReport report = posthoc::synthesize(*solo(), plan, options.output.path, merge_options);
+  merge_options.progress = {};  // its line goes away
+  options.output.json ? print_json(plan, report) : print_plan(plan, report, options.output);
+  return 0;
+}
+
+int posthoc_verb(const PosthocOptions& options) {
+  const bool writes = options.sigma_rel.has_value() && !options.output.path.empty();
+  if (options.sweep.empty() && !writes)
+    base::fail(Code::kInvalidArgument,
+               "give --sigma-rel and -o for an average, or --sweep for a picture of the errors; see shardow posthoc --help");
+  if (!options.sweep.empty()) sweep(options);
+  return writes ? synthesize(options) : 0;
+}
+
+}  // namespace
+
+void add_posthoc(CLI::App& app, Action& chosen) {
+  std::shared_ptr<PosthocOptions> options;
+  CLI::App& verb =
+      add_verb(app, chosen, "posthoc",
+               "Make the average with a power profile that was not tracked, from snapshots of those that were; say how near it comes",
+               posthoc_verb, options);
+  verb.add_option("DIR", options->directory, "where EMA.snapshot() wrote, or the directory of whole checkpoints")->required();
+  CLI::Option* const sigma =
+      verb.add_option("--sigma-rel", options->sigma_rel, "width of the profile, in parts of the training's length: at most 0.28")
+          ->option_text("S");
+  verb.add_option("--step", options->step, "the average at this step; by default at the last snapshot")->option_text("N");
+  add_output(verb, options->output, false);
+  verb.add_option("--sweep", options->sweep, "instead, a picture (SVG) of the error to expect over the width; reads headers alone")
+      ->excludes(sigma)
+      ->option_text("PICTURE");
+  add_threads(verb, options->threads);
+  add_examples(verb, {{"What can be had", "shardow posthoc run/snapshots --sweep sweep.svg"},
+                      {"Have it", "shardow posthoc run/snapshots --sigma-rel 0.15 -o run/ema-0.15.safetensors"}});
+}
+
+}  // namespace shardow::cli

@@ -142,6 +142,7 @@ Mailbox::~Mailbox() {
   for (std::list<UnderWay>* messages : {&sending_, &receiving_}) process().left.splice(process().left.end(), *messages);
 }
 
+// NOLINTBEGIN(clang-analyzer-optin.mpi.MPI-Checker): it looks for a wait in the same function
 void Mailbox::send(int to, std::shared_ptr<const std::string> bytes) {
   UnderWay& one = sending_.emplace_back();
   one.peer = to;
@@ -151,6 +152,7 @@ void Mailbox::send(int to, std::shared_ptr<const std::string> bytes) {
   lost_.push_back(to);
   sending_.pop_back();
 }
+// NOLINTEND(clang-analyzer-optin.mpi.MPI-Checker)
 
 std::optional<Letter> Mailbox::receive() {
   all_sent();

@@ -135,5 +135,5 @@ build/.venv: tools/requirements.txt build/.system
 build/.installed: build/.venv build/.optional pyproject.toml $(ENGINE)
 	@echo "Building; the first time takes a few minutes"
 	@$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
-	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_COMMAND=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON -Ccmake.define.SHARDOW_CUDA=AUTO -Ccmake.define.SHARDOW_WERROR=$(WERROR)
+	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_SHARED=ON -Ccmake.define.SHARDOW_MPI=AUTO -Ccmake.define.SHARDOW_COMMAND=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON -Ccmake.define.SHARDOW_CUDA=AUTO -Ccmake.define.SHARDOW_WERROR=$(WERROR)
 	@touch $@

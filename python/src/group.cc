@@ -17,6 +17,7 @@
 #include <string>
 
 #include "core.h"
+#include "file/sharing.h"
 #include "shardow/conformance.h"
 
 namespace nb = nanobind;
@@ -199,6 +200,24 @@ void bind_group(nb::module_& m) {
         return wrong;
       },
       "group"_a, "What is wrong with a group of one's own: checks and what they found. Collective.");
+  m.def(
+      "holding_words",
+      [](const std::vector<const TensorView*>& views) {
+        std::vector<TensorView> all;
+        for (const TensorView* const one : views) all.push_back(*one);
+        const std::string words = file::Holding(all).words();
+        return nb::bytes(words.data(), words.size());
+      },
+      "views"_a, "What a rank tells of what it holds when a save is planned; for benchmarks.");
+  m.def(
+      "summed_holdings",
+      [](const std::vector<nb::bytes>& everybody) {
+        std::vector<std::string> all;
+        for (const nb::bytes& one : everybody) all.emplace_back(one.c_str(), one.size());
+        const std::string said = file::sum_up(all);
+        return nb::bytes(said.data(), said.size());
+      },
+      "everybody"_a, "What one rank makes of everybody's holding_words(), for all.");
   m.def("agree", &agree_python, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
         "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error where it did, "
         "ConnectionError elsewhere. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank that does wait; one "

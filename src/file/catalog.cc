@@ -113,9 +113,11 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
   return group.rank() == 0 ? std::move(raw) : unpack(size > kFewBytes ? long_text : in.text());
 }
 
-/// One version for all ranks, and everybody's words; nothing where some rank came too late for it.
-std::optional<std::vector<std::string>> try_version(Group& group, const Path& path, const std::vector<std::string>& names,
-                                                    std::chrono::milliseconds timeout, const std::function<std::string(const Raw&)>& told) {
+using Told = std::function<std::string(const Raw&)>;
+
+/// One version for all ranks, and what everybody's words come to; nothing where some rank came too late for it.
+std::optional<std::string> try_version(Group& group, const Path& path, const std::vector<std::string>& names,
+                                       std::chrono::milliseconds timeout, const Told& told, const comm::SumUp& sum_up) {
   std::string first;
   Raw raw = read_for_all(group, path, names, timeout, first);
   const auto told_here = [&] {  // (2) every rank opens the same
@@ -123,25 +125,22 @@ std::optional<std::vector<std::string>> try_version(Group& group, const Path& pa
     const std::string words = told(raw);
     return words.empty() ? words : "+" + words;
   };
-  const std::string all = comm::agree_on(group, base::now() + timeout, told_here, [](const auto& words) {
-    Sender out;
-    for (const std::string& one : words) {
-      if (one == "-") return std::string("-");
-      out.text(one.empty() ? one : one.substr(1));
+  const auto together = [&](std::vector<std::string> words) {
+    for (std::string& one : words) {
+      if (one == "-") return one;
+      if (!one.empty()) one.erase(0, 1);
     }
-    return out.bytes();
-  });
-  if (all == "-") return std::nullopt;
-  std::vector<std::string> words;
-  for (Receiver in(all); !in.done();) words.push_back(in.text());
-  return words;
+    return "+" + sum_up(words);
+  };
+  const std::string all = comm::agree_on(group, base::now() + timeout, told_here, together);
+  return all == "-" ? std::nullopt : std::optional(all.empty() ? all : all.substr(1));
 }
 
-std::vector<std::string> with_one_version(Group& group, const Path& path, const std::vector<std::string>& names,
-                                          std::chrono::milliseconds timeout, const std::function<std::string(const Raw&)>& told) {
+std::string with_one_version(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout,
+                             const Told& told, const comm::SumUp& sum_up = comm::of_first) {
   constexpr int kAttempts = 50;
   for (int left = kAttempts; left > 0; --left) {
-    if (auto words = try_version(group, path, names, timeout, told)) return std::move(*words);
+    if (auto said = try_version(group, path, names, timeout, told, sum_up)) return std::move(*said);
   }
   const std::string message =
       fmt::format("{}: the ranks found different versions of it, {} times; is it replaced all the time, or another file on some machine?",
@@ -163,12 +162,13 @@ const Stored& Catalog::find(std::string_view name) const {
 }
 
 Discussed discuss_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout,
-                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told) {
+                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told, const comm::SumUp& sum_up) {
   Discussed found;
-  found.words = with_one_version(group, path, {}, timeout, [&](const Raw& raw) {
+  const auto told_of = [&](const Raw& raw) {
     found.catalog = std::make_shared<const Catalog>(to_catalog(raw, path.string(), 0, raw.files.size()));
     return told(found.catalog);
-  });
+  };
+  found.said = with_one_version(group, path, {}, timeout, told_of, sum_up);
   return found;
 }
 

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/agree.h"
 #include "file/header.h"
 #include "file/opened.h"
 #include "shardow/group.h"
@@ -42,14 +43,15 @@ struct Catalog {
 /// path that never stands still, on every rank.
 Catalog share_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout);
 
-/// The same, and what every rank has to say of what is there: what `told` gave on each, by rank, in the round that finds out whether all
-/// have the same version. What it throws on one rank is thrown on all; it is called again where some rank came too late for a version.
+/// The same, and what `sum_up` makes, on one rank, of what every rank has to say of what is there: what `told` gave on each, in the round
+/// that finds out whether all have the same version. What they throw on one rank is thrown on all; both are called again where some rank
+/// came too late for a version.
 struct Discussed {
   std::shared_ptr<const Catalog> catalog;
-  std::vector<std::string> words;
+  std::string said;
 };
 Discussed discuss_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout,
-                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told);
+                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told, const comm::SumUp& sum_up);
 
 /// share_catalog() for files of one directory that belong together, in the order of `names`.
 std::vector<Catalog> share_catalogs(Group& group, const base::Path& directory, const std::vector<std::string>& names,

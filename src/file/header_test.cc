@@ -157,7 +157,7 @@ TEST(Header, OfManyTensorsIsDividedByMaxShardSize) {
   Volume volume;
   for (int i = 0; i < 1200; ++i) {
     const std::string name = std::to_string(10'000 + i) + std::string(100'000, 'n');
-    volume.tensors.push_back({name, DType::kU8, {2}, {{Region::whole({2}), {0}}}});
+    volume.tensors.push_back({name, DType::kU8, {2}, Shared::Pieces({{Region::whole({2}), {0}}})});
   }
   SaveOptions options;
   EXPECT_THROW(Layout({volume}, options), Error);

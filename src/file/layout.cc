@@ -86,10 +86,10 @@ void Layout::fill(FilePlan& file, size_t index, const Metadata& metadata, const 
   for (size_t i = 0; i < file.tensors.size(); ++i) places_[file.tensors[i]] = {index, file.header.entries[i]};
 }
 
-std::vector<Owned> Layout::owners(size_t tensor) const {
+std::vector<Owned> Layout::owners(size_t tensor, std::optional<int> rank) const {
   constexpr int64_t kTurnBytes = int64_t{1} << 20;
   const Place& place = places_[tensor];
-  return file::owners(tensors_[tensor], place.file + static_cast<size_t>(place.entry.begin / kTurnBytes));
+  return file::owners(tensors_[tensor], place.file + static_cast<size_t>(place.entry.begin / kTurnBytes), rank);
 }
 
 void Layout::set_checksums(const std::vector<uint64_t>& crcs) {

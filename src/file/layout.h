@@ -43,8 +43,8 @@ class Layout {
   std::vector<FilePlan>& files() { return files_; }
   const std::vector<FilePlan>& files() const { return files_; }
   const Place& place(size_t tensor) const { return places_[tensor]; }
-  std::vector<Owned> owners(
-      size_t tensor) const;  ///< who writes what of it; neighbours in a file have the same turn, so that they are written together
+  /// Who writes what of it; neighbours in a file have the same turn, so that they are written together. `rank`: what that one writes.
+  std::vector<Owned> owners(size_t tensor, std::optional<int> rank = {}) const;
   int64_t total() const { return total_; }  ///< bytes of all tensors
 
   /// Puts the tensors' checksums into the headers, whose length stays what it is.

@@ -15,6 +15,7 @@
 #include "file/environment.h"
 #include "file/ownership.h"
 #include "file/reader.h"
+#include "file/sharing.h"
 #include "file/sums.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
@@ -69,24 +70,31 @@ struct Asked {
   static Asked by(const LoadOptions& options) { return {options.strict, options.verify, options.check_only, options.progress != nullptr}; }
 };
 
-std::string pack(const LoadOptions& options, std::span<const TensorView> views) {
-  const Asked asked = Asked::by(options);
+std::string pack(const Asked& asked) {
   Sender out;
   for (const bool one : {asked.strict, asked.verify, asked.check_only, asked.told}) out.number(one ? 1 : 0);
-  return out.bytes() + describe(views);
+  return out.bytes();
 }
 
+Asked unpack(std::string_view words) {
+  Asked asked{};
+  Receiver in(words);
+  for (bool* flag : {&asked.strict, &asked.verify, &asked.check_only, &asked.told}) *flag = in.number() != 0;
+  return asked;
+}
+
+constexpr size_t kAskedBytes = 4 * sizeof(int64_t);
+
 /// Everybody's: what is asked for, and who holds what.
-std::pair<Asked, std::vector<Shared>> unpack(std::span<const std::string> words) {
+std::string sum_up_words(const std::vector<std::string>& words) {
   Asked all{};
-  constexpr size_t kFlagBytes = 4 * sizeof(int64_t);
-  std::vector<std::string> described;
+  std::vector<std::string> held;
   for (const std::string& one : words) {
-    Receiver in(one);
-    for (bool* flag : {&all.strict, &all.verify, &all.check_only, &all.told}) *flag |= in.number() != 0;
-    described.push_back(one.substr(kFlagBytes));
+    const Asked asked = unpack(one);
+    all = {all.strict || asked.strict, all.verify || asked.verify, all.check_only || asked.check_only, all.told || asked.told};
+    held.push_back(one.substr(kAskedBytes));
   }
-  return {all, shared_from(described)};
+  return pack(all) + sum_up(held);
 }
 
 /// Bytes that all ranks together will read, as they are in the file.
@@ -103,10 +111,11 @@ int64_t bytes_in_all(const Catalog& catalog, const std::vector<Shared>& wanted) 
 
 /// What every rank has said is known: it fits, or throws the same on all ranks; then each reads its own. One step, if all are done within
 /// the time of a part.
-LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog, std::span<const std::string> words,
-                       LoadOptions options) {
+LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog, const Holding& mine,
+                       const std::string& said, LoadOptions options) {
   const auto begin = base::now();
-  const auto [asked, wanted] = unpack(words);
+  const Asked asked = unpack(said);
+  const std::vector<Shared> wanted = shared_from(group, mine, said.substr(kAskedBytes), begin + options.timeout);
   options.strict = asked.strict;
   LoadReport report = compare(catalog, wanted, options);
   if (asked.check_only) return report;
@@ -137,8 +146,10 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options) {
   const InEnvironment here(options.environment);
   const auto begin = base::now();
-  const std::vector<std::string> words = group.all_gather(pack(options, views), begin + options.timeout);
-  LoadReport report = load_agreed(group, views, catalog, words, options);
+  const Holding mine(views);
+  const auto decide = [](const auto& words) { return Group::Decision{sum_up_words(words)}; };
+  const std::string said = group.decide(pack(Asked::by(options)) + mine.words(), decide, begin + options.timeout).common;
+  LoadReport report = load_agreed(group, views, catalog, mine, said, options);
   report.seconds = base::seconds_since(begin);
   return report;
 }
@@ -147,12 +158,15 @@ LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choos
   const InEnvironment here(options.environment);
   const auto begin = base::now();
   Chosen chosen;
-  const Discussed found = discuss_catalog(group, path, options.timeout, [&](const std::shared_ptr<const Catalog>& catalog) {
+  std::optional<Holding> mine;
+  const auto told = [&](const std::shared_ptr<const Catalog>& catalog) {
     chosen = choose(catalog);
     options.strict = chosen.strict;
-    return pack(options, chosen.views);
-  });
-  LoadReport report = load_agreed(group, chosen.views, *found.catalog, found.words, options);
+    mine.emplace(chosen.views);
+    return pack(Asked::by(options)) + mine->words();
+  };
+  const Discussed found = discuss_catalog(group, path, options.timeout, told, sum_up_words);
+  LoadReport report = load_agreed(group, chosen.views, *found.catalog, *mine, found.said, options);
   report.seconds = base::seconds_since(begin);
   return report;
 }

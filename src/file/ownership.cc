@@ -1,43 +1,18 @@
 #include "file/ownership.h"
 
 #include <algorithm>
-#include <map>
+#include <numeric>
+#include <set>
 
 #include "base/errors.h"
-#include "comm/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
-using comm::Receiver;
-using comm::Sender;
 
 constexpr int64_t kDivideBytes = int64_t{1} << 20;  // pieces below are written by one holder
-
-void add(std::map<std::string, Shared>& all, int rank, const std::string& name, DType dtype, const Region& region) {
-  const auto [found, is_new] = all.try_emplace(name, Shared{name, dtype, region.shape(), {}});
-  Shared& tensor = found->second;
-  if (tensor.dtype != dtype) {
-    fail(Code::kInvalidArgument, "'{}' is {} on rank {} and {} before it; every rank must hold the same tensors", name, dtype_name(dtype),
-         rank, dtype_name(tensor.dtype));
-  }
-  if (tensor.shape != region.shape()) {
-    fail(Code::kInvalidArgument, "'{}' has shape [{}] on rank {} and [{}] before it; every rank must hold the same tensors", name,
-         fmt::join(region.shape(), ", "), rank, fmt::join(tensor.shape, ", "));
-  }
-  if (region.size() == 0) return;
-  const auto same =
-      std::find_if(tensor.pieces.begin(), tensor.pieces.end(), [&](const Shared::Piece& piece) { return piece.region == region; });
-  if (same == tensor.pieces.end()) {
-    tensor.pieces.push_back({region, {rank}});
-  } else if (same->holders.back() == rank) {
-    fail(Code::kInvalidArgument, "'{}' is there twice on rank {}", name, rank);
-  } else {
-    same->holders.push_back(rank);
-  }
-}
 
 std::string where_text(const Shape& shape, int64_t element) {
   std::vector<int64_t> at(shape.size());
@@ -50,38 +25,28 @@ std::string where_text(const Shape& shape, int64_t element) {
 
 }  // namespace
 
-std::string describe(std::span<const TensorView> views) {
-  Sender out;
-  for (const TensorView& view : views) {
-    out.text(view.name);
-    out.number(static_cast<int64_t>(view.dtype));
-    out.text(view.region.encode());
+Shared::Pieces::Pieces(std::vector<Piece> all) {
+  std::vector<std::pair<int, size_t>> by_rank;
+  for (size_t p = 0; p < all.size(); ++p) {
+    for (const int rank : all[p].holders) by_rank.emplace_back(rank, p);
   }
-  return out.bytes();
+  std::sort(by_rank.begin(), by_rank.end());
+  all_ = std::make_shared<const std::vector<Piece>>(std::move(all));
+  by_rank_ = std::make_shared<const std::vector<std::pair<int, size_t>>>(std::move(by_rank));
 }
 
-std::vector<Shared> shared_from(std::span<const std::string> described) {
-  std::map<std::string, Shared> all;
-  for (size_t rank = 0; rank < described.size(); ++rank) {
-    Receiver in(described[rank]);
-    while (!in.done()) {
-      const std::string name = in.text();
-      const auto dtype = static_cast<DType>(in.number());
-      add(all, static_cast<int>(rank), name, dtype, Region::decode(in.text()));
-    }
-  }
-  std::vector<Shared> tensors;
-  tensors.reserve(all.size());
-  for (auto& [name, tensor] : all) tensors.push_back(std::move(tensor));
-  return tensors;
-}
-
-std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline) {
-  return shared_from(group.all_gather(describe(views), deadline));
+std::vector<size_t> Shared::Pieces::held_by(int rank) const {
+  std::vector<size_t> held;
+  for (auto at = std::lower_bound(by_rank_->begin(), by_rank_->end(), std::pair(rank, size_t{0}));
+       at != by_rank_->end() && at->first == rank; ++at)
+    held.push_back(at->second);
+  return held;
 }
 
 void check_whole(const std::vector<Shared>& tensors) {
+  std::set<std::pair<const void*, Shape>> whole;  // the shape too: of several ones nobody may have any element
   for (const Shared& tensor : tensors) {
+    if (!whole.emplace(tensor.pieces.id(), tensor.shape).second) continue;
     const std::vector<Region> regions = regions_of(tensor);
     int64_t where = 0;
     if (!covers(regions, &where))
@@ -99,19 +64,26 @@ std::optional<size_t> find(const std::vector<Shared>& tensors, std::string_view 
   return static_cast<size_t>(found - tensors.begin());
 }
 
-std::vector<Owned> owners(const Shared& tensor, size_t turn) {
+std::vector<Owned> owners(const Shared& tensor, size_t turn, std::optional<int> rank) {
+  std::vector<size_t> pieces(tensor.pieces.size());
+  std::iota(pieces.begin(), pieces.end(), size_t{0});
+  if (rank) pieces = tensor.pieces.held_by(*rank);
   std::vector<Owned> all;
-  for (size_t p = 0; p < tensor.pieces.size(); ++p) {
+  for (const size_t p : pieces) {
     const auto& [region, holders] = tensor.pieces[p];
     const auto count = static_cast<int>(holders.size());
     if (count == 1 || region.size() * dtype_bits(tensor.dtype) / 8 < kDivideBytes) {
-      all.push_back({p, holders[turn % holders.size()], region, 0});
+      const int holder = holders[turn % holders.size()];
+      if (!rank || *rank == holder) all.push_back({p, holder, region, 0});
       continue;
     }
     int64_t begin = 0;
     for (int i = 0; i < count; ++i) {
-      all.push_back({p, holders[static_cast<size_t>(i)], region.part(i, count), begin});
-      begin += all.back().region.size();
+      const int holder = holders[static_cast<size_t>(i)];
+      Region part = region.part(i, count);
+      const int64_t size = part.size();
+      if (!rank || *rank == holder) all.push_back({p, holder, std::move(part), begin});
+      begin += size;
     }
   }
   return all;

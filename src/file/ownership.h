@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "shardow/group.h"
@@ -19,20 +21,36 @@ struct Shared {
     Region region;
     std::vector<int> holders;  ///< ascending
   };
+
+  /// Tensors that are held alike have the same pieces, in one place: what follows from those alone is worked out once for all of them.
+  class Pieces {
+   public:
+    Pieces() : Pieces(std::vector<Piece>()) {}
+    explicit Pieces(std::vector<Piece> all);
+
+    auto begin() const { return all_->begin(); }
+    auto end() const { return all_->end(); }
+    size_t size() const { return all_->size(); }
+    const Piece& operator[](size_t p) const { return (*all_)[p]; }
+    const void* id() const { return all_.get(); }  ///< equal for the same ones
+
+    /// The pieces that a rank holds, ascending.
+    std::vector<size_t> held_by(int rank) const;
+
+   private:
+    std::shared_ptr<const std::vector<Piece>> all_;
+    std::shared_ptr<const std::vector<std::pair<int, size_t>>> by_rank_;
+  };
+
   std::string name;
   DType dtype;
   Shape shape;
-  std::vector<Piece> pieces;
+  Pieces pieces;
 };
 
 /// Every tensor that some rank has, ascending by name, from all ranks' views. Collective. Throws kInvalidArgument on every rank where ranks
 /// differ in a tensor's dtype or shape, or one has a name twice.
 std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline);
-
-/// The two halves of share(), for calls that exchange more than views: what a rank tells of its own, and what comes of everybody's, by
-/// rank.
-std::string describe(std::span<const TensorView> views);
-std::vector<Shared> shared_from(std::span<const std::string> described);
 
 /// Throws kInvalidArgument where regions of a tensor overlap, or no rank holds some element.
 void check_whole(const std::vector<Shared>& tensors);
@@ -49,8 +67,8 @@ struct Owned {
 };
 
 /// Who writes what of a tensor, every element once. Large pieces with several holders are divided among them; of small ones, `turn` says
-/// which holder writes.
-std::vector<Owned> owners(const Shared& tensor, size_t turn);
+/// which holder writes. `rank`: what that one writes, alone.
+std::vector<Owned> owners(const Shared& tensor, size_t turn, std::optional<int> rank = {});
 
 /// The pieces' regions, for coverage tests; never none.
 std::vector<Region> regions_of(const Shared& tensor);

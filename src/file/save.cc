@@ -70,8 +70,7 @@ std::vector<Mine> owned_by(int rank, const Layout& layout, const std::vector<Vol
   }
   std::vector<Mine> mine;
   for (size_t t = 0; t < views.size(); ++t) {
-    for (const Owned& owned : layout.owners(t)) {
-      if (owned.rank != rank) continue;
+    for (const Owned& owned : layout.owners(t, rank)) {
       const Region& held = layout.tensors()[t].pieces[owned.piece].region;
       const TensorView& view = **std::find_if(views[t].begin(), views[t].end(), [&](const TensorView* one) { return one->region == held; });
       Mine& one = mine.emplace_back(Mine{t, owned.piece, owned.region, nullptr, view.dtype, view.device});

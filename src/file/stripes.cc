@@ -1,7 +1,9 @@
 #include "file/stripes.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
+#include <tuple>
 
 #include "file/feed.h"
 #include "tensor/dtype.h"
@@ -60,7 +62,13 @@ std::vector<Stripe> stripes_of(const Layout& layout, size_t file, const std::vec
 
 std::vector<bool> have_short_runs(const Layout& layout) {
   std::vector<bool> chosen;
-  for (size_t t = 0; t < layout.tensors().size(); ++t) chosen.push_back(runs_are_short(layout, t));
+  std::map<std::tuple<const void*, DType, DType>, bool> found;  // for tensors that are held alike
+  for (size_t t = 0; t < layout.tensors().size(); ++t) {
+    const Shared& tensor = layout.tensors()[t];
+    const auto [at, is_new] = found.try_emplace({tensor.pieces.id(), tensor.dtype, layout.place(t).entry.dtype});
+    if (is_new) at->second = runs_are_short(layout, t);
+    chosen.push_back(at->second);
+  }
   return chosen;
 }
 

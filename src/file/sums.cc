@@ -2,7 +2,9 @@
 #include "file/sums.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <utility>
 
 #include "base/errors.h"
 #include "comm/wire.h"
@@ -13,9 +15,12 @@ namespace {
 /// Which tensors' checksums can be compared: those of which the ranks together read everything, each element counted by one rank.
 std::vector<bool> verifiable(const Catalog& catalog, const std::vector<Shared>& wanted) {
   std::vector<bool> result;
+  std::map<std::pair<const void*, Shape>, bool> whole;  // of tensors that are held alike
   for (const Shared& tensor : wanted) {
     const auto found = catalog.tensors.find(tensor.name);
-    result.push_back(found != catalog.tensors.end() && found->second.crc && covers_once(regions_of(tensor)));
+    const auto [at, is_new] = whole.try_emplace({tensor.pieces.id(), tensor.shape});
+    if (is_new) at->second = covers_once(regions_of(tensor));
+    result.push_back(found != catalog.tensors.end() && found->second.crc && at->second);
   }
   return result;
 }

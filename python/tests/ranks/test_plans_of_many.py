@@ -1,0 +1,54 @@
+"""What ranks tell each other when a save is planned: little, and nothing that they have told before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from emulated import Emulated, emulated, on_all
+
+import shardow
+from shardow import _core
+
+TENSORS, SIZE = 20_000, 40
+
+
+def rows(rank: int, size: int, tensors: int, data: int = 64) -> list[_core.TensorView]:
+    """Of each of ``size`` ranks, of tensors of three shapes."""
+    regions = [_core.Region.grid([n, 8], [[(n * rank // size, n * (rank + 1) // size)], [(0, 8)]]) for n in (400, 80, 1200)]
+    return [_core.TensorView(f"layers.{i}.weight", "F32", regions[i % 3], data) for i in range(tensors)]
+
+
+def test_a_plan_of_many_tensors_is_told_in_kilobytes() -> None:
+    words = [_core.holding_words(rows(rank, SIZE, TENSORS)) for rank in range(SIZE)]
+    assert max(map(len, words)) < 1024
+    assert len(_core.summed_holdings(words)) < 1024
+
+
+def test_the_next_save_of_the_same_model_tells_that_it_is_the_same(tmp_path: Path) -> None:
+    size = 4
+    memory = [np.full(400 * 8, rank, dtype=np.float32) for rank in range(size)]
+
+    def save(group: Emulated, tensors: int = 30) -> None:
+        group.begin("save()", 60.0)
+        files = [_core.SaveFile("", rows(group.rank, size, tensors, memory[group.rank].ctypes.data))]
+        group.store.forget()
+        saving = _core.Save(group, files, str(tmp_path / "a.safetensors"), timeout=60.0)
+        sent.append(group.store.sent)
+        saving.write()
+
+    with emulated(size) as groups:
+        costs = []
+        for tensors in (30, 30, 31, 30):
+            sent: list[int] = []
+            for one in memory:
+                one += 1
+            assert on_all(groups, lambda group, tensors=tensors: save(group, tensors))[0] == [None] * size
+            costs.append(max(sent))
+            with shardow.open(tmp_path / "a.safetensors") as found:
+                assert len(found.keys()) == tensors
+                weight = found["layers.2.weight"]
+            for rank, one in enumerate(memory):
+                assert (weight[1200 * rank // size : 1200 * (rank + 1) // size] == one[0]).all()
+        assert costs[1] < costs[0]
+        assert max(costs) < 4096

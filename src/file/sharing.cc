@@ -1,0 +1,401 @@
+// Ranks mostly hold the same tensors, and many tensors lie alike: those of one shape that are cut the same way. So:
+//
+//   1. a rank lists its tensors: name, dtype, shape, and a number for the region; equal regions have one number (a class). It tells a
+//   digest
+//      of the list, and the region of each class
+//   2. one rank puts those together that have the same digest (a kind of ranks), and tells all: the kinds, and for each class the regions
+//   of
+//      the kind's ranks. Neighbours' regions differ in few numbers, and regularly: the differences are told, compressed
+//   3. where there is one kind, its list is everybody's own. Else the first rank of each kind tells its list
+//
+// Pieces are made once for a class and shared by all its tensors. What came of it is remembered under a name that the one rank gave: where
+// each rank still has what it had, it says that name alone, and all go on with what they know.
+#include "file/sharing.h"
+
+#include <zlib.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <unordered_map>
+#include <utility>
+
+#include "base/errors.h"
+#include "comm/wire.h"
+#include "tensor/dtype.h"
+
+namespace shardow::file {
+namespace {
+
+using base::fail;
+using comm::Receiver;
+using comm::Sender;
+
+/// 128 bits of a text: of ones that differ by mistake, not by malice.
+std::string digest(std::string_view text) {
+  uint64_t a = 0x9e3779b97f4a7c15 ^ text.size(), b = 0xc2b2ae3d27d4eb4f;
+  for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, text.data() + at, std::min(sizeof word, text.size() - at));
+    a = (a ^ word) * 0xff51afd7ed558ccd;
+    a ^= a >> 32;
+    b = (b + word) * 0xc4ceb9fe1a85ec53;
+    b ^= b >> 29;
+  }
+  Sender out;
+  out.number(static_cast<int64_t>(a));
+  out.number(static_cast<int64_t>(b));
+  return out.bytes();
+}
+
+std::string packed(const std::string& bytes) {
+  std::string out(::compressBound(bytes.size()), '\0');
+  uLongf size = out.size();
+  ::compress2(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size(), 1);
+  out.resize(size);
+  Sender sender;
+  sender.number(static_cast<int64_t>(bytes.size()));
+  return sender.bytes() + out;
+}
+
+std::string unpacked(std::string_view bytes) {
+  Receiver in(bytes.substr(0, sizeof(int64_t)));
+  std::string out(static_cast<size_t>(in.number()), '\0');
+  bytes.remove_prefix(sizeof(int64_t));
+  uLongf size = out.size();
+  const int found = ::uncompress(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
+  if (found != Z_OK || size != out.size()) fail(Code::kInternal, "what another rank has compressed cannot be read");
+  return out;
+}
+
+/// An encoded region is a list of numbers of seven bits a byte; see region_text.cc.
+using Numbers = std::vector<uint64_t>;
+
+Numbers numbers_in(std::string_view encoded) {
+  Numbers numbers;
+  uint64_t number = 0;
+  int shift = 0;
+  for (const char c : encoded) {
+    number |= static_cast<uint64_t>(c & 0x7f) << shift;
+    shift += 7;
+    if ((c & 0x80) != 0) continue;
+    numbers.push_back(std::exchange(number, 0));
+    shift = 0;
+  }
+  return numbers;
+}
+
+void put(std::string& out, uint64_t number) {
+  for (; number >= 0x80; number >>= 7) out.push_back(static_cast<char>(number | 0x80));
+  out.push_back(static_cast<char>(number));
+}
+
+std::string encoded(const Numbers& numbers) {
+  std::string out;
+  for (const uint64_t number : numbers) put(out, number);
+  return out;
+}
+
+/// Regions as differences from the one before; a count that differs begins anew.
+class Differences {
+ public:
+  std::string next(const std::string& region) {
+    const Numbers now = numbers_in(region);
+    last_.resize(now.size(), 0);
+    std::string out;
+    put(out, now.size());
+    for (size_t i = 0; i < now.size(); ++i) {
+      const uint64_t apart = now[i] - last_[i];
+      put(out, (apart << 1) ^ (0 - (apart >> 63)));  // small whatever its sign
+    }
+    last_ = now;
+    return out;
+  }
+
+  std::string next(const Numbers& differences) {
+    last_.resize(differences.size(), 0);
+    for (size_t i = 0; i < differences.size(); ++i) last_[i] += (differences[i] >> 1) ^ (0 - (differences[i] & 1));
+    return encoded(last_);
+  }
+
+ private:
+  Numbers last_;
+};
+
+/// Ranks with one list, and the regions that they told.
+struct Kind {
+  std::vector<int64_t> ranks;
+  std::vector<std::vector<std::string>> regions;  // [class][index in ranks]
+};
+
+/// The numbers that put() wrote, one by one.
+class NumberReader {
+ public:
+  explicit NumberReader(std::string_view bytes) : left_(bytes) {}
+  uint64_t next() {
+    uint64_t number = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+      if (left_.empty()) break;
+      const char c = left_.front();
+      left_.remove_prefix(1);
+      number |= static_cast<uint64_t>(c & 0x7f) << shift;
+      if ((c & 0x80) == 0) return number;
+    }
+    fail(Code::kInternal, "a list of numbers of another rank's ends early");
+  }
+
+ private:
+  std::string_view left_;
+};
+
+std::string pack(const std::vector<Kind>& kinds) {
+  std::random_device random;
+  std::string out;
+  for (int i = 0; i < 4; ++i) put(out, random());
+  put(out, kinds.size());
+  for (const Kind& kind : kinds) {
+    put(out, kind.ranks.size());
+    int64_t last = 0;
+    for (const int64_t rank : kind.ranks) put(out, static_cast<uint64_t>(rank - std::exchange(last, rank)));
+    put(out, kind.regions.size());
+    for (const auto& of_class : kind.regions) {
+      Differences differences;
+      for (const std::string& region : of_class) out += differences.next(region);
+    }
+  }
+  return packed(out);
+}
+
+std::vector<Kind> unpack(const std::string& said) {
+  const std::string bytes = unpacked(said);
+  NumberReader in(bytes);
+  for (int i = 0; i < 4; ++i) in.next();
+  std::vector<Kind> kinds(in.next());
+  for (Kind& kind : kinds) {
+    kind.ranks.resize(in.next());
+    int64_t last = 0;
+    for (int64_t& rank : kind.ranks) rank = last += static_cast<int64_t>(in.next());
+    kind.regions.resize(in.next());
+    for (auto& of_class : kind.regions) {
+      Differences differences;
+      for (size_t i = 0; i < kind.ranks.size(); ++i) {
+        Numbers numbers(in.next());
+        for (uint64_t& number : numbers) number = in.next();
+        of_class.push_back(differences.next(numbers));
+      }
+    }
+  }
+  return kinds;
+}
+
+/// Puts pieces together, rank by rank.
+class PieceMaker {
+ public:
+  void add(const std::string& encoded_region, int rank, const std::string& name) {
+    const auto [found, is_new] = known_.try_emplace(encoded_region, pieces_.size());
+    if (is_new) {
+      pieces_.push_back({Region::decode(encoded_region), {rank}});
+    } else if (auto& holders = pieces_[found->second].holders; std::find(holders.rbegin(), holders.rend(), rank) == holders.rend()) {
+      holders.insert(std::upper_bound(holders.begin(), holders.end(), rank), rank);
+    } else if (pieces_[found->second].region.size() > 0) {
+      fail(Code::kInvalidArgument, "'{}' is there twice on rank {}", name, rank);
+    }
+  }
+
+  Shared::Pieces take() {
+    std::erase_if(pieces_, [](const Shared::Piece& piece) { return piece.region.size() == 0; });
+    return Shared::Pieces(std::move(pieces_));
+  }
+
+ private:
+  std::vector<Shared::Piece> pieces_;
+  std::unordered_map<std::string, size_t> known_;
+};
+
+/// The pieces of tensors by where they lie: (kind, class), mostly one of them.
+class PieceStore {
+ public:
+  explicit PieceStore(const std::vector<Kind>& kinds) : kinds_(kinds) {}
+
+  using Where = std::vector<std::pair<size_t, size_t>>;
+
+  const Shared::Pieces& of(const Where& where, const std::string& name) {
+    const auto [found, is_new] = made_.try_emplace(where);
+    if (!is_new) return found->second;
+    PieceMaker maker;
+    for (const auto& [k, c] : where) {
+      const Kind& kind = kinds_[k];
+      for (size_t i = 0; i < kind.ranks.size(); ++i) maker.add(kind.regions.at(c)[i], static_cast<int>(kind.ranks[i]), name);
+    }
+    return found->second = maker.take();
+  }
+
+ private:
+  const std::vector<Kind>& kinds_;
+  std::map<Where, Shared::Pieces> made_;
+};
+
+/// A tensor of one or more lists.
+struct Listed {
+  DType dtype;
+  Shape shape;
+  PieceStore::Where where;
+};
+
+void add(std::map<std::string, Listed, std::less<>>& all, const std::string& list, size_t kind, int64_t rank) {
+  Receiver in(list);
+  while (!in.done()) {
+    const std::string name = in.text();
+    const auto dtype = static_cast<DType>(in.number());
+    Shape shape(static_cast<size_t>(in.number()));
+    for (int64_t& size : shape) size = in.number();
+    const auto held_as = static_cast<size_t>(in.number());
+    const auto found = all.try_emplace(name, Listed{dtype, shape, {}}).first;
+    Listed& tensor = found->second;
+    if (tensor.dtype != dtype) {
+      fail(Code::kInvalidArgument, "'{}' is {} on rank {} and {} before it; every rank must hold the same tensors", name, dtype_name(dtype),
+           rank, dtype_name(tensor.dtype));
+    }
+    if (tensor.shape != shape) {
+      fail(Code::kInvalidArgument, "'{}' has shape [{}] on rank {} and [{}] before it; every rank must hold the same tensors", name,
+           fmt::join(shape, ", "), rank, fmt::join(tensor.shape, ", "));
+    }
+    tensor.where.emplace_back(kind, held_as);
+  }
+}
+
+struct Known {
+  std::string name;  // that all ranks know it by
+  std::vector<Shared> tensors;
+};
+
+/// What the last calls found out, for those after them. It depends on what each rank has and on nothing else, so it serves any group in
+/// which each rank has what it had.
+class Memory {
+ public:
+  std::optional<Known> of(const Group& group, const Holding& mine) {
+    const std::scoped_lock lock(mutex_);
+    for (const Entry& one : kept_) {
+      if (one.rank == group.rank() && one.size == group.size() && one.words == mine.words() && one.list == mine.list()) return one.known;
+    }
+    return std::nullopt;
+  }
+
+  void keep(const Group& group, const Holding& mine, const std::string& name, const std::vector<Shared>& tensors) {
+    constexpr size_t kMostCalls = 8, kMostTensors = 200'000;
+    const std::scoped_lock lock(mutex_);
+    std::erase_if(kept_, [&](const Entry& one) {
+      return one.rank == group.rank() && one.size == group.size() && one.words == mine.words() && one.list == mine.list();
+    });
+    kept_.push_front({group.rank(), group.size(), mine.words(), mine.list(), {name, tensors}});
+    size_t total = 0, count = 0;
+    while (count < std::min(kept_.size(), kMostCalls) && (total += kept_[count].known.tensors.size()) <= kMostTensors) ++count;
+    kept_.resize(count);
+  }
+
+ private:
+  struct Entry {
+    int rank, size;
+    std::string words, list;
+    Known known;
+  };
+
+  std::mutex mutex_;
+  std::deque<Entry> kept_;  // the latest first
+};
+
+Memory& memory() {
+  static Memory one;
+  return one;
+}
+
+const std::string kAsBefore = "=", kTellAll = "?";
+
+Group::Decision agree_to_go_on(const std::vector<std::string>& everybody) {
+  const bool alike = std::all_of(everybody.begin(), everybody.end(), [&](const std::string& one) { return one == everybody[0]; });
+  const auto knows = [](const std::string& one) { return one.starts_with(kAsBefore); };
+  if (alike && knows(everybody[0])) return {kAsBefore};
+  if (std::any_of(everybody.begin(), everybody.end(), knows)) return {kTellAll};
+  return {sum_up(everybody)};
+}
+
+/// (3): the lists by kind.
+std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::vector<Kind>& kinds, Deadline deadline) {
+  if (kinds.size() == 1) return {mine.list()};
+  const bool tells = std::any_of(kinds.begin(), kinds.end(), [&](const Kind& kind) { return kind.ranks[0] == group.rank(); });
+  const auto join = [&](const std::vector<std::string>& everybody) {
+    Sender out;
+    for (const Kind& kind : kinds) out.text(everybody.at(static_cast<size_t>(kind.ranks[0])));
+    return Group::Decision{packed(out.bytes())};
+  };
+  const std::string all = unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, deadline).common);
+  std::vector<std::string> lists;
+  for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
+  return lists;
+}
+
+}  // namespace
+
+Holding::Holding(std::span<const TensorView> views) {
+  std::unordered_map<std::string, int64_t> classes;
+  Sender list, regions;
+  for (const TensorView& view : views) {  // (1)
+    const std::string region = view.region.encode();
+    const auto [found, is_new] = classes.try_emplace(region, static_cast<int64_t>(classes.size()));
+    if (is_new) regions.text(region);
+    list.text(view.name);
+    list.number(static_cast<int64_t>(view.dtype));
+    list.number(static_cast<int64_t>(view.region.shape().size()));
+    for (const int64_t size : view.region.shape()) list.number(size);
+    list.number(found->second);
+  }
+  list_ = list.bytes();
+  words_ = "+" + digest(list_) + packed(regions.bytes());
+}
+
+std::string sum_up(std::span<const std::string> everybody) {
+  std::vector<Kind> kinds;  // (2)
+  std::map<std::string, size_t> known;
+  const size_t digest_bytes = digest("").size();
+  for (size_t rank = 0; rank < everybody.size(); ++rank) {
+    const auto [found, is_new] = known.try_emplace(everybody[rank].substr(1, digest_bytes), kinds.size());
+    if (is_new) kinds.emplace_back();
+    Kind& kind = kinds[found->second];
+    kind.ranks.push_back(static_cast<int64_t>(rank));
+    const std::string regions = unpacked(std::string_view(everybody[rank]).substr(1 + digest_bytes));
+    size_t of_class = 0;
+    for (Receiver in(regions); !in.done(); ++of_class) {
+      if (of_class == kind.regions.size()) kind.regions.emplace_back();
+      kind.regions[of_class].push_back(in.text());
+    }
+  }
+  return pack(kinds);
+}
+
+std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said, Deadline deadline) {
+  const std::vector<Kind> kinds = unpack(said);
+  const std::vector<std::string> lists = lists_of(group, mine, kinds, deadline);
+  std::map<std::string, Listed, std::less<>> all;
+  for (size_t k = 0; k < kinds.size(); ++k) add(all, lists[k], k, kinds[k].ranks[0]);
+  PieceStore pieces(kinds);
+  std::vector<Shared> tensors;
+  tensors.reserve(all.size());
+  for (auto& [name, tensor] : all) tensors.push_back({name, tensor.dtype, std::move(tensor.shape), pieces.of(tensor.where, name)});
+  return tensors;
+}
+
+std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline) {
+  const Holding mine(views);
+  std::optional<Known> known = group.size() > 1 ? memory().of(group, mine) : std::nullopt;
+  std::string said = group.decide(known ? kAsBefore + known->name : mine.words(), agree_to_go_on, deadline).common;
+  if (said == kAsBefore) return std::move(known->tensors);
+  if (said == kTellAll) said = group.decide(mine.words(), agree_to_go_on, deadline).common;
+  std::vector<Shared> tensors = shared_from(group, mine, said, deadline);
+  if (group.size() > 1) memory().keep(group, mine, digest(said), tensors);
+  return tensors;
+}
+
+}  // namespace shardow::file

@@ -39,6 +39,15 @@ def held(rank: int, size: int, tensors: int) -> list[_core.TensorView]:
     return [_core.TensorView(name, "F32", regions[shape], 64) for name, shape in shapes(tensors)]
 
 
+def words_of(size: int, tensors: int) -> list[bytes]:
+    """By rank: the list's digest, which is everybody's, and the regions, which some tensors of each shape have all of."""
+    digest = 17  # bytes, with a sign before it
+    whole = _core.holding_words(held(0, size, tensors))
+    words = [whole[:digest] + _core.holding_words(held(rank, size, len(_BLOCK)))[digest:] for rank in range(size)]
+    assert words[0] == whole
+    return words
+
+
 def cost(groups: list[Emulated], call: Callable[[Emulated], Any]) -> dict[str, float]:
     """Of one call on all ranks: the worst rank's operations and bytes, and the seconds until all have done."""
     for group in groups:
@@ -64,7 +73,7 @@ def at(size: int, tensors: int) -> dict[str, dict[str, float]]:
     with emulated(size) as groups:
         on_all(groups, lambda group: _core.agree(group, "warm", TIMEOUT, lambda: None))
         found["agree"] = cost(groups, lambda group: _core.agree(group, "call()", TIMEOUT, lambda: None))
-        words = [_core.holding_words(held(rank, size, tensors)) for rank in range(size)]
+        words = words_of(size, tensors)
         found["plan"] = cost(groups, lambda group: group.decide(words[group.rank], _summed, TIMEOUT))
         found["later plan"] = cost(groups, lambda group: group.decide(b"=" + bytes(16), lambda _: (b"=", ()), TIMEOUT))
     return found

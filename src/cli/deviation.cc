@@ -35,9 +35,9 @@ struct Sums {
 HWY_BEFORE_NAMESPACE();
 namespace shardow::cli::HWY_NAMESPACE {
 
-namespace hn = hwy::HWY_NAMESPACE;
-
 #if SHARDOW_VECTORS
+
+namespace hn = hwy::HWY_NAMESPACE;
 
 /// Of finite numbers; `count` is a multiple of kSums. With others among them some sum is not finite.
 template <class T>

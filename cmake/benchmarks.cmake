@@ -1,6 +1,6 @@
 # Benchmarks beside the sources they measure: foo_bench.cc becomes the program foo_bench.
 find_package(benchmark REQUIRED)
-foreach(layer kernels)
+foreach(layer kernels average)
   file(GLOB benches CONFIGURE_DEPENDS src/${layer}/*_bench.cc)
   foreach(source ${benches})
     get_filename_component(name ${source} NAME_WE)

@@ -26,6 +26,15 @@ bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b
                     [](const TensorView& x, const TensorView& y) { return x.data == y.data && same_device(x.device, y.device); });
 }
 
+/// The very views that are bound: what an update is told in most steps. One pass, in which each view's memory is met once: on 2,000 views
+/// it is the names, and the lines that they lie in, that take the time.
+bool unchanged(std::span<const TensorView> bound, std::span<const TensorView> now) noexcept {
+  return std::equal(bound.begin(), bound.end(), now.begin(), now.end(), [](const TensorView& was, const TensorView& is) {
+    return is.data == was.data && is.dtype == was.dtype && same_device(is.device, was.device) && is.device.stream == was.device.stream &&
+           is.name == was.name && is.region == was.region;
+  });
+}
+
 /// Views that are averaged together: parameters on one device, and where their averages are.
 struct Place {
   Device device;
@@ -151,6 +160,7 @@ void Average::Impl::copy_parameters() {
 }
 
 void Average::bind(std::span<const TensorView> parameters) {
+  if (unchanged(impl_->whole, parameters)) return;
   average::check_same(impl_->whole, parameters);
   average::check_devices(parameters, impl_->options);
   impl_->follow_streams(parameters);

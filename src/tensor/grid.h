@@ -13,6 +13,7 @@ namespace shardow {
 struct Region::Grid {
   Grid(Shape shape, std::vector<std::vector<Interval>> dims);
 
+  std::vector<int64_t> key;  // shape and dims in one stretch of memory: equal where those are, and compared with one look at each
   Shape shape;
   std::vector<std::vector<Interval>> dims;
   Shape counts;          // indices that dims[d] holds
@@ -23,8 +24,6 @@ struct Region::Grid {
   int split = -1;  // -1: every dimension is whole
   int64_t inner = 1;
   Shape strides;  // of the global tensor, in elements
-
-  bool operator==(const Grid& other) const noexcept { return shape == other.shape && dims == other.dims; }
 };
 
 }  // namespace shardow

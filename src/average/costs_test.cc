@@ -1,0 +1,83 @@
+// What an update costs beside its kernel, counted: nothing. Locks are counted where they are taken, in pthread_mutex_lock(), but under
+// sanitizers, which have their own. Names are longer than what a string keeps in itself, so that a copy of one is an allocation.
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "average/average_fixture.h"
+#include "base/allocations.h"
+#include "shardow/average.h"
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SHARDOW_COUNTS_LOCKS 0
+#else
+#define SHARDOW_COUNTS_LOCKS 1
+#endif
+
+namespace {
+std::atomic<long> locks_taken = 0;
+}
+
+#if SHARDOW_COUNTS_LOCKS
+extern "C" __attribute__((visibility("default"))) int pthread_mutex_lock(pthread_mutex_t* mutex) {
+  static const auto next = reinterpret_cast<int (*)(pthread_mutex_t*)>(dlsym(RTLD_NEXT, "pthread_mutex_lock"));
+  locks_taken.fetch_add(1, std::memory_order_relaxed);
+  return next(mutex);
+}
+#endif
+
+namespace shardow {
+namespace {
+
+struct Model {
+  std::vector<Owned> owned;
+  std::vector<TensorView> views;
+
+  /// Small, or with one tensor that is averaged by several threads.
+  explicit Model(bool large) {
+    for (int i = 0; i < 2000; ++i)
+      owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight", Shape{large && i == 7 ? 3'000'000 : 16}, 1u);
+    for (const Owned& one : owned) views.push_back(one.view);
+  }
+};
+
+template <typename Fn>
+std::pair<long, long> allocations_and_locks_of(Fn&& fn) {
+  const long before = locks_taken.load();
+  const long allocations = base::allocations_of(fn);
+  return {allocations, locks_taken.load() - before};
+}
+
+constexpr std::pair<long, long> kNothing = {0, 0};
+
+TEST(Costs, AreCounted) {
+  std::mutex mutex;
+  const std::string name = "model.blocks.1.attention.weight";
+  const auto [allocations, locks] = allocations_and_locks_of([&] {
+    const std::lock_guard lock(mutex);
+    EXPECT_FALSE(std::string(name).empty());
+  });
+  EXPECT_EQ(allocations, 1);
+  EXPECT_EQ(locks, SHARDOW_COUNTS_LOCKS);
+}
+
+TEST(Costs, OfAnUpdateAreThoseOfTheKernelAfterTheFirst) {
+  for (const bool large : {false, true}) {
+    for (const double decay : {0.9, 0.99999}) {  // lerp, stochastic rounding
+      const Model model(large);
+      Average ema(model.views, {.schedules = {Schedule::constant(decay), Schedule::warmup(0.5)}, .num_threads = 2});
+      ema.update(model.views);
+      EXPECT_EQ(allocations_and_locks_of([&] { ema.update(); }), kNothing) << decay;
+      EXPECT_EQ(allocations_and_locks_of([&] { ema.update(model.views); }), kNothing) << decay;
+      EXPECT_EQ(allocations_and_locks_of([&] { ema.bind(model.views); }), kNothing) << decay;
+      const Factors factors[] = {{0.5, 0.5}, {0.25, 0.75}};
+      EXPECT_EQ(allocations_and_locks_of([&] { ema.update_by(factors); }), kNothing) << decay;
+      EXPECT_EQ(ema.stats().updates, 4);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shardow

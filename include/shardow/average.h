@@ -2,9 +2,22 @@
 //
 //   e <- e + w (p - e)          w = 1 - decay, from a Schedule, in float64, rounded once
 //
+//   Average ema(views, {.schedules = {Schedule::constant(0.9999)}});  // views of the parameters' own memory
+//   ema.update();                                                     // after each optimizer step
+//   ema.swap_in();                                                    // the parameters are the averages: evaluate
+//   ema.swap_out();                                                   // bit for bit what they were
+//   save(group, ema, "run/ema.safetensors");                          // ema_file.h
+//
 // One pass reads every parameter once, in its own dtype, and reads and writes every average once: (size(p) + 8 K) bytes an element for K
-// fp32 averages. No communication, no allocation, no temporaries. The result depends on neither topology, threads, instruction set nor
-// device. One thread uses an Average at a time.
+// fp32 averages. No communication, no allocation, no lock, no temporaries. The result depends on neither topology, threads, instruction set
+// nor device.
+//
+// The views' memory is the caller's, and must live as long as the Average or until bind() names other memory. One thread uses an Average at
+// a time: a call that meets another thread's throws kInvalidArgument. Of what throws, nothing has changed but where it says so.
+//
+// To read with it: error.h; tensor_view.h and region.h, what a rank holds of a tensor; schedule.h; group.h, the ranks; ema_file.h. For
+// other tensors in files: checkpoint.h. conformance.h judges a Group of one's own. The others (placement.h, division.h, copy.h)
+// are for trainers that bring shardings of their own.
 #pragma once
 
 #include <chrono>
@@ -125,12 +138,28 @@ class Average {
 
   Average(Average&&) noexcept;
   Average& operator=(Average&&) noexcept;
+
+  /// Ends what is done in the background. Where a swap is open it takes the weights back first, so their memory must be there still; with
+  /// options.replicas this rank's parts alone, since nobody can be waited for here: call swap_out() before.
   ~Average();
+
+  // ---- Training
 
   /// After an optimizer step, on the parameters as last bound. Without `step` it counts itself; a given step must exceed the last one.
   /// `samples`: training samples seen so far, for schedules in samples. CUDA views: enqueued on the view's stream, nothing waits; where
   /// their averages are on the host, done by threads in the background, see wait() and finish_reading().
   UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
+
+  /// update() after bind(parameters).
+  UpdateReport update(std::span<const TensorView> parameters, std::optional<int64_t> step = std::nullopt, double samples = 0);
+
+  /// Parameters as at construction, in the same order; only addresses and streams may have changed. Throws kInvalidArgument otherwise.
+  /// Where nothing moved it costs a comparison of each view, 7 us for 2,000 of them that lie in a cache, and allocates nothing.
+  void bind(std::span<const TensorView> parameters);
+
+  /// update() by the caller's own schedule: `factors`, one of each average, in place of the Average's. Throws kInvalidArgument where their
+  /// number is another.
+  UpdateReport update_by(std::span<const Factors> factors, std::optional<int64_t> step = std::nullopt);
 
   /// Until the update under way in the background, if any, has ended. All calls that read or change averages, counters or addresses begin
   /// with it, as a fork does. Throws, once, what that update met in the weights (NonFinite::kRaise).
@@ -146,31 +175,13 @@ class Average {
   /// longer (while a stream is captured: until they have ended). Weights on the host with options.overlap: wait(). Throws as wait() does.
   void finish_reading() const;
 
-  /// Of CUDA views on device `index`: from here on all work goes to `stream` (a cudaStream_t), behind what is under way on the last one.
-  /// Nothing waits on the host.
-  void set_stream(int index, void* stream);
-
-  /// An update() on a stream that is being captured is recorded, not counted: a replay repeats its launch with the numbers that this call,
-  /// before the replay on the same stream, works out and counts as update() does. A replay without it does nothing the first time, and
-  /// repeats the last step after that. Views on a CPU are updated by this call itself.
-  UpdateReport prepare_replay(std::optional<int64_t> step = std::nullopt, double samples = 0);
-
-  /// The same by the caller's own schedule: `factors`, one of each average, in place of the Average's. Throws kInvalidArgument where their
-  /// number is another.
-  UpdateReport update_by(std::span<const Factors> factors, std::optional<int64_t> step = std::nullopt);
-
-  /// The same, after bind(parameters).
-  UpdateReport update(std::span<const TensorView> parameters, std::optional<int64_t> step = std::nullopt, double samples = 0);
-
-  /// Parameters as at construction, in the same order; only addresses and streams may have changed. Throws kInvalidArgument otherwise.
-  /// Costs one comparison per view where nothing moved.
-  void bind(std::span<const TensorView> parameters);
-
   /// Copies the bound parameters into every average, exactly as at construction; steps and counters stay.
   void reset();
 
   /// The averages begin again, as newly made: reset(), at step 0, with nothing counted or noted. Options stay.
   void restart();
+
+  // ---- Evaluation
 
   /// Exchanges the k-th averages and the bound parameters, element by element, in place; swap_out() undoes it bit for bit.
   /// Parameters of another dtype receive rounded averages; what rounding cut off is kept aside, so that the way back is exact. (bfloat16
@@ -185,15 +196,9 @@ class Average {
   /// swapped in. With options.replicas: collective.
   void swap_out();
 
-  /// swap_out() in two steps, for callers who send replicas their parts themselves: share() before other replicas' memory is overwritten,
-  /// take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as in swap_in(), with the same
-  /// contents; their addresses may have changed. The last two do nothing where nothing is swapped in.
-  void share();
-  void take_back(std::span<const TensorView> weights);
-  void settle();
-
-  SwapState swap_state() const noexcept;
   bool swapped() const noexcept;  ///< the weights' memory holds averages, or may: from the first exchange to settle()
+
+  // ---- What it holds, and its state; in files: ema_file.h
 
   size_t size() const noexcept;  ///< K, the number of averages of each parameter
   /// The k-th averages, in the parameters' order. Throws kInvalidArgument while swapped.
@@ -228,6 +233,30 @@ class Average {
 
   /// Training samples seen at the next step, where each one since the last that changed the averages has `batch` of them.
   double samples_by(double batch) const noexcept;
+
+  // ---- For callers who drive streams, graphs and replicas themselves
+
+  /// Of CUDA views on device `index`: from here on all work goes to `stream` (a cudaStream_t), behind what is under way on the last one.
+  /// Nothing waits on the host.
+  void set_stream(int index, void* stream);
+
+  /// An update() on a stream that is being captured is recorded, not counted: a replay repeats its launch with the numbers that this call,
+  /// before the replay on the same stream, works out and counts as update() does. A replay without it does nothing the first time, and
+  /// repeats the last step after that. Views on a CPU are updated by this call itself.
+  UpdateReport prepare_replay(std::optional<int64_t> step = std::nullopt, double samples = 0);
+
+  /// swap_out() in two steps, for callers who send replicas their parts themselves: share() before other replicas' memory is overwritten,
+  /// take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as in swap_in(), with the same
+  /// contents; their addresses may have changed. The last two do nothing where nothing is swapped in.
+  void share();
+  void take_back(std::span<const TensorView> weights);
+  void settle();
+
+  /// From now on the end of this Average leaves an open swap where it stands: the weights' memory keeps the averages, and is not touched.
+  /// For callers whose weights' memory may go first.
+  void abandon_swap() noexcept;
+
+  SwapState swap_state() const noexcept;
 
  private:
   struct [[gnu::visibility("hidden")]] Impl;

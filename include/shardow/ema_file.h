@@ -28,7 +28,8 @@ namespace shardow {
 
 /// All averages of `ema` with its state. `path` ends in .safetensors; with several schedules it is a directory. Every rank writes what it
 /// holds, as save() of tensors does, which says more. Collective. Throws kInvalidArgument on every rank where ranks have made other
-/// updates, or have other options or numbers; while swapped; for options.dtype, since the way back would lose bits.
+/// updates, have other options, or hold other values of the same elements (in host memory); while swapped; for options.dtype, since the way
+/// back would lose bits.
 SaveReport save(Group& group, const Average& ema, const std::filesystem::path& path, const SaveOptions& options = {});
 
 /// What that save writes, to be written while training goes on:
@@ -36,10 +37,11 @@ SaveReport save(Group& group, const Average& ema, const std::filesystem::path& p
 ///   StagedSave save(group, ema_files(ema, agreed_state(group, ema)), path, options);
 ///
 /// `ema` must not be updated before stage(), nor change its memory. A tensor of which each rank has its own (batch statistics) is one
-/// rank's to save: the others erase it from their files' tensors. Local.
+/// rank's to save: the others erase it from their files' tensors. Values are not compared here. Local.
 std::vector<SaveFile> ema_files(const Average& ema, const std::string& state);
 
-/// Average::state() of all ranks together, which is what a file has. `call` is for messages. Collective. Throws as save().
+/// Average::state() of all ranks together, which is what a file has. `call` is for messages. Collective. Throws as save(),
+/// but for values.
 std::string agreed_state(Group& group, const Average& ema, std::string_view call = "save()",
                          std::chrono::milliseconds timeout = std::chrono::milliseconds(600'000));
 

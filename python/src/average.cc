@@ -161,7 +161,10 @@ void bind_average(nb::module_& m) {
       .def(
           "__init__",
           [](Average* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages,
-             const AverageOptions& options) { new (self) Average(parameters, averages, options); },
+             const AverageOptions& options) {
+            new (self) Average(parameters, averages, options);
+            self->abandon_swap();  // Python gives memory back in any order
+          },
           "parameters"_a, "averages"_a, "options"_a)
       .def(
           "bind", [](Average& self, const std::vector<TensorView>& parameters) { waited(self).bind(parameters); }, "parameters"_a)

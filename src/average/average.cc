@@ -16,6 +16,7 @@ using base::fail;
 Average::Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options)
     : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
   average::check_averages(impl_->parts, averages, impl_->options);
+  average::check_apart(impl_->whole, averages);
   impl_->averages.assign(averages.begin(), averages.end());
   impl_->bound = impl_->make_bound(impl_->parts);
   if (!impl_->options.keep_values) impl_->copy_parameters();
@@ -34,26 +35,32 @@ Average& Average::operator=(Average&&) noexcept = default;
 Average::~Average() = default;
 
 UpdateReport Average::update(std::optional<int64_t> step, double samples) {
+  const auto use = impl_->use("update()");
   return impl_->update(step, samples);
 }
 
 UpdateReport Average::prepare_replay(std::optional<int64_t> step, double samples) {
+  const auto use = impl_->use("prepare_replay()");
   return impl_->update(step, samples, {}, Impl::Launch::kByReplay);
 }
 
 void Average::wait() const {
+  const auto use = impl_->use("wait()");
   impl_->wait();
 }
 
 void Average::finish_reading() const {
+  const auto use = impl_->use("finish_reading()");
   impl_->finish_reading();
 }
 
 void Average::set_stream(int index, void* stream) {
+  const auto use = impl_->use("set_stream()");
   impl_->set_stream(index, stream);
 }
 
 UpdateReport Average::update_by(std::span<const Factors> factors, std::optional<int64_t> step) {
+  const auto use = impl_->use("update_by()");
   if (factors.size() != size()) fail(Code::kInvalidArgument, "{} factors for {} averages", factors.size(), size());
   for (size_t k = 0; k < factors.size(); ++k) {
     if (std::isfinite(factors[k].decay) && std::isfinite(factors[k].weight)) continue;
@@ -64,15 +71,18 @@ UpdateReport Average::update_by(std::span<const Factors> factors, std::optional<
 }
 
 UpdateReport Average::update(std::span<const TensorView> parameters, std::optional<int64_t> step, double samples) {
+  const auto use = impl_->use("update()");
   bind(parameters);
   return impl_->update(step, samples);
 }
 
 void Average::reset() {
+  const auto use = impl_->use("reset()");
   impl_->reset();
 }
 
 void Average::restart() {
+  const auto use = impl_->use("restart()");
   reset();
   impl_->counters = {};
   impl_->met.reset();
@@ -83,6 +93,7 @@ size_t Average::size() const noexcept {
 }
 
 std::span<const TensorView> Average::views(size_t k) const {
+  const auto use = impl_->use("views()");
   impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
   if (k >= size()) fail(Code::kInvalidArgument, "average {} of {}", k, size());
@@ -90,6 +101,7 @@ std::span<const TensorView> Average::views(size_t k) const {
 }
 
 AverageStats Average::stats() const {
+  const auto use = impl_->use("stats()");
   impl_->wait();
   impl_->read_counts();
   const average::Counters& counters = impl_->counters;
@@ -121,6 +133,7 @@ Progress Average::progress() const noexcept {
 }
 
 std::optional<NonFiniteReport> Average::non_finite() const {
+  const auto use = impl_->use("non_finite()");
   impl_->wait();
   impl_->read_counts();
   if (!impl_->met) return std::nullopt;
@@ -133,11 +146,13 @@ void Average::forget_non_finite() noexcept {
 }
 
 std::string Average::state() const {
+  const auto use = impl_->use("state()");
   stats();  // brings the count up to date
   return average::to_json(impl_->options, impl_->counters);
 }
 
 void Average::set_state(std::string_view json, OptionsFrom options) {
+  const auto use = impl_->use("set_state()");
   impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
   const average::State state = average::state_from_json(json);
@@ -165,6 +180,7 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
 }
 
 std::vector<OptionDifference> Average::differences(std::string_view json) const {
+  const auto use = impl_->use("differences()");
   return average::differences(average::state_from_json(json).options, impl_->options);
 }
 
@@ -173,6 +189,7 @@ std::span<const Schedule> Average::schedules() const noexcept {
 }
 
 std::vector<double> Average::decays() const {
+  const auto use = impl_->use("decays()");
   const average::Counters& counters = impl_->counters;
   const int64_t step = std::max<int64_t>(counters.step + 1 - impl_->options.start_step, 1);
   std::vector<double> decays;

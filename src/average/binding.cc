@@ -59,7 +59,17 @@ std::vector<Place> places_of(std::span<const TensorView> parameters, std::span<c
 
 }  // namespace
 
-Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chosen) : options(std::move(chosen)) {
+namespace {
+
+std::string names_of(std::span<const TensorView> views) {
+  if (views.empty()) return "nothing";
+  return views.size() == 1 ? fmt::format("'{}'", views[0].name) : fmt::format("'{}' and {} more", views[0].name, views.size() - 1);
+}
+
+}  // namespace
+
+Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chosen)
+    : user(names_of(parameters)), options(std::move(chosen)) {
   average::check_options(options);
   average::check_parameters(parameters);
   average::check_devices(parameters, options);
@@ -160,11 +170,13 @@ void Average::Impl::copy_parameters() {
 }
 
 void Average::bind(std::span<const TensorView> parameters) {
+  const auto use = impl_->use("bind()");
   if (unchanged(impl_->whole, parameters)) return;
   average::check_same(impl_->whole, parameters);
   average::check_devices(parameters, impl_->options);
   impl_->follow_streams(parameters);
   if (same_addresses(impl_->whole, parameters)) return;
+  average::check_apart(parameters, impl_->averages);
   impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
   impl_->bind(parameters);

@@ -1,5 +1,7 @@
 #include "average/checks.h"
 
+#include <algorithm>
+#include <functional>
 #include <map>
 #include <set>
 #include <string_view>
@@ -81,6 +83,7 @@ void check_parameters(std::span<const TensorView> parameters) {
     }
     check_memory(view);
   }
+  check_apart(parameters);
 }
 
 void check_devices(std::span<const TensorView> parameters, const AverageOptions& options) {
@@ -127,6 +130,38 @@ void check_averages(std::span<const TensorView> parts, std::span<const std::vect
     }
   }
   check_overlap(parts, averages[0], options);
+}
+
+void check_apart(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages) {
+  struct Stretch {
+    const std::byte *begin, *end;
+    const std::string* name;
+    size_t average;  // 0: the parameter
+  };
+  std::vector<Stretch> all;
+  all.reserve(parameters.size() * (averages.size() + 1));
+  const auto add = [&](std::span<const TensorView> views, size_t average) {
+    for (const TensorView& view : views) {
+      const auto* begin = static_cast<const std::byte*>(view.data);
+      if (view.region.size() > 0) all.push_back({begin, begin + byte_size(view.dtype, view.region.size()), &view.name, average});
+    }
+  };
+  add(parameters, 0);
+  for (size_t k = 0; k < averages.size(); ++k) add(averages[k], k + 1);
+  const auto comes_first = [](const Stretch& a, const Stretch& b) { return std::less<>()(a.begin, b.begin); };
+  if (!std::is_sorted(all.begin(), all.end(), comes_first)) std::sort(all.begin(), all.end(), comes_first);
+  for (size_t i = 1; i < all.size(); ++i) {
+    const Stretch &one = all[i - 1], &other = all[i];
+    if (!std::less<>()(other.begin, one.end)) continue;
+    const auto said = [](const Stretch& of) {
+      return of.average == 0 ? fmt::format("'{}'", *of.name) : fmt::format("average {} of '{}'", of.average - 1, *of.name);
+    };
+    fail(Code::kInvalidArgument,
+         "{} and {} share memory: {} bytes of the one lie in the other. Give each its own; of weights that are tied, average one and let "
+         "the "
+         "others follow it",
+         said(one), said(other), std::min(one.end, other.end) - other.begin);
+  }
 }
 
 namespace {

@@ -10,7 +10,7 @@ namespace shardow::average {
 
 void check_options(const AverageOptions& options);
 
-/// Names unique, dtypes averaged, memory there.
+/// Names unique, dtypes averaged, memory there, each one's own.
 void check_parameters(std::span<const TensorView> parameters);
 void check_devices(std::span<const TensorView> parameters, const AverageOptions& options);
 /// `averages` are one average of each.
@@ -18,6 +18,9 @@ void check_overlap(std::span<const TensorView> parameters, std::span<const Tenso
 
 /// `averages` fit `parts`, the views that this rank averages.
 void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages, const AverageOptions& options);
+
+/// No two of all these views share memory: what is written into one would be read as the other.
+void check_apart(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages = {});
 
 /// `now` may differ from `bound` in addresses and streams alone.
 void check_same(std::span<const TensorView> bound, std::span<const TensorView> now);

@@ -10,6 +10,7 @@
 #include "average/backend.h"
 #include "average/counters.h"
 #include "average/offload.h"
+#include "average/one_user.h"
 #include "average/ring_swap.h"
 #include "base/worker.h"
 #include "kernels/memory.h"
@@ -20,6 +21,7 @@ namespace shardow {
 
 /// Invariants: parts and averages[k] are parallel and have equal regions; whole is parallel to parts, and equal to it without replicas.
 struct Average::Impl {
+  mutable average::OneUser user;
   AverageOptions options;
   average::Counters counters;
   std::vector<TensorView> whole;                  // parameters as bound
@@ -48,6 +50,7 @@ struct Average::Impl {
     bool shared = false;
   };
   std::optional<Swap> swap;
+  bool abandoned = false;  // the end leaves a swap where it stands
 
   std::optional<Error> torn;  // why the averages are those of no update; until reset()
 
@@ -64,6 +67,10 @@ struct Average::Impl {
   double hidden_seconds = 0, waited_seconds = 0;
 
   Impl(std::span<const TensorView> parameters, AverageOptions chosen);
+  ~Impl();  ///< takes the weights back where a swap is open
+
+  /// First in each call of the face that reads or writes what another call may write.
+  [[nodiscard]] average::OneUser::Use use(const char* call) const { return {user, call}; }
 
   void allocate();
   void bind(std::span<const TensorView> parameters);

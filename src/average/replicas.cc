@@ -1,5 +1,8 @@
 #include "average/replicas.h"
 
+#include "base/errors.h"
+#include "comm/digest.h"
+#include "comm/wire.h"
 #include "shardow/division.h"
 #include "tensor/dtype.h"
 
@@ -10,7 +13,65 @@ std::byte* at(const TensorView& view, int64_t element) {
   return static_cast<std::byte*>(view.data) + byte_size(view.dtype, element);
 }
 
+std::string described(std::span<const TensorView> views) {
+  comm::Sender out;
+  for (const TensorView& view : views) {
+    out.text(view.name);
+    out.text(fmt::format("{} of {}", dtype_name(view.dtype), view.region.to_string()));
+  }
+  return out.bytes();
+}
+
 }  // namespace
+
+std::string swap_facts(size_t k, int64_t updates, std::span<const TensorView> views) {
+  comm::Sender out;
+  out.number(static_cast<int64_t>(k));
+  out.number(updates);
+  std::string all = described(views);
+  for (const TensorView& view : views) all += view.region.encode();
+  out.number(static_cast<int64_t>(comm::digest(all)));
+  return out.bytes();
+}
+
+std::string other_views(const std::vector<std::string>& everybody) {
+  comm::Receiver zero(everybody[0]);
+  const int64_t k = zero.number(), updates = zero.number(), digest = zero.number();
+  bool same = true;
+  for (size_t rank = 1; rank < everybody.size(); ++rank) {
+    comm::Receiver other(everybody[rank]);
+    if (const int64_t theirs = other.number(); theirs != k)
+      base::fail(Code::kInvalidArgument, "replica 0 calls swap_in({}) where replica {} calls swap_in({})", k, rank, theirs);
+    if (const int64_t theirs = other.number(); theirs != updates) {
+      base::fail(
+          Code::kInvalidArgument,
+          "swap_in(): replica 0 has made {} updates of its part of the averages, replica {} {}; call update() on every replica after "
+          "each step",
+          updates, rank, theirs);
+    }
+    same = same && other.number() == digest;
+  }
+  return same ? "" : "other views";
+}
+
+void refuse_views(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
+  const std::vector<std::string> everybody = replicas.all_gather(described(views), deadline);
+  for (size_t rank = 1; rank < everybody.size(); ++rank) {
+    comm::Receiver first(everybody[0]), other(everybody[rank]);
+    while (!first.done() || !other.done()) {
+      const std::string nothing = "nothing";
+      const std::string name = first.done() ? nothing : first.text(), is = first.done() ? "" : first.text();
+      const std::string other_name = other.done() ? nothing : other.text(), other_is = other.done() ? "" : other.text();
+      if (name == other_name && is == other_is) continue;
+      base::fail(
+          Code::kInvalidArgument,
+          "swap_in(): '{}', {}, on replica 0 is '{}', {}, on replica {}; give all of AverageOptions.replicas the same views in the same "
+          "order",
+          name, is, other_name, other_is, rank);
+    }
+  }
+  base::fail(Code::kInvalidArgument, "swap_in(): replicas hold regions of the same description that are not the same");
+}
 
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count) {
   const ReplicaLevel level[] = {{index, count}};

@@ -2,12 +2,23 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <vector>
 
 #include "shardow/group.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::average {
+
+/// What replicas are about to swap, as it travels: which averages, of how many updates, of which views.
+std::string swap_facts(size_t k, int64_t updates, std::span<const TensorView> views);
+
+/// Of `everybody`, their swap_facts(), before they overwrite each other's memory: throws kInvalidArgument where they are in different swaps
+/// or have made other updates. Not empty where their views are not the same.
+std::string other_views(const std::vector<std::string>& everybody);
+
+/// Throws kInvalidArgument that names the first view that is another one. Collective.
+[[noreturn]] void refuse_views(Group& replicas, std::span<const TensorView> views, Deadline deadline);
 
 /// What member `index` of `count` averages of each view: its region and memory.
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);

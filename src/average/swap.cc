@@ -13,6 +13,7 @@
 #include "average/replicas.h"
 #include "average/swap_seam.h"
 #include "base/errors.h"
+#include "comm/agree.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -36,32 +37,50 @@ void step_done() {
 }  // namespace
 
 void Average::swap_in(size_t k) {
+  const auto use = impl_->use("swap_in()");
   impl_->swap_in(impl_->whole, k);
 }
 
 void Average::swap_in(std::span<const TensorView> weights, size_t k) {
-  average::check_swappable(impl_->whole, weights);
+  const auto use = impl_->use("swap_in()");
   impl_->swap_in(weights, k);
 }
 
 void Average::swap_out() {
+  const auto use = impl_->use("swap_out()");
   impl_->swap_out();
 }
 
 void Average::share() {
+  const auto use = impl_->use("share()");
   if (!impl_->swap) fail(Code::kInvalidArgument, "share() where nothing is swapped in");
   impl_->swap->shared = true;
 }
 
 void Average::take_back(std::span<const TensorView> weights) {
+  const auto use = impl_->use("take_back()");
   average::check_swappable(impl_->whole, weights);
   impl_->take_back(weights);
 }
 
 void Average::settle() {
+  const auto use = impl_->use("settle()");
   if (impl_->swap && impl_->swap->exchanged > 0)
     fail(Code::kInternal, "settle() while {} views hold averages; take_back() comes first", impl_->swap->exchanged);
   impl_->swap.reset();
+}
+
+void Average::abandon_swap() noexcept {
+  impl_->abandoned = true;
+}
+
+/// The record says how far the swap came, and so the way back; of replicas, which are not asked, this rank's parts alone.
+Average::Impl::~Impl() {
+  if (!swap || abandoned) return;
+  try {
+    exchange_out();
+  } catch (...) {  // a device that is lost: nobody is left to be told
+  }
 }
 
 bool Average::swapped() const noexcept {
@@ -74,15 +93,23 @@ SwapState Average::swap_state() const noexcept {
 }
 
 void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
-  if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
-  wait();
-  if (swap) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, swap->k);
   const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
   std::optional<Swap> prepared;
-  const auto prepare = [&] { prepared = prepare_swap(weights, k); };
+  const auto prepare = [&] {
+    if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
+    average::check_swappable(whole, weights);
+    wait();
+    if (swap) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, swap->k);
+    prepared = prepare_swap(weights, k);
+  };
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_in()", options.timeout);
-    agree(*options.replicas, deadline, prepare);
+    const auto facts = [&] {
+      prepare();
+      return average::swap_facts(k, counters.updates, weights);
+    };
+    if (!comm::agree_on(*options.replicas, deadline, facts, average::other_views).empty())
+      average::refuse_views(*options.replicas, weights, deadline);
   } else {
     prepare();
   }

@@ -8,6 +8,7 @@
 
 #include "average/counters.h"
 #include "base/errors.h"
+#include "comm/digest.h"
 #include "comm/wire.h"
 #include "shardow/ema_file.h"
 
@@ -19,13 +20,6 @@ using average::State;
 using base::fail;
 using comm::Receiver;
 using comm::Sender;
-
-/// FNV-1a: of texts that differ by mistake, not by malice.
-uint64_t digest(std::string_view text) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  return hash;
-}
 
 struct Said {
   std::string state;  // empty: facts alone
@@ -108,14 +102,14 @@ std::string agreed_state(Group& group, std::string_view call, const std::string&
   Sender out;
   out.number(state.counters.updates);
   out.number(held);
-  out.number(static_cast<int64_t>(digest(mine)));
+  out.number(static_cast<int64_t>(comm::digest(mine)));
   std::vector<int64_t> updates;
   bool same = true;
   for (const std::string& one : group.all_gather(out.bytes(), deadline)) {
     Receiver in(one);
     updates.push_back(in.number());
     state.counters.held_non_finite += in.number();
-    same = same && in.number() == static_cast<int64_t>(digest(mine));
+    same = same && in.number() == static_cast<int64_t>(comm::digest(mine));
   }
   check_updates(call, updates);
   if (!same) check_same(call, group.all_gather(mine, deadline));  // on every rank: not all digests are equal

@@ -1,9 +1,11 @@
 // What a save of an Average has beside that of tensors: their files' names, and the state of all ranks in each.
+#include <optional>
 #include <utility>
 
 #include "base/errors.h"
 #include "base/turns.h"
 #include "ema/agreed.h"
+#include "ema/copies.h"
 #include "shardow/ema_file.h"
 
 namespace shardow {
@@ -40,11 +42,15 @@ SaveReport save(Group& group, const Average& ema, const std::filesystem::path& p
   group.begin("save()", options.timeout);
   const Deadline deadline = base::now() + options.timeout;
   std::string state;
+  std::optional<ema::Copies> copies;
   agree(group, deadline, [&] {
     check(ema, options);
     state = ema.state();
+    if (group.size() > 1) copies.emplace(ema_files(ema, state));
   });
-  return StagedSave(group, ema_files(ema, ema::agreed_state(group, "save()", state, {}, deadline)), path, options).write();
+  state = ema::agreed_state(group, "save()", state, {}, deadline);
+  if (copies) ema::check_copies(group, *copies, deadline);
+  return StagedSave(group, ema_files(ema, state), path, options).write();
 }
 
 std::string agreed_state(Group& group, const Average& ema, std::string_view call, std::chrono::milliseconds timeout) {

@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check
 WERROR := $(if $(CI),ON,OFF)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help demo build test test-all test-cpp test-python bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
+.PHONY: help demo build test test-all test-cpp test-python simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,10 @@ test-cpp: build
 
 test-python: build
 	$(BIN)/python -m pytest
+
+SECONDS ?= 60
+simulate: build  ## saves on simulated ranks, clocks and disks, for SECONDS; FIRST=n begins at that seed
+	SHARDOW_SECONDS=$(SECONDS) SHARDOW_FIRST=$(or $(FIRST),0) build/release/simulate_test --gtest_filter='*EverySave*'
 
 bench: build  ## side-by-side tables; writes docs/performance.md
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -58,6 +58,12 @@ set_tests_properties(cuda_programs PROPERTIES TIMEOUT 3600)  # SHARDOW_ALL: ten 
 add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/offload_failures_test.cc tests/cuda/offload_places_test.cc
                      tests/cuda/offload_streams_test.cc tests/cuda/seeded_main.cc)
 
+# Saves on simulated ranks, clocks and disks.
+add_executable(simulate_test tests/simulate/simulate_test.cc tests/simulate/run.cc tests/simulate/simulation.cc tests/simulate/world.cc)
+target_include_directories(simulate_test PRIVATE src tests/simulate)
+target_link_libraries(simulate_test PRIVATE shardow shardow_options fmt::fmt GTest::gtest_main Threads::Threads)
+add_test(NAME simulate COMMAND simulate_test)
+
 # In place of the whole CUDA path, one that allocates nothing.
 add_executable(offload_allocations_test tests/cuda/allocations_test.cc)
 target_include_directories(offload_allocations_test PRIVATE src)

@@ -12,11 +12,19 @@ namespace shardow::base {
 
 class SHARDOW_CAPABILITY Mutex {
  public:
-  void lock() SHARDOW_ACQUIRE() { mutex_.lock(); }
+  void lock() SHARDOW_ACQUIRE() { take(mutex_); }
   void unlock() SHARDOW_RELEASE() { mutex_.unlock(); }
 
  private:
   friend class Condition;
+
+  /// Who takes turns lets others have theirs until whoever has it lets go.
+  template <class Lockable>
+  static void take(Lockable& lock) {
+    if (turns == nullptr) return lock.lock();
+    for (std::chrono::microseconds pause{1}; !lock.try_lock(); pause *= 2) turns->wait(nullptr, turns->now() + pause);
+  }
+
   std::mutex mutex_;
 };
 
@@ -49,7 +57,7 @@ class Condition {
   bool turn_by(std::unique_lock<std::mutex>& held, Time deadline) {
     held.unlock();
     const bool in_time = turns->wait(this, deadline);
-    held.lock();
+    Mutex::take(held);
     return in_time;
   }
 

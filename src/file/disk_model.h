@@ -65,6 +65,7 @@ class Recorder : public base::Syscalls {
     const int fd = Syscalls::open(path, flags, mode);
     if (fd < 0 || !inside(path)) return fd;
     if (is_new) set_names({{parent(path), name(path), make(path)}});
+    if (node_at(path) < 0) take_in(path);
     files_[fd] = node_at(path);
     if (!is_new && (flags & O_TRUNC) != 0) recording.calls.push_back({.kind = Call::Kind::kSize, .node = files_[fd], .machine = machine});
     return fd;
@@ -134,20 +135,31 @@ class Recorder : public base::Syscalls {
   }
 
  private:
-  static std::string name(const fs::path& path) { return path.filename().string(); }
+  static fs::path plain(const fs::path& path) { return path.has_filename() ? path : path.parent_path(); }  // "dir/" is "dir"
+  static std::string name(const fs::path& path) { return plain(path).filename().string(); }
   bool inside(const fs::path& path) const { return path.string().starts_with(folder_.string()); }
-  int parent(const fs::path& path) { return node_at(path.parent_path()); }
+  int parent(const fs::path& path) { return node_at(plain(path).parent_path()); }
   static ino_t real(const fs::path& path) {
     struct stat found {};
     ::lstat(path.c_str(), &found);
     return found.st_ino;
   }
-  int node_at(const fs::path& path) { return nodes_.at(real(path)); }
+  int node_at(const fs::path& path) {  ///< -1: nothing is there
+    const auto found = nodes_.find(real(path));
+    return found == nodes_.end() ? -1 : found->second;
+  }
   int make(const fs::path& path) {
     recording.paths[next_] = path.string();
     return nodes_[real(path)] = next_++;
   }
   void set_names(std::vector<Call::Name> names) { recording.calls.push_back({.kind = Call::Kind::kNames, .names = std::move(names)}); }
+
+  /// A file that was made past us: copied by the standard library.
+  void take_in(const fs::path& path) {
+    set_names({{parent(path), name(path), make(path)}});
+    std::ifstream file(path, std::ios::binary);
+    recording.calls.push_back({Call::Kind::kWrite, {}, node_at(path), 0, {std::istreambuf_iterator<char>(file), {}}, machine});
+  }
 
   int start(const fs::path& path) {
     const int node = make(path);

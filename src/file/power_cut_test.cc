@@ -5,7 +5,7 @@
 #include "file/checkpoint_fixture.h"
 #include "file/disk_model.h"
 #include "file/load.h"
-#include "file/names.h"
+#include "file/version_fixture.h"
 
 namespace shardow {
 namespace {
@@ -15,34 +15,11 @@ using testing_disk::Fate;
 using testing_disk::Nodes;
 using testing_disk::Recorder;
 using testing_disk::Recording;
+using versions::version_of;
+using versions::Way;
+using versions::ways;
 
 const bool kAll = std::getenv("SHARDOW_ALL") != nullptr;
-const char* const kText = "checkpoint.json";  // appears with a directory
-const std::vector<Spec> kSmall = {{"a", DType::kF32, {40, 900}}, {"b", DType::kBF16, {30, 11}}, {"c", DType::kF64, {5}}};
-
-struct Way {
-  const char* name;
-  bool directory, exchange = true, first = false;
-  SaveOptions options = {};
-  std::vector<std::string> names = {};  ///< of files with names of their own
-};
-
-std::vector<Way> ways() {
-  const SaveOptions shards{.max_shard_size = 1000};
-  SaveOptions front_to_end = shards;
-  front_to_end.sequential = true;
-  const std::vector<std::string> names = {"ema-0.9.safetensors", "ema-0.99.safetensors"};
-  return {{"a file", false},
-          {"a file where there was none", false, true, true},
-          {"a file from front to end", false, true, false, {.sequential = true}},
-          {"a directory", true, true, false, shards},
-          {"a directory where there was none", true, true, true, shards},
-          {"a directory without exchange", true, false, false, shards},
-          {"a directory from front to end", true, true, false, front_to_end},
-          {"several files", true, true, false, {}, names},
-          {"several files without exchange", true, false, false, {}, names}};
-}
-
 class PowerCut : public Checkpoints {
  protected:
   PowerCut() {  // in memory where there is such a folder: thousands of small disks
@@ -52,35 +29,15 @@ class PowerCut : public Checkpoints {
   }
   ~PowerCut() override { version = 0; }
 
-  static std::vector<Held> values(int rank, int ranks) {
-    std::vector<Held> held;
-    for (const Spec& spec : kSmall) {
-      Held& one = held.emplace_back(spec.name, spec.dtype, rows(spec.shape, rank, ranks));
-      const int64_t size = dtype_bits(spec.dtype) / 8;
-      one.view.region.for_each_run([&](const shardow::Run& run) {
-        for (int64_t i = 0; i < run.length * size; ++i)
-          one.memory[static_cast<size_t>(run.local_begin * size + i)] = value(spec, run.global_begin * size + i);
-      });
-    }
-    return held;
-  }
-
   void save_version(int which, const Way& way) {
     version = which;
     const auto codes = on_ranks(2, [&](Group& group) {
       testing_disk::machine = group.rank();
-      auto held = values(group.rank(), 2);
-      std::vector<SaveFile> files;
-      for (const std::string& name : way.names) files.push_back({name, views_of(held)});
-      if (files.empty()) files.push_back({"", views_of(held)});
-      SaveOptions options = way.options;
-      if (way.directory) options.texts[kText] = std::to_string(which);
-      save(group, files, folder_ / "live" / target(way), options);
+      auto held = versions::values(versions::kSmall, rows, group.rank(), 2);
+      versions::save_version(group, held, which, way, folder_ / "live");
     });
     ASSERT_EQ(codes, all(2, kFine));
   }
-
-  static fs::path target(const Way& way) { return way.directory ? "model" : "model.safetensors"; }
 
   /// The calls of a save of version 2 where version 1 is, and a file of somebody else's.
   Recording record(const Way& way) {
@@ -93,36 +50,6 @@ class PowerCut : public Checkpoints {
     save_version(2, way);
     machine_.syscalls = nullptr;
     return std::move(recorder.recording);
-  }
-
-  /// 1 or 2; 0 where nothing is there; -1 for anything else.
-  int version_at(const fs::path& path) {
-    int found = 0;
-    for (const int which : {1, 2}) {
-      version = which;
-      auto read = values(0, 1), expected = values(0, 1);
-      for (Held& one : read) std::fill(one.memory.begin(), one.memory.end(), std::byte{0xee});
-      try {
-        load(*solo(), views_of(read), path);
-      } catch (const Error& error) {
-        return error.code() == Code::kNotFound && !fs::exists(path) ? 0 : -1;
-      }
-      bool same = true;
-      for (size_t i = 0; i < read.size(); ++i) same = same && read[i].memory == expected[i].memory;
-      if (same) found = which;
-    }
-    return found == 0 ? -1 : found;
-  }
-
-  int version_of(const fs::path& root, const Way& way) {
-    const int found = version_of_files(root, way);
-    return found > 0 && way.directory && bytes_of(file::standing(root / target(way)) / kText) != std::to_string(found) ? -1 : found;
-  }
-
-  int version_of_files(const fs::path& root, const Way& way) {
-    if (way.names.empty()) return version_at(root / target(way));
-    const int first = version_at(root / target(way) / way.names[0]), second = version_at(root / target(way) / way.names[1]);
-    return first == second ? first : -1;
   }
 
   /// A file that shows a length is whole, also under a temporary name.

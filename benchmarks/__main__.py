@@ -9,10 +9,12 @@ import argparse
 import gc
 import statistics
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from benchmarks import checkpoints, files, init, machine, merges, overlap, report, startup, surfaces
+from benchmarks import checkpoints, command, files, init, machine, merges, overlap, report, startup, surfaces
 from benchmarks.cases import Case, all_cases
 from benchmarks.measure import Timing, interleaved
 from benchmarks.peers import Candidate, candidates, limit
@@ -29,51 +31,30 @@ def main() -> None:
             results[case.name] = run(case, options.rounds, notes)
             report.print_case(case, results[case.name], notes)
     started = start_up(all_cases(options.quick)[-1], 3 if options.quick else 15)
-    beside = surfaces.run(options.quick, options.rounds)
-    print("\n".join(surfaces.lines(beside)))
-    saved = files.run(0.01 if options.quick else 1.0, 1 if options.quick else 5)
-    print("\n".join(files.lines(saved)))
-    kept = checkpoints.run(0.01, 1, 0) if options.quick else checkpoints.run(1.0, 5, 10)
-    print("\n".join(checkpoints.lines(kept)))
-    begun = (
-        init.run(64, 2, 1) if options.quick else init.run(init.WIDTH, init.LAYERS, 5, picture=report.PAGE.parent / "pictures" / "init.png")
-    )
-    print("\n".join(init.lines(begun)))
-    overlapped = overlap.run(options.quick, options.rounds)
-    print("\n".join(overlap.lines(overlapped)))
-    averaged = merges.run(4, 10, 1) if options.quick else merges.run(512, 10, 5)
-    print("\n".join(merges.lines(averaged)))
-    bars = (
-        report.bars(results, started)
-        + surfaces.bars(beside)
-        + overlap.bars(overlapped)
-        + files.bars(saved)
-        + checkpoints.bars(kept)
-        + init.bars(begun)
-        + merges.bars(averaged)
-    )
+    text: list[str] = []
+    bars = report.bars(results, started)
+    for section, measure in sections(options.quick, options.rounds).items():
+        found = measure()
+        print("\n".join(section.lines(found)))
+        text += [*section.lines(found), ""]
+        bars += section.bars(found)
     report.print_bars(bars)
     if options.write:
-        report.write(
-            machine.facts(),
-            results,
-            notes,
-            started,
-            [
-                *surfaces.lines(beside),
-                "",
-                *overlap.lines(overlapped),
-                "",
-                *files.lines(saved),
-                "",
-                *checkpoints.lines(kept),
-                "",
-                *init.lines(begun),
-                "",
-                *merges.lines(averaged),
-            ],
-            bars,
-        )
+        report.write(machine.facts(), results, notes, started, text[:-1], bars)
+
+
+def sections(quick: bool, rounds: int) -> dict[Any, Callable[[], Any]]:
+    """Modules that have lines() and bars() of what they measure, in the order of the page."""
+    picture = report.PAGE.parent / "pictures" / "init.png"
+    return {
+        surfaces: lambda: surfaces.run(quick, rounds),
+        overlap: lambda: overlap.run(quick, rounds),
+        files: lambda: files.run(0.01, 1) if quick else files.run(1.0, 5),
+        checkpoints: lambda: checkpoints.run(0.01, 1, 0) if quick else checkpoints.run(1.0, 5, 10),
+        init: lambda: init.run(64, 2, 1) if quick else init.run(init.WIDTH, init.LAYERS, 5, picture=picture),
+        merges: lambda: merges.run(4, 10, 1) if quick else merges.run(512, 10, 5),
+        command: lambda: command.run(0.01, 1) if quick else command.run(1.0, 5),
+    }
 
 
 def run(case: Case, rounds: int, notes: dict[str, str]) -> dict[str, Timing]:

@@ -11,8 +11,8 @@
 #include "file/call.h"
 #include "file/direct.h"
 #include "file/environment.h"
-#include "file/index.h"
 #include "file/publish.h"
+#include "file/small_files.h"
 #include "file/stripe_writer.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
@@ -20,44 +20,6 @@
 namespace shardow {
 namespace file {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-/// Header after byte 8, then, when that is on disk, the length: until then no reader takes the file.
-void write_header(const base::Path& path, const Header& header) {
-  const std::string bytes = header_bytes(header);
-  const std::span<const std::byte> all = std::as_bytes(std::span(bytes));
-  base::File file = base::File::open_for_writing(path);
-  file.write(all.subspan(static_cast<size_t>(kLengthBytes)), kLengthBytes);
-  file.sync();
-  file.write(all.first(static_cast<size_t>(kLengthBytes)), 0);
-  file.sync();
-  file.close();
-}
-
-void write_index(const Draft& draft, const Layout& layout) {
-  WeightMap weights;
-  for (const FilePlan& file : layout.files()) {
-    for (const Entry& entry : file.header.entries) weights[entry.name] = file.name;
-  }
-  const std::string bytes = index_bytes(weights, layout.total());
-  base::File file = base::File::replace(draft.file(kIndexName));
-  file.write(std::as_bytes(std::span(bytes)), 0);
-  file.sync();
-  file.close();
-}
-
-/// Where nothing can be renamed, what has its last text is whole.
-void write_texts(Draft& draft, const std::map<std::string, std::string>& texts) {
-  for (const auto& [name, text] : texts) {
-    const base::Path path = draft.file(name);
-    if (draft.in_place && !base::look_at_itself(path)) draft.made_here.push_back(name);
-    base::File file = base::File::replace(path);
-    file.write(std::as_bytes(std::span(text)), 0);
-    file.sync();
-    file.close();
-  }
-}
 
 /// What this rank writes: its views, found again in the layout, as far as it owns them.
 std::vector<Mine> owned_by(int rank, const Layout& layout, const std::vector<Volume>& volumes, std::span<const SaveFile> files,
@@ -99,7 +61,7 @@ struct StagedSave::Plan {
   std::optional<Draft> draft;
   std::vector<Mine> mine;
   int64_t written = 0;
-  Clock::time_point begin;
+  base::Time begin;
 
   Deadline deadline() const { return base::now() + options.timeout; }
   Deadline patience() const { return base::now() + options.timeout * 3 / 4; }  ///< with another save; the ranks wait meanwhile

@@ -1,30 +1,25 @@
 // Ranks mostly hold the same tensors, and many tensors lie alike: those of one shape that are cut the same way. So:
 //
 //   1. a rank lists its tensors: name, dtype, shape, and a number for the region; equal regions have one number (a class). It tells a
-//   digest
-//      of the list, and the region of each class
-//   2. one rank puts those together that have the same digest (a kind of ranks), and tells all: the kinds, and for each class the regions
-//   of
-//      the kind's ranks. Neighbours' regions differ in few numbers, and regularly: the differences are told, compressed
+//      digest of the list, and the region of each class
+//   2. one rank puts those together that have the same digest (a kind of ranks; kinds.h), and tells all: the kinds, and for each class
+//      the regions of the kind's ranks
 //   3. where there is one kind, its list is everybody's own. Else the first rank of each kind tells its list
 //
 // Pieces are made once for a class and shared by all its tensors. What came of it is remembered under a name that the one rank gave: where
 // each rank still has what it had, it says that name alone, and all go on with what they know.
 #include "file/sharing.h"
 
-#include <zlib.h>
-
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
-#include <random>
 #include <unordered_map>
 #include <utility>
 
 #include "base/errors.h"
 #include "comm/wire.h"
+#include "file/kinds.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -33,163 +28,6 @@ namespace {
 using base::fail;
 using comm::Receiver;
 using comm::Sender;
-
-/// 128 bits of a text: of ones that differ by mistake, not by malice.
-std::string digest(std::string_view text) {
-  uint64_t a = 0x9e3779b97f4a7c15 ^ text.size(), b = 0xc2b2ae3d27d4eb4f;
-  for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, text.data() + at, std::min(sizeof word, text.size() - at));
-    a = (a ^ word) * 0xff51afd7ed558ccd;
-    a ^= a >> 32;
-    b = (b + word) * 0xc4ceb9fe1a85ec53;
-    b ^= b >> 29;
-  }
-  Sender out;
-  out.number(static_cast<int64_t>(a));
-  out.number(static_cast<int64_t>(b));
-  return out.bytes();
-}
-
-std::string packed(const std::string& bytes) {
-  std::string out(::compressBound(bytes.size()), '\0');
-  uLongf size = out.size();
-  ::compress2(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size(), 1);
-  out.resize(size);
-  Sender sender;
-  sender.number(static_cast<int64_t>(bytes.size()));
-  return sender.bytes() + out;
-}
-
-std::string unpacked(std::string_view bytes) {
-  Receiver in(bytes.substr(0, sizeof(int64_t)));
-  std::string out(static_cast<size_t>(in.number()), '\0');
-  bytes.remove_prefix(sizeof(int64_t));
-  uLongf size = out.size();
-  const int found = ::uncompress(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
-  if (found != Z_OK || size != out.size()) fail(Code::kInternal, "what another rank has compressed cannot be read");
-  return out;
-}
-
-/// An encoded region is a list of numbers of seven bits a byte; see region_text.cc.
-using Numbers = std::vector<uint64_t>;
-
-Numbers numbers_in(std::string_view encoded) {
-  Numbers numbers;
-  uint64_t number = 0;
-  int shift = 0;
-  for (const char c : encoded) {
-    number |= static_cast<uint64_t>(c & 0x7f) << shift;
-    shift += 7;
-    if ((c & 0x80) != 0) continue;
-    numbers.push_back(std::exchange(number, 0));
-    shift = 0;
-  }
-  return numbers;
-}
-
-void put(std::string& out, uint64_t number) {
-  for (; number >= 0x80; number >>= 7) out.push_back(static_cast<char>(number | 0x80));
-  out.push_back(static_cast<char>(number));
-}
-
-std::string encoded(const Numbers& numbers) {
-  std::string out;
-  for (const uint64_t number : numbers) put(out, number);
-  return out;
-}
-
-/// Regions as differences from the one before; a count that differs begins anew.
-class Differences {
- public:
-  std::string next(const std::string& region) {
-    const Numbers now = numbers_in(region);
-    last_.resize(now.size(), 0);
-    std::string out;
-    put(out, now.size());
-    for (size_t i = 0; i < now.size(); ++i) {
-      const uint64_t apart = now[i] - last_[i];
-      put(out, (apart << 1) ^ (0 - (apart >> 63)));  // small whatever its sign
-    }
-    last_ = now;
-    return out;
-  }
-
-  std::string next(const Numbers& differences) {
-    last_.resize(differences.size(), 0);
-    for (size_t i = 0; i < differences.size(); ++i) last_[i] += (differences[i] >> 1) ^ (0 - (differences[i] & 1));
-    return encoded(last_);
-  }
-
- private:
-  Numbers last_;
-};
-
-/// Ranks with one list, and the regions that they told.
-struct Kind {
-  std::vector<int64_t> ranks;
-  std::vector<std::vector<std::string>> regions;  // [class][index in ranks]
-};
-
-/// The numbers that put() wrote, one by one.
-class NumberReader {
- public:
-  explicit NumberReader(std::string_view bytes) : left_(bytes) {}
-  uint64_t next() {
-    uint64_t number = 0;
-    for (int shift = 0; shift < 64; shift += 7) {
-      if (left_.empty()) break;
-      const char c = left_.front();
-      left_.remove_prefix(1);
-      number |= static_cast<uint64_t>(c & 0x7f) << shift;
-      if ((c & 0x80) == 0) return number;
-    }
-    fail(Code::kInternal, "a list of numbers of another rank's ends early");
-  }
-
- private:
-  std::string_view left_;
-};
-
-std::string pack(const std::vector<Kind>& kinds) {
-  std::random_device random;
-  std::string out;
-  for (int i = 0; i < 4; ++i) put(out, random());
-  put(out, kinds.size());
-  for (const Kind& kind : kinds) {
-    put(out, kind.ranks.size());
-    int64_t last = 0;
-    for (const int64_t rank : kind.ranks) put(out, static_cast<uint64_t>(rank - std::exchange(last, rank)));
-    put(out, kind.regions.size());
-    for (const auto& of_class : kind.regions) {
-      Differences differences;
-      for (const std::string& region : of_class) out += differences.next(region);
-    }
-  }
-  return packed(out);
-}
-
-std::vector<Kind> unpack(const std::string& said) {
-  const std::string bytes = unpacked(said);
-  NumberReader in(bytes);
-  for (int i = 0; i < 4; ++i) in.next();
-  std::vector<Kind> kinds(in.next());
-  for (Kind& kind : kinds) {
-    kind.ranks.resize(in.next());
-    int64_t last = 0;
-    for (int64_t& rank : kind.ranks) rank = last += static_cast<int64_t>(in.next());
-    kind.regions.resize(in.next());
-    for (auto& of_class : kind.regions) {
-      Differences differences;
-      for (size_t i = 0; i < kind.ranks.size(); ++i) {
-        Numbers numbers(in.next());
-        for (uint64_t& number : numbers) number = in.next();
-        of_class.push_back(differences.next(numbers));
-      }
-    }
-  }
-  return kinds;
-}
 
 /// Puts pieces together, rank by rank.
 class PieceMaker {

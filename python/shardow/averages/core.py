@@ -21,7 +21,7 @@ from shardow.averages.replicas import Exchange
 from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, follow_source, track
-from shardow.base.checks import invalid, seconds, unsupported
+from shardow.base.checks import seconds, unsupported
 from shardow.base.collector import paused
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
@@ -107,13 +107,8 @@ class Averages:
         return lambda: {"decay": self.keys[choose(self.keys, decay)], **facts}
 
     def _raise_non_finite(self) -> None:
-        """nonfinite="raise" with several ranks: one that raised alone, in update(), would leave the others waiting."""
-        met = self.engine.non_finite() if self.options.nonfinite == "raise" and self.team.size > 1 else None
-        if met is not None:
-            self.engine.forget_non_finite()
-            step, elements, name = met
-            where = f"at step {step}, {elements} weights on rank {self.team.rank}"
-            raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
+        if self.options.nonfinite == "raise" and self.team.size > 1:
+            figures.raise_non_finite(self.engine, self.team.rank)
 
     def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
         """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which average ``decay`` is."""

@@ -1,4 +1,4 @@
-"""What averages tell of themselves."""
+"""What averages tell of themselves, and what they have met."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shardow import _core
 from shardow.averages import state as _state
+from shardow.base.checks import invalid
 
 
 def stats(engine: _core.Average, overlap: bool, offloaded: bool) -> dict[str, float]:
@@ -38,3 +39,13 @@ def of_non_finite(held: int, nonfinite: str) -> str:
         f"{held} weights on this rank are NaN or Inf; their averages {fate}{raised} (nonfinite={nonfinite!r}). "
         "stats()['held_nonfinite'] counts them; this warning is given once"
     )
+
+
+def raise_non_finite(engine: _core.Average, rank: int) -> None:
+    """nonfinite="raise" with several ranks: one that raised alone, in update(), would leave the others waiting."""
+    met = engine.non_finite()
+    if met is not None:
+        engine.forget_non_finite()
+        step, elements, name = met
+        where = f"at step {step}, {elements} weights on rank {rank}"
+        raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")

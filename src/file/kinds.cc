@@ -1,0 +1,172 @@
+// Neighbours' regions differ in few numbers, and regularly: the differences are told, compressed.
+#include "file/kinds.h"
+
+#include <zlib.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/nonce.h"
+#include "comm/wire.h"
+
+namespace shardow::file {
+namespace {
+
+using base::fail;
+using comm::Receiver;
+using comm::Sender;
+
+constexpr size_t kNonceBytes = 16;
+
+/// An encoded region is a list of numbers of seven bits a byte; see region_text.cc.
+using Numbers = std::vector<uint64_t>;
+
+Numbers numbers_in(std::string_view encoded) {
+  Numbers numbers;
+  uint64_t number = 0;
+  int shift = 0;
+  for (const char c : encoded) {
+    number |= static_cast<uint64_t>(c & 0x7f) << shift;
+    shift += 7;
+    if ((c & 0x80) != 0) continue;
+    numbers.push_back(std::exchange(number, 0));
+    shift = 0;
+  }
+  return numbers;
+}
+
+void put(std::string& out, uint64_t number) {
+  for (; number >= 0x80; number >>= 7) out.push_back(static_cast<char>(number | 0x80));
+  out.push_back(static_cast<char>(number));
+}
+
+std::string encoded(const Numbers& numbers) {
+  std::string out;
+  for (const uint64_t number : numbers) put(out, number);
+  return out;
+}
+
+/// Regions as differences from the one before; a count that differs begins anew.
+class Differences {
+ public:
+  std::string next(const std::string& region) {
+    const Numbers now = numbers_in(region);
+    last_.resize(now.size(), 0);
+    std::string out;
+    put(out, now.size());
+    for (size_t i = 0; i < now.size(); ++i) {
+      const uint64_t apart = now[i] - last_[i];
+      put(out, (apart << 1) ^ (0 - (apart >> 63)));  // small whatever its sign
+    }
+    last_ = now;
+    return out;
+  }
+
+  std::string next(const Numbers& differences) {
+    last_.resize(differences.size(), 0);
+    for (size_t i = 0; i < differences.size(); ++i) last_[i] += (differences[i] >> 1) ^ (0 - (differences[i] & 1));
+    return encoded(last_);
+  }
+
+ private:
+  Numbers last_;
+};
+
+/// The numbers that put() wrote, one by one.
+class NumberReader {
+ public:
+  explicit NumberReader(std::string_view bytes) : left_(bytes) {}
+  uint64_t next() {
+    uint64_t number = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+      if (left_.empty()) break;
+      const char c = left_.front();
+      left_.remove_prefix(1);
+      number |= static_cast<uint64_t>(c & 0x7f) << shift;
+      if ((c & 0x80) == 0) return number;
+    }
+    fail(Code::kInternal, "a list of numbers of another rank's ends early");
+  }
+
+ private:
+  std::string_view left_;
+};
+
+}  // namespace
+
+std::string digest(std::string_view text) {
+  uint64_t a = 0x9e3779b97f4a7c15 ^ text.size(), b = 0xc2b2ae3d27d4eb4f;
+  for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, text.data() + at, std::min(sizeof word, text.size() - at));
+    a = (a ^ word) * 0xff51afd7ed558ccd;
+    a ^= a >> 32;
+    b = (b + word) * 0xc4ceb9fe1a85ec53;
+    b ^= b >> 29;
+  }
+  Sender out;
+  out.number(static_cast<int64_t>(a));
+  out.number(static_cast<int64_t>(b));
+  return out.bytes();
+}
+
+std::string packed(const std::string& bytes) {
+  std::string out(::compressBound(bytes.size()), '\0');
+  uLongf size = out.size();
+  ::compress2(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size(), 1);
+  out.resize(size);
+  Sender sender;
+  sender.number(static_cast<int64_t>(bytes.size()));
+  return sender.bytes() + out;
+}
+
+std::string unpacked(std::string_view bytes) {
+  Receiver in(bytes.substr(0, sizeof(int64_t)));
+  std::string out(static_cast<size_t>(in.number()), '\0');
+  bytes.remove_prefix(sizeof(int64_t));
+  uLongf size = out.size();
+  const int found = ::uncompress(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
+  if (found != Z_OK || size != out.size()) fail(Code::kInternal, "what another rank has compressed cannot be read");
+  return out;
+}
+
+std::string pack(const std::vector<Kind>& kinds) {
+  std::string out = base::make_nonce();
+  put(out, kinds.size());
+  for (const Kind& kind : kinds) {
+    put(out, kind.ranks.size());
+    int64_t last = 0;
+    for (const int64_t rank : kind.ranks) put(out, static_cast<uint64_t>(rank - std::exchange(last, rank)));
+    put(out, kind.regions.size());
+    for (const auto& of_class : kind.regions) {
+      Differences differences;
+      for (const std::string& region : of_class) out += differences.next(region);
+    }
+  }
+  return packed(out);
+}
+
+std::vector<Kind> unpack(const std::string& said) {
+  const std::string bytes = unpacked(said);
+  NumberReader in(std::string_view(bytes).substr(kNonceBytes));
+  std::vector<Kind> kinds(in.next());
+  for (Kind& kind : kinds) {
+    kind.ranks.resize(in.next());
+    int64_t last = 0;
+    for (int64_t& rank : kind.ranks) rank = last += static_cast<int64_t>(in.next());
+    kind.regions.resize(in.next());
+    for (auto& of_class : kind.regions) {
+      Differences differences;
+      for (size_t i = 0; i < kind.ranks.size(); ++i) {
+        Numbers numbers(in.next());
+        for (uint64_t& number : numbers) number = in.next();
+        of_class.push_back(differences.next(numbers));
+      }
+    }
+  }
+  return kinds;
+}
+
+}  // namespace shardow::file

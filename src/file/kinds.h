@@ -1,0 +1,28 @@
+// Kinds of ranks: those that list the same tensors; and how their regions are told in few bytes.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace shardow::file {
+
+/// Ranks with one list, and the regions that they told.
+struct Kind {
+  std::vector<int64_t> ranks;
+  std::vector<std::vector<std::string>> regions;  // [class][index in ranks]
+};
+
+/// All kinds in one text, which no other call makes. unpack() throws kInternal for what is none.
+std::string pack(const std::vector<Kind>& kinds);
+std::vector<Kind> unpack(const std::string& said);
+
+/// Compressed.
+std::string packed(const std::string& bytes);
+std::string unpacked(std::string_view bytes);
+
+/// 128 bits of a text: of ones that differ by mistake, not by malice.
+std::string digest(std::string_view text);
+
+}  // namespace shardow::file

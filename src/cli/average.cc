@@ -1,4 +1,6 @@
 // Averages of checkpoints: the merge engine (shardow/merge.h) from the command line.
+#include <charconv>
+
 #include "base/errors.h"
 #include "cli/lanes.h"
 #include "cli/output.h"
@@ -16,17 +18,24 @@ struct AverageOptions {
   bool uniform = false, per_step = false, normalize = false;
   std::optional<double> ema;
   size_t lawa = 0;
-  std::string curve, weights, steps;
+  std::string curve;
+  std::optional<std::string> weights, steps;
   int threads = 0;
 };
+
+/// All of `text`, in base ten: steps in names of directories begin with zeros.
+template <class Number>
+bool is_read(std::string_view text, Number& number) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size();
+}
 
 /// "0.5,0.3": as many numbers as there are inputs.
 template <class Number>
 std::vector<Number> numbers(const std::string& text, const char* option, size_t inputs) {
   std::vector<Number> found;
   for (const std::string& one : CLI::detail::split(text, ',')) {
-    if (!CLI::detail::lexical_cast(one, found.emplace_back()))
-      base::fail(Code::kInvalidArgument, "{} {}: '{}' is no number of its kind", option, text, one);
+    if (!is_read(one, found.emplace_back())) base::fail(Code::kInvalidArgument, "{} {}: '{}' is no number of its kind", option, text, one);
   }
   if (found.size() != inputs) base::fail(Code::kInvalidArgument, "{} has {} numbers for {} inputs", option, found.size(), inputs);
   return found;
@@ -34,7 +43,7 @@ std::vector<Number> numbers(const std::string& text, const char* option, size_t 
 
 std::vector<MergeInput> open_inputs(const AverageOptions& options) {
   std::vector<int64_t> steps;
-  if (!options.steps.empty()) steps = numbers<int64_t>(options.steps, "--steps", options.inputs.size());
+  if (options.steps) steps = numbers<int64_t>(*options.steps, "--steps", options.inputs.size());
   std::vector<MergeInput> inputs;
   for (size_t i = 0; i < options.inputs.size(); ++i) {
     const Checkpoint checkpoint = open_one(options.inputs[i]);
@@ -45,8 +54,8 @@ std::vector<MergeInput> open_inputs(const AverageOptions& options) {
 }
 
 Coefficients coefficients_for(const AverageOptions& options, std::vector<MergeInput>& inputs) {
-  if (!options.weights.empty()) {  // in the order of the command line
-    return given_coefficients(numbers<double>(options.weights, "--weights", inputs.size()), options.normalize);
+  if (options.weights) {  // in the order of the command line
+    return given_coefficients(numbers<double>(*options.weights, "--weights", inputs.size()), options.normalize);
   }
   sort_by_step(inputs);
   if (options.ema)

@@ -109,7 +109,12 @@ void add_posthoc(CLI::App& app, Action& chosen) {
   CLI::Option* const sigma =
       verb.add_option("--sigma-rel", options->sigma_rel, "width of the profile, in parts of the training's length: at most 0.28")
           ->option_text("S");
-  verb.add_option("--step", options->step, "the average at this step; by default at the last snapshot")->option_text("N");
+  verb.add_option("--step", options->step, "the average at this step; by default at the last snapshot")
+      ->transform([](const std::string& step) {
+        const size_t first = step.find_first_not_of('0');
+        return first == std::string::npos || first == 0 ? step : step.substr(first);
+      })
+      ->option_text("N");  // in base ten: CLI11 takes zeros before it, which names of snapshots have, for a sign of base eight
   add_output(verb, options->output, false);
   verb.add_option("--sweep", options->sweep, "instead, a picture (SVG) of the error to expect over the width; reads headers alone")
       ->excludes(sigma)

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/nonce.h"
 #include "comm/wire.h"
 
 namespace shardow::file {
@@ -17,8 +16,6 @@ namespace {
 using base::fail;
 using comm::Receiver;
 using comm::Sender;
-
-constexpr size_t kNonceBytes = 16;
 
 /// An encoded region is a list of numbers of seven bits a byte; see region_text.cc.
 using Numbers = std::vector<uint64_t>;
@@ -132,8 +129,8 @@ std::string unpacked(std::string_view bytes) {
   return out;
 }
 
-std::string pack(const std::vector<Kind>& kinds) {
-  std::string out = base::make_nonce();
+std::string pack(const std::vector<Kind>& kinds, const std::string& name) {
+  std::string out = name;
   put(out, kinds.size());
   for (const Kind& kind : kinds) {
     put(out, kind.ranks.size());
@@ -150,7 +147,7 @@ std::string pack(const std::vector<Kind>& kinds) {
 
 std::vector<Kind> unpack(const std::string& said) {
   const std::string bytes = unpacked(said);
-  NumberReader in(std::string_view(bytes).substr(kNonceBytes));
+  NumberReader in(std::string_view(bytes).substr(digest("").size()));
   std::vector<Kind> kinds(in.next());
   for (Kind& kind : kinds) {
     kind.ranks.resize(in.next());

@@ -210,7 +210,9 @@ std::string sum_up(std::span<const std::string> everybody) {
       kind.regions[of_class].push_back(in.text());
     }
   }
-  return pack(kinds);
+  std::string all;
+  for (const std::string& one : everybody) all += digest(one);
+  return pack(kinds, digest(all));
 }
 
 std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said, Deadline deadline) {

@@ -78,6 +78,7 @@ std::vector<double> Solver::solve(const Products::Target& target) const {
     const Vector eta = (beta + mu * sigma).cwiseProduct(inverse);
     consider((m.directions * eta).cwiseQuotient(m.scale), target.norm - 2 * eta.dot(beta) + eta.cwiseProduct(m.eigenvalues).dot(eta));
   }
+  if (best.size() == 0) base::fail(Code::kInvalidArgument, "profiles as narrow as these have inner products that no float64 holds");
   return {best.data(), best.data() + n};
 }
 

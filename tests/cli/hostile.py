@@ -182,4 +182,4 @@ def main(command: str, every: int = 1) -> int:
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1]), "runs")
+    print(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1), "runs")

@@ -19,6 +19,7 @@ delete.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,6 +36,8 @@ SHORT = 512  # bytes of words that may be everybody's
 EACH_HIS = b"="  # begins a verdict: every rank's words are there to be read; what follows are those of all others
 _LONG = 16 << 10  # from here on under a key of their own
 _LANE = 31  # ranks, with two bits each
+_PATIENT = timedelta(minutes=30)  # for the store itself: whoever waits for its thread goes by a clock of his own
+_LOOK = 1.0  # second, after which a verdict is late
 _GRACE = 0.4  # seconds: the first one that waited in vain has them to say for whom
 _MOST_NAMED = 32
 _INLINE = 1024  # bytes of an answer that is a verdict's part
@@ -98,15 +101,14 @@ class Rounds:
     def come(self, store: Any, turn: Turn, seconds: float, timeout: float, weighs: bool) -> None:
         """(1) to (4): ends with turn.said, or where the call ``weighs`` everybody's words, with those. ``timeout``: what was asked for, for
         messages."""
+        store.set_timeout(_PATIENT)
         for to, letter in turn.words.letters.items():
             turn.written += put(store, f"{turn.number}/{self._rank}/to/{to}", letter)
         has_words = self._tell(store, turn)
         was_last, any_words = self._count(store, turn, has_words)
         if not was_last:
-            try:
-                store.set_timeout(timedelta(seconds=seconds))
-                turn.said = bytes(store.get(f"{turn.number}/verdict"))
-            except dist.DistStoreError:
+            turn.said = self._wait_long(store, turn, seconds)
+            if turn.said is None:
                 missing = self._waited_for(store, turn)
                 any_words = not missing and bool(store.check([f"{turn.number}/words"]))
                 if missing and turn.said is None:
@@ -135,7 +137,7 @@ class Rounds:
         """(2): whether this rank is the last of all; then, whether anybody has words."""
         bits = int(store.add(f"{turn.number}/lane/{self._lane}", (1 + (has_words << _LANE)) << self._bit))
         turn.place = (bits & ((1 << _LANE) - 1)).bit_count()
-        if turn.place < self._size // self._lanes + (self._lane < self._size % self._lanes):
+        if turn.place < self._members():
             return False, False
         if self._lanes == 1:
             return True, bits >> _LANE > 0
@@ -147,13 +149,37 @@ class Rounds:
         if int(store.add(f"{turn.number}/asked", 1)) == 1:
             turn.written.append(f"{turn.number}/asked")
         else:
-            try:
-                store.set_timeout(timedelta(seconds=_GRACE))
-                turn.said = bytes(store.get(f"{turn.number}/verdict"))
+            turn.said = self._wait(store, turn.number, _GRACE)
+            if turn.said is not None:
                 return []
-            except dist.DistStoreError:
-                pass
         return self.missing(store, turn.number)
+
+    def _wait_long(self, store: Any, turn: Turn, seconds: float) -> bytes | None:
+        """(4): the first one of all looks now and then whether all have come: whoever was last may have died before it gave the verdict."""
+        if self._lane > 0 or turn.place != 1:
+            return self._wait(store, turn.number, seconds)
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > _LOOK:
+            said = self._wait(store, turn.number, _LOOK)
+            if said is not None:
+                return said
+            if not self.missing(store, turn.number):
+                return self._wait(store, turn.number, min(left, _GRACE))
+        return self._wait(store, turn.number, max(left, 0.001))
+
+    def _wait(self, store: Any, number: int, seconds: float) -> bytes | None:
+        """For a verdict; None where it does not come. A time that stayed would cut short what the connection is asked later."""
+        store.set_timeout(timedelta(seconds=seconds))
+        try:
+            return bytes(store.get(f"{number}/verdict"))
+        except dist.DistStoreError:
+            return None
+        finally:
+            store.set_timeout(_PATIENT)
+
+    def _members(self) -> int:
+        """Of this rank's lane."""
+        return self._size // self._lanes + (self._lane < self._size % self._lanes)
 
     def missing(self, store: Any, number: int) -> list[int]:
         bits = [int(store.add(f"{number}/lane/{lane}", 0)) for lane in range(self._lanes)]
@@ -245,10 +271,11 @@ class Rounds:
         return answer
 
     def _behind(self, turn: Turn) -> list[str]:
-        """(5): keys that this rank deletes when the round is over."""
+        """(5): keys that this rank deletes when the round is over. The last verdict is not among them: a slow rank may not have read yet
+        what the first one put behind it (1)."""
         keys = [f"{turn.number}/lane/{self._lane}"] if turn.place == 1 else []
-        if self._lane == 0 and turn.place == 2:
-            keys.append(f"{turn.number - 1}/verdict")
+        if self._lane == 0 and turn.place == min(2, self._members()) and turn.number > 1:
+            keys.append(f"{turn.number - 2}/verdict")
         if self._lane == 0 and turn.place == 3 and self._lanes > 1:
             keys.append(f"{turn.number}/lanes")
         return keys

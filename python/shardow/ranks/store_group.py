@@ -43,7 +43,6 @@ T = TypeVar("T")
 Weigh = Callable[[list[bytes]], tuple[bytes, Sequence[bytes]]]  # everybody's words: an answer for all, and one for each or none
 ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 _LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
-_FEW = 64  # words that a store takes as they are
 _FIRST_TAG = 64  # smaller ones are channels
 _LATER = "a later step of "
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
@@ -217,34 +216,27 @@ class StoreGroup(_core.Group):
         return self._store
 
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
-        """Combines 64-bit words in place: op is "sum", "max" or "xor". Many go through the process group, when all are there."""
-        words = np.frombuffer(values, dtype=np.uint64)
-        if self.moves_blocks and len(words) > _FEW:
-            self.all_gather(b"", seconds)
-            words[:] = self._reduced(words, op, seconds)
-            return
+        """Combines 64-bit words in place: op is "sum", "max" or "xor". Not a collective call of torch's, even of many words: in the
+        background training's own would be taken for it, since torch pairs them in the order of the calls."""
         combine: Any = {"sum": operator.add, "max": np.maximum, "xor": operator.xor}[op]
 
         def weigh(everybody: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
             return functools.reduce(combine, (np.frombuffer(one, dtype=np.uint64) for one in everybody)).tobytes(), ()
 
-        words[:] = np.frombuffer(self.decide(bytes(values), weigh, seconds)[0], dtype=np.uint64)
-
-    def _reduced(self, words: np.ndarray[Any, Any], op: str, seconds: float) -> np.ndarray[Any, Any]:
-        """Torch's words have a sign, which their sum and their exclusive or don't mind."""
-        sign = np.uint64(1 << 63) if op == "max" else np.uint64(0)
-        tensor = torch.from_numpy((words ^ sign).view(np.int64))
-        how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "xor": dist.ReduceOp.BXOR}[op]
-        self._move(lambda: dist.all_reduce(tensor, how, group=self._process_group(), async_op=True), seconds)
-        return tensor.numpy().view(np.uint64) ^ sign
+        if len(values):
+            np.frombuffer(values, dtype=np.uint64)[:] = np.frombuffer(self.decide(bytes(values), weigh, seconds)[0], dtype=np.uint64)
+        else:
+            self.all_gather(b"", seconds)
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
         """Copies root's bytes into everybody's: through the process group, or its store where that has no way for CPU tensors."""
         if not 0 <= root < self.size:
             raise invalid(f"broadcast() from rank {root} in a group of {self.size}")
         if self.moves_blocks:
+            until = time.monotonic() + seconds
             self.all_gather(b"", seconds)  # a rank that is late is found here, where it does no harm to the process group
-            self._move(lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), seconds)
+            left = max(until - time.monotonic(), _LAST_WORDS)
+            self._move(lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), left)
         else:
             data[:] = self.decide(bytes(data) if self.rank == root else b"", lambda everybody: (everybody[root], ()), seconds)[0]
 

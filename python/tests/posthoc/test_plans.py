@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import profile_oracle as oracle
 import pytest
-import runs
+import snapshot_runs as runs
 
 import shardow
 from shardow import posthoc, schedules

@@ -11,7 +11,7 @@ from typing import Any
 import models
 import pytest
 import ranks
-import runs
+import snapshot_runs as runs
 import torch
 import torch.distributed as dist
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ranks
-import runs
+import snapshot_runs as runs
 import torch
 
 import shardow

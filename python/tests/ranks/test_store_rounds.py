@@ -27,7 +27,8 @@ def failing(message: str) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 31, 32, 33, 100])
 def test_agree_costs_at_most_four_operations_and_few_bytes_at_any_number_of_ranks(size: int) -> None:
     with emulated(size) as groups:
-        assert on_all(groups, agree)[0] == [None] * size
+        for _ in range(3):
+            assert on_all(groups, agree)[0] == [None] * size
         keys = groups[0].store.num_keys()
         for _ in range(3):
             for group in groups:

@@ -51,9 +51,10 @@ void bind_posthoc(nb::module_& m) {
       .def_ro("step", &Plan::step)
       .def_ro("terms", &Plan::terms, "By step; their coefficients sum to 1.")
       .def_ro("snapshots", &Plan::snapshots, "How many there were to choose from.")
-      .def_ro("residual", &Plan::residual, "|w' - w| / |w| of the profiles.")
+      .def_ro("residual", &Plan::residual, "Distance of the profiles, made from asked for, over the norm of what was asked for.")
       .def_ro("variation", &Plan::variation,
-              "Half of sum |w' - w|: no weight is further off than this part of the span that it covered in training.")
+              "Half of the sum of the profiles' absolute differences: no weight is further off than this part of the span that it covered "
+              "in training.")
       .def_ro("rounding", &Plan::rounding,
               "And than this part of its largest stored average, by the rounding of stored snapshots: sum |c_j| u_j.")
       .def_ro("size", &Plan::size, "sum |c_j|.")
@@ -68,7 +69,7 @@ void bind_posthoc(nb::module_& m) {
       "directory"_a, "target"_a, "step"_a = nb::none(), "continuous"_a = false, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<SweepPoint>(m, "SweepPoint", "The error to expect of power(sigma_rel).")
       .def_ro("sigma_rel", &SweepPoint::sigma_rel)
-      .def_ro("residual", &SweepPoint::residual, "|w' - w| / |w| of the profiles.")
+      .def_ro("residual", &SweepPoint::residual, "Distance of the profiles, made from asked for, over the norm of what was asked for.")
       .def_ro("rounding", &SweepPoint::rounding, "By the rounding of stored snapshots, at most.");
   nb::class_<Sweep>(m, "Sweep", "The error to expect over sigma_rel.")
       .def_ro("step", &Sweep::step)

@@ -27,7 +27,8 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
   std::set<std::string> names;
   for (const SaveFile& file : files) {
     const bool plain = base::Path(file.name).filename() == file.name && file.name.ends_with(".safetensors");
-    if (!file.name.empty() && (!plain || !names.insert(file.name).second))
+    const bool alone = file.name.empty() && files.size() == 1;  // a checkpoint named by the path
+    if (!alone && (!plain || !names.insert(file.name).second))
       fail(Code::kInvalidArgument, "'{}' is no name for one of several files: a plain one that ends in .safetensors, once", file.name);
   }
   for (const auto& [name, text] : options.texts) {

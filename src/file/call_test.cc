@@ -23,6 +23,18 @@ TEST_F(Checkpoints, AtPathsThatAreNoneIsATypedErrorOnAllBeforeAnythingIsWritten)
   EXPECT_EQ(bytes_of(folder_ / "a.safetensors"), "precious");
 }
 
+TEST_F(Checkpoints, OfSeveralFilesHasANameForEach) {
+  for (const auto& second : {"", "model.safetensors", "a/b.safetensors"}) {
+    const auto codes = on_ranks(2, [&](Group& group) {
+      auto held = hold(rows, group.rank(), 2, true);
+      const std::vector<SaveFile> files = {{"model.safetensors", views_of(held)}, {second, views_of(held)}};
+      save(group, files, folder_ / "several");
+    });
+    EXPECT_EQ(codes, all(2, static_cast<int>(Code::kInvalidArgument))) << second;
+  }
+  EXPECT_TRUE(names().empty());
+}
+
 TEST_F(Checkpoints, OfARankThatNeverComesTimesOutOnAll) {
   const SaveOptions options{.timeout = std::chrono::seconds(1)};
   EXPECT_EQ(on_ranks(3,

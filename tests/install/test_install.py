@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from built import CMAKE, install, succeed
 
 HERE = Path(__file__).parent
-BUILD = HERE.parents[1] / "build" / "release"
-CMAKE = Path(sys.executable).parent / "cmake"
 WARNINGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
 
 NEED_MORE = {"libtorch.h", "mpi.h"}  # headers over somebody else's: tests/libtorch and tests/mpi compile them
 
 
-def run(*command: object, **environment: str) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env={**os.environ, **environment})
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("prefix")
-    run(CMAKE, "--install", BUILD, "--component", "cpp", "--prefix", prefix)
-    return prefix
+    return install(tmp_path_factory)
 
 
 def works(program: Path, tmp_path: Path) -> None:
-    assert "/there/is/no.safetensors" in run(program, tmp_path / "ema.safetensors")
+    assert "/there/is/no.safetensors" in succeed(program, tmp_path / "ema.safetensors")
 
 
 @pytest.mark.parametrize("component", ["shared", "static"])
 def test_found_by_cmake(component: str, installed: Path, tmp_path: Path) -> None:
     build = tmp_path / "build"
-    run(CMAKE, "-S", HERE, "-B", build, f"-DCMAKE_PREFIX_PATH={installed}", f"-DCOMPONENT={component}")
-    run(CMAKE, "--build", build)
-    needed = run("readelf", "-d", build / "consumer")
+    succeed(CMAKE, "-S", HERE, "-B", build, f"-DCMAKE_PREFIX_PATH={installed}", f"-DCOMPONENT={component}")
+    succeed(CMAKE, "--build", build)
+    needed = succeed("readelf", "-d", build / "consumer")
     assert ("libshardow.so.0" in needed) == (component == "shared")
     works(build / "consumer", tmp_path)
 
@@ -51,11 +40,11 @@ def test_found_by_cmake(component: str, installed: Path, tmp_path: Path) -> None
 def test_found_by_pkg_config(flags: Sequence[str], installed: Path, tmp_path: Path) -> None:
     if shutil.which("pkg-config") is None:
         pytest.skip("no pkg-config: apt-get install pkg-config")
-    told = run("pkg-config", "--cflags", "--libs", *flags, "shardow", PKG_CONFIG_PATH=str(installed / "lib" / "pkgconfig")).split()
+    told = succeed("pkg-config", "--cflags", "--libs", *flags, "shardow", PKG_CONFIG_PATH=str(installed / "lib" / "pkgconfig")).split()
     if flags:
         told = ["-l:libshardow.a" if word == "-lshardow" else word for word in told]
     program = tmp_path / "consumer"
-    run("g++", *WARNINGS, HERE / "main.cc", "-o", program, *told, f"-Wl,-rpath,{installed / 'lib'}")
+    succeed("g++", *WARNINGS, HERE / "main.cc", "-o", program, *told, f"-Wl,-rpath,{installed / 'lib'}")
     works(program, tmp_path)
 
 
@@ -69,12 +58,12 @@ def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, t
     for header in sorted(set(headers) - NEED_MORE):
         source = tmp_path / "twice.cc"
         source.write_text(f"#include <shardow/{header}>\n" * 2)
-        run(found, *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
+        succeed(found, *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
 
 
 def test_the_command_and_its_pages(installed: Path) -> None:
-    assert run(installed / "bin" / "shardow", "--version").startswith("shardow ")
-    needed = run("readelf", "-d", installed / "bin" / "shardow")
+    assert succeed(installed / "bin" / "shardow", "--version").startswith("shardow ")
+    needed = succeed("readelf", "-d", installed / "bin" / "shardow")
     assert "libcrypto" not in needed
     assert ".SH VERBS" in (installed / "share/man/man1/shardow.1").read_text()
     for page in ("bash-completion/completions/shardow", "zsh/site-functions/_shardow", "fish/vendor_completions.d/shardow.fish"):
@@ -83,18 +72,18 @@ def test_the_command_and_its_pages(installed: Path) -> None:
 
 def test_nothing_of_what_it_is_built_on_shows(installed: Path) -> None:
     library = installed / "lib" / "libshardow.so"
-    names = run("nm", "-DC", "--defined-only", library)
+    names = succeed("nm", "-DC", "--defined-only", library)
     exported = [line.split(" ", 2)[2] for line in names.splitlines()]
     assert any(name.startswith("shardow::Average::update(") for name in exported)
     inner = re.compile(r"shardow::(base|tensor|kernels|average|comm|file|ema)::[\w~]|::(Impl|Plan)::")
     assert [name for name in exported if "shardow::" not in name or inner.match(name) or inner.search(name.split("(")[0])] == []
     text = "".join(path.read_text() for path in (installed / "include" / "shardow").iterdir() if path.name not in NEED_MORE)
     assert re.findall(r"#include [<\"](?!shardow/)[\w/]+\.h|(?:fmt|simdjson|hwy)::", text) == []
-    assert "SONAME" in run("readelf", "-d", library)
+    assert "SONAME" in succeed("readelf", "-d", library)
 
 
 def test_without_mpi_its_component_is_refused_by_the_packages_name(installed: Path, tmp_path: Path) -> None:
-    told = run(CMAKE, "-S", HERE.parents[1], "-B", tmp_path / "none", "-DSHARDOW_MPI=OFF", "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF")
+    told = succeed(CMAKE, "-S", HERE.parents[1], "-B", tmp_path / "none", "-DSHARDOW_MPI=OFF", "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF")
     assert "shardow/mpi.h: OFF (SHARDOW_MPI=OFF); it needs Debian's libopenmpi-dev and openmpi-bin" in told
     shutil.copytree(installed, tmp_path / "prefix", symlinks=True)
     shutil.copy(tmp_path / "none" / "shardow-config.cmake", tmp_path / "prefix" / "lib" / "cmake" / "shardow")
@@ -102,4 +91,4 @@ def test_without_mpi_its_component_is_refused_by_the_packages_name(installed: Pa
     refused = subprocess.run([CMAKE, *given, "-B", tmp_path / "refused", "-DCOMPONENT=mpi"], capture_output=True, text=True)
     assert refused.returncode != 0
     assert "built without MPI: install libopenmpi-dev" in " ".join(refused.stderr.split())
-    run(CMAKE, *given, "-B", tmp_path / "fine", "-DCOMPONENT=OPTIONAL_COMPONENTS;mpi")
+    succeed(CMAKE, *given, "-B", tmp_path / "fine", "-DCOMPONENT=OPTIONAL_COMPONENTS;mpi")

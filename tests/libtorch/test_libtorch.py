@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from built import CMAKE, ROOT, install, succeed
 
 torch = pytest.importorskip("torch", reason="no LibTorch, so shardow/libtorch.h is not tried: pip install torch")
 
@@ -18,22 +19,11 @@ from safetensors.torch import load_file  # noqa: E402
 import shardow  # noqa: E402
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-BUILD = ROOT / "build" / "release"
-CMAKE = Path(sys.executable).parent / "cmake"
-
-
-def run(*command: object) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("prefix")
-    run(CMAKE, "--install", BUILD, "--component", "cpp", "--prefix", prefix)
-    return prefix
+    return install(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +31,7 @@ def built(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with both programs. They are compiled side by side: torch's headers take half a minute each."""
     build = tmp_path_factory.mktemp("build")
     for name, source in {"tests": HERE, "example": ROOT / "examples" / "libtorch"}.items():
-        run(CMAKE, "-S", source, "-B", build / name, f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}")
+        succeed(CMAKE, "-S", source, "-B", build / name, f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}")
     compilers = [subprocess.Popen([CMAKE, "--build", build / name], stdout=subprocess.PIPE, text=True) for name in ("tests", "example")]
     for one in compilers:
         said, _ = one.communicate()
@@ -61,7 +51,7 @@ def straight(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(built: Path, out: Path, steps: int) -> str:
-    return run("env", "OMP_NUM_THREADS=1", built / "example" / "train", out, steps)
+    return succeed("env", "OMP_NUM_THREADS=1", built / "example" / "train", out, steps)
 
 
 def contents(out: Path) -> dict[Path, bytes]:
@@ -69,9 +59,9 @@ def contents(out: Path) -> dict[Path, bytes]:
 
 
 def test_views_and_groups_and_both_libraries_in_one_program(built: Path) -> None:
-    said = run("env", "OMP_NUM_THREADS=2", built / "tests" / "libtorch_test")
+    said = succeed("env", "OMP_NUM_THREADS=2", built / "tests" / "libtorch_test")
     assert "PASSED" in said
-    needed = run("readelf", "-d", built / "tests" / "libtorch_test")
+    needed = succeed("readelf", "-d", built / "tests" / "libtorch_test")
     assert "libshardow.so.0" in needed
     assert "libtorch_cpu.so" in needed
 
@@ -129,7 +119,7 @@ def test_the_header_compiles_with_clang_too(installed: Path, tmp_path: Path) -> 
     torchs = Path(torch.utils.cmake_prefix_path).parents[1] / "include"
     warnings = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
     where = [f"-I{installed / 'include'}", "-isystem", torchs, "-isystem", torchs / "torch" / "csrc" / "api" / "include"]
-    run(clang, *warnings, *where, "-fsyntax-only", tmp_path / "twice.cc")
+    succeed(clang, *warnings, *where, "-fsyntax-only", tmp_path / "twice.cc")
 
 
 @pytest.mark.parametrize("first", ["torch", "shardow"])
@@ -139,7 +129,7 @@ def test_a_python_process_takes_all_three_in_any_order(first: str, installed: Pa
     order = ["import torch", library, "import shardow"]
     work = "net = torch.nn.Linear(2048, 1024); ema = shardow.EMA(net, decay=0.5); before = net.weight.detach().clone()"
     step = "net.weight.data.add_(1); ema.update(); assert torch.equal(ema.full_state_dict()['weight'], before.lerp(net.weight, 0.5))"
-    run(sys.executable, "-c", "\n".join([*(order if first == "torch" else order[::-1]), work, step]))
+    succeed(sys.executable, "-c", "\n".join([*(order if first == "torch" else order[::-1]), work, step]))
 
 
 def test_without_libtorch_the_example_says_what_is_missing(installed: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mpi_runs import BUILD, CMAKE, ROOT, Launch, run, succeed
+from built import BUILD, CMAKE, ROOT, Launch, install, run, succeed
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +26,7 @@ def mpirun() -> Launch:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory, mpirun: Launch) -> Path:
-    """The package as a user has it."""
-    prefix = tmp_path_factory.mktemp("prefix")
-    succeed(CMAKE, "--install", BUILD, "--component", "cpp", "--prefix", prefix)
-    return prefix
+    return install(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi_runs import BUILD
+from built import BUILD
 from safetensors.torch import load_file
 
 RECOVERY = ("--enable-recovery",)  # mpirun leaves the others alive

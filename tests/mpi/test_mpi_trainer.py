@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi_runs import CMAKE, ROOT, succeed
+from built import CMAKE, ROOT, succeed
 from safetensors import safe_open
 
 Train = Callable[..., Any]

@@ -4,5 +4,17 @@ Where names cannot be looked up that takes 5 s a time, longer than deadlines in 
 """
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+@pytest.fixture
+def quick_folder() -> Iterator[Path]:
+    import quick  # of python/tests, which pytest finds by then
+
+    with quick.folder() as one:
+        yield one

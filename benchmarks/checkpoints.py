@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -147,7 +148,7 @@ def survives(name: str, folder: Path, seed: int) -> bool:
         time.sleep(0.001)
     time.sleep(random.Random(seed).uniform(0, 0.1))
     for process in processes:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.join()
     good = CONTEXT.Value("q", 0)
@@ -159,6 +160,7 @@ def survives(name: str, folder: Path, seed: int) -> bool:
 
 
 def save_for_ever(rank: int, port: int, name: str, place: str, saved: Any) -> None:
+    os.setpgrp()  # with the processes that it starts, which are killed as a machine that dies kills them
     begin(rank, port)
     training = Training(0.02)
     way = WAYS[name](training, Path(place))

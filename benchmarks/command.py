@@ -59,7 +59,12 @@ def candidates(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def run(gib: float, rounds: int, folder: Path | None = None) -> Results:
+def run(gib: float, rounds: int, folder: Path | None = None, only: str = "") -> Results:
+    """Of candidates whose names begin with ``only``, and what they are held against."""
+    wanted = {name for what, other in OF.items() if what.startswith(only) for name in (what, other)}
+    if not wanted:
+        raise SystemExit(f"no candidate begins with '{only}': {', '.join(OF)}")
+
     with tempfile.TemporaryDirectory(dir=folder) as name:
         path = Path(name)
         files = write(path, gib)
@@ -68,6 +73,8 @@ def run(gib: float, rounds: int, folder: Path | None = None) -> Results:
         for _ in range(rounds):
             for warm in (True, False):
                 for what, words in candidates(path).items():
+                    if what not in wanted:
+                        continue
                     (path / "out.safetensors").unlink(missing_ok=True)
                     prepare(files, warm)
                     seconds, memory = measured(words)
@@ -143,6 +150,8 @@ def lines(results: Results) -> list[str]:
 def bars(results: Results) -> list[tuple[str, float, float, bool]]:
     found = []
     for what, other in OF.items():
+        if what not in results.memory:
+            continue
         for warm in (True, False):
             ratio = results.ratio(what, warm)
             found.append((f"{what}, from {'memory' if warm else 'disk'}: times {other} (at most)", ratio, BAR, ratio <= BAR))
@@ -154,9 +163,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="verbs whose names begin so, like diff")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     options = parser.parse_args()
-    results = run(options.gib, options.rounds, options.folder)
+    results = run(options.gib, options.rounds, options.folder, options.only)
     print("\n".join(lines(results)))
     for what, found, bar, met in bars(results):
         print(f"{'met   ' if met else 'MISSED'} {what}: {found:.2f}, {bar:g}")

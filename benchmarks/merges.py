@@ -1,5 +1,6 @@
 """``python -m benchmarks.merges``: the mean of K bfloat16 checkpoints in one process, beside reading the inputs once and writing the output
-once, and a plain torch script that does the same tensor by tensor.
+once, and a plain torch script that does the same tensor by tensor; an average after the fact of them as snapshots, beside the same; and one
+tensor in eight of the mean, into memory, beside reading as many bytes.
 
 Warm: the inputs are in the page cache. Cold: they are not. Each way works in a process of its own, whose memory at the peak counts from
 before its first byte; an order drawn anew each round. What is written is on the disk at the end, for all.
@@ -28,6 +29,8 @@ from benchmarks.process import status
 
 TENSORS = 16
 OURS, READ, WRITE, TORCH = "shardow.merge", "reading the inputs once (cat)", "writing the output once", "torch, tensor by tensor"
+AFTER, SOME, READ_SOME = "shardow.posthoc.synthesize, of the same as snapshots", "some tensors, into memory", "reading these once"
+EACH = 8  # of which SOME takes one
 Way = Callable[[list[Path], Path], object]
 
 
@@ -51,18 +54,20 @@ class Results:
     seconds: dict[str, dict[str, list[float]]]  # "warm" and "cold", by way and round
     memory: dict[str, float]  # MiB at the peak, of the worst round
 
-    def ratio(self, cache: str) -> float:
-        """How many times as long as reading and writing once, by their medians."""
+    def ratio(self, way: str, cache: str) -> float:
+        """How many times as long as what must be read and written, by their medians."""
         median = {name: statistics.median(seconds) for name, seconds in self.seconds[cache].items()}
-        return median[OURS] / (median[READ] + median[WRITE])
+        return median[way] / (median[READ_SOME] if way == SOME else median[READ] + median[WRITE])
 
 
 def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+    names = {OURS: "merge", AFTER: "average after the fact"}
     found = [
-        (f"merge of {results.inputs}, {cache}: times reading and writing once (at most)", results.ratio(cache), 1.15)
+        (f"{name} of {results.inputs}, {cache}: times reading and writing once (at most)", results.ratio(way, cache), 1.15)
         for cache in results.seconds
+        for way, name in names.items()
     ]
-    found.append(("merge: MiB of memory (at most)", results.memory[OURS], 64))
+    found += [(f"{name}: MiB of memory (at most)", results.memory[way], 64) for way, name in names.items()]
     return [(what, measured, bar, measured <= bar) for what, measured, bar in found]
 
 
@@ -86,6 +91,7 @@ def run(mib: int, inputs: int, rounds: int, folder: Path | None = None) -> Resul
         paths = [Path(name) / f"step-{j + 1}.safetensors" for j in range(inputs)]
         for seed, path in enumerate(paths):
             shardow.save(weights(mib, seed), path)
+        snapshots(paths, Path(name) / "snapshots")
         workers = {way: Worker(way, paths, Path(name)) for way in WAYS}
         results = Results(mib, inputs, {cache: {way: [] for way in WAYS} for cache in ("warm", "cold")}, dict.fromkeys(WAYS, 0.0))
         order = random.Random(0)
@@ -103,6 +109,24 @@ def run(mib: int, inputs: int, rounds: int, folder: Path | None = None) -> Resul
 def weights(mib: int, seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     return {f"layers.{i}.weight": torch.randn(mib * 2**19 // TENSORS // 1024, 1024).bfloat16() for i in range(TENSORS)}
+
+
+def snapshots(paths: list[Path], directory: Path) -> None:
+    """The same bytes with the metadata of snapshots of one average, every 1000 steps."""
+    model = torch.nn.Linear(1, 1)
+    ema = shardow.EMA(model, decay=shardow.schedules.power(0.1))
+    for _ in range(1000 * len(paths)):
+        ema.update()
+        ema.snapshot(directory, 1000)
+    for path, at in zip(paths, sorted(directory.iterdir()), strict=True):
+        (file,) = at.iterdir()
+        with shardow.open(file) as opened:
+            told = {key: text for key, text in opened.metadata.items() if key in ("shardow.state", "shardow.snapshot")}
+        file.unlink()
+        with shardow.open(path) as opened:
+            shardow.save({name: opened[name] for name in opened}, file, metadata=told)
+        os.replace(file, path)  # the inputs of all are these
+        file.symlink_to(path)
 
 
 def prepare(paths: list[Path], cold: bool) -> None:
@@ -148,7 +172,31 @@ def by_torch(paths: list[Path], out: Path) -> None:
         os.fsync(file.fileno())
 
 
-WAYS: dict[str, Way] = {OURS: ours, READ: read, WRITE: write, TORCH: by_torch}
+def after(paths: list[Path], out: Path) -> None:
+    """A width that all snapshots have a part in."""
+    directory = paths[0].parent / "snapshots"
+    if len(paths) > 1 and directory.is_dir():
+        shardow.posthoc.synthesize(directory, sigma_rel=0.2, out=out, dtype="bfloat16")
+
+
+def some(paths: list[Path], out: Path) -> None:
+    with shardow.open(paths[0]) as opened:
+        target = {name: torch.empty_like(opened[name]) for name in sorted(opened)[::EACH]}
+    shardow.load(target, shardow.merged(paths), strict=False)
+
+
+def read_some(paths: list[Path], out: Path) -> None:
+    """The first tensors in the files, as many bytes."""
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            left = path.stat().st_size // EACH
+            while left > 0 and (data := file.read(min(left, 1 << 17))):
+                left -= len(data)
+
+
+WAYS: dict[str, Way] = {
+    OURS: ours, AFTER: after, SOME: some, READ: read, READ_SOME: read_some, WRITE: write, TORCH: by_torch
+}  # fmt: skip
 
 
 class Worker:
@@ -157,7 +205,7 @@ class Worker:
     def __init__(self, way: str, paths: list[Path], folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(way, paths, folder / f"{len(way)}-out.safetensors", theirs))
+        self._process = context.Process(target=serve, args=(way, paths, folder / f"{list(WAYS).index(way)}-out.safetensors", theirs))
         self._process.start()
         theirs.close()
 

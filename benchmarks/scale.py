@@ -1,104 +1,36 @@
-"""What coordination costs against the number of ranks and of tensors: ``python -m benchmarks.scale [ranks ...]``.
+"""What coordination costs against the number of ranks and of tensors: ``python -m benchmarks.scale [section ...] [--sizes n ...]``.
 
-Ranks are threads of this process with a connection each to one real store, so that what is seen is the store's part and the protocol's: the
-operations and bytes of a rank are exact, the seconds are those of this machine's few processors working for all of them. What a rank works
-out for itself is measured alone.
+Sections, all of them unless some are named: ``emulated`` (ranks that are threads, to 4,096), ``processes`` (to 32), ``tensors`` (to a
+million), ``paper`` (what follows for 16,384 ranks and 10 T parameters, from figures of this machine).
+docs/scale.md is made of what it prints.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import argparse
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "tests"))
-from emulated import Emulated, emulated, on_all
+from benchmarks import scale_emulated, scale_paper, scale_processes, scale_tensors
 
-from shardow import _core
-
-TIMEOUT = 600.0
-RANKS = (2, 8, 32, 128, 512, 1024, 2048, 4096)
-TENSORS = 20_000
-_BLOCK = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008), (4096,), (4096,)]  # of a transformer
+SECTIONS = {
+    "emulated": (scale_emulated, scale_emulated.RANKS),
+    "processes": (scale_processes, scale_processes.SIZES),
+    "tensors": (scale_tensors, scale_tensors.SIZES),
+}
 
 
-def shapes(tensors: int) -> list[tuple[str, tuple[int, ...]]]:
-    return [(f"model.layers.{i // len(_BLOCK)}.part{i % len(_BLOCK)}.weight", _BLOCK[i % len(_BLOCK)]) for i in range(tensors)]
-
-
-def held(rank: int, size: int, tensors: int) -> list[_core.TensorView]:
-    """What FSDP2 gives a rank: rows of everything."""
-    regions = {}
-    for shape in set(_BLOCK):
-        each = -(-shape[0] // size)
-        rows = [(min(rank * each, shape[0]), min((rank + 1) * each, shape[0]))]
-        regions[shape] = _core.Region.grid(list(shape), [rows, *([(0, n)] for n in shape[1:])])
-    return [_core.TensorView(name, "F32", regions[shape], 64) for name, shape in shapes(tensors)]
-
-
-def words_of(size: int, tensors: int) -> list[bytes]:
-    """By rank: the list's digest, which is everybody's, and the regions, which some tensors of each shape have all of."""
-    digest = 17  # bytes, with a sign before it
-    whole = _core.holding_words(held(0, size, tensors))
-    words = [whole[:digest] + _core.holding_words(held(rank, size, len(_BLOCK)))[digest:] for rank in range(size)]
-    assert words[0] == whole
-    return words
-
-
-def cost(groups: list[Emulated], call: Callable[[Emulated], Any]) -> dict[str, float]:
-    """Of one call on all ranks: the worst rank's operations and bytes, and the seconds until all have done."""
-    for group in groups:
-        group.store.forget()
-    answers, seconds = on_all(groups, call)
-    failed = [one for one in answers if isinstance(one, BaseException)]
-    if failed:
-        raise failed[0]
-    stores = [group.store for group in groups]
-    operations = [sum(store.operations.values()) for store in stores]
-    return {
-        "seconds": seconds,
-        "operations": max(operations),
-        "mean_operations": sum(operations) / len(stores),
-        "sent": max(store.sent for store in stores),
-        "received": sorted(store.received for store in stores)[-2],  # but for the one that sums up
-        "received_by_one": max(store.received for store in stores),
-    }
-
-
-def at(size: int, tensors: int) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    with emulated(size) as groups:
-        on_all(groups, lambda group: _core.agree(group, "warm", TIMEOUT, lambda: None))
-        found["agree"] = cost(groups, lambda group: _core.agree(group, "call()", TIMEOUT, lambda: None))
-        words = words_of(size, tensors)
-        found["plan"] = cost(groups, lambda group: group.decide(words[group.rank], _summed, TIMEOUT))
-        found["later plan"] = cost(groups, lambda group: group.decide(b"=" + bytes(16), lambda _: (b"=", ()), TIMEOUT))
-    return found
-
-
-def _summed(everybody: list[bytes]) -> tuple[bytes, tuple[bytes, ...]]:
-    return _core.summed_holdings(everybody), ()
-
-
-def exponent(points: list[tuple[float, float]]) -> float:
-    """Of the power law through them, by least squares of logarithms."""
-    xs, ys = [math.log(x) for x, _ in points], [math.log(max(y, 1e-9)) for _, y in points]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
-
-
-def main(ranks: list[int]) -> None:
-    table = {}
-    for size in ranks:
-        table[size] = at(size, TENSORS)
-        print(json.dumps({size: table[size]}), flush=True)
-    for what in table[ranks[0]]:
-        for fact in ("seconds", "operations", "sent", "received"):
-            print(f"{what}: {fact} ~ ranks^{exponent([(size, table[size][what][fact]) for size in ranks if size >= 8]):.2f}")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, "paper", []], help="all unless some are named")
+    parser.add_argument("--sizes", nargs="+", type=int, help="of one section")
+    options = parser.parse_args()
+    for name in options.sections or [*SECTIONS, "paper"]:
+        print(f"\n{name}")
+        if name == "paper":
+            print("\n".join(scale_paper.lines()))
+            continue
+        section, sizes = SECTIONS[name]
+        print("\n".join(section.lines(section.run(options.sizes or list(sizes)))), flush=True)
 
 
 if __name__ == "__main__":
-    main([int(one) for one in sys.argv[1:]] or list(RANKS))
+    main()

@@ -26,3 +26,4 @@ target_compile_definitions(shardow_mpi PRIVATE FMT_HEADER_ONLY)  # who links it 
 target_include_directories(shardow_mpi PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
 target_compile_features(shardow_mpi PUBLIC cxx_std_20)
 target_link_libraries(shardow_mpi PRIVATE $<BUILD_INTERFACE:shardow_options>)
+target_link_libraries(shardow_mpi PUBLIC $<BUILD_INTERFACE:shardow>)  # installed, the package's configuration says which of the two

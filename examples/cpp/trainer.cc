@@ -4,12 +4,12 @@
 // from its last checkpoint, on any number of ranks, and ends with the very bits of a run that was not.
 #include <shardow/average.h>
 #include <shardow/ema_file.h>
+#include <shardow/error.h>
 #include <shardow/mpi.h>
 
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
 
 #include "network.h"
 
@@ -30,11 +30,23 @@ std::vector<shardow::TensorView> views_of(std::vector<Rows>& tensors, std::vecto
 
 /// Weights, momentum and averages, which appear together or not at all.
 void save(shardow::Group& group, const shardow::Average& ema, std::vector<shardow::TensorView> training, const std::string& run, bool die) {
-  std::vector<shardow::SaveFile> files = shardow::ema_files(ema, shardow::agreed_state(group, ema));
+  std::vector<shardow::SaveFile> files = shardow::ema_files(group, ema);
   files.push_back({"training.safetensors", std::move(training)});
   shardow::SaveOptions options;
   if (die) options.progress = [](int64_t, int64_t) { std::raise(SIGKILL); };  // in the middle of it, on rank 0
   shardow::save(group, files, run, options);
+}
+
+/// Weights, momentum and averages of the last checkpoint, where there is one. Each rank reads its own rows, whoever wrote them.
+void resume(shardow::Group& group, shardow::Average& ema, const std::vector<shardow::TensorView>& training, const std::string& run) {
+  try {
+    shardow::load(group, ema, run);
+  } catch (const shardow::Error& error) {
+    if (error.code() != shardow::Code::kNotFound) throw;  // on every rank, or on none
+    if (group.rank() == 0) std::printf("a new start: %s\n", error.what());
+    return;
+  }
+  shardow::load(group, training, run + "/training.safetensors");
 }
 
 void train(const std::string& data, const std::string& run, int until, int die_at) {
@@ -49,10 +61,7 @@ void train(const std::string& data, const std::string& run, int until, int die_a
   training.insert(training.end(), weights.begin(), weights.end());
   shardow::Average ema(weights, {.schedules = {shardow::Schedule::constant(0.9), shardow::Schedule::constant(0.99)}});
 
-  if (std::filesystem::exists(run)) {  // each rank reads its own rows, whoever wrote them
-    shardow::load(*group, training, run + "/training.safetensors");
-    shardow::load(*group, ema, run);
-  }
+  resume(*group, ema, training, run);
   for (int64_t step = ema.stats().step + 1; step <= until; ++step) {
     const int64_t begin = (step - 1) * kBatch % (num_train - kBatch);
     network.train(samples.data() + begin, kBatch, 0.05f);
@@ -81,7 +90,7 @@ int main(int argc, char** argv) {
   try {
     if (argc < 3) throw std::runtime_error("trainer DATA RUN [--until STEP] [--die-while-saving STEP]");
     train(argv[1], argv[2], until, die_at);
-  } catch (const std::exception& error) {  // every rank comes here: a failure of one is everybody's
+  } catch (const std::exception& error) {  // of a collective call every rank has one
     std::fprintf(stderr, "%s\n", error.what());
     MPI_Abort(MPI_COMM_WORLD, 1);
   }

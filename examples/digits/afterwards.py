@@ -20,6 +20,7 @@ from .options import Options
 
 SNAPPED = (0.05, 0.1)  # widths, sigma_rel, of the averages that snapshots are taken of
 TRACKED = (0.07, 0.15, 0.2)  # that are synthesised from these, and for comparison tracked too
+MADE = (0.04, 0.1, 0.25)  # that are synthesised alone, for the curve of distances over widths
 SNAPSHOTS = 24  # over the training
 FOLDER = "afterwards"
 RAW_CHECKPOINTS = 12  # of the weights themselves, over the training
@@ -79,12 +80,19 @@ class Afterwards:
         weights = self.out / "weights.safetensors"
         shardow.save(self.model, weights, group=self.group)
         widths = [vars(self._compare(width, judge)) for width in TRACKED]
+        more = {width: judge.distance(judge.sample(self._synthesised(width))) for width in MADE}
         merges = {}
         for name, how in MERGES.items():
             shardow.load(self.model, shardow.merged(self.raw, **how), group=self.group)
             merges[name] = judge.distance(judge.sample(self.model))
         shardow.load(self.model, weights, group=self.group)
-        return {"widths": widths, "merges": merges, "raw": len(self.raw)}
+        return {"widths": widths, "more": more, "merges": merges, "raw": len(self.raw)}
+
+    def _synthesised(self, width: float) -> torch.nn.Module:
+        out = self.out / f"synthesised-{width}.safetensors"
+        posthoc.synthesize(self.out, sigma_rel=width, out=out)
+        shardow.load(self.model, out, strict=False, group=self.group)
+        return self.model
 
     def _compare(self, width: float, judge: Judge) -> Width:
         with self.tracked.swapped(decay=shardow.schedules.power(width)):

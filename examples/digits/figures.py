@@ -71,6 +71,39 @@ def decay(run: Run, theme: Theme) -> Figure:
     return figure
 
 
+def afterwards(run: Run, theme: Theme) -> Figure:
+    """The distance over the width of averages that were made after training; of those that were tracked too, beside it."""
+    found, figure = run["train"]["afterwards"], Figure()
+    axes = figure.add_subplot(xlabel="width of the average, sigma_rel", ylabel="Fréchet distance (log scale)")
+    made = sorted({**{one["sigma_rel"]: one["made"] for one in found["widths"]}, **found["more"]}.items())
+    axes.axhline(run["train"]["evaluations"][-1].frechet[RAW], color=theme.raw, label="the weights themselves")
+    axes.plot(*zip(*made, strict=True), "o-", color=theme.averages[0], ms=4, label="made from snapshots")
+    tracked = [(one["sigma_rel"], one["tracked"]) for one in found["widths"]]
+    axes.plot(*zip(*tracked, strict=True), "o", color=theme.averages[3], ms=11, mfc="none", mew=1.5, label="tracked in training")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    axes.legend(loc="best")
+    return figure
+
+
+def merges(run: Run, theme: Theme) -> Figure:
+    """The distance of the last weights, of merges of checkpoints, and of the best average."""
+    found, figure = run["train"]["afterwards"], Figure((7.2, 2.6))
+    axes = figure.add_subplot(xlabel="Fréchet distance")
+    best = min(found["widths"], key=lambda one: one["tracked"])
+    rows = {"the last weights": (run["train"]["evaluations"][-1].frechet[RAW], theme.raw)}
+    rows |= {f"merged: {name}": (value, theme.averages[0]) for name, value in found["merges"].items()}
+    rows[f"tracked average, sigma_rel {best['sigma_rel']:g}"] = (best["tracked"], theme.other)
+    bars = axes.barh(range(len(rows)), [value for value, _ in rows.values()], color=[colour for _, colour in rows.values()], height=0.6)
+    axes.bar_label(bars, [f"{value:.3f}" for value, _ in rows.values()], fontsize=9, padding=3)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_xlim(0, 1.15 * max(value for value, _ in rows.values()))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    return figure
+
+
 def memory(run: Run, theme: Theme) -> Figure:
     """A bar for each rank, of the training and of the resume, before a bar for a full copy."""
     full, figure = run["train"]["costs"]["full_copy"] / 1e6, Figure()

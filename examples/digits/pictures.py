@@ -68,6 +68,10 @@ def growth(run: Run, theme: Theme) -> Figure:
 def all_figures(run: Run) -> dict[str, Callable[[Run, Theme], Figure]]:
     """{file name without .png: what draws it}, curves and bars included."""
     grids = {f"samples_{name.replace(' ', '_')}": partial(samples, which=name) for name in sample_sets(run)}
-    of_averages = (figures.distance, figures.decay, figures.memory, figures.update_time) if run["options"].use_ema else ()
+    of_averages = (
+        (figures.distance, figures.decay, figures.memory, figures.update_time, figures.afterwards, figures.merges)
+        if run["options"].use_ema
+        else ()
+    )
     curves = (figures.frechet, figures.loss, *of_averages, figures.start)
     return {**grids, **{draw.__name__: draw for draw in (samples_side_by_side, growth, *curves)}}

@@ -37,7 +37,7 @@ def compose(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
     shown = {name: figure(name, *pictures[name], caption) for name, caption in text.captions(run).items()}
     memory = [[key, f"{one['planned']:,}", f"{one['measured']:,}"] for key, one in run["train"]["memory"].items()]
     parts = {
-        **dict.fromkeys(("distance", "decay", "memory", "update_time"), ""),  # where there are no averages
+        **dict.fromkeys(("distance", "decay", "memory", "update_time", "afterwards", "merges"), ""),  # where there are no averages
         **shown, **text.words(run), "samples": "".join(shown[name] for name in shown if name.startswith("samples_")),
         "tiles": "".join(f'<div class="tile {kind}"><b>{number}</b><span>{words}</span></div>' for number, words, kind in text.tiles(run)),
         "evaluations": table(*text.evaluations(run)),

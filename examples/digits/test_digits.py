@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,24 @@ def test_report_needs_nothing_else(finished: tuple[subprocess.CompletedProcess[s
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert len(list((out / "figures").glob("*.png"))) >= 9
     assert not re.search(r"\bnan\b|None", re.sub(r"base64,[^\"]*", "", page))
+
+
+@pytest.mark.parametrize("page", ["merging.md", "posthoc.md"])
+def test_the_pages_commands_work_on_the_demos_checkpoints(
+    finished: tuple[subprocess.CompletedProcess[str], Path], page: str, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    shutil.copytree(finished[1], tmp_path / "out" / "demo")
+    text = (ROOT / "docs" / page).read_text()
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "out/demo" in block for line in block.splitlines()]
+    assert len(commands) >= 2
+    environment = {**os.environ, "PATH": f"{ROOT / 'build' / 'release'}:{os.environ['PATH']}"}
+    for command in commands:
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == (1 if command.startswith("shardow diff") else 0), command + done.stderr  # 1: they differ
+    for name in re.findall(r"`out/demo/(figures/.*?)`", text):
+        assert (finished[1] / name).is_file()
+        assert (ROOT / "docs" / "pictures" / f"demo_{Path(name).name}").is_file()
 
 
 @pytest.mark.parametrize(

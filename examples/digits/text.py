@@ -75,6 +75,13 @@ CAPTIONS = {
     ),
 }
 CAPTIONS_OF_AVERAGES = {
+    "afterwards": (
+        "<strong>Averages of any width, made after training</strong> from snapshots of two (0.05 and 0.1), beside those that were tracked: "
+        "the best width is known when all is over."
+    ),
+    "merges": (
+        "<strong>Merges of the checkpoints</strong> of a run whose learning rate stayed constant: means stand in for its decay."
+    ),
     "distance": (
         "<strong>How far the averages are from the weights</strong>, by <code>ema.distance()</code>; at the checkpoint: {apart}. It is the "
         "noise that the last steps added to the weights, and the way that the average lags behind."

@@ -4,6 +4,7 @@
 #include <shardow/average.h>
 #include <shardow/checkpoint.h>
 #include <shardow/ema_file.h>
+#include <shardow/error.h>
 #include <shardow/libtorch.h>
 #include <torch/torch.h>
 
@@ -50,23 +51,6 @@ double accuracy(Net& net) {
   return right;
 }
 
-/// Averages in the weights' memory for as long as it lives. (A swap that throws has undone what it did.)
-class Swapped {
- public:
-  Swapped(Net& net, shardow::Average& ema, size_t which) : net_(net), ema_(ema) {
-    ema_.swap_in(which);
-    lt::written(*net_);
-  }
-  ~Swapped() {
-    ema_.swap_out();
-    lt::written(*net_);
-  }
-
- private:
-  Net& net_;
-  shardow::Average& ema_;
-};
-
 /// SGD's momentum by the weights' names. It begins with zeros, as if it had been there.
 torch::OrderedDict<std::string, torch::Tensor> momentum_of(Net& net, torch::optim::SGD& optimizer) {
   torch::OrderedDict<std::string, torch::Tensor> all;
@@ -82,6 +66,20 @@ torch::OrderedDict<std::string, torch::Tensor> momentum_of(Net& net, torch::opti
   return all;
 }
 
+/// False where there is nothing to go on from; whatever else is wrong is thrown.
+bool resume(shardow::Group& group, shardow::Average& ema, const std::vector<shardow::TensorView>& model,
+            const std::vector<shardow::TensorView>& momentum, const fs::path& checkpoint) {
+  try {
+    shardow::load(group, ema, checkpoint);
+  } catch (const shardow::Error& error) {
+    if (error.code() != shardow::Code::kNotFound) throw;
+    return false;
+  }
+  shardow::load(group, model, checkpoint / "model.safetensors");
+  shardow::load(group, momentum, checkpoint / "momentum.safetensors");
+  return true;
+}
+
 int main(int argc, char** argv) {
   if (argc != 3) return std::fprintf(stderr, "train OUT STEPS\n"), 2;
   const fs::path out = argv[1], checkpoint = out / "checkpoint";
@@ -94,14 +92,7 @@ int main(int argc, char** argv) {
   shardow::Average ema(lt::parameters(*net), {.schedules = {shardow::Schedule::warmup(0.95), shardow::Schedule::constant(0.8)}});
   const std::vector<shardow::TensorView> model = lt::state(*net), momentum = lt::views(momentum_of(net, optimizer));
 
-  if (fs::exists(checkpoint)) {
-    const auto files = shardow::Checkpoint::open_files(checkpoint, {"model.safetensors", "momentum.safetensors"});
-    for (const auto& view : model) files[0].read(view);
-    for (const auto& view : momentum) files[1].read(view);
-    lt::written(*net);
-    shardow::load(*group, ema, checkpoint);
-  }
-
+  if (resume(*group, ema, model, momentum, checkpoint)) lt::written(*net);
   for (int64_t step = ema.stats().step + 1; step <= steps; ++step) {
     const Batch batch = draw(static_cast<uint64_t>(step) + 1, 32);
     optimizer.zero_grad();
@@ -109,7 +100,7 @@ int main(int argc, char** argv) {
     optimizer.step();
     ema.update();
     if (step % 20 == 0 || step == steps) {  // one directory, whole or not there: averages, weights and momentum of one step
-      std::vector<shardow::SaveFile> files = shardow::ema_files(ema, shardow::agreed_state(*group, ema));
+      std::vector<shardow::SaveFile> files = shardow::ema_files(*group, ema);
       files.push_back({"model.safetensors", model});
       files.push_back({"momentum.safetensors", momentum});
       shardow::save(*group, files, checkpoint);
@@ -118,7 +109,7 @@ int main(int argc, char** argv) {
 
   std::printf("{\"weights\": %.4f", accuracy(net));
   for (size_t k = 0; k < ema.size(); ++k) {
-    const Swapped swapped(net, ema, k);
+    const lt::Swapped swapped(*net, ema, k);
     std::printf(", \"%s\": %.4f", ema.schedules()[k].key().c_str(), accuracy(net));
   }
   std::printf("}\n");

@@ -1,26 +1,24 @@
-// Average: exponential moving averages of the parameters that this rank holds.
+// Average: exponential moving averages of the weights that this rank holds. Read this header first.
 //
-//   e <- e + w (p - e)          w = 1 - decay, from a Schedule, in float64, rounded once
+//   shardow::Average ema(views, {.schedules = {Schedule::constant(0.9999)}});  // views of the weights' own memory: tensor_view.h
+//   ema.update();                                                              // after each optimizer step
+//   { const Swapped swapped(ema); evaluate(); }                                // inside, the weights are the averages
+//   save(group, ema, "run/ema.safetensors");                                   // ema_file.h
 //
-//   Average ema(views, {.schedules = {Schedule::constant(0.9999)}});  // views of the parameters' own memory
-//   ema.update();                                                     // after each optimizer step
-//   ema.swap_in();                                                    // the parameters are the averages: evaluate
-//   ema.swap_out();                                                   // bit for bit what they were
-//   save(group, ema, "run/ema.safetensors");                          // ema_file.h
+// An update is e <- e + w (p - e) with w = 1 - decay. It reads every weight once and reads and writes every average once. After the first
+// it allocates nothing and takes no lock. It needs no communication: ranks average what they hold, and the numbers are the same for any
+// division, thread count, instruction set and device.
 //
-// One pass reads every parameter once, in its own dtype, and reads and writes every average once: (size(p) + 8 K) bytes an element for K
-// fp32 averages. No communication, no allocation, no lock, no temporaries. The result depends on neither topology, threads, instruction set
-// nor device.
+// Lifetimes. Views are copied. What they point at (weights, the caller's memory for averages, CUDA streams) is borrowed until the Average
+// ends or bind() names other memory, and so is options.replicas.
 //
-// The views' memory is the caller's, and must live as long as the Average or until bind() names other memory. One thread uses an Average at
-// a time: a call that meets another thread's throws kInvalidArgument. Of what throws, nothing has changed but where it says so.
+// Threads. One at a time uses an Average. A call that meets another thread's throws kInvalidArgument, but for noexcept ones.
 //
-// To read with it: error.h; tensor_view.h and region.h, what a rank holds of a tensor; schedule.h; group.h, the ranks; ema_file.h. For
-// other tensors in files: checkpoint.h. conformance.h judges a Group of one's own. The others (placement.h, division.h, copy.h)
-// are for trainers that bring shardings of their own.
+// Errors. Where a call throws (error.h), nothing has changed, unless it says so.
+//
+// Then read average_options.h, tensor_view.h, schedule.h, ema_file.h; region.h where weights are sharded, and group.h, the ranks.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -29,51 +27,42 @@
 #include <string_view>
 #include <vector>
 
-#include "shardow/group.h"
+#include "shardow/average_options.h"
 #include "shardow/schedule.h"
 #include "shardow/tensor_view.h"
 
 #pragma GCC visibility push(default)
 namespace shardow {
 
-/// How the new average is rounded together; bit for bit what the named origin computes.
-enum class Rule {
-  kLerp,             ///< fma(w, p - e, e), for w >= 0.5 fma(w - 1, p - e, p): the accurate one (torch.lerp)
-  kMulAdd,           ///< fma(p, 1-d, round(e d)): mul_().add_(), biased for long decays
-  kTwoProducts,      ///< round(e d) + round(p (1-d)): timm's ModelEma
-  kDifference,       ///< e - round(w (e - p)): torch-ema, diffusers
-  kFusedDifference,  ///< fma(w, p - e, e) for every w: diffusers with foreach
-  kQuotient,         ///< e + round((p - e) / D), D = 1 / w, a whole number where that is near one: torch's SWA
+namespace average {
+struct Driver;  // src/average/driver.h
+}
+
+struct UpdateReport {
+  bool applied = false;    ///< the averages changed; false between the update_every-th steps
+  int64_t non_finite = 0;  ///< elements held; in the background: by updates that ended since the last report; CUDA: in stats() alone
+  int64_t bytes_moved = 0;
+  Factors factors{1, 0};  ///< of the first schedule
 };
 
-enum class Rounding {
-  kAuto,  ///< stochastic where w < 5e-5, else to nearest
-  kNearest,
-  kStochastic,  ///< of the increment, by a counter (seed, step, global element): the same for any topology
+struct AverageStats {
+  int64_t step = 0;                      ///< last one counted
+  int64_t updates = 0;                   ///< that averaged: copies up to start_step do not count
+  int64_t parameters = 0, elements = 0;  ///< that this rank averages
+  int64_t bytes = 0;                     ///< memory of all averages on this rank
+  int64_t bytes_moved = 0;               ///< by the last update
+  double seconds = 0;                    ///< of the last update; CUDA: of its launch
+  int64_t offload_bytes = 0;             ///< of weights that were copied from devices to the host
+  double hidden_seconds = 0;             ///< of work in the background that nobody waited for
+  double waited_seconds = 0;             ///< of work in the background that somebody waited for
+  int64_t held_non_finite = 0;           ///< elements, since the start
+  int64_t table_bytes = 0;               ///< memory of the lists of what an update goes through
 };
 
-/// What a NaN or Inf in a parameter does to its average.
-enum class NonFinite {
-  kHold,       ///< the element keeps its average and is counted
-  kPropagate,  ///< ordinary arithmetic
-  kRaise,      ///< hold, then throw kInvalidArgument naming the first tensor
-};
-
-struct AverageOptions {
-  std::vector<Schedule> schedules = {Schedule::constant(0.9999)};  ///< one average per schedule, all in one pass; 1 to 8
-  DType dtype = DType::kF32;  ///< of the averages: kF32, kF64; kBF16 and kF16 only with stochastic rounding and kLerp
-  Rule rule = Rule::kLerp;
-  Rounding rounding = Rounding::kAuto;
-  NonFinite non_finite = NonFinite::kHold;
-  int64_t update_every = 1;  ///< average every n-th step, with decay^n
-  int64_t start_step = 0;    ///< an update at a step <= start_step copies the parameters; so does the first one past it if none came before
-  uint64_t seed = 0;         ///< of stochastic rounding
-  bool keep_values = false;  ///< the averages begin with what their memory holds, not equal to the parameters
-  int num_threads = 0;       ///< 0: what OMP_NUM_THREADS and the affinity mask allow; with `overlap`, of weights on the host, 1
-  bool overlap = false;      ///< update() returns when its work has begun on threads in the background; see wait(). Averages on the host
-  int64_t ring_bytes = int64_t{128} << 20;  ///< pinned memory, in all, through which weights on devices reach averages on the host
-  Group* replicas = nullptr;  ///< ranks that hold the same views: each averages 1/size() of every view. Borrowed; nullptr: no replicas
-  std::chrono::milliseconds timeout{600'000};  ///< of what `replicas` send each other in a swap
+struct NonFiniteReport {
+  int64_t step;        ///< of the update; CUDA: the last before the question
+  int64_t elements;    ///< of the update, on this rank; CUDA: since the last question
+  std::string tensor;  ///< the first that has one
 };
 
 /// Whose options an Average goes on with after set_state().
@@ -82,185 +71,142 @@ enum class OptionsFrom {
   kOwn,   ///< the Average's own, from the saved counters on
 };
 
-/// An option that a saved state and an Average do not share, in their JSON's words.
+/// An option that a saved state and an Average do not share, in their JSON's words: schedule (schedule/0, schedule/1, ... of several),
+/// schedules (how many), rule, rounding, update_every, start_step, seed, dtype.
 struct OptionDifference {
-  std::string
-      name;  ///< schedule (schedule/0, schedule/1, ... of several), schedules, rule, rounding, update_every, start_step, seed, dtype
-  std::string file, own;
-};
-
-struct UpdateReport {
-  bool applied = false;    ///< false between the update_every-th steps
-  int64_t non_finite = 0;  ///< elements held in this update, CPU views; in the background: in updates that ended since the last report;
-                           ///< CUDA views are counted by stats()
-  int64_t bytes_moved = 0;
-  Factors factors{1, 0};  ///< of the first schedule
-};
-
-/// Parameters that were NaN or Inf at an update.
-struct NonFiniteReport {
-  int64_t step;        ///< of the update; CUDA: of the last one before somebody asked
-  int64_t elements;    ///< of that update, on this rank; CUDA: of all since somebody asked
-  std::string tensor;  ///< the first that has one
-};
-
-/// What an Average holds and did.
-struct AverageStats {
-  int64_t step = 0, updates = 0;
-  int64_t parameters = 0, elements = 0;  ///< elements that this rank averages, of one average
-  int64_t bytes = 0;                     ///< memory of all averages on this rank
-  int64_t bytes_moved = 0;               ///< by the last update
-  double seconds = 0;                    ///< of the last update; CUDA: of its launch
-  int64_t offload_bytes = 0;    ///< averages on the host: what updates copied from devices, since the start; the weights' own bytes
-  double hidden_seconds = 0;    ///< of all updates' work in the background, while nobody waited for it
-  double waited_seconds = 0;    ///< somebody waited for work in the background, in all
-  int64_t held_non_finite = 0;  ///< elements, since the start
-  int64_t table_bytes = 0;      ///< memory of the lists of what an update goes through
-};
-
-/// How far a swap has come: all that the way back needs to know, whatever interrupted it.
-struct SwapState {
-  std::optional<size_t> average;  ///< the one that is swapped in, or partly; none: the weights are where they belong
-  size_t exchanged = 0;           ///< views of which this rank's part holds averages, or some of them, the first ones
-  bool shared = false;            ///< parts that other replicas own may hold averages: the way back needs those replicas
+  std::string name, file, own;
 };
 
 class Average {
  public:
-  /// Begins with averages equal to `parameters`. `averages[k]` is the memory of the k-th average: one view per parameter with the same
-  /// name, the region that this rank averages and dtype options.dtype, on the parameter's device or on the host; it is the caller's,
-  /// aligned to 64 bytes for full speed. Throws kInvalidArgument where names, regions, dtypes or options do not fit, before anything is
-  /// written.
-  Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options = {});
+  /// Averages that begin equal to the weights, in memory of their own on the weights' device. All weights are on one. Throws
+  /// kInvalidArgument where two views share memory (weights or averages), a name comes twice, a dtype has no averages, `data` is null.
+  explicit Average(std::span<const TensorView> weights, AverageOptions options = {});
 
-  /// The same, with memory of its own, each average aligned to 64 bytes.
-  explicit Average(std::span<const TensorView> parameters, AverageOptions options = {});
+  /// The same in the caller's memory, on the weights' device or on the host. `averages[k]` has a view for each weight, in the same order:
+  /// its name, its region (with options.replicas: this rank's part() of it), options.dtype; aligned to 64 bytes for full speed.
+  Average(std::span<const TensorView> weights, std::span<const std::vector<TensorView>> averages, AverageOptions options = {});
 
   Average(Average&&) noexcept;
   Average& operator=(Average&&) noexcept;
 
-  /// Ends what is done in the background. Where a swap is open it takes the weights back first, so their memory must be there still; with
-  /// options.replicas this rank's parts alone, since nobody can be waited for here: call swap_out() before.
+  /// Waits for work in the background. Takes an open swap back, so the weights' memory must be there still; with options.replicas this
+  /// rank's part alone, since a destructor waits for no other rank.
   ~Average();
 
   // ---- Training
 
-  /// After an optimizer step, on the parameters as last bound. Without `step` it counts itself; a given step must exceed the last one.
-  /// `samples`: training samples seen so far, for schedules in samples. CUDA views: enqueued on the view's stream, nothing waits; where
-  /// their averages are on the host, done by threads in the background, see wait() and finish_reading().
+  /// After an optimizer step. Without `step` it counts by itself; a given one must exceed the last. `samples`: training samples seen so
+  /// far, for schedules in samples. Of CUDA views it is enqueued on their stream, and nothing waits.
   UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
 
-  /// update() after bind(parameters).
-  UpdateReport update(std::span<const TensorView> parameters, std::optional<int64_t> step = std::nullopt, double samples = 0);
+  /// update() after bind(weights).
+  UpdateReport update(std::span<const TensorView> weights, std::optional<int64_t> step = std::nullopt, double samples = 0);
 
-  /// Parameters as at construction, in the same order; only addresses and streams may have changed. Throws kInvalidArgument otherwise.
-  /// Where nothing moved it costs a comparison of each view, 7 us for 2,000 of them that lie in a cache, and allocates nothing.
-  void bind(std::span<const TensorView> parameters);
+  /// The weights have moved: the same views in the same order, with other addresses and streams. Where nothing moved it costs 7 us for
+  /// 2,000 views in a cache.
+  void bind(std::span<const TensorView> weights);
 
-  /// update() by the caller's own schedule: `factors`, one of each average, in place of the Average's. Throws kInvalidArgument where their
-  /// number is another.
+  /// update() by a schedule of the caller's: `factors`, one of each average, for where progress() says that the step stands.
   UpdateReport update_by(std::span<const Factors> factors, std::optional<int64_t> step = std::nullopt);
 
-  /// Until the update under way in the background, if any, has ended. All calls that read or change averages, counters or addresses begin
-  /// with it, as a fork does. Throws, once, what that update met in the weights (NonFinite::kRaise).
-  ///
-  /// Weights on a device that do not reach their averages on the host are told here as well. Where all weights fit the ring, that update
-  /// was not made: counters are as before it, and the next one makes up for it. Where they don't, some averages are made already: every
-  /// call takes the update up where it stopped, and throws until one ends it, so that nobody reads averages of two steps. Where the weights
-  /// may have changed meanwhile, all calls throw until reset().
-  void wait() const;
+  /// The next step, as schedules will see it. `samples`: as update() will be told.
+  Progress progress(double samples = 0) const noexcept;
 
-  /// To be called before the parameters change, where something is done in the background. Averages on the host of weights on devices: what
-  /// comes next on the weights' streams waits, on the device, for the last copy; the host waits until all copies are on their way, and no
-  /// longer (while a stream is captured: until they have ended). Weights on the host with options.overlap: wait(). Throws as wait() does.
-  void finish_reading() const;
+  /// Decay of the next step by itself, one of each average; NaN where a schedule has none. For logs: an update has the product of the
+  /// decays of update_every steps, and up to start_step it copies.
+  std::vector<double> decays() const;
 
-  /// Copies the bound parameters into every average, exactly as at construction; steps and counters stay.
+  std::span<const Schedule> schedules() const noexcept;  ///< in force
+
+  /// The averages become the weights; steps and counters stay.
   void reset();
-
-  /// The averages begin again, as newly made: reset(), at step 0, with nothing counted or noted. Options stay.
-  void restart();
 
   // ---- Evaluation
 
-  /// Exchanges the k-th averages and the bound parameters, element by element, in place; swap_out() undoes it bit for bit.
-  /// Parameters of another dtype receive rounded averages; what rounding cut off is kept aside, so that the way back is exact. (bfloat16
-  /// weights with float32 averages need no memory for that; ties then round away from zero.) Where it fails halfway, what was exchanged is
-  /// taken back. With options.replicas: collective, and every replica ends with the whole averages.
+  /// The k-th averages and the weights change places, without further memory where dtypes allow it; swap_out() undoes it bit for bit.
+  /// Weights of another dtype get rounded averages. All or nothing, on all of options.replicas, for whom it is collective. Only where the
+  /// way back fails too (a device is lost; a replica is gone, with its part of the weights) swapped() stays true: this rank's part is back
+  /// as far as it can be, update() is refused, and swap_out() tries again.
   void swap_in(size_t k = 0);
-  /// The same with weights that are not the bound parameters, where a master copy of another dtype is averaged: same names and regions,
-  /// same order.
+
+  /// The same with other weights than the bound ones, where a master copy is averaged: same names, regions and order, of any dtype.
   void swap_in(std::span<const TensorView> weights, size_t k = 0);
 
-  /// The weights back, from whatever point a swap has reached; where it throws it can be called again. Does nothing where nothing is
-  /// swapped in. With options.replicas: collective.
+  /// The weights back, from whatever point a swap has reached; where it throws, call it again. With options.replicas collective.
   void swap_out();
 
-  bool swapped() const noexcept;  ///< the weights' memory holds averages, or may: from the first exchange to settle()
+  bool swapped() const noexcept;  ///< weights' memory holds averages, or may
 
-  // ---- What it holds, and its state; in files: ema_file.h
+  // ---- What it holds
 
-  size_t size() const noexcept;  ///< K, the number of averages of each parameter
-  /// The k-th averages, in the parameters' order. Throws kInvalidArgument while swapped.
-  std::span<const TensorView> views(size_t k = 0) const;
-  AverageStats stats() const;  ///< CUDA: waits for the last update's counter
+  size_t size() const noexcept;                           ///< K, the number of averages of each weight
+  std::span<const TensorView> views(size_t k = 0) const;  ///< the k-th averages; valid until the end or a move. Throws while swapped
+  AverageStats stats() const;                             ///< CUDA: waits for the last update
 
-  /// The first update since the start, set_state() or forget_non_finite() that met NaN or Inf and did not propagate it: so that ranks can
-  /// tell each other when they meet next. CUDA: waits for the last update's counter.
+  /// The first update that met NaN or Inf since forget_non_finite(): so that ranks can tell each other. CUDA: waits as stats() does.
   std::optional<NonFiniteReport> non_finite() const;
   void forget_non_finite() noexcept;
 
-  /// Steps, updates, samples, schedules, rule, rounding and seed as JSON: with the averages themselves all that is needed to go on
-  /// bit-identically.
+  // ---- Its state, for files of one's own; ema_file.h does all of it
+
+  /// Counters and options as JSON: with the averages all that is needed to go on bit-identically.
   std::string state() const;
-  /// Takes the counters of `json`, and with OptionsFrom::kFile its schedules, rule, rounding, update_every, start_step and seed too; the
-  /// dtype is that of memory. Throws kCorrupt, or kInvalidArgument where the number of averages is another or dtype and the file's rule or
-  /// rounding exclude each other, before anything changes.
+
+  /// Takes counters, and with kFile schedules, rule, rounding, update_every, start_step and seed. Throws kCorrupt, and kInvalidArgument
+  /// where the number of averages differs or the options do not go with the dtype.
   void set_state(std::string_view json, OptionsFrom options = OptionsFrom::kFile);
 
-  /// What set_state(json) would change of the options, and the dtype where it differs; empty: nothing. Throws kCorrupt.
+  /// What set_state(json) would change of the options, and the dtype where it differs. Throws kCorrupt.
   std::vector<OptionDifference> differences(std::string_view json) const;
 
-  /// In force, one of each average.
-  std::span<const Schedule> schedules() const noexcept;
+  // ---- Updates in the background: options.overlap, or averages on the host of weights on devices
+  //
+  //   optimizer.step();  ema.update();  forward, backward;  ema.finish_reading();  optimizer.step();  ...
+  //
+  // update() returns when its work has begun, and goes on reading the weights. Call finish_reading() before they are written: without it
+  // averages get values of two steps, and nobody finds out. What an update meets (NonFinite::kRaise, a lost device) is thrown by the next
+  // call that waits for it, by update() when its own work has begun. All other calls of the Average wait by themselves.
 
-  /// Of the next step, one of each average; NaN where its schedule has none.
-  std::vector<double> decays() const;
+  /// When it returns the weights may be written: those on the host at once; those on devices by work on their streams, which wait for the
+  /// copies that are under way (while a stream is captured, this call does).
+  void finish_reading() const;
 
-  /// Where training stands, at once, without waiting for an update under way: steps counted, updates applied, steps since the last that
-  /// changed the averages, samples by then.
-  Progress progress() const noexcept;
+  /// Until the update under way, if any, has ended. Where weights did not reach the host, the error says what became of the update: not
+  /// made (counters are as before it, and the next one makes up for it); stopped halfway (each call goes on with it, and throws until one
+  /// ends it); or stopped after the weights may have changed (all calls throw until reset()).
+  void wait() const;
 
-  /// Training samples seen at the next step, where each one since the last that changed the averages has `batch` of them.
-  double samples_by(double batch) const noexcept;
+  // ---- CUDA streams and graphs
 
-  // ---- For callers who drive streams, graphs and replicas themselves
-
-  /// Of CUDA views on device `index`: from here on all work goes to `stream` (a cudaStream_t), behind what is under way on the last one.
-  /// Nothing waits on the host.
+  /// From here on all work on device `index` goes to `stream` (a cudaStream_t), behind what is under way on the last one.
   void set_stream(int index, void* stream);
 
-  /// An update() on a stream that is being captured is recorded, not counted: a replay repeats its launch with the numbers that this call,
-  /// before the replay on the same stream, works out and counts as update() does. A replay without it does nothing the first time, and
-  /// repeats the last step after that. Views on a CPU are updated by this call itself.
+  /// An update() on a stream that is captured is recorded, not counted. Call this before each replay, on the same stream: it counts the
+  /// step and gives the replay its numbers; a replay without it repeats the last step's. Of views on a CPU it is the update.
   UpdateReport prepare_replay(std::optional<int64_t> step = std::nullopt, double samples = 0);
 
-  /// swap_out() in two steps, for callers who send replicas their parts themselves: share() before other replicas' memory is overwritten,
-  /// take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as in swap_in(), with the same
-  /// contents; their addresses may have changed. The last two do nothing where nothing is swapped in.
-  void share();
-  void take_back(std::span<const TensorView> weights);
-  void settle();
-
-  /// From now on the end of this Average leaves an open swap where it stands: the weights' memory keeps the averages, and is not touched.
-  /// For callers whose weights' memory may go first.
-  void abandon_swap() noexcept;
-
-  SwapState swap_state() const noexcept;
-
  private:
+  friend struct average::Driver;
   struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
+};
+
+/// While it lives the weights are the averages. `ema` stays where it is meanwhile.
+///
+/// Its end throws nothing: where the way back fails, the swap stays open, update() says so, and ema.swap_out() tries again and tells why.
+/// With options.replicas both ends are collective.
+class Swapped {
+ public:
+  [[nodiscard]] explicit Swapped(Average& ema, size_t k = 0) : ema_(ema) { ema_.swap_in(k); }
+  [[nodiscard]] Swapped(Average& ema, std::span<const TensorView> weights, size_t k = 0) : ema_(ema) { ema_.swap_in(weights, k); }
+  ~Swapped();
+
+  Swapped(const Swapped&) = delete;
+  Swapped& operator=(const Swapped&) = delete;
+
+ private:
+  Average& ema_;
 };
 
 }  // namespace shardow

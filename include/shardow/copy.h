@@ -1,10 +1,12 @@
 // Copying between a region's memory, where its elements lie one after another, and a tensor of the whole shape, which lies as it likes.
 //
-// What is averaged, saved and loaded lies in a region's order. A part of a full tensor, or weights with other strides than row-major ones
-// (channels_last, a transposed matrix), are taken out of their tensor first and placed back after. For the weights of a shard the whole
-// shape is that of the local tensor: of Region::whole(region.grid_shape()) or its window.
+//   std::vector<float> matrix(128 * 512), rows(64 * 512);  // (128, 512), column by column; its upper half, row by row
+//   const TensorView upper{"weight", DType::kF32, Region::whole({128, 512}).part(0, 2), rows.data()};
+//   take({matrix.data(), DType::kF32, {1, 128}}, upper);   // and place(upper, ...) back after a swap or a load
 //
-// Host memory alone; on a device the framework that owns the memory does it better.
+// What is averaged, saved and loaded lies in a region's order. A part of a full tensor, or weights with other strides than row-major ones
+// (channels_last, a transposed matrix), are taken out of their tensor first and placed back after. For a shard with strides the whole is
+// the local tensor: Region::whole(region.grid_shape()). Host memory alone.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +25,8 @@ struct StridedView {
 };
 
 /// part = tensor[part.region]: part.region.size() elements from part.data on. `tensor` has the shape part.region.shape(), and is only read.
-/// Throws kInvalidArgument where dtypes or the number of dimensions differ, kUnsupported for memory of a device and elements below 8 bits;
-/// nothing has been written then. The memories must not overlap. Cost O(runs), and O(elements) copies where the last stride is not 1.
+/// Throws kInvalidArgument where dtypes or numbers of dimensions differ, kUnsupported for memory of a device and elements below 8 bits;
+/// nothing has been written then. The memories must not overlap.
 void take(const StridedView& tensor, const TensorView& part);
 
 /// tensor[part.region] = part, and the rest of `tensor` stays. Throws as take(), and kInvalidArgument where elements of `tensor` share

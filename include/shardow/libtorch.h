@@ -1,14 +1,18 @@
 // LibTorch: views of a module's weights, and the Group of a c10d store. Header-only and optional: it needs LibTorch's headers, whoever
 // includes it links LibTorch, and no other header here includes it.
 //
-//   shardow::Average ema(shardow::libtorch::parameters(*model), {.schedules = {shardow::Schedule::constant(0.999)}});
+//   namespace lt = shardow::libtorch;
+//   shardow::Average ema(lt::parameters(*model), {.schedules = {shardow::Schedule::constant(0.999)}});
 //   optimizer.step();
 //   ema.update();
-//   ema.swap_in();                     // evaluation with averages
-//   shardow::libtorch::written(*model);
+//   { const lt::Swapped swapped(*model, ema); evaluate(model); }
 //
-// Views borrow: they are good for as long as the module's tensors keep their memory. After module.to(...) or set_data() make them anew, and
-// ema.bind() them. Names are those of Python's state_dict().
+// Views are valid while the module's tensors keep their memory. After module.to(...) or set_data() make them anew, and ema.bind() them.
+// Names are those of Python's state_dict(). `stream`, throughout: the cudaStream_t that orders the use of CUDA memory,
+// at::cuda::getCurrentCUDAStream().stream().
+//
+// Errors name the tensor: kUnsupported for what can't be described (strides that are not row-major, sparse or quantised tensors, other
+// devices than CPU and CUDA, tensors that overlap and are not the same), kInvalidArgument for undefined tensors.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -19,20 +23,75 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 #include <vector>
 
+#include "shardow/average.h"
+#include "shardow/custom_group.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::libtorch {
 
-/// The element type of the same bits. Throws kUnsupported, with `name`, for what no file has (quantised, complex128 and the like).
+enum class Params { kTrainable, kAll };  ///< kTrainable: those that require a gradient
+
+/// What an Average takes. A weight with several names (tied weights) is there once, under the first of them.
+std::vector<TensorView> parameters(const torch::nn::Module& module, Params which = Params::kTrainable, void* stream = nullptr);
+
+/// Integers too (a BatchNorm's num_batches_tracked), which are saved and not averaged.
+std::vector<TensorView> buffers(const torch::nn::Module& module, void* stream = nullptr);
+
+/// All that a state dict has, for save() and load(): parameters, then buffers. `others` gets the names that tied weights have besides, each
+/// with the name it stands under. Where there are `averages`, each stands in place of the weight of its name: a model for inference.
+std::vector<TensorView> state(const torch::nn::Module& module, std::span<const TensorView> averages = {}, void* stream = nullptr,
+                              std::map<std::string, std::string>* others = nullptr);
+
+/// The averages are the module's weights while it lives, as shardow::Swapped says; autograd sees that they were written at both ends.
+class Swapped {
+ public:
+  [[nodiscard]] Swapped(const torch::nn::Module& module, Average& ema, size_t k = 0);
+  ~Swapped();
+
+  Swapped(const Swapped&) = delete;
+  Swapped& operator=(const Swapped&) = delete;
+
+ private:
+  const std::vector<at::Tensor> weights_;
+  std::optional<shardow::Swapped> swapped_;
+};
+
+/// Call it after load(), swap_in() and swap_out(), which autograd does not see: a backward through values that are gone is then refused.
+void written(const torch::nn::Module& module);
+
+/// The ranks that share a c10d store, as store_group() says: those of a ProcessGroup with its getRank() and getSize(), which itself is not
+/// used, since a deadline that passes would end it for everybody. Where the store's host stands still a call waits past its deadline, as
+/// long as the store's own timeout.
+std::unique_ptr<Group> group(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
+
+// ---- Tensors that are in no module, and weights that are sharded
+
+/// Views of named tensors (torch::OrderedDict), in their order; tied ones as in state().
+template <typename Named>
+std::vector<TensorView> views(const Named& tensors, void* stream = nullptr, std::map<std::string, std::string>* others = nullptr);
+
+/// All of a tensor: what a rank has of a model that is not sharded.
+TensorView view(const std::string& name, const at::Tensor& tensor, void* stream = nullptr);
+
+/// `local` as the part `region` of a global tensor.
+TensorView view(const std::string& name, const at::Tensor& local, Region region, void* stream = nullptr);
+
+/// The element type of the same bits; `name` is for messages.
+DType dtype_of(std::string_view name, at::ScalarType type);
+
+// ---- How
+
 inline DType dtype_of(std::string_view name, at::ScalarType type) {
   switch (type) {
     case at::kBool: return DType::kBool;
@@ -57,10 +116,7 @@ inline DType dtype_of(std::string_view name, at::ScalarType type) {
   }
 }
 
-/// `local` as the part `region` of a global tensor. `stream`: the cudaStream_t that orders CUDA memory's use, as in TensorView
-/// (at::cuda::getCurrentCUDAStream().stream()). Throws, with the name: kInvalidArgument for another number of elements and for an undefined
-/// tensor, kUnsupported for what is not row-major, sparse or quantised, and for devices other than CPU and CUDA.
-inline TensorView view(const std::string& name, const at::Tensor& local, Region region, void* stream = nullptr) {
+inline TensorView view(const std::string& name, const at::Tensor& local, Region region, void* stream) {
   const auto refuse = [&](Code code, const auto&... words) { throw Error(code, c10::str("'", name, "' ", words...)); };
   if (!local.defined()) refuse(Code::kInvalidArgument, "is an undefined tensor");
   if (local.layout() != at::kStrided) refuse(Code::kUnsupported, "is ", local.layout(), "; only ordinary (strided) tensors are taken");
@@ -79,16 +135,13 @@ inline TensorView view(const std::string& name, const at::Tensor& local, Region 
   return {name, dtype, std::move(region), local.data_ptr(), device};
 }
 
-/// All of a tensor: what a rank has of a model that is not sharded.
-inline TensorView view(const std::string& name, const at::Tensor& tensor, void* stream = nullptr) {
+inline TensorView view(const std::string& name, const at::Tensor& tensor, void* stream) {
   if (!tensor.defined()) throw Error(Code::kInvalidArgument, "'" + name + "' is an undefined tensor");
   return view(name, tensor, Region::whole(Shape(tensor.sizes().begin(), tensor.sizes().end())), stream);
 }
 
-/// Views of named tensors, in their order. A tensor that has several names (tied weights) is there once, under the first of them; `others`
-/// gets the rest, each with the name it stands under. Throws kUnsupported where memories overlap otherwise, naming both tensors.
 template <typename Named>
-std::vector<TensorView> views(const Named& tensors, void* stream = nullptr, std::map<std::string, std::string>* others = nullptr) {
+std::vector<TensorView> views(const Named& tensors, void* stream, std::map<std::string, std::string>* others) {
   std::vector<TensorView> kept;
   std::map<std::pair<int, const char*>, std::pair<size_t, size_t>> memory;  // device and begin of each; which of `kept`, and its bytes
   const auto refuse_overlap = [](const std::string& one, const std::string& other) {
@@ -115,10 +168,7 @@ std::vector<TensorView> views(const Named& tensors, void* stream = nullptr, std:
   return kept;
 }
 
-enum class Params { kTrainable, kAll };  ///< kTrainable: those that require a gradient
-
-/// What an Average takes.
-inline std::vector<TensorView> parameters(const torch::nn::Module& module, Params which = Params::kTrainable, void* stream = nullptr) {
+inline std::vector<TensorView> parameters(const torch::nn::Module& module, Params which, void* stream) {
   torch::OrderedDict<std::string, at::Tensor> chosen;
   for (const auto& item : module.named_parameters()) {
     if (which == Params::kAll || item.value().requires_grad()) chosen.insert(item.key(), item.value());
@@ -126,15 +176,12 @@ inline std::vector<TensorView> parameters(const torch::nn::Module& module, Param
   return views(chosen, stream);
 }
 
-/// Integers too (a BatchNorm's num_batches_tracked), which are saved and not averaged.
-inline std::vector<TensorView> buffers(const torch::nn::Module& module, void* stream = nullptr) {
+inline std::vector<TensorView> buffers(const torch::nn::Module& module, void* stream) {
   return views(module.named_buffers(), stream);
 }
 
-/// All that a state dict has, for save() and load(): parameters, then buffers. `others` as in views(). Where there are `averages`, each
-/// stands in place of the weight of its name: a complete model for inference.
-inline std::vector<TensorView> state(const torch::nn::Module& module, std::span<const TensorView> averages = {}, void* stream = nullptr,
-                                     std::map<std::string, std::string>* others = nullptr) {
+inline std::vector<TensorView> state(const torch::nn::Module& module, std::span<const TensorView> averages, void* stream,
+                                     std::map<std::string, std::string>* others) {
   torch::OrderedDict<std::string, at::Tensor> all = module.named_parameters();
   all.update(module.named_buffers());
   std::vector<TensorView> whole = views(all, stream, others);
@@ -149,17 +196,14 @@ inline std::vector<TensorView> state(const torch::nn::Module& module, std::span<
   return whole;
 }
 
-/// To be called after swap_in(), swap_out() and load(), which autograd has not seen: it then refuses a backward through values that are
-/// gone.
-inline void written(const torch::nn::Module& module) {
-  for (const auto& tensors : {module.parameters(), module.buffers()}) {
-    for (const at::Tensor& tensor : tensors) {
-      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-    }
+namespace detail {
+
+inline void bump(std::span<const at::Tensor> tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 
-/// A c10d store as a Store.
 class C10dStore final : public Store {
  public:
   explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -210,11 +254,25 @@ class C10dStore final : public Store {
   const c10::intrusive_ptr<c10d::Store> store_;
 };
 
-/// The ranks of a c10d store, through it, as store_group() says; those of a ProcessGroup with its getRank() and getSize(). Nothing goes
-/// through the ProcessGroup itself, which a deadline that passes would end for everybody. Where the store's host stands still, rather than
-/// ends, a call waits past its deadline, as long as the store's own timeout.
+}  // namespace detail
+
+inline void written(const torch::nn::Module& module) {
+  detail::bump(module.parameters());
+  detail::bump(module.buffers());
+}
+
+inline Swapped::Swapped(const torch::nn::Module& module, Average& ema, size_t k) : weights_(module.parameters()) {
+  swapped_.emplace(ema, k);
+  detail::bump(weights_);
+}
+
+inline Swapped::~Swapped() {
+  swapped_.reset();
+  detail::bump(weights_);
+}
+
 inline std::unique_ptr<Group> group(c10::intrusive_ptr<c10d::Store> store, int rank, int size) {
-  return store_group(std::make_unique<C10dStore>(std::move(store)), rank, size);
+  return store_group(std::make_unique<detail::C10dStore>(std::move(store)), rank, size);
 }
 
 }  // namespace shardow::libtorch

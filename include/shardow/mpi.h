@@ -1,8 +1,9 @@
 // The Group of an MPI communicator. In a library of its own: find_package(shardow COMPONENTS mpi), target shardow::mpi.
 //
-//   MPI_Init(&argc, &argv);
+//   int level = 0;
+//   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
 //   const std::unique_ptr<shardow::Group> group = shardow::mpi(MPI_COMM_WORLD);
-//   shardow::save(*group, ema.views(), "ema.safetensors");
+//   shardow::load(*group, ema, "run/ema.safetensors");  // ema_file.h; on any number of ranks
 //
 // docs/cpp.md says what becomes of a rank that dies, and what to start mpirun with.
 #pragma once
@@ -25,16 +26,14 @@
 #pragma GCC visibility push(default)
 namespace shardow {
 
-/// The ranks of `comm`, which the Group does not use again: its messages go through a duplicate, made once for each communicator, and
-/// meet none of the program's. Collective, without a deadline, as MPI_Comm_dup is. Several Groups of one communicator don't know each
-/// other; they are made in the same order on all ranks.
+/// The ranks of `comm`. Messages go through a duplicate, made once for each communicator, and meet none of the program's. Collective,
+/// without a deadline, as MPI_Comm_dup is. Several Groups of one communicator are independent; all ranks make them in the same order.
 ///
-/// The thread that makes a Group uses it; MPI_THREAD_FUNNELED will do. With MPI_THREAD_MULTIPLE any thread may, one at a time: a save in
-/// the background (StagedSave::write()) on a Group of its own, while the program goes on. Calls from another thread throw kInvalidArgument
-/// otherwise.
+/// The thread that makes a Group uses it; MPI_THREAD_FUNNELED will do. With MPI_THREAD_MULTIPLE any thread may, one at a time: for a save
+/// in the background (StagedSave::write()), which needs a Group of its own. Else calls from another thread throw kInvalidArgument.
 ///
-/// To be destroyed by that thread before MPI_Finalize(): the other ranks are told then that this one is gone. A Group that is left over
-/// lets MPI_Finalize tell them, and its calls throw kInvalidArgument from there on.
+/// Destroy it on that thread before MPI_Finalize(): the other ranks are told then that this one is gone. For a Group that is left over
+/// MPI_Finalize() tells them, and its calls throw kInvalidArgument from there on.
 ///
 /// Throws kInvalidArgument before MPI_Init() or after MPI_Finalize(), for MPI_COMM_NULL and for intercommunicators; kUnsupported where
 /// this library was built without MPI.

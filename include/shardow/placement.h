@@ -1,5 +1,10 @@
 // Placement: what a mesh of ranks does to a tensor, in torch.distributed.tensor's words, and the region that one of its ranks holds.
 //
+//   // a (4096, 1024) weight on 2 x 4 ranks: replicated over the first mesh dimension, its rows cut by the second; this is rank (1, 3)
+//   const MeshDim mesh[] = {{2, 1}, {4, 3}};
+//   const Placement placements[] = {Placement::replicate(), Placement::shard(0)};
+//   const Region mine = region_of("weight", {4096, 1024}, mesh, placements);  // rows 3072 to 4095
+//
 // A mesh is a grid of ranks. Each of its dimensions replicates a tensor or cuts one of the tensor's dimensions as torch.chunk() does:
 // into parts of ceil(n / ranks), the last ones shorter or empty. Mesh dimensions apply from left to right; a strided shard waits for later
 // ones that cut the same tensor dimension, as where tensor parallelism cuts first what fully_shard then cuts.
@@ -32,9 +37,9 @@ struct MeshDim {
   int64_t coordinate;  ///< this rank's place among them
 };
 
-/// What the rank at `mesh` holds of a tensor: placements[i] is what mesh[i] does to it. `name` is for messages. Throws kUnsupported for
-/// what no weight has: a partial placement, and a split factor that later mesh dimensions don't make up, as views of sharded tensors have.
-/// Throws kInvalidArgument for another number of placements, a coordinate outside its dimension, and a dimension that the tensor lacks.
+/// What the rank at `mesh` holds of a tensor: placements[i] is what mesh[i] does to it. `name` is for messages. Throws kUnsupported for a
+/// partial placement, and for a split factor that later mesh dimensions don't make up; kInvalidArgument for another number of placements, a
+/// coordinate outside its dimension, and a dimension that the tensor lacks.
 Region region_of(std::string_view name, const Shape& shape, std::span<const MeshDim> mesh, std::span<const Placement> placements);
 
 }  // namespace shardow

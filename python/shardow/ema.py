@@ -53,7 +53,7 @@ class EMA(Saved):
             forms.
         stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would lose it.
         nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise": held, then ValueError, with
-            several ranks at the next collective call of this EMA and on all of them.
+            several ranks at the next collective call of this EMA and on all of them; the update is made and counted by then.
         update_every: average every n-th step, with decay^n.
         start_step: an update at a step <= start_step copies the weights, the next one averages.
         seed: of stochastic rounding.

@@ -80,6 +80,9 @@ def synthesize(
         timeout: seconds or timedelta, the deadline of the call.
         progress: called on rank 0 with (bytes done, bytes in all).
 
+    Raises:
+        As plan() does; ValueError too where ``out`` would take the place of a snapshot's files.
+
     Returns:
         {"plan": what was made, with its residual and bounds, "files": [path], "bytes_read", "bytes_written": by this rank, "seconds"}.
     """
@@ -93,6 +96,7 @@ def synthesize(
 
     def check() -> tuple[Plan, str, dict[str, Any]]:
         found = plan(directory, sigma_rel, schedule=schedule, step=step, formula=formula)
+        _core.posthoc_check_output(Path(paths.to_read(directory)), Path(paths.to_write(out)))
         return found, paths.to_write(out), engine.dtype_and_limit(dtype, max_shard_size)
 
     settle(team.process_group)  # a snapshot may be under way

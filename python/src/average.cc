@@ -11,6 +11,7 @@
 #include <new>
 
 #include "average/arena.h"
+#include "average/driver.h"
 #include "average/plan.h"
 #include "average/swap_seam.h"
 #include "base/worker.h"
@@ -19,12 +20,16 @@
 #include "kernels/kernels.h"
 #include "kernels/roofline.h"
 #include "tensor/dtype.h"
+#include "views.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace shardow::python {
 namespace {
+
+using average::Driver;
+using average::SwapState;
 
 TensorView make_view(std::string name, const std::string& dtype, const Region& region, uintptr_t data, const std::string& device, int index,
                      uintptr_t stream) {
@@ -163,7 +168,16 @@ void bind_average(nb::module_& m) {
           [](Average* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages,
              const AverageOptions& options) {
             new (self) Average(parameters, averages, options);
-            self->abandon_swap();  // Python gives memory back in any order
+            Driver::abandon_swap(*self);  // Python gives memory back in any order
+          },
+          "parameters"_a, "averages"_a, "options"_a)
+      .def(
+          "__init__",
+          [](Average* self, const Views& parameters, const std::vector<const Views*>& averages, const AverageOptions& options) {
+            std::vector<std::vector<TensorView>> all;
+            for (const Views* const one : averages) all.push_back(one->all);
+            new (self) Average(parameters.all, all, options);
+            Driver::abandon_swap(*self);  // Python gives memory back in any order
           },
           "parameters"_a, "averages"_a, "options"_a)
       .def(
@@ -209,12 +223,12 @@ void bind_average(nb::module_& m) {
       .def(
           "swap_in", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap_in(weights, k); }, "weights"_a,
           "k"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Exchanges averages and weights; take_back() and settle() undo it.")
-      .def("share", &Average::share, "Before memory that other replicas own is overwritten with averages.")
+      .def("share", &Driver::share, "Before memory that other replicas own is overwritten with averages.")
       .def(
-          "take_back", [](Average& self, const std::vector<TensorView>& weights) { self.take_back(weights); }, "weights"_a,
+          "take_back", [](Average& self, const std::vector<TensorView>& weights) { Driver::take_back(self, weights); }, "weights"_a,
           nb::call_guard<nb::gil_scoped_release>(), "What this rank owns of the weights, from whatever point the swap has reached.")
-      .def("settle", &Average::settle, "All of the weights are back.")
-      .def_prop_ro("swap_state", &Average::swap_state)
+      .def("settle", &Driver::settle, "All of the weights are back.")
+      .def_prop_ro("swap_state", &Driver::swap_state)
       .def_prop_ro("swapped", &Average::swapped)
       .def("stats", &stats_dict)
       .def(
@@ -248,13 +262,13 @@ void bind_average(nb::module_& m) {
       .def_prop_ro(
           "progress",
           [](const Average& self) {
-            const Progress now = self.progress();
-            return std::tuple(now.step, now.updates, now.step - now.delta, now.samples);
+            const average::Counters now = Driver::counters(self);
+            return std::tuple(now.step, now.updates, now.applied_step, now.applied_samples);
           },
           "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without waiting.")
-      .def("samples_by", &Average::samples_by, "batch"_a,
+      .def("samples_by", &Driver::samples_by, "batch"_a,
            "Training samples seen at the next step, where each one since the last update had `batch` of them.")
-      .def("restart", &Average::restart, nb::call_guard<nb::gil_scoped_release>(), "reset(), at step 0, with nothing counted.");
+      .def("restart", &Driver::restart, nb::call_guard<nb::gil_scoped_release>(), "reset(), at step 0, with nothing counted.");
   nb::class_<Limit>(m, "Limit",
                     "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
       .def(

@@ -18,6 +18,11 @@ inline std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
+inline std::chrono::steady_clock::time_point in_seconds(double seconds) {
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+}
+
 /// Python that the engine calls: what it raises is everybody's error, and its own exception on this rank.
 class Callbacks {
  public:

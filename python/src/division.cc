@@ -1,4 +1,4 @@
-#include "shardow/division.h"
+#include "average/division.h"
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>

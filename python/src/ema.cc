@@ -13,6 +13,8 @@
 #include "core.h"
 #include "ema/agreed.h"
 #include "ema/loading.h"
+#include "ema/names.h"
+#include "file_options.h"
 #include "shardow/ema_file.h"
 
 namespace nb = nanobind;
@@ -24,13 +26,9 @@ namespace {
 using Keys = std::vector<std::string>;
 using Texts = std::map<std::string, std::string>;
 
-Deadline in_seconds(double seconds) {
-  return std::chrono::steady_clock::now() + milliseconds(seconds);
-}
-
 std::vector<std::pair<std::string, Texts>> files_of(const Average& average, const std::string& state) {
   std::vector<std::pair<std::string, Texts>> files;
-  for (SaveFile& file : ema_files(average, state)) files.emplace_back(std::move(file.name), std::move(file.metadata));
+  for (SaveFile& file : ema_files_with(average, state)) files.emplace_back(std::move(file.name), std::move(file.metadata));
   return files;
 }
 
@@ -40,11 +38,7 @@ class Loading {
   Loading(Group& group, Average& average, const std::vector<Checkpoint>& files, const std::string& where, OptionsFrom from, bool strict,
           bool verify, double timeout, nb::object progress)
       : told_(std::move(progress)) {
-    LoadOptions options;
-    options.strict = strict;
-    options.verify = verify;
-    options.timeout = milliseconds(timeout);
-    options.progress = callbacks_.progress(told_);
+    LoadOptions options = reading(strict, verify, false, timeout, callbacks_.progress(told_));
     const nb::gil_scoped_release release;
     loading_ = std::make_unique<ema::Loading>(group, average, files, where, std::move(options), from);
   }

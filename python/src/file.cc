@@ -5,9 +5,11 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <tuple>
 #include <utility>
 
 #include "base/files.h"
@@ -17,17 +19,17 @@
 #include "file/crc.h"
 #include "file/header.h"
 #include "file/load.h"
+#include "file_options.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
 #include "tensor/dtype.h"
+#include "views.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace shardow::python {
 namespace {
-
-using Strings = std::map<std::string, std::string>;
 
 nb::dict as_dict(const SaveReport& report) {
   nb::dict result;
@@ -46,21 +48,16 @@ class Save {
        int64_t max_shard_size, const Strings& metadata, bool checksums, bool sequential, double timeout, nb::object progress,
        const Strings& texts)
       : group_(std::move(group)), told_(std::move(progress)) {
-    SaveOptions options;
-    if (dtype) options.dtype = dtype_from_name(*dtype);
-    options.max_shard_size = max_shard_size;
-    options.metadata = metadata;
+    auto options = writing<SaveOptions>(dtype, max_shard_size, metadata, timeout, callbacks_.progress(told_));
     options.texts = texts;
     options.checksums = checksums;
     options.sequential = sequential;
-    options.timeout = milliseconds(timeout);
-    options.progress = callbacks_.progress(told_);
     Group& ranks = nb::cast<Group&>(group_);
     const nb::gil_scoped_release release;
     save_ = std::make_unique<StagedSave>(ranks, files, path, options);
   }
 
-  int64_t staging_bytes() const { return save_->staging_bytes(); }
+  size_t staging_bytes() const { return save_->staging_bytes(); }
 
   std::vector<std::pair<std::string, Shape>> tensors() const { return save_->tensors(); }
 
@@ -81,54 +78,33 @@ class Save {
   std::unique_ptr<StagedSave> save_;
 };
 
-LoadOptions load_options(bool strict, bool verify, bool check_only, double timeout) {
-  LoadOptions options;
-  options.strict = strict;
-  options.verify = verify;
-  options.check_only = check_only;
-  options.timeout = milliseconds(timeout);
-  return options;
-}
-
-nb::dict as_dict(const LoadReport& report) {
-  nb::dict result;
-  result["missing"] = report.missing;
-  result["unexpected"] = report.unexpected;
-  result["metadata"] = report.metadata;
-  result["bytes_read"] = report.bytes_read;
-  result["seconds"] = report.seconds;
-  return result;
-}
-
 nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const Checkpoint& checkpoint, bool strict, bool verify,
                      bool check_only, double timeout, const nb::object& progress) {
   Callbacks callbacks;
-  LoadOptions options = load_options(strict, verify, check_only, timeout);
-  options.progress = callbacks.progress(progress);
+  const LoadOptions options = reading(strict, verify, check_only, timeout, callbacks.progress(progress));
   LoadReport report;
-  callbacks.run([&] { report = file::load_from(group, tensors, checkpoint.catalog(), options); });
-  return as_dict(report);
+  callbacks.run([&] { report = file::load_from(group, tensors, file::Inside::of(checkpoint), options); });
+  return dict_of(report);
 }
 
 nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& choose, bool verify, bool check_only, double timeout,
                      const nb::object& progress) {
   Callbacks callbacks;
-  LoadOptions options = load_options(true, verify, check_only, timeout);
-  options.progress = callbacks.progress(progress);
+  const LoadOptions options = reading(true, verify, check_only, timeout, callbacks.progress(progress));
   const auto chosen = [&](const std::shared_ptr<const file::Catalog>& catalog) {
     return callbacks.call("", [&] {
-      auto [views, strict] = nb::cast<std::pair<std::vector<TensorView>, bool>>(choose(nb::cast(Checkpoint(catalog))));
+      auto [views, strict] = nb::cast<std::pair<std::vector<TensorView>, bool>>(choose(nb::cast(file::Inside::make(catalog))));
       return file::Chosen{std::move(views), strict};
     });
   };
   LoadReport report;
   callbacks.run([&] { report = file::load_chosen(group, path, chosen, options); });
-  return as_dict(report);
+  return dict_of(report);
 }
 
 nb::dict tensors_in(const Checkpoint& checkpoint) {
   nb::dict tensors;
-  for (const auto& [name, stored] : checkpoint.catalog().tensors)
+  for (const auto& [name, stored] : file::Inside::of(checkpoint).tensors)
     tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(stored.entry.dtype)), nb::tuple(nb::cast(stored.entry.shape)));
   return tensors;
 }
@@ -149,6 +125,12 @@ void bind_file(nb::module_& m) {
           "__init__",
           [](SaveFile* self, std::string name, std::vector<TensorView> tensors, Strings metadata) {
             new (self) SaveFile{std::move(name), std::move(tensors), std::move(metadata)};
+          },
+          "name"_a, "tensors"_a, "metadata"_a = Strings())
+      .def(
+          "__init__",
+          [](SaveFile* self, std::string name, const Views& tensors, Strings metadata) {
+            new (self) SaveFile{std::move(name), tensors.all, std::move(metadata)};
           },
           "name"_a, "tensors"_a, "metadata"_a = Strings());
   nb::class_<Save>(m, "Save",
@@ -200,6 +182,16 @@ void bind_file(nb::module_& m) {
         return file::crc32(0, {reinterpret_cast<const std::byte*>(memory), static_cast<size_t>(bytes)});
       },
       "memory"_a, "bytes"_a, "CRC-32, of zlib's polynomial, of memory at an address.");
+  m.def(
+      "header_of",
+      [](const std::vector<std::tuple<std::string, std::string, Shape>>& tensors, const Strings& metadata) {
+        std::vector<file::Entry> entries;
+        for (const auto& [name, dtype, shape] : tensors) entries.push_back({name, dtype_from_name(dtype), shape, 0, 0});
+        const file::Header header = file::lay_out(std::move(entries), metadata);
+        const std::string bytes = file::header_bytes(header.entries, header.metadata, header.data_begin);
+        return nb::bytes(bytes.data(), bytes.size());
+      },
+      "tensors"_a, "metadata"_a, "What comes before the data in a file of [(name, dtype, shape)]; for benchmarks.");
   m.def(
       "parse_header",
       [](const nb::bytes& json, int64_t data_bytes) {

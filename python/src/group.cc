@@ -16,9 +16,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "callbacks.h"
 #include "core.h"
 #include "file/sharing.h"
-#include "shardow/conformance.h"
+#include "shardow/custom_group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -28,15 +29,6 @@ namespace {
 
 double seconds_left(Deadline deadline) {
   return std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count();
-}
-
-Deadline in_seconds(double seconds) {
-  return std::chrono::steady_clock::now() +
-         std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
-}
-
-std::chrono::milliseconds in_milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
 template <class Fn>
@@ -159,7 +151,7 @@ nb::object agree_python(Group& group, const std::string& call, double timeout, c
   }
   try {
     const nb::gil_scoped_release release;
-    group.begin(call, in_milliseconds(timeout));
+    group.begin(call, milliseconds(timeout));
     agree(group, in_seconds(patience), [&] {
       if (mine) throw std::runtime_error(told);
     });

@@ -7,14 +7,18 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <utility>
 
 #include "callbacks.h"
+#include "file_options.h"
+#include "merge/rules.h"
 #include "tensor/dtype.h"
 
 namespace nb = nanobind;
@@ -23,12 +27,11 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-using Strings = std::map<std::string, std::string>;
-
-/// What Python reads, one whole tensor at a time: whole(name) gives one that lies in host memory, packed.
-class Whole final : public MergeSource {
+/// What Python reads, a tensor or a part of it at a time: part(name, element) gives (address, first element, the one after the last) of
+/// packed host memory that has the element, until it is called again.
+class InParts final : public MergeSource {
  public:
-  Whole(const std::map<std::string, std::pair<std::string, Shape>>& tensors, nb::callable whole) : whole_(std::move(whole)) {
+  InParts(const std::map<std::string, std::pair<std::string, Shape>>& tensors, nb::callable part) : part_(std::move(part)) {
     for (const auto& [name, one] : tensors) tensors_.emplace(name, std::pair(dtype_from_name(one.first), one.second));
   }
 
@@ -50,28 +53,45 @@ class Whole final : public MergeSource {
   }
 
   void read(const TensorView& wanted) const override {
+    const int64_t size = dtype_bits(wanted.dtype) / 8;
+    wanted.region.for_each_run([&](const Run& run) {
+      for (int64_t done = 0; done < run.length;) {
+        const int64_t element = run.global_begin + done;
+        if (latest_.name != wanted.name || element < latest_.begin || element >= latest_.end) ask(wanted.name, element);
+        const int64_t count = std::min(run.length - done, latest_.end - element);
+        std::memcpy(static_cast<std::byte*>(wanted.data) + (run.local_begin + done) * size, latest_.data + (element - latest_.begin) * size,
+                    static_cast<size_t>(count * size));
+        done += count;
+      }
+    });
+  }
+
+ private:
+  struct Latest {
+    std::string name = {};
+    const std::byte* data = nullptr;
+    int64_t begin = 0, end = 0;  // elements
+  };
+
+  void ask(const std::string& name, int64_t element) const {
     const nb::gil_scoped_acquire gil;
+    latest_ = {};
     try {
-      const nb::object tensor = whole_(wanted.name);
-      const auto* const from = reinterpret_cast<const std::byte*>(nb::cast<uintptr_t>(tensor.attr("data_ptr")()));
-      const nb::gil_scoped_release release;
-      const int64_t size = dtype_bits(wanted.dtype) / 8;
-      wanted.region.for_each_run([&](const Run& run) {
-        std::memcpy(static_cast<std::byte*>(wanted.data) + run.local_begin * size, from + run.global_begin * size,
-                    static_cast<size_t>(run.length * size));
-      });
+      const auto [address, begin, end] = nb::cast<std::tuple<uintptr_t, int64_t, int64_t>>(part_(name, element));
+      if (element < begin || element >= end) throw Error(Code::kInternal, "'" + name + "': another part came than was asked for");
+      latest_ = {name, reinterpret_cast<const std::byte*>(address), begin, end};
     } catch (const nb::python_error& raised) {
       throw_if_ours(raised);
       throw;
     }
   }
 
- private:
   std::map<std::string, std::pair<DType, Shape>, std::less<>> tensors_;
-  nb::callable whole_;
+  nb::callable part_;
+  mutable Latest latest_;  // one thread asks at a time
 };
 
-using Tensors = std::variant<Checkpoint, std::shared_ptr<Whole>>;
+using Tensors = std::variant<Checkpoint, std::shared_ptr<InParts>>;
 
 MergeInput input_of(std::string name, const Tensors& tensors, double coefficient, std::optional<int64_t> step) {
   MergeInput input{std::move(name), std::shared_ptr<const MergeSource>(), coefficient, step};
@@ -96,6 +116,7 @@ nb::dict as_dict(const MergeReport& report) {
   for (const auto& file : report.files) files.append(nb::str(nb::cast(file)));
   result["inputs"] = inputs;
   result["sum"] = report.sum;
+  result["newest"] = report.newest;
   result["averaged"] = report.averaged;
   result["taken"] = report.taken;
   result["files"] = files;
@@ -107,16 +128,12 @@ nb::dict as_dict(const MergeReport& report) {
 
 nb::dict merge_python(Group& group, const std::vector<MergeInput>& inputs, const std::filesystem::path& path,
                       const std::optional<std::string>& dtype, int64_t max_shard_size, const Strings& metadata, const std::string& formula,
-                      bool verify, double timeout, const nb::object& progress) {
+                      bool verify, int threads, double timeout, const nb::object& progress) {
   Callbacks callbacks;
-  MergeOptions options;
-  if (dtype) options.dtype = dtype_from_name(*dtype);
-  options.max_shard_size = max_shard_size;
-  options.metadata = metadata;
+  auto options = writing<MergeOptions>(dtype, max_shard_size, metadata, timeout, callbacks.progress(progress));
+  options.threads = threads;
   options.formula = formula;
   options.verify = verify;
-  options.timeout = milliseconds(timeout);
-  options.progress = callbacks.progress(progress);
   MergeReport report;
   callbacks.run([&] { report = merge(group, inputs, path, options); });
   return as_dict(report);
@@ -125,26 +142,21 @@ nb::dict merge_python(Group& group, const std::vector<MergeInput>& inputs, const
 nb::dict load_merged_python(Group& group, const std::vector<TensorView>& tensors, const std::vector<MergeInput>& inputs, bool strict,
                             bool verify, bool check_only, double timeout, const nb::object& progress) {
   Callbacks callbacks;
-  LoadOptions options;
-  options.strict = strict;
-  options.verify = verify;
-  options.check_only = check_only;
-  options.timeout = milliseconds(timeout);
-  options.progress = callbacks.progress(progress);
+  const LoadOptions options = reading(strict, verify, check_only, timeout, callbacks.progress(progress));
   LoadReport report;
   callbacks.run([&] { report = load_merged(group, tensors, inputs, options); });
-  nb::dict result;
-  result["missing"] = report.missing;
-  result["unexpected"] = report.unexpected;
-  result["metadata"] = report.metadata;
-  result["bytes_read"] = report.bytes_read;
-  result["seconds"] = report.seconds;
-  return result;
+  return dict_of(report);
 }
 
-DecayCurve curve_named(const std::string& name) {
-  if (const auto found = find_decay_curve(name)) return *found;
-  throw Error(Code::kInvalidArgument, "curve '" + name + "': it must be linear, cosine, inv-sqrt or 1-sqrt");
+MergeRule rule_of(const std::optional<std::vector<double>>& weights, bool normalize, std::optional<double> ema, bool per_step,
+                  std::optional<size_t> lawa, const std::optional<std::string>& curve) {
+  using Kind = MergeRule::Kind;
+  if (weights) return {Kind::kWeights, *weights, normalize};
+  if (ema) return {.kind = Kind::kEma, .decay = *ema, .per_step = per_step};
+  if (lawa) return {.kind = Kind::kLawa, .last = *lawa};
+  if (!curve) return {};
+  if (const auto found = find_decay_curve(*curve)) return {.kind = Kind::kCurve, .curve = *found};
+  throw Error(Code::kInvalidArgument, "curve '" + *curve + "': it must be linear, cosine, inv-sqrt or 1-sqrt");
 }
 
 }  // namespace
@@ -154,20 +166,11 @@ void bind_merge(nb::module_& m) {
   nb::class_<Coefficients>(m, "Coefficients", "Of a merge's inputs, in their order.")
       .def_ro("values", &Coefficients::values)
       .def_ro("formula", &Coefficients::formula)
-      .def_ro("index_error", &Coefficients::index_error)
-      .def_static("uniform", &uniform_coefficients, "inputs"_a)
-      .def_static("given", &given_coefficients, "weights"_a, "normalize"_a = false)
-      .def_static("ema", nb::overload_cast<size_t, double>(&ema_coefficients), "inputs"_a, "decay"_a)
-      .def_static(
-          "ema_per_step", [](const std::vector<int64_t>& steps, double decay) { return ema_coefficients(steps, decay); }, "steps"_a,
-          "decay"_a)
-      .def_static("lawa", &lawa_coefficients, "inputs"_a, "last"_a)
-      .def_static(
-          "curve", [](const std::string& name, const std::vector<int64_t>& steps) { return decay_coefficients(curve_named(name), steps); },
-          "name"_a, "steps"_a);
-  nb::class_<Whole>(m, "WholeTensors", "A merge's input that Python reads: whole(name) -> packed tensor on the CPU.")
-      .def(nb::init<const std::map<std::string, std::pair<std::string, Shape>>&, nb::callable>(), "tensors"_a, "whole"_a)
-      .def_prop_ro("tensors", &Whole::described, "{name: (dtype, shape)}");
+      .def_ro("index_error", &Coefficients::index_error);
+  nb::class_<InParts>(m, "InParts",
+                      "A merge's input that Python reads: part(name, element) -> (address, first element, the one after the last).")
+      .def(nb::init<const std::map<std::string, std::pair<std::string, Shape>>&, nb::callable>(), "tensors"_a, "part"_a)
+      .def_prop_ro("tensors", &InParts::described, "{name: (dtype, shape)}");
   nb::class_<MergeInput>(m, "MergeInput", "One of the checkpoints that are merged.")
       .def(
           "__init__",
@@ -177,19 +180,21 @@ void bind_merge(nb::module_& m) {
           "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none())
       .def_ro("name", &MergeInput::name)
       .def_ro("step", &MergeInput::step)
-      .def_rw("coefficient", &MergeInput::coefficient);
+      .def_ro("coefficient", &MergeInput::coefficient);
   m.def("step_of", &step_of, "path"_a, "metadata"_a = Strings(), "Of a checkpoint, by its metadata or its path; None: not to be known.");
   m.def(
-      "sorted_by_step",
-      [](std::vector<MergeInput> inputs) {
-        sort_by_step(inputs);
-        return inputs;
+      "weigh",
+      [](std::vector<MergeInput> inputs, const std::optional<std::vector<double>>& weights, bool normalize, std::optional<double> ema,
+         bool per_step, std::optional<size_t> lawa, const std::optional<std::string>& curve) {
+        Coefficients found = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
+        std::string newest = inputs[newest_of(inputs)].name;
+        return std::tuple(std::move(inputs), std::move(found), std::move(newest));
       },
-      "inputs"_a, "Ascending where all have steps, else as they are.");
-  m.def(
-      "steps_of", [](const std::vector<MergeInput>& inputs) { return steps_of(inputs); }, "inputs"_a);
+      "inputs"_a, "weights"_a.none(), "normalize"_a, "ema"_a.none(), "per_step"_a, "lawa"_a.none(), "curve"_a.none(),
+      "(inputs with their coefficients, in the rule's order; what these are; the name of the newest).");
   m.def("merge", &merge_python, "group"_a, "inputs"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(),
-        "formula"_a = "", "verify"_a = true, "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/merge.h.");
+        "formula"_a = "", "verify"_a = true, "threads"_a = 4, "timeout"_a = 600.0, "progress"_a = nb::none(),
+        "Collective; see include/shardow/merge.h.");
   m.def("load_merged", &load_merged_python, "group"_a, "tensors"_a, "inputs"_a, "strict"_a = true, "verify"_a = true,
         "check_only"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/merge.h.");
 }

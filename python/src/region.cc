@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "core.h"
+#include "tensor/coverage.h"
 #include "tensor/messages.h"
 
 namespace nb = nanobind;

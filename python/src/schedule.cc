@@ -7,6 +7,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "average/schedule_table.h"
 #include "core.h"
 
 namespace nb = nanobind;
@@ -19,7 +20,7 @@ void bind_schedule(nb::module_& m) {
       .def_static(
           "make",
           [](std::string_view kind, const std::map<std::string, double>& numbers) {
-            return Schedule::make(kind, {numbers.begin(), numbers.end()});
+            return average::Schedules::make(kind, {numbers.begin(), numbers.end()});
           },
           "kind"_a, "numbers"_a, "A schedule by the name of its kind, as in its JSON.")
       .def_static("from_json", &Schedule::from_json, "json"_a)

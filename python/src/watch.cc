@@ -1,6 +1,5 @@
 // Watch: are a model's modules and the memory of its parameters what they were? Asked before every update, for thousands of parameters, so
-// each costs nanoseconds. Torch answers through DLPack's exchange interface, which fills in a description without making any object.
-#include <nanobind/ndarray.h>
+// each costs nanoseconds.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "core.h"
+#include "torch_memory.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -16,33 +16,16 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-/// Of DLPack's C exchange interface, version 1, what is used here.
-struct DlpackApi {
-  uint32_t major_version, minor_version;
-  void *previous, *allocate, *from_object, *to_object;
-  int (*describe)(void* object, nb::dlpack::dltensor* out);  ///< 0: done; else an exception is set. The description borrows.
-};
-
 /// Where tensors lie, with which dtype, sizes and strides, as one number each: equal where all of them are, different otherwise, but for a
 /// chance of 2^-64.
 class Marks {
  public:
-  /// `tensor`, `parameter`: torch's types, whose instances have memory of their own; `data_ptr` tells of others where it is, and no more.
-  Marks(nb::type_object tensor, nb::type_object parameter) : tensor_(tensor), parameter_(parameter), data_ptr_(tensor.attr("data_ptr")) {
-    const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
-    if (capsule.is_none()) return;
-    const auto* found = static_cast<const DlpackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    if (found == nullptr) nb::raise_python_error();
-    if (found->major_version == 1) dlpack_ = found;
-  }
+  /// `data_ptr` tells of tensors that torch does not describe where they are, and no more.
+  Marks(nb::type_object tensor, nb::type_object parameter) : memory_(tensor, parameter), data_ptr_(tensor.attr("data_ptr")) {}
 
   uint64_t of(nb::handle tensor) const {
-    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
-    if (dlpack_ != nullptr && (type == tensor_.ptr() || type == parameter_.ptr())) {
-      nb::dlpack::dltensor found;
-      if (dlpack_->describe(tensor.ptr(), &found) == 0) return mark(found);
-      PyErr_Clear();  // a layout that DLPack does not know
-    }
+    nb::dlpack::dltensor found;
+    if (memory_.describe(tensor, found)) return mark(found);
     const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(data_ptr_.ptr(), tensor.ptr(), nullptr));
     if (!address.is_valid()) nb::raise_python_error();
     return nb::cast<uint64_t>(address);
@@ -60,9 +43,8 @@ class Marks {
     return mark;
   }
 
-  nb::type_object tensor_, parameter_;
+  TorchMemory memory_;
   nb::object data_ptr_;
-  const DlpackApi* dlpack_ = nullptr;
 };
 
 class Watch {

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shardow.ranks import waiting
 from shardow.ranks.store_group import StoreGroup
+from shardow.ranks.store_values import Connection
 
 _STACK = 512 << 10  # bytes of a thread's
 
@@ -60,9 +61,13 @@ class Emulated(StoreGroup):
     def __init__(self, rank: int, size: int, store: Any, name: str) -> None:
         self._act_as(rank, list(range(size)), name)
         self.moves_blocks = False
-        self.store = self._store = CountedStore(PrefixStore(self._prefix, store))
+        self._first = store
+        self.store = CountedStore(PrefixStore(self._prefix, store))
+        self._store = Connection(lambda: self.store)
 
     def _connected(self) -> Any:
+        """Another one, in place of one that was left."""
+        self.store = CountedStore(PrefixStore(self._prefix, self._first.clone()))
         return self.store
 
 

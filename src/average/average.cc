@@ -81,13 +81,6 @@ void Average::reset() {
   impl_->reset();
 }
 
-void Average::restart() {
-  const auto use = impl_->use("restart()");
-  reset();
-  impl_->counters = {};
-  impl_->met.reset();
-}
-
 size_t Average::size() const noexcept {
   return impl_->averages.size();
 }
@@ -127,9 +120,8 @@ AverageStats Average::stats() const {
           .table_bytes = tables};
 }
 
-Progress Average::progress() const noexcept {
-  const average::Counters& counters = impl_->counters;
-  return {counters.step, counters.updates, counters.step - counters.applied_step, counters.applied_samples, 0};
+Progress Average::progress(double samples) const noexcept {
+  return impl_->progress_at(impl_->counters.step + 1, samples);
 }
 
 std::optional<NonFiniteReport> Average::non_finite() const {
@@ -190,22 +182,17 @@ std::span<const Schedule> Average::schedules() const noexcept {
 
 std::vector<double> Average::decays() const {
   const auto use = impl_->use("decays()");
-  const average::Counters& counters = impl_->counters;
-  const int64_t step = std::max<int64_t>(counters.step + 1 - impl_->options.start_step, 1);
+  Progress alone = progress(impl_->counters.applied_samples + 1);
+  alone.delta = 1;
   std::vector<double> decays;
   for (const Schedule& schedule : schedules()) {
     try {
-      decays.push_back(schedule.factors({step, counters.updates, 1, counters.applied_samples + 1, 1}).decay);
+      decays.push_back(schedule.factors(alone).decay);
     } catch (const Error&) {
       decays.push_back(std::nan(""));
     }
   }
   return decays;
-}
-
-double Average::samples_by(double batch) const noexcept {
-  const average::Counters& counters = impl_->counters;
-  return counters.applied_samples + batch * static_cast<double>(counters.step + 1 - counters.applied_step);
 }
 
 }  // namespace shardow

@@ -10,18 +10,19 @@
 
 #include "shardow/average.h"
 #include "shardow/error.h"
+#include "shardow/group.h"
 
 namespace shardow {
 
 inline constexpr int64_t kRows = 37, kColumns = 11;
 
 /// A float32 tensor with memory of its own, all of it held.
-struct Owned {
+struct OwnTensor {
   std::vector<float> values;
   TensorView view;
 
-  Owned(std::string name, Shape shape, uint32_t seed) : Owned(std::move(name), Region::whole(std::move(shape)), seed) {}
-  Owned(std::string name, const Region& region, uint32_t seed)
+  OwnTensor(std::string name, Shape shape, uint32_t seed) : OwnTensor(std::move(name), Region::whole(std::move(shape)), seed) {}
+  OwnTensor(std::string name, const Region& region, uint32_t seed)
       : values(static_cast<size_t>(region.size())), view{std::move(name), DType::kF32, region, nullptr} {
     fill(seed);
     view.data = values.data();

@@ -8,7 +8,7 @@ namespace shardow {
 namespace {
 
 TEST(Average, TakesFactorsFromTheCallerAndCountsAsEver) {
-  Owned p("p", {kRows, kColumns}, 1);
+  OwnTensor p("p", {kRows, kColumns}, 1);
   Average ema(std::vector{p.view}, with_decay(0.5));
   std::vector<float> expected = p.values;
   p.fill(2);
@@ -21,7 +21,7 @@ TEST(Average, TakesFactorsFromTheCallerAndCountsAsEver) {
 }
 
 TEST(Average, BeginsWithWhatItsMemoryHoldsWhereAsked) {
-  Owned p("p", {kRows, kColumns}, 1), average("p", {kRows, kColumns}, 2);
+  OwnTensor p("p", {kRows, kColumns}, 1), average("p", {kRows, kColumns}, 2);
   const std::vector<float> kept = average.values;
   AverageOptions options = with_decay(0.5);
   options.keep_values = true;
@@ -32,13 +32,13 @@ TEST(Average, BeginsWithWhatItsMemoryHoldsWhereAsked) {
 }
 
 TEST(Average, BeginsEqualToTheParameters) {
-  Owned p("p", {kRows, kColumns}, 1);
+  OwnTensor p("p", {kRows, kColumns}, 1);
   const Average ema(std::vector{p.view});
   EXPECT_EQ(copy_of(ema.views()[0]), p.values);
 }
 
 TEST(Average, FollowsTheRecursionBitForBit) {
-  Owned p("p", {kRows, kColumns}, 1);
+  OwnTensor p("p", {kRows, kColumns}, 1);
   Average ema(std::vector{p.view}, with_decay(0.99));
   std::vector<float> expected = p.values;
   for (uint32_t step = 0; step < 30; ++step) {
@@ -52,7 +52,7 @@ TEST(Average, FollowsTheRecursionBitForBit) {
 }
 
 TEST(Average, KeepsSeveralDecaysInOnePass) {
-  Owned p("p", {kRows}, 1), q("q", {5}, 2);
+  OwnTensor p("p", {kRows}, 1), q("q", {5}, 2);
   AverageOptions options{.schedules = {Schedule::constant(0.5), Schedule::constant(0.9), Schedule::constant(0.999)}};
   Average ema(std::vector{p.view, q.view}, options);
   const std::vector<double> decays = {0.5, 0.9, 0.999};
@@ -66,7 +66,7 @@ TEST(Average, KeepsSeveralDecaysInOnePass) {
 }
 
 TEST(Average, EveryKthStepAppliesDecayToTheKth) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   AverageOptions options = with_decay(0.9);
   options.update_every = 3;
   Average ema(std::vector{p.view}, options);
@@ -80,7 +80,7 @@ TEST(Average, EveryKthStepAppliesDecayToTheKth) {
 }
 
 TEST(Average, SkippedStepsAreMadeUpFor) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   Average ema(std::vector{p.view}, with_decay(0.9));
   std::vector<float> expected = p.values;
   p.fill(2);
@@ -90,7 +90,7 @@ TEST(Average, SkippedStepsAreMadeUpFor) {
 }
 
 TEST(Average, CopiesUntilStartStep) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   AverageOptions options = with_decay(0.9);
   options.start_step = 2;
   Average ema(std::vector{p.view}, options);
@@ -108,7 +108,7 @@ TEST(Average, CopiesUntilStartStep) {
 }
 
 TEST(Average, TheFirstUpdatePastStartStepCopiesWhereNoneCameBefore) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   AverageOptions options = with_decay(0.999999);
   options.start_step = 100;
   options.update_every = 4;
@@ -124,7 +124,7 @@ TEST(Average, TheFirstUpdatePastStartStepCopiesWhereNoneCameBefore) {
 }
 
 TEST(Average, StepsBeforeStartStepAreNotAveraged) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   AverageOptions options{.schedules = {Schedule::constant(0.9), Schedule::debiased(0.9), Schedule::half_life(3)}};
   options.start_step = 100;
   Average ema(std::vector{p.view}, options);
@@ -140,7 +140,7 @@ TEST(Average, StepsBeforeStartStepAreNotAveraged) {
 }
 
 TEST(Average, AnUpdateAllocatesNothing) {
-  Owned p("p", {3, 1 << 20}, 1);
+  OwnTensor p("p", {3, 1 << 20}, 1);
   AverageOptions options{.schedules = {Schedule::constant(0.999), Schedule::constant(0.99999)}};
   options.num_threads = 2;
   Average ema(std::vector{p.view}, options);

@@ -7,7 +7,7 @@ namespace shardow {
 namespace {
 
 TEST(Average, BindsParametersThatMoved) {
-  Owned p("p", {kRows}, 1), moved("p", {kRows}, 2);
+  OwnTensor p("p", {kRows}, 1), moved("p", {kRows}, 2);
   Average ema(std::vector{p.view}, with_decay(0.9));
   std::vector<float> expected = p.values;
   ema.update(std::vector{moved.view});
@@ -16,11 +16,11 @@ TEST(Average, BindsParametersThatMoved) {
 }
 
 TEST(Average, ABindThatFindsNoMemoryChangesNothing) {
-  const Owned start("p", columns(), 1);
+  const OwnTensor start("p", columns(), 1);
   for (const double decay : {0.9, 0.99999}) {
     long refused = 0;
     for (bool failed = true; failed; ++refused) {
-      Owned p("p", columns(), 1), moved("p", columns(), 2);
+      OwnTensor p("p", columns(), 1), moved("p", columns(), 2);
       Average ema(std::vector{p.view}, with_decay(decay)), straight(std::vector{p.view}, with_decay(decay));
       const std::vector now{moved.view};
       failed = base::fails_at_allocation(refused, [&] { ema.bind(now); });

@@ -93,8 +93,8 @@ void check_devices(std::span<const TensorView> parameters, const AverageOptions&
     if (view.device.kind == Device::Kind::kCpu) continue;
     if (replicated) {
       fail(Code::kUnsupported,
-           "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself, and all-gather the "
-           "parts with the collectives of your framework",
+           "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself (Region::part()), and "
+           "all-gather the parts with the collectives of your framework",
            view.name, view.device.index);
     }
     const TensorView& other = *first.emplace(view.device.index, &view).first->second;
@@ -133,12 +133,12 @@ void check_averages(std::span<const TensorView> parts, std::span<const std::vect
 }
 
 void check_apart(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages) {
-  struct Stretch {
+  struct Memory {
     const std::byte *begin, *end;
     const std::string* name;
     size_t average;  // 0: the parameter
   };
-  std::vector<Stretch> all;
+  std::vector<Memory> all;
   all.reserve(parameters.size() * (averages.size() + 1));
   const auto add = [&](std::span<const TensorView> views, size_t average) {
     for (const TensorView& view : views) {
@@ -148,12 +148,12 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
   };
   add(parameters, 0);
   for (size_t k = 0; k < averages.size(); ++k) add(averages[k], k + 1);
-  const auto comes_first = [](const Stretch& a, const Stretch& b) { return std::less<>()(a.begin, b.begin); };
+  const auto comes_first = [](const Memory& a, const Memory& b) { return std::less<>()(a.begin, b.begin); };
   if (!std::is_sorted(all.begin(), all.end(), comes_first)) std::sort(all.begin(), all.end(), comes_first);
   for (size_t i = 1; i < all.size(); ++i) {
-    const Stretch &one = all[i - 1], &other = all[i];
+    const Memory &one = all[i - 1], &other = all[i];
     if (!std::less<>()(other.begin, one.end)) continue;
-    const auto said = [](const Stretch& of) {
+    const auto said = [](const Memory& of) {
       return of.average == 0 ? fmt::format("'{}'", *of.name) : fmt::format("average {} of '{}'", of.average - 1, *of.name);
     };
     fail(Code::kInvalidArgument,

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <limits>
 #include <mutex>
 
 #include "average/average_fixture.h"
@@ -32,14 +33,14 @@ namespace shardow {
 namespace {
 
 struct Model {
-  std::vector<Owned> owned;
+  std::vector<OwnTensor> owned;
   std::vector<TensorView> views;
 
   /// Small, or with one tensor that is averaged by several threads.
   explicit Model(bool large) {
     for (int i = 0; i < 2000; ++i)
       owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight", Shape{large && i == 7 ? 3'000'000 : 16}, 1u);
-    for (const Owned& one : owned) views.push_back(one.view);
+    for (const OwnTensor& one : owned) views.push_back(one.view);
   }
 };
 
@@ -76,6 +77,40 @@ TEST(Costs, OfAnUpdateAreThoseOfTheKernelAfterTheFirst) {
       EXPECT_EQ(allocations_and_locks_of([&] { ema.update_by(factors); }), kNothing) << decay;
       EXPECT_EQ(ema.stats().updates, 4);
     }
+  }
+}
+
+/// Whatever it computes: rules, dtypes, schedules, steps that are skipped, what is held.
+TEST(Costs, OfAnUpdateAreThoseOfTheKernelWithEveryOption) {
+  std::vector<AverageOptions> all;
+  for (const Rule rule : {Rule::kMulAdd, Rule::kTwoProducts, Rule::kDifference, Rule::kFusedDifference, Rule::kQuotient})
+    all.push_back({.rule = rule});
+  for (const DType dtype : {DType::kF64, DType::kBF16, DType::kF16}) all.push_back({.dtype = dtype});
+  for (const NonFinite non_finite : {NonFinite::kPropagate, NonFinite::kRaise}) all.push_back({.non_finite = non_finite});
+  all.push_back({.update_every = 3});
+  all.push_back({.start_step = 2});
+  for (const Schedule& schedule :
+       {Schedule::half_life(100), Schedule::half_life_in_samples(100), Schedule::half_life_fraction(0.09, 50),
+        Schedule::inverse_gamma(1, 0.5), Schedule::tf_warmup(0.9), Schedule::timm(0.9), Schedule::dist_ema(0.9), Schedule::diffusers(0.9),
+        Schedule::ema_pytorch(), Schedule::linear(0.5, 0.9, 7), Schedule::cosine(0.5, 0.9, 7), Schedule::mean(), Schedule::power(0.1),
+        Schedule::debiased(0.9), Schedule::window(2, 5)}) {
+    all.push_back({.schedules = {schedule}});
+  }
+  std::vector<OwnTensor> owned;
+  std::vector<TensorView> views;
+  for (int i = 0; i < 5; ++i) owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight", columns(), 1u);
+  owned[2].values[0] = std::numeric_limits<float>::infinity();
+  for (const OwnTensor& one : owned) views.push_back(one.view);
+  for (const AverageOptions& options : all) {
+    const bool raises = options.non_finite == NonFinite::kRaise;
+    if (raises) owned[2].values[0] = 0;
+    Average ema(views, options);
+    ema.update(views, std::nullopt, 10);
+    const auto costs = allocations_and_locks_of([&] {
+      for (int step = 2; step <= 8; ++step) ema.update(views, std::nullopt, 10.0 * step);
+    });
+    EXPECT_EQ(costs, kNothing) << ema.state();
+    if (raises) owned[2].values[0] = std::numeric_limits<float>::infinity();
   }
 }
 

@@ -15,7 +15,7 @@ namespace shardow {
 namespace {
 
 TEST(Average, TheSameWithOneThreadOrMany) {
-  Owned p("p", {3, 1 << 20}, 1);
+  OwnTensor p("p", {3, 1 << 20}, 1);
   std::vector<std::vector<float>> results;
   for (const int threads : {1, 2, 3, 7}) {
     p.fill(1);
@@ -31,7 +31,7 @@ TEST(Average, TheSameWithOneThreadOrMany) {
 
 /// Weights of every magnitude, subnormal ones too; as many as several threads share.
 std::vector<float> of_every_magnitude(uint32_t seed) {
-  Owned p("p", {1, 1 << 20}, seed);
+  OwnTensor p("p", {1, 1 << 20}, seed);
   for (size_t i = 0; i < p.values.size(); ++i) p.values[i] = std::ldexp(p.values[i], -static_cast<int>(i % 150));
   return p.values;
 }
@@ -77,7 +77,7 @@ TEST(Average, TheFloatingPointEnvironmentOfTheCallerChangesNothing) {
 }
 
 TEST(Average, TheEnvironmentOfTheCallerIsBackAfterwards) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   Average ema(std::vector{p.view}, with_decay(0.9));
   p.values[0] = std::numeric_limits<float>::infinity();
   std::fesetround(FE_DOWNWARD);
@@ -93,7 +93,7 @@ std::vector<float> averaged_globally(const Shape& shape, const std::vector<Regio
                                      const std::vector<float>& after, AverageOptions options) {
   std::vector<float> result(before.size());
   for (const Region& region : regions) {
-    Owned local("p", region, 0);
+    OwnTensor local("p", region, 0);
     const auto scatter = [&](const std::vector<float>& global) {
       region.for_each_run([&](const shardow::Run& run) {
         std::copy_n(global.begin() + run.global_begin, run.length, local.values.begin() + run.local_begin);
@@ -113,7 +113,7 @@ std::vector<float> averaged_globally(const Shape& shape, const std::vector<Regio
 
 TEST(Average, TopologyNeverChangesTheNumbers) {
   const Shape shape = {kRows, kColumns};
-  const Owned before("p", shape, 1), after("p", shape, 2);
+  const OwnTensor before("p", shape, 1), after("p", shape, 2);
   std::vector<std::vector<Region>> cuts = {{Region::whole(shape)}};
   for (int ranks = 2; ranks <= 8; ++ranks) {
     std::vector<Region> flat, columns;
@@ -132,7 +132,7 @@ TEST(Average, TopologyNeverChangesTheNumbers) {
 
 TEST(Average, NoiseNeedsNoTableOfRuns) {
   const Region region = Region::grid({1 << 15, 8}, {{{0, 1 << 15}}, {{3, 7}}});  // 32,768 runs of 4
-  Owned p("p", region, 1);
+  OwnTensor p("p", region, 1);
   Average ema(std::vector{p.view}, {.schedules = {Schedule::constant(0.99999)}, .num_threads = 2});
   const int64_t before = ema.stats().table_bytes;
   EXPECT_LT(before, 1024);
@@ -142,9 +142,9 @@ TEST(Average, NoiseNeedsNoTableOfRuns) {
 
 TEST(Average, NoiseIsOfTheElementInLargeShardsOnManyThreads) {
   const Shape shape = {3, 1 << 11, 700};
-  Owned whole("p", shape, 1);
+  OwnTensor whole("p", shape, 1);
   const Region part = Region::grid(shape, {{{0, 3}}, {{0, 1 << 11}}, {{40, 340}}}).window(77, 1'800'000);
-  Owned local("p", part, 0);
+  OwnTensor local("p", part, 0);
   const auto scatter = [&] {
     part.for_each_run([&](const shardow::Run& run) {
       std::copy_n(whole.values.begin() + run.global_begin, run.length, local.values.begin() + run.local_begin);

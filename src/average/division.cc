@@ -1,7 +1,7 @@
 // A part is a window of the region, so it is one stretch of its local memory: dividing and exchanging never copies more than what moves.
 // Small tensors share a step, since a collective's latency is that of a hundred of them; large ones are sent in several, since what
 // arrives needs memory of its own until all of it is there.
-#include "shardow/division.h"
+#include "average/division.h"
 
 #include <algorithm>
 

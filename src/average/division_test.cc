@@ -1,4 +1,4 @@
-#include "shardow/division.h"
+#include "average/division.h"
 
 #include <gtest/gtest.h>
 

@@ -9,6 +9,7 @@
 
 #include "average/backend.h"
 #include "average/counters.h"
+#include "average/division.h"
 #include "average/offload.h"
 #include "average/one_user.h"
 #include "average/ring_swap.h"
@@ -16,6 +17,7 @@
 #include "kernels/memory.h"
 #include "shardow/average.h"
 #include "shardow/error.h"
+#include "shardow/group.h"
 
 namespace shardow {
 
@@ -44,6 +46,7 @@ struct Average::Impl {
     size_t k;                              // which averages are in the weights' memory
     std::vector<TensorView> whole;         // the weights' memory, with the parts that other replicas own
     std::vector<TensorView> weights;       // this rank's parts of it; parallel to parts
+    std::vector<ExchangeStep> steps;       // how replicas send each other theirs
     std::vector<kernels::Memory> kept;     // parallel to parts: weights whose dtype does not swap in place, else empty
     std::vector<average::RingSwap> rings;  // of consecutive weights on a device whose averages are on the host
     size_t exchanged = 0;
@@ -82,6 +85,7 @@ struct Average::Impl {
   void set_state(const average::State& state, OptionsFrom from);
   enum class Launch { kNow, kByReplay };
   UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {}, Launch launch = Launch::kNow);
+  Progress progress_at(int64_t step, double samples) const noexcept;  ///< of a step that comes next, if it is averaged
   void wait();
   void finish_reading();
   void set_stream(int index, void* stream);
@@ -114,6 +118,7 @@ struct Average::Impl {
   Swap prepare_swap(std::span<const TensorView> weights, size_t k) const;
   void exchange_in();
   void exchange_out();
+  void undo_swap_in() noexcept;
   average::RingSwap::Tensors through_ring() const;
 
   // An update in the background, from begin_background() to the wait() that ends it. While the worker is busy it writes count, seconds and

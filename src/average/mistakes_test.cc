@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "average/average_fixture.h"
+#include "average/driver.h"
 #include "base/worker.h"
 #include "shardow/average.h"
 
@@ -47,7 +48,7 @@ TEST(Mistakes, ViewsThatShareMemoryAreNamedBothAndNothingChanges) {
 
 TEST(Mistakes, ASwapThatIsOpenAtTheEndIsTakenBack) {
   for (const DType dtype : {DType::kF32, DType::kF64}) {  // exchanged in place, kept aside
-    Owned p("p", columns(), 1);
+    OwnTensor p("p", columns(), 1);
     const std::vector<float> first = p.values;
     AverageOptions options = with_decay(0.5);
     options.dtype = dtype;
@@ -71,17 +72,17 @@ TEST(Mistakes, ASwapThatIsOpenAtTheEndIsTakenBack) {
 }
 
 TEST(Mistakes, ASwapThatIsAbandonedLeavesTheWeightsMemoryAlone) {
-  auto p = std::make_unique<Owned>("p", columns(), 1);
+  auto p = std::make_unique<OwnTensor>("p", columns(), 1);
   Average ema(std::vector{p->view}, with_decay(0.5));
   ema.swap_in();
-  ema.abandon_swap();
+  average::Driver::abandon_swap(ema);
   p.reset();  // the sanitizer would see it touched
 }
 
 std::atomic<bool> held = false;
 
 TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
-  Owned p("layer.weight", columns(), 1), q("layer.bias", {3}, 1);
+  OwnTensor p("layer.weight", columns(), 1), q("layer.bias", {3}, 1);
   const std::vector views{p.view, q.view};
   AverageOptions options = with_decay(0.5);
   options.overlap = true;
@@ -102,10 +103,22 @@ TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
   });
   begun.wait();
   const std::function<void()> calls[] = {
-      [&] { ema.update(); },     [&] { ema.update(views); },    [&] { ema.bind(views); },      [&] { ema.wait(); },
-      [&] { ema.stats(); },      [&] { ema.swap_in(); },        [&] { ema.swap_out(); },       [&] { ema.reset(); },
-      [&] { ema.state(); },      [&] { ema.views(); },          [&] { ema.finish_reading(); }, [&] { ema.set_state("{}"); },
-      [&] { ema.share(); },      [&] { ema.take_back(views); }, [&] { ema.settle(); },         [&] { ema.restart(); },
+      [&] { ema.update(); },
+      [&] { ema.update(views); },
+      [&] { ema.bind(views); },
+      [&] { ema.wait(); },
+      [&] { ema.stats(); },
+      [&] { ema.swap_in(); },
+      [&] { ema.swap_out(); },
+      [&] { ema.reset(); },
+      [&] { ema.state(); },
+      [&] { ema.views(); },
+      [&] { ema.finish_reading(); },
+      [&] { ema.set_state("{}"); },
+      [&] { average::Driver::share(ema); },
+      [&] { average::Driver::take_back(ema, views); },
+      [&] { average::Driver::settle(ema); },
+      [&] { average::Driver::restart(ema); },
       [&] { ema.non_finite(); },
   };
   // The other thread may not have come to its call yet: a bind() of what is bound does no harm, and tells.
@@ -129,7 +142,7 @@ TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
 }
 
 TEST(Mistakes, ThreadsThatTakeTurnsAreFine) {
-  Owned p("p", columns(), 1);
+  OwnTensor p("p", columns(), 1);
   Average ema(std::vector{p.view}, with_decay(0.5));
   for (int i = 0; i < 3; ++i) std::jthread([&] { ema.update(); }).join();
   EXPECT_EQ(ema.stats().updates, 3);
@@ -143,7 +156,7 @@ std::vector<std::string> told_to_replicas(const std::function<void(Group&, Avera
   for (auto& group : groups) {
     ranks.emplace_back([&] {
       const bool other = turned && group->rank() == 1;
-      Owned p("p", {kRows}, 1), q("q", {kColumns}, 1);
+      OwnTensor p("p", {kRows}, 1), q("q", {kColumns}, 1);
       AverageOptions options{.schedules = {Schedule::constant(0.5), Schedule::constant(0.25)}};
       options.replicas = group.get();
       Average ema(other ? std::vector{q.view, p.view} : std::vector{p.view, q.view}, options);

@@ -9,7 +9,7 @@ namespace shardow {
 namespace {
 
 TEST(Average, HoldsNonFiniteElementsAndCountsThem) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   Average ema(std::vector{p.view}, with_decay(0.9));
   const std::vector<float> start = p.values;
   p.fill(2);
@@ -24,7 +24,7 @@ TEST(Average, HoldsNonFiniteElementsAndCountsThem) {
 }
 
 TEST(Average, RemembersTheFirstUpdateThatHeldAnything) {
-  Owned p("first", {kRows}, 1), q("second", {kRows}, 2);
+  OwnTensor p("first", {kRows}, 1), q("second", {kRows}, 2);
   Average ema(std::vector{p.view, q.view}, with_decay(0.9));
   ema.update();
   EXPECT_FALSE(ema.non_finite());
@@ -44,7 +44,7 @@ TEST(Average, RemembersTheFirstUpdateThatHeldAnything) {
 }
 
 TEST(Average, RaisesForNonFiniteElementsNamingTheTensor) {
-  Owned p("first", {kRows}, 1), q("second", {kRows}, 2);
+  OwnTensor p("first", {kRows}, 1), q("second", {kRows}, 2);
   AverageOptions options = with_decay(0.9);
   options.non_finite = NonFinite::kRaise;
   Average ema(std::vector{p.view, q.view}, options);
@@ -52,11 +52,36 @@ TEST(Average, RaisesForNonFiniteElementsNamingTheTensor) {
   EXPECT_NE(message_of([&] { ema.update(); }, Code::kInvalidArgument).find("'second'"), std::string::npos);
 }
 
+TEST(Average, ThatRaisesHasMadeAndCountedTheUpdateThatHoldMakes) {
+  OwnTensor p("first", {kRows}, 1), q("second", {kRows}, 2);
+  AverageOptions options = with_decay(0.9);
+  Average holds(std::vector{p.view, q.view}, options);
+  options.non_finite = NonFinite::kRaise;
+  Average raises(std::vector{p.view, q.view}, options);
+  for (const bool bad : {true, false}) {
+    p.fill(bad ? 3 : 4);
+    q.fill(bad ? 5 : 6);
+    if (bad) q.values[7] = std::numeric_limits<float>::quiet_NaN();
+    holds.update();
+    if (bad) {
+      const std::string said = message_of([&] { raises.update(); }, Code::kInvalidArgument);
+      EXPECT_NE(said.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'second'"), std::string::npos) << said;
+      EXPECT_NE(said.find("which is counted: go on with the next step"), std::string::npos) << said;
+      EXPECT_EQ(raises.non_finite()->tensor, "second");
+    } else {
+      raises.update();
+    }
+    for (const size_t i : {0u, 1u}) EXPECT_EQ(copy_of(raises.views()[i]), copy_of(holds.views()[i]));
+    EXPECT_EQ(raises.state(), holds.state());
+  }
+  EXPECT_EQ(raises.stats().step, 2);
+}
+
 TEST(Average, TheFirstTensorWithANonFiniteElementIsTheSameOnAnyThreads) {
-  std::vector<std::unique_ptr<Owned>> tensors;
+  std::vector<std::unique_ptr<OwnTensor>> tensors;
   std::vector<TensorView> views;
   for (uint32_t i = 0; i < 40; ++i) {
-    tensors.push_back(std::make_unique<Owned>("t" + std::to_string(i), Shape{1 << 16}, i));
+    tensors.push_back(std::make_unique<OwnTensor>("t" + std::to_string(i), Shape{1 << 16}, i));
     views.push_back(tensors.back()->view);
   }
   for (const size_t bad : {31, 39, 17}) {

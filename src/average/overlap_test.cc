@@ -16,7 +16,7 @@ namespace {
 
 /// Two tensors and their averages, in place and elsewhere.
 struct Training {
-  Owned first, second, moved;
+  OwnTensor first, second, moved;
   Average average;
 
   explicit Training(AverageOptions options)
@@ -219,7 +219,7 @@ TEST(Overlap, AForkFindsWholeAveragesAndGoesOn) {
 }
 
 TEST(Overlap, IsRefusedForADevicesViews) {
-  Owned one("one", {4}, 1);
+  OwnTensor one("one", {4}, 1);
   one.view.device = {Device::Kind::kCuda, 0, nullptr};
   const std::string said = message_of([&] { Average({&one.view, 1}, overlapped(0.5)); }, Code::kUnsupported);
   EXPECT_NE(said.find("'one' is on CUDA device 0"), std::string::npos) << said;

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "tensor/dtype.h"
+#include "tensor/runs.h"
 
 namespace shardow::average {
 namespace {
@@ -21,10 +22,6 @@ uint64_t hash_name(std::string_view name) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
   return hash;
-}
-
-std::byte* at(const TensorView& view, int64_t element) {
-  return static_cast<std::byte*>(view.data) + byte_size(view.dtype, element);
 }
 
 /// True where elements are not the first ones of their tensor, one after another.
@@ -53,8 +50,8 @@ std::vector<Chunk> make_chunks(std::span<const TensorView> parameters, std::span
     chunk.average_dtype = averages[0][i].dtype;
     const int64_t size = parameters[i].region.size();
     for (int64_t begin = 0; begin < size; begin += chunk_elements) {
-      chunk.parameter = at(parameters[i], begin);
-      for (size_t k = 0; k < averages.size(); ++k) chunk.averages[k] = at(averages[k][i], begin);
+      chunk.parameter = data_at(parameters[i], begin);
+      for (size_t k = 0; k < averages.size(); ++k) chunk.averages[k] = data_at(averages[k][i], begin);
       chunk.count = std::min(chunk_elements, size - begin);
       chunk.global_begin = begin;
       chunks.push_back(chunk);

@@ -1,17 +1,13 @@
 #include "average/replicas.h"
 
+#include "average/division.h"
 #include "base/errors.h"
 #include "comm/digest.h"
 #include "comm/wire.h"
-#include "shardow/division.h"
 #include "tensor/dtype.h"
 
 namespace shardow::average {
 namespace {
-
-std::byte* at(const TensorView& view, int64_t element) {
-  return static_cast<std::byte*>(view.data) + byte_size(view.dtype, element);
-}
 
 std::string described(std::span<const TensorView> views) {
   comm::Sender out;
@@ -78,21 +74,25 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
   std::vector<TensorView> parts(views.begin(), views.end());
   for (TensorView& view : parts) {
     const auto [region, begin] = owned(view.region, level);
-    view.data = at(view, begin);
+    view.data = data_at(view, begin);
     view.region = region;
   }
   return parts;
 }
 
-void all_gather_parts(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
+std::vector<ExchangeStep> exchange_of(const Group& replicas, std::span<const TensorView> views) {
   const ReplicaLevel level[] = {{replicas.rank(), replicas.size()}};
   std::vector<Divided> tensors;
   for (const TensorView& view : views) tensors.push_back({view.region, byte_size(view.dtype, 1)});
-  for (const ExchangeStep& step : plan_exchange(tensors, level)) {
+  return plan_exchange(tensors, level);
+}
+
+void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::span<const ExchangeStep> steps, Deadline deadline) {
+  for (const ExchangeStep& step : steps) {
     for (int owner = 0; owner < replicas.size(); ++owner) {
       for (const auto& [tensor, begin, end] : step.members[static_cast<size_t>(owner)]) {
         const auto bytes = static_cast<size_t>(byte_size(views[tensor].dtype, end - begin));
-        if (bytes > 0) replicas.broadcast({at(views[tensor], begin), bytes}, owner, deadline);
+        if (bytes > 0) replicas.broadcast({data_at(views[tensor], begin), bytes}, owner, deadline);
       }
     }
   }

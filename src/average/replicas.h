@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "average/division.h"
 #include "shardow/group.h"
 #include "shardow/tensor_view.h"
 
@@ -23,7 +24,11 @@ std::string other_views(const std::vector<std::string>& everybody);
 /// What member `index` of `count` averages of each view: its region and memory.
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);
 
-/// Collective. Each member's part of every view is copied into the other members'; host memory only.
-void all_gather_parts(Group& replicas, std::span<const TensorView> views, Deadline deadline);
+/// How replicas send each other their parts of `views`. Local.
+std::vector<ExchangeStep> exchange_of(const Group& replicas, std::span<const TensorView> views);
+
+/// Collective. Each member's part of every view is copied into the other members', in these steps; host memory only. Allocates nothing of
+/// its own, so that what fails is a round, which fails for all.
+void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::span<const ExchangeStep> steps, Deadline deadline);
 
 }  // namespace shardow::average

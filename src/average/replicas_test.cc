@@ -10,13 +10,13 @@ namespace {
 TEST(Average, ReplicasDivideTheWorkAndSwapWhole) {
   constexpr int kMost = 8;
   for (int ranks = 1; ranks <= kMost; ++ranks) {
-    Owned start("p", {kRows, kColumns}, 1), dense_p("p", {kRows, kColumns}, 1);
+    OwnTensor start("p", {kRows, kColumns}, 1), dense_p("p", {kRows, kColumns}, 1);
     Average dense(std::vector{dense_p.view}, with_decay(0.9));
     dense_p.fill(2);
     dense.update();
     auto groups = threads(ranks);
-    std::vector<std::unique_ptr<Owned>> local;
-    for (int rank = 0; rank < ranks; ++rank) local.push_back(std::make_unique<Owned>("p", Shape{kRows, kColumns}, 1));
+    std::vector<std::unique_ptr<OwnTensor>> local;
+    for (int rank = 0; rank < ranks; ++rank) local.push_back(std::make_unique<OwnTensor>("p", Shape{kRows, kColumns}, 1));
     std::vector<int64_t> elements(static_cast<size_t>(ranks));
     std::vector<std::vector<float>> inside(static_cast<size_t>(ranks));
     std::vector<std::thread> workers;

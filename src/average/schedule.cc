@@ -17,6 +17,7 @@ namespace {
 
 using average::Kind;
 using average::Parameter;
+using average::Schedules;
 using base::fail;
 
 size_t find_kind(std::string_view name) {
@@ -24,7 +25,7 @@ size_t find_kind(std::string_view name) {
   for (size_t i = 0; i < table.size(); ++i) {
     if (table[i].name == name) return i;
   }
-  fail(Code::kInvalidArgument, "no schedule is called '{}'; there are {}", name, fmt::join(Schedule::kinds(), ", "));
+  fail(Code::kInvalidArgument, "no schedule is called '{}'; there are {}", name, fmt::join(Schedules::kinds(), ", "));
 }
 
 void check(const Kind& kind, const Parameter& parameter, double value) {
@@ -49,7 +50,7 @@ std::string text_of(double number) {
 
 }  // namespace
 
-Schedule Schedule::make(std::string_view kind, const Numbers& numbers) {
+Schedule average::Schedules::make(std::string_view kind, const Numbers& numbers) {
   const size_t row = find_kind(kind);
   const Kind& known = average::schedule_table()[row];
   std::vector<double> values;
@@ -69,10 +70,10 @@ Schedule Schedule::make(std::string_view kind, const Numbers& numbers) {
     if (std::none_of(known.parameters.begin(), known.parameters.end(), named))
       fail(Code::kInvalidArgument, "schedule {} has no number '{}'", kind, name);
   }
-  return {row, std::move(values)};
+  return Schedule(row, std::move(values));
 }
 
-std::vector<std::string_view> Schedule::kinds() {
+std::vector<std::string_view> average::Schedules::kinds() {
   std::vector<std::string_view> names;
   for (const Kind& kind : average::schedule_table()) names.push_back(kind.name);
   return names;
@@ -105,7 +106,7 @@ Schedule Schedule::from_json(std::string_view json) {
   const simdjson::dom::object& object = *found;
   std::string_view kind;
   if (object["kind"].get(kind) != simdjson::SUCCESS) corrupt(json, "no \"kind\"");
-  Numbers numbers;
+  Schedules::Numbers numbers;
   std::set<std::string_view> seen;
   for (const auto field : object) {
     if (!seen.insert(field.key).second) corrupt(json, "a key stands twice");
@@ -115,7 +116,7 @@ Schedule Schedule::from_json(std::string_view json) {
     numbers.emplace(field.key, value);
   }
   try {
-    return make(kind, numbers);
+    return Schedules::make(kind, numbers);
   } catch (const Error& error) {
     corrupt(json, error.what());
   }
@@ -132,76 +133,76 @@ Factors Schedule::factors(const Progress& progress) const {
 }
 
 Schedule Schedule::constant(double decay) {
-  return make("constant", {{"decay", decay}});
+  return Schedules::make("constant", {{"decay", decay}});
 }
 Schedule Schedule::half_life(double steps) {
-  return make("half_life", {{"steps", steps}});
+  return Schedules::make("half_life", {{"steps", steps}});
 }
 Schedule Schedule::half_life_in_samples(double samples) {
-  return make("half_life_in_samples", {{"samples", samples}});
+  return Schedules::make("half_life_in_samples", {{"samples", samples}});
 }
 Schedule Schedule::half_life_fraction(double fraction, double max_steps) {
-  return make("half_life_fraction", {{"fraction", fraction}, {"max_steps", max_steps}});
+  return Schedules::make("half_life_fraction", {{"fraction", fraction}, {"max_steps", max_steps}});
 }
 Schedule Schedule::inverse_gamma(double inv_gamma, double power, double min_decay, double max_decay, double start) {
-  return make("inverse_gamma",
-              {{"inv_gamma", inv_gamma}, {"power", power}, {"min_decay", min_decay}, {"max_decay", max_decay}, {"start", start}});
+  return Schedules::make(
+      "inverse_gamma", {{"inv_gamma", inv_gamma}, {"power", power}, {"min_decay", min_decay}, {"max_decay", max_decay}, {"start", start}});
 }
 Schedule Schedule::warmup(double decay) {
-  return make("warmup", {{"decay", decay}});
+  return Schedules::make("warmup", {{"decay", decay}});
 }
 Schedule Schedule::tf_warmup(double decay) {
-  return make("tf_warmup", {{"decay", decay}});
+  return Schedules::make("tf_warmup", {{"decay", decay}});
 }
 Schedule Schedule::timm(double decay, double min_decay, int64_t update_after_step, bool use_warmup, double gamma, double power) {
-  return make("timm", {{"decay", decay},
-                       {"min_decay", min_decay},
-                       {"update_after_step", static_cast<double>(update_after_step)},
-                       {"use_warmup", use_warmup},
-                       {"gamma", gamma},
-                       {"power", power}});
+  return Schedules::make("timm", {{"decay", decay},
+                                  {"min_decay", min_decay},
+                                  {"update_after_step", static_cast<double>(update_after_step)},
+                                  {"use_warmup", use_warmup},
+                                  {"gamma", gamma},
+                                  {"power", power}});
 }
 Schedule Schedule::dist_ema(double decay, bool warmup, double power, double min_decay, double inv_gamma, int64_t update_after_step) {
-  return make("dist_ema", {{"decay", decay},
-                           {"warmup", warmup},
-                           {"power", power},
-                           {"min_decay", min_decay},
-                           {"inv_gamma", inv_gamma},
-                           {"update_after_step", static_cast<double>(update_after_step)}});
+  return Schedules::make("dist_ema", {{"decay", decay},
+                                      {"warmup", warmup},
+                                      {"power", power},
+                                      {"min_decay", min_decay},
+                                      {"inv_gamma", inv_gamma},
+                                      {"update_after_step", static_cast<double>(update_after_step)}});
 }
 Schedule Schedule::diffusers(double decay, double min_decay, int64_t update_after_step, bool use_ema_warmup, double inv_gamma,
                              double power) {
-  return make("diffusers", {{"decay", decay},
-                            {"min_decay", min_decay},
-                            {"update_after_step", static_cast<double>(update_after_step)},
-                            {"use_ema_warmup", use_ema_warmup},
-                            {"inv_gamma", inv_gamma},
-                            {"power", power}});
+  return Schedules::make("diffusers", {{"decay", decay},
+                                       {"min_decay", min_decay},
+                                       {"update_after_step", static_cast<double>(update_after_step)},
+                                       {"use_ema_warmup", use_ema_warmup},
+                                       {"inv_gamma", inv_gamma},
+                                       {"power", power}});
 }
 Schedule Schedule::ema_pytorch(double beta, int64_t update_after_step, double inv_gamma, double power, double min_value) {
-  return make("ema_pytorch", {{"beta", beta},
-                              {"update_after_step", static_cast<double>(update_after_step)},
-                              {"inv_gamma", inv_gamma},
-                              {"power", power},
-                              {"min_value", min_value}});
+  return Schedules::make("ema_pytorch", {{"beta", beta},
+                                         {"update_after_step", static_cast<double>(update_after_step)},
+                                         {"inv_gamma", inv_gamma},
+                                         {"power", power},
+                                         {"min_value", min_value}});
 }
 Schedule Schedule::linear(double from, double to, int64_t steps) {
-  return make("linear", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}});
+  return Schedules::make("linear", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}});
 }
 Schedule Schedule::cosine(double from, double to, int64_t steps) {
-  return make("cosine", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}});
+  return Schedules::make("cosine", {{"from", from}, {"to", to}, {"steps", static_cast<double>(steps)}});
 }
 Schedule Schedule::mean() {
-  return make("mean", {});
+  return Schedules::make("mean", {});
 }
 Schedule Schedule::power(double sigma_rel) {
-  return make("power", {{"sigma_rel", sigma_rel}});
+  return Schedules::make("power", {{"sigma_rel", sigma_rel}});
 }
 Schedule Schedule::debiased(double decay) {
-  return make("debiased", {{"decay", decay}});
+  return Schedules::make("debiased", {{"decay", decay}});
 }
 Schedule Schedule::window(int64_t first, int64_t last) {
-  return make("window", {{"first", static_cast<double>(first)}, {"last", static_cast<double>(last)}});
+  return Schedules::make("window", {{"first", static_cast<double>(first)}, {"last", static_cast<double>(last)}});
 }
 
 }  // namespace shardow

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
+#include <map>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -32,6 +35,13 @@ struct Kind {
 };
 
 std::span<const Kind> schedule_table();
+
+/// Any schedule by the name of its kind, as in JSON; numbers that are left out have their defaults.
+struct [[gnu::visibility("hidden")]] Schedules {
+  using Numbers = std::map<std::string, double, std::less<>>;
+  static Schedule make(std::string_view kind, const Numbers& numbers);
+  static std::vector<std::string_view> kinds();
+};
 
 /// gamma of the power function with this relative width.
 double power_gamma(double sigma_rel);

@@ -28,12 +28,12 @@ Code code_of(const std::function<void()>& fn) {
 std::vector<Schedule> one_of_each() {
   std::vector<Schedule> all;
   for (const average::Kind& kind : average::schedule_table()) {
-    Schedule::Numbers numbers;
+    average::Schedules::Numbers numbers;
     for (const average::Parameter& parameter : kind.parameters) {
       const bool whole = parameter.range.whole;
       numbers.emplace(parameter.name, whole ? 1 : std::min(parameter.range.most, 1.0) * 0.7 + 0.01 * static_cast<double>(numbers.size()));
     }
-    all.push_back(Schedule::make(kind.name, numbers));
+    all.push_back(average::Schedules::make(kind.name, numbers));
   }
   return all;
 }

@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "average/average_fixture.h"
+#include "average/driver.h"
 #include "base/allocations.h"
 #include "shardow/average.h"
 
@@ -9,7 +10,7 @@ namespace shardow {
 namespace {
 
 TEST(Average, ResumesBitIdentically) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   AverageOptions options{.schedules = {Schedule::constant(0.9), Schedule::constant(0.99999)}};
   options.update_every = 2;
   options.seed = ~uint64_t{0};
@@ -33,7 +34,7 @@ TEST(Average, ResumesBitIdentically) {
 }
 
 TEST(Average, AStateThatFindsNoMemoryChangesNothing) {
-  Owned p("p", columns(), 1);
+  OwnTensor p("p", columns(), 1);
   Average other(std::vector{p.view}, {.schedules = {Schedule::constant(0.99999)}, .rounding = Rounding::kStochastic, .seed = 5});
   other.update();
   const std::string state = other.state();
@@ -55,7 +56,7 @@ TEST(Average, GoesOnWithTheOptionsOfTheFileOrItsOwn) {
                               .seed = 9};
   const AverageOptions ours{.schedules = {Schedule::half_life(10)}, .rule = Rule::kMulAdd, .rounding = Rounding::kNearest, .seed = 3};
   for (const OptionsFrom from : {OptionsFrom::kFile, OptionsFrom::kOwn}) {
-    Owned p("p", columns(), 1);
+    OwnTensor p("p", columns(), 1);
     Average saved(std::vector{p.view}, theirs), resumed(std::vector{p.view}, ours);
     Average straight(std::vector{p.view}, from == OptionsFrom::kFile ? theirs : ours);
     saved.update(4);
@@ -72,7 +73,7 @@ TEST(Average, GoesOnWithTheOptionsOfTheFileOrItsOwn) {
 }
 
 TEST(Average, TellsWhichOptionsDifferFromAState) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   Average two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::mean()}, .rule = Rule::kMulAdd, .seed = 9});
   Average own(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::power(0.1)}, .dtype = DType::kF64, .update_every = 3});
   std::vector<std::string> names;
@@ -85,7 +86,7 @@ TEST(Average, TellsWhichOptionsDifferFromAState) {
 }
 
 TEST(Average, OptionsOfAFileMustFitTheMemoryHere) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   Average nearest(std::vector{p.view}, {.rounding = Rounding::kNearest});
   Average narrow(std::vector{p.view}, {.dtype = DType::kBF16});
   const std::string before = narrow.state();
@@ -95,7 +96,7 @@ TEST(Average, OptionsOfAFileMustFitTheMemoryHere) {
 }
 
 TEST(Average, RefusesCountersThatNoAverageHas) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   Average ema(std::vector{p.view}, with_decay(0.9));
   ema.update(7, 20);
   const std::string good = ema.state();
@@ -113,38 +114,68 @@ TEST(Average, RefusesCountersThatNoAverageHas) {
 }
 
 TEST(Average, TellsTheNextStepsDecaysAndSamples) {
-  Owned p("p", {kRows}, 1);
-  Average ema(std::vector{p.view}, {.schedules = {Schedule::make("warmup", {{"decay", 0.9}}), Schedule::mean()}, .start_step = 2});
+  OwnTensor p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, {.schedules = {Schedule::warmup(0.9), Schedule::mean()}, .start_step = 2});
   EXPECT_EQ(ema.decays(), (std::vector<double>{2.0 / 11, 0}));
   ema.update(5, 40);
   EXPECT_EQ(ema.decays()[0], 5.0 / 14);
-  EXPECT_EQ(ema.samples_by(8), 48);
+  EXPECT_EQ(average::Driver::samples_by(ema, 8), 48);
   ema.update(7, 50);
-  EXPECT_EQ(ema.samples_by(8), 58);
+  EXPECT_EQ(average::Driver::samples_by(ema, 8), 58);
   Average seldom(std::vector{p.view}, {.schedules = {Schedule::mean()}, .update_every = 2});
   for (const int64_t step : {2, 5, 6}) seldom.update(step, 10.0 * static_cast<double>(step));
-  const Progress now = seldom.progress();
-  EXPECT_EQ(std::vector({now.step, now.updates, now.delta}), (std::vector<int64_t>{6, 2, 1}));
-  EXPECT_EQ(now.samples, 50);
+  const Progress next = seldom.progress(75);
+  EXPECT_EQ(std::vector({next.step, next.updates, next.delta}), (std::vector<int64_t>{7, 2, 2}));
+  EXPECT_EQ(std::vector({next.samples, next.delta_samples}), (std::vector<double>{75, 25}));
   Average samples(std::vector{p.view}, {.schedules = {Schedule::half_life_in_samples(1)}});
   EXPECT_EQ(samples.decays(), std::vector<double>{0.5});
 }
 
+/// The example of AverageOptions, and that progress() is what the next update's schedules are given.
+TEST(Average, CopiesUpToStartStepAndAveragesEveryNthStepByTheProductOfDecays) {
+  OwnTensor p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::warmup(0.99)}, .update_every = 3, .start_step = 2});
+  std::vector<int64_t> copied, averaged;
+  for (int64_t step = 1; step <= 12; ++step) {
+    const Progress next = ema.progress();
+    EXPECT_EQ(next.step, std::max<int64_t>(step - 2, 1));
+    EXPECT_EQ(ema.decays()[0], 0.9);
+    EXPECT_EQ(ema.decays()[1], (1.0 + static_cast<double>(next.step)) / (10.0 + static_cast<double>(next.step)));
+    p.fill(static_cast<uint32_t>(step));
+    std::vector<float> average = copy_of(ema.views(1)[0]);
+    const UpdateReport report = ema.update();
+    if (report.applied && report.factors.decay == 0) {
+      copied.push_back(step);
+      average = p.values;
+    } else if (report.applied) {
+      averaged.push_back(step);
+      EXPECT_EQ(next.delta, 3);
+      EXPECT_NEAR(report.factors.decay, 0.729, 1e-15);
+      EXPECT_EQ(report.factors.decay, Schedule::constant(0.9).factors(next).decay);
+      lerp(average, p.values, Schedule::warmup(0.99).factors(next).weight);
+    }
+    EXPECT_EQ(copy_of(ema.views(1)[0]), average) << step;
+  }
+  EXPECT_EQ(copied, (std::vector<int64_t>{1, 2}));
+  EXPECT_EQ(averaged, (std::vector<int64_t>{5, 8, 11}));
+  EXPECT_EQ(ema.stats().updates, 3);
+}
+
 TEST(Average, RestartsAsNewlyMade) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   Average ema(std::vector{p.view}, with_decay(0.5));
   const std::string made = ema.state();
   p.values.assign(p.values.size(), 3);
   ema.update(7, 20);
   EXPECT_NE(ema.state(), made);
   p.values.assign(p.values.size(), 5);
-  ema.restart();
+  average::Driver::restart(ema);
   EXPECT_EQ(ema.state(), made);
   EXPECT_EQ(static_cast<const float*>(ema.views()[0].data)[0], 5);
 }
 
 TEST(Average, RefusesAStateThatDoesNotFit) {
-  Owned p("p", {kRows}, 1);
+  OwnTensor p("p", {kRows}, 1);
   Average one(std::vector{p.view}), two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});
   message_of([&] { one.set_state(two.state()); }, Code::kInvalidArgument);
   message_of([&] { one.set_state("{}"); }, Code::kCorrupt);

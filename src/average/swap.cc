@@ -1,18 +1,19 @@
 // A swap is a transaction whose record, Impl::Swap, is written after each step, so that the way back is a function of the record alone:
 //   1. memory for all that is kept aside; replicas agree that everybody is here and has it
 //   2. own parts exchange in place, one view after the other; where dtypes forbid it, the weights are kept aside and receive converted
-//      averages. A failure takes back what was exchanged
-//   3. `shared` is set, and replicas send each other the parts that they own, so that everybody has the whole averages
+//      averages; replicas agree that all of them have
+//   3. `shared` is set, and replicas send each other the parts that they own, so that everybody has the whole averages. Nothing of a
+//      rank's own can fail here, and a round fails for all: so all of them go on, or all go back
 // The way back is 2 reversed, from the last view exchanged, then, where `shared`, 3: replicas' weights are equal, so the owner's part
-// restores everybody's. It can be stopped between any two steps too, and is taken up where it stands.
+// restores everybody's. It can be stopped between any two steps too, and is taken up where it stands. A failure of 2 or 3 takes it at once.
 #include <algorithm>
-#include <chrono>
 
 #include "average/checks.h"
 #include "average/impl.h"
 #include "average/replicas.h"
 #include "average/swap_seam.h"
 #include "base/errors.h"
+#include "base/turns.h"
 #include "comm/agree.h"
 #include "tensor/dtype.h"
 
@@ -51,27 +52,11 @@ void Average::swap_out() {
   impl_->swap_out();
 }
 
-void Average::share() {
-  const auto use = impl_->use("share()");
-  if (!impl_->swap) fail(Code::kInvalidArgument, "share() where nothing is swapped in");
-  impl_->swap->shared = true;
-}
-
-void Average::take_back(std::span<const TensorView> weights) {
-  const auto use = impl_->use("take_back()");
-  average::check_swappable(impl_->whole, weights);
-  impl_->take_back(weights);
-}
-
-void Average::settle() {
-  const auto use = impl_->use("settle()");
-  if (impl_->swap && impl_->swap->exchanged > 0)
-    fail(Code::kInternal, "settle() while {} views hold averages; take_back() comes first", impl_->swap->exchanged);
-  impl_->swap.reset();
-}
-
-void Average::abandon_swap() noexcept {
-  impl_->abandoned = true;
+Swapped::~Swapped() {
+  try {
+    ema_.swap_out();
+  } catch (...) {  // the swap is open, which the next call says
+  }
 }
 
 /// The record says how far the swap came, and so the way back; of replicas, which are not asked, this rank's parts alone.
@@ -87,13 +72,8 @@ bool Average::swapped() const noexcept {
   return impl_->swap.has_value();
 }
 
-SwapState Average::swap_state() const noexcept {
-  if (!impl_->swap) return {};
-  return {impl_->swap->k, impl_->swap->exchanged, impl_->swap->shared};
-}
-
 void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
-  const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
+  const Deadline deadline = base::now() + options.timeout;
   std::optional<Swap> prepared;
   const auto prepare = [&] {
     if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
@@ -114,16 +94,31 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
     prepare();
   }
   swap = std::move(prepared);
-  exchange_in();
-  if (options.replicas == nullptr) return;
-  swap->shared = true;
-  step_done();
-  average::all_gather_parts(*options.replicas, swap->whole, deadline);
+  try {
+    if (options.replicas == nullptr) return exchange_in();
+    agree(*options.replicas, deadline, [&] { exchange_in(); });
+    swap->shared = true;
+    average::all_gather_parts(*options.replicas, swap->whole, swap->steps, deadline);
+  } catch (...) {
+    undo_swap_in();
+    throw;
+  }
+}
+
+/// Where that fails too, the record stays, and swap_out() goes on from it; the first failure is the one to tell.
+void Average::Impl::undo_swap_in() noexcept {
+  try {
+    exchange_out();
+    if (swap->shared) average::all_gather_parts(*options.replicas, swap->whole, swap->steps, base::now() + options.timeout);
+    swap.reset();
+  } catch (...) {
+  }
 }
 
 /// All memory that a swap needs.
 Average::Impl::Swap Average::Impl::prepare_swap(std::span<const TensorView> weights, size_t k) const {
-  Swap prepared{k, {weights.begin(), weights.end()}, divide(weights), std::vector<Memory>(weights.size()), {}};
+  Swap prepared{k, {weights.begin(), weights.end()}, divide(weights), {}, std::vector<Memory>(weights.size()), {}};
+  if (options.replicas != nullptr) prepared.steps = average::exchange_of(*options.replicas, weights);
   for (size_t i = 0; i < weights.size(); ++i) {
     const TensorView& part = prepared.weights[i];
     if (kernels::swaps_in_place(part.dtype, options.dtype)) continue;
@@ -144,35 +139,26 @@ average::RingSwap::Tensors Average::Impl::through_ring() const {
 }
 
 void Average::Impl::exchange_in() {
-  try {
-    auto ring = swap->rings.begin();
-    for (size_t i = 0; i < swap->weights.size(); ++i) {
-      step_done();
-      if (ring != swap->rings.end() && ring->first() == i) {
-        swap->exchanged = ring->end();  // from here on taking back is right: the ring's swap knows how far it came
-        ring->in(through_ring(), *pool);
-        i = ring++->end() - 1;
-        continue;
-      }
-      const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
-      if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
-        average::swap(weight, average, Direction::kIn, *pool);
-        swap->exchanged = i + 1;
-      } else {
-        average::cast(weight, memory_as(weight, swap->kept[i]), *pool);
-        swap->exchanged = i + 1;  // from here on taking back is right, whether or not the next line was reached
-        average::cast(average, weight, *pool);
-      }
-    }
+  auto ring = swap->rings.begin();
+  for (size_t i = 0; i < swap->weights.size(); ++i) {
     step_done();
-  } catch (...) {
-    try {
-      exchange_out();
-      swap.reset();
-    } catch (...) {  // the record stays, and swap_out() goes on from it; the first failure is the one to tell
+    if (ring != swap->rings.end() && ring->first() == i) {
+      swap->exchanged = ring->end();  // from here on taking back is right: the ring's swap knows how far it came
+      ring->in(through_ring(), *pool);
+      i = ring++->end() - 1;
+      continue;
     }
-    throw;
+    const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
+    if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
+      average::swap(weight, average, Direction::kIn, *pool);
+      swap->exchanged = i + 1;
+    } else {
+      average::cast(weight, memory_as(weight, swap->kept[i]), *pool);
+      swap->exchanged = i + 1;  // from here on taking back is right, whether or not the next line was reached
+      average::cast(average, weight, *pool);
+    }
   }
+  step_done();
 }
 
 void Average::Impl::exchange_out() {
@@ -196,7 +182,7 @@ void Average::Impl::exchange_out() {
 }
 
 void Average::Impl::swap_out() {
-  const Deadline deadline = std::chrono::steady_clock::now() + options.timeout;
+  const Deadline deadline = base::now() + options.timeout;
   bool shared = swap && swap->shared;
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_out()", options.timeout);
@@ -206,7 +192,10 @@ void Average::Impl::swap_out() {
   }
   if (swap) exchange_out();
   step_done();
-  if (shared && options.replicas != nullptr) average::all_gather_parts(*options.replicas, swap ? swap->whole : whole, deadline);
+  if (shared && options.replicas != nullptr) {
+    const std::vector<TensorView>& all = swap ? swap->whole : whole;
+    average::all_gather_parts(*options.replicas, all, swap ? swap->steps : average::exchange_of(*options.replicas, all), deadline);
+  }
   step_done();
   swap.reset();
 }

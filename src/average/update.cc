@@ -105,9 +105,16 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
 void Average::Impl::refuse_non_finite(const NonFiniteCount& count, int64_t step) const {
   if (options.non_finite == NonFinite::kRaise && count.elements > 0) {
     const size_t part = part_of(count.first);
-    fail(Code::kInvalidArgument, "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'; their averages are unchanged",
+    fail(Code::kInvalidArgument,
+         "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'. Their averages are held, all others are those of this "
+         "step, which is counted: go on with the next step, or load a checkpoint from before the weights diverged",
          step, count.elements, part < parts.size() ? parts[part].name : "?");
   }
+}
+
+Progress Average::Impl::progress_at(int64_t step, double samples) const noexcept {
+  const int64_t since_start = std::max<int64_t>(step - options.start_step, 1);
+  return {since_start, counters.updates, std::min(step - counters.applied_step, since_start), samples, samples - counters.applied_samples};
 }
 
 /// Where training stands, in the numbers that a kernel needs. Throws what schedules throw, before anything has changed.
@@ -117,9 +124,7 @@ kernels::Step Average::Impl::plan_step(int64_t step, double samples, std::span<c
   planned.hold = options.non_finite != NonFinite::kPropagate;
   planned.seed = options.seed;
   planned.step = step;
-  const int64_t since_start = std::max<int64_t>(step - options.start_step, 1);
-  const Progress progress{since_start, counters.updates, std::min(step - counters.applied_step, since_start), samples,
-                          samples - counters.applied_samples};
+  const Progress progress = progress_at(step, samples);
   for (size_t k = 0; k < options.schedules.size(); ++k) {
     if (copies_at(step)) {
       planned.averages[k] = {Form::kCopy, 0, 1};

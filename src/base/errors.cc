@@ -1,6 +1,22 @@
 // Two tables over the closed set. No default label: the compiler names the code that a change forgot.
 #include "base/errors.h"
 
+namespace shardow {
+namespace {
+
+std::string without_nul(const std::string& message) {
+  std::string shown;
+  for (const char c : message) c == '\0' ? shown.append("\\x00") : shown.append(1, c);
+  return shown;
+}
+
+}  // namespace
+
+Error::Error(Code code, const std::string& message, int os_errno)
+    : std::runtime_error(without_nul(message)), code_(code), os_errno_(os_errno) {}
+
+}  // namespace shardow
+
 namespace shardow::base {
 
 const char* code_name(Code code) noexcept {

@@ -1,17 +1,22 @@
 #include "base/files.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <limits>
+#include <memory>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -22,6 +27,8 @@ namespace {
 
 constexpr size_t kMostBytes = size_t{1} << 30;  // per call: Linux moves 0x7ffff000 at most
 
+std::atomic<void (*)()> room_maker{nullptr};
+
 /// Calls `call` until it is not interrupted.
 template <class Call>
 auto uninterrupted(Call call) {
@@ -30,9 +37,16 @@ auto uninterrupted(Call call) {
   return result;
 }
 
+/// And once more where too many files are open.
+template <class Call>
+int opened(Call call) {
+  const int fd = uninterrupted(call);
+  return fd < 0 && make_room(errno) ? uninterrupted(call) : fd;
+}
+
 int open_or_fail(const Path& path, int flags, const char* what) {
   check_path(path);
-  const int fd = uninterrupted([&] { return syscalls().open(path.c_str(), flags | O_CLOEXEC, 0666); });
+  const int fd = opened([&] { return syscalls().open(path.c_str(), flags | O_CLOEXEC, 0666); });
   if (fd < 0) fail_io(errno, path, what);
   return fd;
 }
@@ -96,12 +110,46 @@ int Syscalls::memfd_create(const char* name, unsigned flags) {
 int Syscalls::statfs(const char* path, struct statfs* out) {
   return ::statfs(path, out);
 }
+int Syscalls::stat(const char* path, struct stat* out) {
+  return ::stat(path, out);
+}
+int Syscalls::lstat(const char* path, struct stat* out) {
+  return ::lstat(path, out);
+}
+
+int Syscalls::list(const char* path, std::vector<std::string>* names) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> open(::opendir(path), &::closedir);
+  if (!open) return -1;
+  names->clear();
+  for (errno = 0;;) {
+    const dirent* const entry = ::readdir(open.get());
+    if (entry == nullptr) return errno == 0 ? 0 : -1;
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") names->emplace_back(name);
+    errno = 0;  // which asking for memory may have set
+  }
+}
 
 void fail_io(int error, const Path& path, const char* what) {
   const Code code = error == ENOENT || error == ENOTDIR  ? Code::kNotFound
                     : error == ENOSPC || error == EDQUOT ? Code::kOutOfSpace
+                    : error == ENOMEM                    ? Code::kOutOfMemory
                                                          : Code::kIo;
-  throw Error(code, fmt::format("{}: {}: {}", path.string(), what, std::generic_category().message(error)), error);
+  std::string why = error == ETIMEDOUT ? "the storage stands still and did not answer in time" : std::generic_category().message(error);
+  if (rlimit files{}; error == EMFILE && ::getrlimit(RLIMIT_NOFILE, &files) == 0)
+    why += fmt::format("; this process may have {} open: raise that (ulimit -n), or close some", files.rlim_cur);
+  throw Error(code, fmt::format("{}: {}: {}", path.string(), what, why), error);
+}
+
+void set_room_maker(void (*close_some)()) noexcept {
+  room_maker = close_some;
+}
+
+bool make_room(int error) noexcept {
+  void (*const close_some)() = room_maker;
+  if ((error != EMFILE && error != ENFILE) || close_some == nullptr) return false;
+  close_some();
+  return true;
 }
 
 void check_path(const Path& path) {
@@ -115,7 +163,7 @@ File File::open(const Path& path) {
 File File::open_in(const File& directory, const std::string& name) {
   const Path path = directory.path() / name;
   check_path(path);
-  const int fd = uninterrupted([&] { return directory.calls_->openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
+  const int fd = opened([&] { return directory.calls_->openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
   if (fd < 0) fail_io(errno, path, "cannot open");
   File found(fd, path);
   found.calls_ = directory.calls_;

@@ -4,6 +4,7 @@
 // was opened through.
 #pragma once
 
+#include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/vfs.h>
 
@@ -12,6 +13,7 @@
 #include <filesystem>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/seam.h"
 
@@ -40,14 +42,26 @@ class Syscalls {
   virtual int flock(int fd, int operation);
   virtual int memfd_create(const char* name, unsigned flags);
   virtual int statfs(const char* path, struct statfs* out);
+  virtual int stat(const char* path, struct stat* out);
+  virtual int lstat(const char* path, struct stat* out);
+  virtual int list(const char* path, std::vector<std::string>* names);  ///< opendir and readdir, without "." and ".."
+
+  /// Whether a call failed because it had not returned in time: it may be done later, and whoever sees this changes no names any more.
+  virtual bool left_one() const noexcept { return false; }
 };
 
 inline Syscalls& syscalls() noexcept {  ///< where this thread's calls go
   return Seam<Syscalls>::here();
 }
 
-/// Throws what `error` means: kNotFound, kOutOfSpace (disk or quota) or kIo, with "path: what: strerror".
+/// Throws what `error` means: kNotFound, kOutOfSpace (disk or quota), kOutOfMemory or kIo, with "path: what: strerror".
 [[noreturn]] void fail_io(int error, const Path& path, const char* what);
+
+/// Called where a process has as many files open as it may: closes some that can be opened again. Set once, by who keeps such.
+void set_room_maker(void (*close_some)()) noexcept;
+
+/// Whether that is what `error` says, and room was made: try again.
+bool make_room(int error) noexcept;
 
 /// Which file a handle leads to, and in which state: equal identities have equal bytes, as far as the file system tells.
 struct Identity {
@@ -84,6 +98,7 @@ class File {
   void close();  ///< reports what closing finds out (NFS writes then); the destructor can't
 
  private:
+  friend class Mapped;
   File(int fd, Path path) noexcept : fd_(fd), path_(std::move(path)) {}
   int fd_;
   Syscalls* calls_ = &syscalls();

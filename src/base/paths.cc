@@ -1,9 +1,6 @@
 #include "base/paths.h"
 
-#include <dirent.h>
-
 #include <cerrno>
-#include <memory>
 
 #include "base/errors.h"
 
@@ -11,8 +8,9 @@ namespace shardow::base {
 namespace {
 
 std::optional<Found> look(const Path& path, bool follow) {
+  check_path(path);
   Found found{};
-  const int result = follow ? ::stat(path.c_str(), &found.status) : ::lstat(path.c_str(), &found.status);
+  const int result = follow ? syscalls().stat(path.c_str(), &found.status) : syscalls().lstat(path.c_str(), &found.status);
   if (result == 0) return found;
   if (errno == ENOENT || errno == ENOTDIR) return std::nullopt;
   fail_io(errno, path, "cannot be looked at");
@@ -33,16 +31,11 @@ bool leads_to_directory(const Path& path) {
 
 std::vector<std::string> names_in(const Path& directory) {
   std::vector<std::string> names;
-  const std::unique_ptr<DIR, int (*)(DIR*)> open(::opendir(directory.c_str()), &::closedir);
-  if (!open) {
-    if (errno == ENOENT || errno == ENOTDIR) return names;
-    fail_io(errno, directory, "cannot be listed");
-  }
-  while (const dirent* const entry = ::readdir(open.get())) {
-    const std::string name = entry->d_name;
-    if (name != "." && name != "..") names.push_back(name);
-  }
-  return names;
+  check_path(directory);
+  const auto list = [&] { return syscalls().list(directory.c_str(), &names) == 0; };
+  if (list() || (make_room(errno) && list())) return names;
+  if (errno == ENOENT || errno == ENOTDIR) return {};
+  fail_io(errno, directory, "cannot be listed");
 }
 
 void make_directory(const Path& path) {

@@ -13,7 +13,7 @@ void add_json(CLI::App& verb, bool& json) {
 
 void add_threads(CLI::App& verb, int& threads) {
   threads = kLanes;
-  verb.add_option("--threads", threads, "reads in flight, each on a thread of its own; results do not depend on it")
+  verb.add_option("--threads", threads, "threads that read, of a verb that writes 8 at most; results do not depend on it")
       ->check(CLI::Range(1, 64))
       ->capture_default_str()
       ->option_text("N");
@@ -44,7 +44,8 @@ std::unique_ptr<CLI::App> make_app(Action& chosen) {
   app->footer(
       "shardow VERB --help explains a verb. Text is for people, --json for programs. Progress is shown on\n"
       "a terminal alone, and so are colours, unless NO_COLOR is set. PATH is a .safetensors file, or a\n"
-      "directory with a model in the Hugging Face layout or with other .safetensors files.\n\n"
+      "directory with a model in the Hugging Face layout or with other .safetensors files. In JSON, bytes\n"
+      "of a path that are no UTF-8 are \\udc80 to \\udcff, as Python's surrogateescape has them.\n\n"
       "Exit status:\n" +
       exit_status_table());
   return app;

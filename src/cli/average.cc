@@ -2,12 +2,13 @@
 #include <charconv>
 
 #include "base/errors.h"
+#include "cli/exit_status.h"
 #include "cli/lanes.h"
 #include "cli/output.h"
 #include "cli/sources.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
-#include "shardow/merge.h"
+#include "merge/rules.h"
 
 namespace shardow::cli {
 namespace {
@@ -35,7 +36,9 @@ template <class Number>
 std::vector<Number> numbers(const std::string& text, const char* option, size_t inputs) {
   std::vector<Number> found;
   for (const std::string& one : CLI::detail::split(text, ',')) {
-    if (!is_read(one, found.emplace_back())) base::fail(Code::kInvalidArgument, "{} {}: '{}' is no number of its kind", option, text, one);
+    if (!is_read(one, found.emplace_back()))
+      base::fail(Code::kInvalidArgument, "{} '{}': '{}' is no {}", option, text, one,
+                 std::is_integral_v<Number> ? "whole number below 2^63" : "number");
   }
   if (found.size() != inputs) base::fail(Code::kInvalidArgument, "{} has {} numbers for {} inputs", option, found.size(), inputs);
   return found;
@@ -53,19 +56,15 @@ std::vector<MergeInput> open_inputs(const AverageOptions& options) {
   return inputs;
 }
 
-Coefficients coefficients_for(const AverageOptions& options, std::vector<MergeInput>& inputs) {
+MergeRule rule_of(const AverageOptions& options) {
+  using Kind = MergeRule::Kind;
   if (options.weights) {  // in the order of the command line
-    return given_coefficients(numbers<double>(*options.weights, "--weights", inputs.size()), options.normalize);
+    return {Kind::kWeights, numbers<double>(*options.weights, "--weights", options.inputs.size()), options.normalize};
   }
-  sort_by_step(inputs);
-  if (options.ema)
-    return options.per_step ? ema_coefficients(steps_of(inputs), *options.ema) : ema_coefficients(inputs.size(), *options.ema);
-  if (options.lawa > 0) {
-    steps_of(inputs);  // which ones are the last
-    return lawa_coefficients(inputs.size(), options.lawa);
-  }
-  if (!options.curve.empty()) return decay_coefficients(*find_decay_curve(options.curve), steps_of(inputs));
-  return uniform_coefficients(inputs.size());
+  if (options.ema) return {.kind = Kind::kEma, .decay = *options.ema, .per_step = options.per_step};
+  if (options.lawa > 0) return {.kind = Kind::kLawa, .last = options.lawa};
+  if (!options.curve.empty()) return {.kind = Kind::kCurve, .curve = *find_decay_curve(options.curve)};
+  return {};
 }
 
 void print_report(const MergeReport& report, const Coefficients& coefficients, const OutputOptions& output) {
@@ -75,10 +74,13 @@ void print_report(const MergeReport& report, const Coefficients& coefficients, c
   if (coefficients.index_error && *coefficients.index_error > 0)
     print("  by index instead of steps, the learning rate would be off by up to {:.3g} of its peak\n", *coefficients.index_error);
   if (std::abs(report.sum - 1) > 1e-9) print("  the weights sum to {:.9g}; --normalize divides by it\n", report.sum);
-  if (!report.taken.empty())
-    print("  {} tensors of integers or booleans are those of {}\n", report.taken.size(), shown(report.inputs.back().name));
-  print("{}: {} tensors, {}, {} file{}\n", shown(output.path), report.averaged.size() + report.taken.size(),
-        shown_bytes(report.bytes_written), report.files.size(), report.files.size() == 1 ? "" : "s");
+  if (!report.taken.empty()) {
+    const bool one = report.taken.size() == 1;
+    print("  {} of integers or booleans {} of {}\n", counted(report.taken.size(), "tensor"), one ? "is that" : "are those",
+          shown(report.newest));
+  }
+  print("{}: {}, {}, {}\n", shown(output.path), counted(report.averaged.size() + report.taken.size(), "tensor"),
+        shown_bytes(report.bytes_written), counted(report.files.size(), "file"));
 }
 
 void print_json(const MergeReport& report, const Coefficients& coefficients) {
@@ -91,7 +93,13 @@ void print_json(const MergeReport& report, const Coefficients& coefficients) {
     input.step ? json.number(*input.step) : json.null();
     json.end_object();
   }
-  json.end_list().key("averaged").number(static_cast<int64_t>(report.averaged.size())).key("taken").begin_list();
+  json.end_list()
+      .key("newest")
+      .text(report.newest)
+      .key("averaged")
+      .number(static_cast<int64_t>(report.averaged.size()))
+      .key("taken")
+      .begin_list();
   for (const std::string& name : report.taken) json.text(name);
   json.end_list().key("bytes").number(report.bytes_written).key("files").begin_list();
   for (const auto& file : report.files) json.text(file.string());
@@ -101,8 +109,7 @@ void print_json(const MergeReport& report, const Coefficients& coefficients) {
 
 int average(const AverageOptions& options) {
   std::vector<MergeInput> inputs = open_inputs(options);
-  const Coefficients coefficients = coefficients_for(options, inputs);
-  for (size_t j = 0; j < inputs.size(); ++j) inputs[j].coefficient = coefficients.values[j];
+  const Coefficients coefficients = weigh(inputs, rule_of(options));
   MergeOptions merge_options;
   merge_options.dtype = options.output.file_dtype();
   merge_options.max_shard_size = options.output.shard_bytes();
@@ -111,6 +118,7 @@ int average(const AverageOptions& options) {
   merge_options.progress = watched("average");
   const MergeReport report = merge(*solo(), std::move(inputs), options.output.path, merge_options);
   merge_options.progress = {};  // its line goes away
+  note_written(options.output.path);
   options.output.json ? print_json(report, coefficients) : print_report(report, coefficients, options.output);
   return 0;
 }

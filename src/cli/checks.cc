@@ -1,5 +1,5 @@
 // A CRC is linear: lanes add up what they have read in any order. A SHA-256 is not, so one lane reads a hashed file from front to end, and
-// several files are hashed at once.
+// several files are hashed at once. What is in memory is not copied (base/mapped.h).
 #include "cli/checks.h"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "base/files.h"
+#include "base/mapped.h"
 #include "cli/lanes.h"
 #include "file/crc.h"
 
@@ -35,7 +36,7 @@ std::vector<Piece> pieces_of(std::vector<FileCheck>& files) {
 }
 
 std::shared_ptr<const base::File> handle_of(const FileCheck& file) {
-  if (file.checkpoint) return file.checkpoint->catalog().files[0].file->handle();
+  if (file.checkpoint) return file::Inside::of(*file.checkpoint).files[0].file->handle();
   return std::make_shared<const base::File>(base::File::open(file.path));
 }
 
@@ -51,7 +52,7 @@ void prepare(FileCheck& file) {
 void finish(FileCheck& file) {
   if (file.trouble || !file.checkpoint) return;
   try {
-    file.checkpoint->catalog().files[0].file->check_unchanged();
+    file::Inside::of(*file.checkpoint).files[0].file->check_unchanged();
   } catch (const Error& error) {
     file.trouble = error;
     return;
@@ -61,10 +62,17 @@ void finish(FileCheck& file) {
   file.problems.insert(file.problems.end(), problems.begin(), problems.end());
 }
 
+std::span<const std::byte> read(const base::File& file, int64_t begin, int64_t bytes, std::vector<std::byte>& buffer) {
+  buffer.resize(kReadBytes);
+  const auto room = std::span(buffer).first(static_cast<size_t>(bytes));
+  file.read(room, begin);
+  return room;
+}
+
 }  // namespace
 
-TensorSums::TensorSums(const Checkpoint& file) : data_begin_(file.catalog().files.at(0).data_begin) {
-  for (const auto& [name, stored] : file.catalog().tensors) {
+TensorSums::TensorSums(const Checkpoint& file) : data_begin_(file::Inside::of(file).files.at(0).data_begin) {
+  for (const auto& [name, stored] : file::Inside::of(file).tensors) {
     tensors_.push_back(&stored);
     if (stored.crc) ++known_;
   }
@@ -106,18 +114,20 @@ void run_checks(std::vector<FileCheck>& files, int lanes, const std::function<vo
   const auto work = [&](int64_t number, int lane) {
     const auto& [file, begin, end] = pieces[static_cast<size_t>(number)];
     std::vector<std::byte>& buffer = memory[static_cast<size_t>(lane)];
-    buffer.resize(kReadBytes);
     try {
       const auto handle = handle_of(*file);
+      const base::Mapped mapped = lanes > kMostLooking ? base::Mapped() : base::Mapped(*handle);
       std::optional<Sha256> hash;
       if (file->hashed) hash.emplace();
       for (int64_t at = begin; at < end; at += kReadBytes) {
         check_interrupted();
-        const auto bytes = std::span(buffer).first(static_cast<size_t>(std::min(kReadBytes, end - at)));
-        handle->read(bytes, at);
+        const int64_t size = std::min(kReadBytes, end - at);
+        const auto looked_at = mapped.look(at, size);
+        const auto bytes = looked_at.empty() ? read(*handle, at, size, buffer) : looked_at;
         if (hash) hash->add(bytes);
         if (file->sums) file->sums->add(at, bytes);
-        done += static_cast<int64_t>(bytes.size());
+        mapped.forget(looked_at);
+        done += size;
         if (lane == 0) told(done, total);
       }
       if (hash) file->digest = hash->hex();

@@ -37,6 +37,7 @@ class TensorSums {
 /// One file to be read, and what became of it.
 struct FileCheck {
   std::filesystem::path path;
+  std::string name;                      ///< in a manifest
   std::optional<Checkpoint> checkpoint;  ///< what is no safetensors file has none
   bool hashed = false;                   ///< its SHA-256 is asked for
 

@@ -5,6 +5,8 @@
 #include <map>
 #include <set>
 
+#include "base/errors.h"
+#include "base/mapped.h"
 #include "cli/lanes.h"
 #include "file/catalog.h"
 #include "file/layout.h"
@@ -18,13 +20,37 @@ struct Place {
   const file::Stored* stored;
 };
 
-std::map<std::string, Place> places(const std::vector<Source>& sources) {
+/// Whether tensors of several of them have one name, so that files have to be told apart.
+bool are_ambiguous(const std::vector<Source>& sources) {
+  std::set<std::string_view> names;
+  size_t count = 0;
+  for (const Source& source : sources) {
+    for (const auto& [name, stored] : file::Inside::of(source.checkpoint).tensors) names.insert(name);
+    count += file::Inside::of(source.checkpoint).tensors.size();
+  }
+  return names.size() < count;
+}
+
+std::map<std::string, Place> places(const std::vector<Source>& sources, bool with_labels) {
   std::map<std::string, Place> all;
   for (const Source& source : sources) {
-    for (const auto& [name, stored] : source.checkpoint.catalog().tensors)
-      all.emplace(full_name(source, name), Place{&source.checkpoint.catalog(), &stored});
+    for (const auto& [name, stored] : file::Inside::of(source.checkpoint).tensors)
+      all.emplace(with_labels ? full_name(source, name) : name, Place{&file::Inside::of(source.checkpoint), &stored});
   }
   return all;
+}
+
+bool has_a_model(const std::vector<Source>& sources) {
+  return std::any_of(sources.begin(), sources.end(), [](const Source& one) { return one.label.empty(); });
+}
+
+/// A model in one of them has the plain names; without, tensors of files beside one another cannot be told from the other side's.
+void check_one_is_meant(const std::vector<Source>& sources) {
+  if (has_a_model(sources)) return;
+  std::vector<std::string> labels;
+  for (const Source& source : sources) labels.push_back(source.label);
+  base::fail(Code::kInvalidArgument, "{} has {} files with the same names of tensors in them, {}; name one of them",
+             sources[0].checkpoint.files()[0].path.parent_path().string(), labels.size(), fmt::join(labels, ", "));
 }
 
 bool can_read(const file::Entry& a, const file::Entry& b) {
@@ -56,24 +82,75 @@ std::vector<Stretch> stretches_of(Comparison& comparison) {
   return stretches;
 }
 
-std::span<const std::byte> read(const file::Catalog& catalog, const file::Stored& stored, const Stretch& stretch,
-                                std::vector<std::byte>& memory) {
+/// Bytes of a tensor, read into `memory`.
+std::span<const std::byte> read_part(const file::Catalog& catalog, const file::Stored& stored, int64_t begin, int64_t bytes,
+                                     std::vector<std::byte>& memory) {
   const auto& source = catalog.files[stored.file];
-  const int64_t begin = file::bytes_of(stretch.begin, stored.entry), end = file::bytes_of(stretch.end, stored.entry);
-  if (const auto bytes = static_cast<size_t>(end - begin); memory.size() < bytes) memory.resize(bytes);
-  const auto bytes = std::span(memory).first(static_cast<size_t>(end - begin));
-  source.file->handle()->read(bytes, source.data_begin + stored.entry.begin + begin);
-  return bytes;
+  if (const auto wanted = static_cast<size_t>(bytes); memory.size() < wanted) memory.resize(wanted);
+  const auto room = std::span(memory).first(static_cast<size_t>(bytes));
+  source.file->handle()->read(room, source.data_begin + stored.entry.begin + begin);
+  return room;
 }
+
+/// The files that are read, each as memory.
+class Files {
+ public:
+  Files(const Comparison& comparison, int lanes) : looks_(lanes <= kMostLooking) {
+    for (const Pair& pair : comparison.pairs) {
+      if (!pair.read) continue;
+      add(pair.catalog_a->files[pair.a->file].file.get());
+      add(pair.catalog_b->files[pair.b->file].file.get());
+    }
+  }
+
+  const base::Mapped& of(const file::Catalog& catalog, const file::Stored& stored) const {
+    return mapped_.at(catalog.files[stored.file].file.get());
+  }
+
+  void check_unchanged() const {
+    for (const auto& [file, mapped] : mapped_) file->check_unchanged();
+  }
+
+ private:
+  void add(file::Opened* file) {
+    if (!mapped_.contains(file)) mapped_.emplace(file, looks_ ? base::Mapped(*file->handle()) : base::Mapped());
+  }
+
+  bool looks_;
+  std::map<file::Opened*, base::Mapped> mapped_;
+};
+
+/// Elements of one side of a pair, as long as this lives: where they are in memory they are looked at there.
+class Side {
+ public:
+  Side(const Files& files, const file::Catalog& catalog, const file::Stored& stored, const Stretch& stretch, std::vector<std::byte>& memory)
+      : mapped_(files.of(catalog, stored)) {
+    const int64_t begin = file::bytes_of(stretch.begin, stored.entry), bytes = file::bytes_of(stretch.end, stored.entry) - begin;
+    looked_at_ = mapped_.look(catalog.files[stored.file].data_begin + stored.entry.begin + begin, bytes);
+    const auto width = static_cast<uintptr_t>(std::max(1, dtype_bits(stored.entry.dtype) / 8));
+    const bool aligned = reinterpret_cast<uintptr_t>(looked_at_.data()) % width == 0;  // of headers by others some are not
+    bytes_ = looked_at_.empty() || !aligned ? read_part(catalog, stored, begin, bytes, memory) : looked_at_;
+  }
+  Side(const Side&) = delete;
+  Side& operator=(const Side&) = delete;
+  ~Side() { mapped_.forget(looked_at_); }
+
+  const std::byte* data() const { return bytes_.data(); }
+  size_t size() const { return bytes_.size(); }
+
+ private:
+  const base::Mapped& mapped_;
+  std::span<const std::byte> looked_at_, bytes_;
+};
 
 struct Lane {
   std::vector<std::byte> a, b;
   std::vector<double> scratch = std::vector<double>(kScratch);
 };
 
-Deviation compute(const Stretch& stretch, Lane& lane) {
+Deviation compute(const Files& files, const Stretch& stretch, Lane& lane) {
   const Pair& pair = *stretch.pair;
-  const auto a = read(*pair.catalog_a, *pair.a, stretch, lane.a), b = read(*pair.catalog_b, *pair.b, stretch, lane.b);
+  const Side a(files, *pair.catalog_a, *pair.a, stretch, lane.a), b(files, *pair.catalog_b, *pair.b, stretch, lane.b);
   const int64_t count = stretch.end - stretch.begin;
   const DType dtype_a = pair.a->entry.dtype, dtype_b = pair.b->entry.dtype;
   if (has_values(dtype_a)) return deviation(a.data(), dtype_a, b.data(), dtype_b, count, lane.scratch);
@@ -101,16 +178,6 @@ class InOrder {
   int64_t next_ SHARDOW_GUARDED_BY(mutex_) = 0;
 };
 
-void check_unchanged(const Comparison& comparison) {
-  std::set<file::Opened*> files;
-  for (const Pair& pair : comparison.pairs) {
-    if (!pair.read) continue;
-    files.insert(pair.catalog_a->files[pair.a->file].file.get());
-    files.insert(pair.catalog_b->files[pair.b->file].file.get());
-  }
-  for (file::Opened* file : files) file->check_unchanged();
-}
-
 }  // namespace
 
 bool Comparison::differs() const noexcept {
@@ -118,7 +185,10 @@ bool Comparison::differs() const noexcept {
 }
 
 Comparison compare_names(const std::vector<Source>& a, const std::vector<Source>& b) {
-  const std::map<std::string, Place> in_a = places(a), in_b = places(b);
+  const bool unsure_a = are_ambiguous(a), unsure_b = are_ambiguous(b);
+  if (unsure_a != unsure_b) check_one_is_meant(unsure_a ? a : b);
+  const bool both = (unsure_a || unsure_b) && has_a_model(a) && has_a_model(b);  // what lies beside their models has its file's name, too
+  const std::map<std::string, Place> in_a = places(a, unsure_a || both), in_b = places(b, unsure_b || both);
   Comparison found;
   for (const auto& [name, place] : in_a) {
     const auto other = in_b.find(name);
@@ -139,16 +209,17 @@ void compare_values(Comparison& comparison, int lanes, const std::function<void(
   const std::vector<Stretch> stretches = stretches_of(comparison);
   int64_t total = 0;
   for (const Stretch& stretch : stretches) total += stretch.bytes();
+  const Files files(comparison, lanes);
   std::atomic<int64_t> done{0};
   std::vector<Lane> memory(static_cast<size_t>(lanes));
   InOrder sums(stretches);
   const auto work = [&](int64_t number, int lane) {
     const Stretch& stretch = stretches[static_cast<size_t>(number)];
-    sums.add(number, compute(stretch, memory[static_cast<size_t>(lane)]));
+    sums.add(number, compute(files, stretch, memory[static_cast<size_t>(lane)]));
     done += stretch.bytes();
   };
   in_lanes(static_cast<int64_t>(stretches.size()), lanes, work, [&] { told(done, total); });
-  check_unchanged(comparison);
+  files.check_unchanged();
 }
 
 }  // namespace shardow::cli

@@ -1,6 +1,9 @@
 // The same tensors in other files: another dtype, another number of files, other names. Bytes go from file to file, chunk by chunk.
+#include <algorithm>
+
 #include "base/errors.h"
 #include "base/mutex.h"
+#include "cli/exit_status.h"
 #include "cli/lanes.h"
 #include "cli/output.h"
 #include "cli/renames.h"
@@ -8,10 +11,14 @@
 #include "cli/terminal.h"
 #include "cli/text.h"
 #include "file/crc.h"
+#include "file/producer.h"
 #include "tensor/dtype.h"
+#include "tensor/runs.h"
 
 namespace shardow::cli {
 namespace {
+
+constexpr int kMostWriters = 8;  // threads: some 6 MiB each, and disks give no more to more of them
 
 struct ConvertOptions {
   std::string input;
@@ -71,8 +78,8 @@ class Parts {
 
 void tell(const SaveReport& report, size_t tensors, const OutputOptions& options) {
   if (!options.json) {
-    print("{}: {} tensors, {}, {} file{}\n", shown(options.path), tensors, shown_bytes(report.bytes_written), report.files.size(),
-          report.files.size() == 1 ? "" : "s");
+    print("{}: {}, {}, {}\n", shown(options.path), counted(tensors, "tensor"), shown_bytes(report.bytes_written),
+          counted(report.files.size(), "file"));
     return;
   }
   Json json;
@@ -102,10 +109,12 @@ int convert(const ConvertOptions& options) {
   save_options.max_shard_size = options.output.shard_bytes();
   save_options.metadata = metadata_of(checkpoint);
   save_options.progress = watched("convert");
-  save_options.producer.read = [&](const TensorView& wanted) { parts.read(wanted); };
-  save_options.producer.threads = options.threads;
-  const SaveReport report = save(*solo(), views, options.output.path, save_options);
+  file::Producer producer;
+  producer.read = [&](const TensorView& wanted) { parts.read(wanted); };
+  producer.threads = std::min(options.threads, kMostWriters);
+  const SaveReport report = producer.save(*solo(), views, options.output.path, save_options);
   save_options.progress = {};  // its line goes away
+  note_written(options.output.path);
   tell(report, views.size(), options.output);
   return 0;
 }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <span>
 
+#include "cli/numbers.h"
+#include "cli/squares.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::cli {
@@ -13,10 +15,10 @@ struct Deviation {
   bool equal_bytes = true;
   int64_t elements = 0;    ///< numbers: a C64 has two
   int64_t differing = 0;   ///< numbers of another value; NaN equals NaN, 0 equals -0
-  int64_t not_finite = 0;  ///< of these, where one of the two is NaN or infinite: they are not in the sums below
+  int64_t not_finite = 0;  ///< of these, where one of the two, or their difference, is NaN or infinite: they are not in what follows
   double most = 0;         ///< max |a - b|
-  double squares = 0;      ///< sum of (a - b)^2
-  double squares_a = 0;    ///< sum of a^2, of finite ones
+  Squares squares;         ///< of a - b
+  Squares squares_a;       ///< of a, of finite ones
 
   double rms() const noexcept;
   double relative() const noexcept;  ///< |a - b| / |a|, in norms; infinite where a is 0 and b is not
@@ -24,15 +26,10 @@ struct Deviation {
   Deviation& operator+=(const Deviation& next) noexcept;
 };
 
-bool has_values(DType dtype) noexcept;  ///< F4 and F6 have none here: their bytes are compared, and no numbers
-
-inline constexpr int64_t kScratch = 8192;  ///< doubles
+inline constexpr int64_t kScratch = 16384;  ///< doubles
 
 /// Of `a` and `b`, `count` elements each. `scratch` has kScratch doubles. The same numbers on every processor.
 Deviation deviation(const std::byte* a, DType dtype_a, const std::byte* b, DType dtype_b, int64_t count,
                     std::span<double> scratch) noexcept;
-
-/// For tests: `count` elements as float64. A C64 counts as two. I64 and U64 beyond 2^53 are rounded.
-void to_doubles(const std::byte* from, DType dtype, double* to, int64_t count) noexcept;
 
 }  // namespace shardow::cli

@@ -57,9 +57,9 @@ void print_text(const Comparison& comparison, const DiffOptions& options) {
   for (size_t i = 0; i < most; ++i) print("{}: {}\n", coloured(Colour::kBold, shown(worst[i]->name)), what_differs(*worst[i]));
   if (most < worst.size()) print("... and {} more (--worst 0 shows all)\n", worst.size() - most);
   if (comparison.differs()) {
-    print("{} of {} common tensors differ\n", worst.size(), comparison.pairs.size());
+    print("{} of {} differ{}\n", worst.size(), counted(comparison.pairs.size(), "common tensor"), comparison.pairs.size() == 1 ? "s" : "");
   } else {
-    print("{}, {} tensors\n", coloured(Colour::kGood, "equal"), comparison.pairs.size());
+    print("{}, {}\n", coloured(Colour::kGood, "equal"), counted(comparison.pairs.size(), "tensor"));
   }
 }
 
@@ -99,6 +99,7 @@ void print_json(const Comparison& comparison) {
 int diff(const DiffOptions& options) {
   const std::vector<Source> a = open_sources(options.a), b = open_sources(options.b);
   Comparison comparison = compare_names(a, b);
+  prepare_for_cut_files(options.json);
   {
     ProgressLine line("diff");
     compare_values(comparison, options.threads, [&](int64_t done, int64_t total) { line.tell(done, total); });

@@ -1,9 +1,12 @@
 #include "cli/exit_status.h"
 
+#include <unistd.h>
+
 #include <csignal>
 #include <exception>
 #include <map>
 #include <new>
+#include <vector>
 
 #include "base/errors.h"
 #include "cli/terminal.h"
@@ -22,7 +25,7 @@ const char* meaning(Code code) {
     case Code::kCorrupt: return "a file contradicts its format or its checksums";
     case Code::kUnsupported: return "valid, but not possible here";
     case Code::kIo: return "the operating system refused to read or write";
-    case Code::kOutOfSpace: return "the disk or a quota is full; nothing was published";
+    case Code::kOutOfSpace: return "the disk or a quota is full";
     case Code::kOutOfMemory: return "out of memory";
     case Code::kTimeout: return "a deadline passed";
     case Code::kPeerFailed: return "another process failed";
@@ -31,13 +34,30 @@ const char* meaning(Code code) {
   return "";
 }
 
-int report(Code code, const std::string& message, bool json) {
+std::vector<std::string> published;  // what is in its place, whatever else goes wrong
+
+constexpr std::string_view kCut = "a file became shorter while it was read, or its disk failed; do it again";
+std::string cut_text, cut_json;  // written before the handler may run
+int cut_status = 0;
+
+void end_of_file(int /*signal*/) {
+  (void)!::write(STDERR_FILENO, cut_text.data(), cut_text.size());
+  (void)!::write(STDOUT_FILENO, cut_json.data(), cut_json.size());
+  ::_exit(cut_status);
+}
+
+std::string as_json(Code code, std::string_view message) {
+  Json out;
+  out.begin_object().key("error").begin_object();
+  out.key("code").text(base::code_name(code)).key("message").text(message).end_object().end_object();
+  return out.document() + "\n";
+}
+
+int report(Code code, std::string message, bool json) {
+  if (!published.empty()) message += fmt::format("; {} had been written by then, and is whole", fmt::join(published, ", "));
   complain(shown(message));
   if (json) {
-    Json out;
-    out.begin_object().key("error").begin_object();
-    out.key("code").text(base::code_name(code)).key("message").text(message).end_object().end_object();
-    put(out.document() + "\n");
+    put(as_json(code, message));
     flush_output();
   }
   return base::exit_code(code);
@@ -67,12 +87,27 @@ std::string exit_status_table() {
   for (const Code code : kAll) rows[base::exit_code(code)] = fmt::format("{}: {}", base::code_name(code), meaning(code));
   std::string table;
   for (const auto& [status, text] : rows) table += fmt::format("  {:>2}  {}\n", status, text);
-  return table + "  Interrupted by a signal, it dies of that signal.";
+  return table +
+         "  Interrupted by a signal, it dies of that signal. What a verb writes takes the place of what\n"
+         "  was there once it is whole; the message of an error after that says that it was written.";
+}
+
+void prepare_for_cut_files(bool json) {
+  cut_text = fmt::format("shardow: {}\n", kCut);
+  cut_json = json ? as_json(Code::kCorrupt, kCut) : "";
+  cut_status = base::exit_code(Code::kCorrupt);
+  std::signal(SIGBUS, end_of_file);
+}
+
+void note_written(const std::string& path) {
+  published.push_back(path);
 }
 
 int report_exception(bool json) noexcept {
   try {
     return report_current(json);
+  } catch (const Interrupted& interrupted) {  // while it waited for whoever reads the report
+    die_of(interrupted.signal);
   } catch (const ClosedPipe&) {
     die_of(SIGPIPE);
   } catch (const Error& error) {  // of the report itself

@@ -1,13 +1,15 @@
 // What a checkpoint holds, from its headers alone.
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "average/counters.h"
 #include "cli/app.h"
 #include "cli/sources.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
-#include "shardow/ema_file.h"
+#include "ema/names.h"
+#include "file/catalog.h"
 #include "shardow/error.h"
 #include "tensor/dtype.h"
 
@@ -42,13 +44,16 @@ std::optional<average::State> state_in(const std::map<std::string, std::string>&
   }
 }
 
-/// Our marks are the keys of our metadata; tools of the Hugging Face world say "format" alone.
+/// Our versions say so in each file; the first ones are known by the keys of their metadata. Others' tools say "format" at most.
 std::string writer_of(const Source& source) {
+  std::set<std::string> versions;
+  for (const auto& file : file::Inside::of(source.checkpoint).files) versions.insert(file.version);
+  if (versions.size() == 1 && !versions.begin()->empty()) return "shardow " + *versions.begin();
   const auto& metadata = source.checkpoint.metadata();
   const bool ours = std::any_of(metadata.begin(), metadata.end(), [](const auto& one) { return one.first.starts_with("shardow."); });
   const std::vector<std::string> names = source.checkpoint.names();
   const bool sums = std::any_of(names.begin(), names.end(), [&](const auto& name) { return source.checkpoint.tensor(name).crc32; });
-  if (ours || sums) return "shardow";
+  if (ours || sums) return versions.size() > 1 ? "several versions of shardow" : "shardow";
   return metadata.contains("format") ? "unknown, of format " + metadata.at("format") : "unknown";
 }
 
@@ -102,7 +107,7 @@ void print_tree(const Checkpoint& checkpoint, const std::vector<std::string>& na
       for (size_t i = begin; i < next; ++i) totals.add(checkpoint.tensor(names[i]));
       const std::string word = shown(stem.substr(from, dot - from));
       print("{:{}}{}  {}\n", "", 2 * depth, coloured(Colour::kBold, word),
-            coloured(Colour::kDim, fmt::format("{} tensors, {}", totals.tensors, shown_bytes(totals.bytes))));
+            coloured(Colour::kDim, fmt::format("{}, {}", counted(totals.tensors, "tensor"), shown_bytes(totals.bytes))));
       print_tree(checkpoint, names, begin, next, depth + 1, dot + 1);
     }
     begin = next;
@@ -118,8 +123,8 @@ void print_text(const Source& source, const InspectOptions& options) {
   print("{}\n", coloured(Colour::kBold, shown((source.label.empty() ? std::filesystem::path(options.path) : path).string())));
   std::string dtypes;
   for (const auto& [dtype, count] : totals.dtypes) dtypes += fmt::format(", {} {}", count, dtype);
-  print("  {} tensors{}; {} elements, {}, {} file{}\n", totals.tensors, dtypes.empty() ? "" : " (" + dtypes.substr(2) + ")",
-        totals.elements, shown_bytes(totals.bytes), checkpoint.files().size(), checkpoint.files().size() == 1 ? "" : "s");
+  print("  {}{}; {}, {}, {}\n", counted(totals.tensors, "tensor"), dtypes.empty() ? "" : " (" + dtypes.substr(2) + ")",
+        counted(totals.elements, "element"), shown_bytes(totals.bytes), counted(checkpoint.files().size(), "file"));
   print("  written by: {}\n", shown(writer_of(source)));
   if (const auto state = state_in(checkpoint.metadata())) print_state(*state);
   print_metadata(source, options.full);

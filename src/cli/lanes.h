@@ -12,8 +12,11 @@
 
 namespace shardow::cli {
 
-inline constexpr int kLanes = 4;                ///< reads in flight: what network and solid-state disks ask for
-inline constexpr int64_t kReadBytes = 1 << 20;  ///< of one read: worked on while it is in the cache
+inline constexpr int kLanes = 4;                  ///< reads in flight: what network and solid-state disks ask for
+inline constexpr int64_t kReadBytes = 256 << 10;  ///< of one read: worked on while it is in the cache, of two files and one core
+
+/// With more lanes than that, files are read and not looked at in memory, so that a lane has memory for one of both.
+inline constexpr int kMostLooking = 16;
 
 /// work(piece, lane) for every piece in [0, pieces), each once, roughly ascending, lane < lanes; the caller is lane 0, and between its
 /// pieces it calls told(). What a piece throws, of several the first in time, ends the work and is thrown here; so is Interrupted.

@@ -2,11 +2,12 @@
 // here.
 //
 //   file      = line*
-//   line      = ["\"] digest " " (" " | "*") name "\n"      a backslash in front: in the name \n, \r and \\ stand for what they mean
+//   line      = ["\"] (digest " " (" " | "*") name | "SHA256 (" name ") = " digest) "\n"
+//                                                          a backslash in front: in the name \n, \r and \\ stand for what they mean
 //   digest    = 64 hexadecimal digits
 //
-// Of a file x.safetensors it is x.safetensors.sha256 beside it, of a directory SHA256SUMS in it. Names are plain names of files beside it,
-// ascending; what is not, such as ../x, is refused.
+// Of a file x.safetensors it is x.safetensors.sha256 beside it, of a directory SHA256SUMS in it. Names ascend; they are of files beside it,
+// or below: sub/x; what is not, such as ../x, is refused. The first form is written, both are read.
 #pragma once
 
 #include <filesystem>
@@ -15,10 +16,11 @@
 
 namespace shardow::cli {
 
-using Digests = std::map<std::string, std::string>;  ///< name of a file -> 64 lower-case hexadecimal digits
+using Digests = std::map<std::string, std::string>;  ///< file, from the manifest's folder -> 64 lower-case hexadecimal digits
 
 inline constexpr int64_t kMostManifestBytes = 16 << 20;
 
+/// Throws kInvalidArgument where such a name would be too long.
 std::filesystem::path manifest_of(const std::filesystem::path& path);
 
 /// Throws kNotFound; kCorrupt, naming the line.

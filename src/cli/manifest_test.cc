@@ -28,11 +28,32 @@ TEST(Manifest, TakesWhatSha256sumWrites) {
             (Digests{{"binary", kSome}, {"upper", kSome}}));
 }
 
+TEST(Manifest, TakesTagsAndFilesBelow) {
+  EXPECT_EQ(parse_manifest("SHA256 (a (1) = b) = " + kSome + "\n\\SHA256 (x\\ny) = " + kOther + "\n" + kSome + "  sub/deep/x", "m"),
+            (Digests{{"a (1) = b", kSome}, {"x\ny", kOther}, {"sub/deep/x", kSome}}));
+}
+
 TEST(Manifest, RefusesAllElse) {
-  for (const std::string& line :
-       {std::string("x"), kSome, kSome + "  ", kSome + " name", kSome.substr(1) + "  name", "g" + kSome.substr(1) + "  name",
-        kSome + "  ../x", kSome + "  /x", kSome + "  .", kSome + "  a/b", "\\" + kSome + "  a\\x", "\\" + kSome + "  a\\",
-        kSome + "  a\n" + kOther + "  a", kSome + "  a" + std::string(1, '\0')}) {
+  for (const std::string& line : {std::string("x"),
+                                  kSome,
+                                  kSome + "  ",
+                                  kSome + " name",
+                                  kSome.substr(1) + "  name",
+                                  "g" + kSome.substr(1) + "  name",
+                                  kSome + "  ../x",
+                                  kSome + "  /x",
+                                  kSome + "  .",
+                                  kSome + "  a//b",
+                                  kSome + "  a/../b",
+                                  kSome + "  a/",
+                                  "SHA256 (../x) = " + kSome,
+                                  "SHA256 (x) - " + kSome,
+                                  "SHA256 () = " + kSome,
+                                  "SHA256 (x) = " + kSome.substr(1),
+                                  "\\" + kSome + "  a\\x",
+                                  "\\" + kSome + "  a\\",
+                                  kSome + "  a\n" + kOther + "  a",
+                                  kSome + "  a" + std::string(1, '\0')}) {
     EXPECT_THROW(parse_manifest(line, "m"), Error) << line;
   }
 }

@@ -18,6 +18,11 @@ const std::vector<std::pair<std::string, double>> kUnits = {
     {"GB", 1e9}, {"T", 1e12}, {"TB", 1e12}, {"KIB", 1024}, {"MIB", 1048576}, {"GIB", 1 << 30}, {"TIB", 0x1p40},
 };
 
+/// What elsewhere means standard output.
+std::string no_stream(const std::string& path) {
+  return path == "-" ? "'-': a checkpoint is no stream, and does not go to standard output; for a directory with that name give ./-" : "";
+}
+
 }  // namespace
 
 int64_t parse_size(const std::string& text) {
@@ -43,22 +48,32 @@ std::optional<DType> OutputOptions::file_dtype() const {
 }
 
 int64_t OutputOptions::shard_bytes() const {
-  return max_shard_size.empty() ? 0 : parse_size(max_shard_size);
+  if (!max_shard_size) return 0;
+  const int64_t bytes = parse_size(*max_shard_size);
+  if (std::filesystem::path(path).extension() == ".safetensors") {
+    base::fail(Code::kInvalidArgument, "--max-shard-size goes with a directory, and {} is the name of one file; leave .safetensors out",
+               path);
+  }
+  return bytes;
 }
 
-void add_output(CLI::App& verb, OutputOptions& options, bool required) {
+std::vector<CLI::Option*> add_output(CLI::App& verb, OutputOptions& options, bool required) {
   std::vector<std::string> names;
   for (const auto& [name, value] : kDTypes) names.push_back(name);
-  verb.add_option("-o,--output", options.path,
-                  "what to write: a file if it ends in .safetensors, else a directory; it replaces what is there")
-      ->required(required)
-      ->option_text("OUT");
-  verb.add_option("--dtype", options.dtype, "of floating tensors; others stay as they are")
-      ->check(CLI::IsMember(names))
-      ->option_text(CLI::detail::join(names, "|"));
-  verb.add_option("--max-shard-size", options.max_shard_size, "files of a directory are as large at most, like 5GB or 500MiB")
-      ->option_text("SIZE");
+  std::vector<CLI::Option*> added;
+  added.push_back(verb.add_option("-o,--output", options.path,
+                                  "what to write: a file if it ends in .safetensors, else a directory; it replaces what is there")
+                      ->required(required)
+                      ->check(no_stream, "")
+                      ->option_text("OUT"));
+  added.push_back(verb.add_option("--dtype", options.dtype, "of floating tensors; others stay as they are")
+                      ->check(CLI::IsMember(names))
+                      ->option_text(CLI::detail::join(names, "|")));
+  added.push_back(verb.add_option("--max-shard-size", options.max_shard_size,
+                                  "files of a directory are as large at most, like 5GB or 500MiB; a tensor is never cut")
+                      ->option_text("SIZE"));
   add_json(verb, options.json);
+  return added;
 }
 
 ProgressFn watched(const std::string& what) {

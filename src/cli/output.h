@@ -14,15 +14,16 @@
 namespace shardow::cli {
 
 struct OutputOptions {
-  std::string path, dtype, max_shard_size;
+  std::string path, dtype;
+  std::optional<std::string> max_shard_size;
   bool json = false;
 
   std::optional<DType> file_dtype() const;  ///< nothing: as they are
-  int64_t shard_bytes() const;              ///< 0: one file
+  int64_t shard_bytes() const;              ///< 0: one file; throws kInvalidArgument where that is what `path` names
 };
 
-/// -o, --dtype, --max-shard-size, --json.
-void add_output(CLI::App& verb, OutputOptions& options, bool required = true);
+/// -o, --dtype, --max-shard-size, --json. Returns the first three.
+std::vector<CLI::Option*> add_output(CLI::App& verb, OutputOptions& options, bool required = true);
 
 /// "5GB", "500 MiB", "12345": bytes. Throws kInvalidArgument.
 int64_t parse_size(const std::string& text);

@@ -2,10 +2,13 @@
 #include "posthoc/posthoc.h"
 
 #include "base/errors.h"
+#include "base/paths.h"
+#include "cli/exit_status.h"
 #include "cli/output.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
 #include "cli/whole_text.h"
+#include "posthoc/snapshots.h"
 #include "posthoc/synthesize.h"
 
 namespace shardow::cli {
@@ -19,13 +22,25 @@ struct PosthocOptions {
   int threads = 0;
 };
 
+/// A picture's format is its name's, as everywhere; of what is there and no file, a pipe or a device, nothing is asked.
+void check_picture(const std::filesystem::path& path) {
+  const auto found = base::look_at(path);
+  if (path.extension() == ".svg" || (found && !found->regular() && !found->directory()) || is_standard_output(path)) return;
+  base::fail(Code::kInvalidArgument, "--sweep {}: the picture is SVG; give it a name that ends in .svg", path.string());
+}
+
 int sweep(const PosthocOptions& options) {
-  const posthoc::Sweep found = posthoc::sweep(options.directory, options.step);
+  check_picture(options.sweep);
+  const posthoc::Sweep found = posthoc::sweep(options.directory, options.step, {}, check_interrupted);
+  const bool piped = is_standard_output(options.sweep);
+  if (piped && options.output.json) base::fail(Code::kInvalidArgument, "--sweep and --json would both write to standard output");
   write_text(options.sweep, posthoc::svg(found));
+  if (piped) return 0;
+  note_written(options.sweep);
   if (!options.output.json) {
     const auto best =
         std::min_element(found.points.begin(), found.points.end(), [](const auto& a, const auto& b) { return a.residual < b.residual; });
-    print("{}: the error to expect at step {} of {} snapshots", shown(options.sweep), found.step, found.snapshots);
+    print("{}: the error to expect at step {} of {}", shown(options.sweep), found.step, counted(found.snapshots, "snapshot"));
     if (best != found.points.end()) print("; least at sigma_rel {:.3g}, {:.2e}", best->sigma_rel, best->residual);
     put("\n");
     return 0;
@@ -54,14 +69,15 @@ void print_plan(const posthoc::Plan& plan, const MergeReport& report, const Outp
     if (end == std::string::npos) end = text.size();
     print("{}\n", shown(std::string_view(text).substr(begin, end - begin)));
   }
-  print("{}: {} tensors, {}, {} file{}\n", shown(output.path), report.averaged.size() + report.taken.size(),
-        shown_bytes(report.bytes_written), report.files.size(), report.files.size() == 1 ? "" : "s");
+  print("{}: {}, {}, {}\n", shown(output.path), counted(report.averaged.size() + report.taken.size(), "tensor"),
+        shown_bytes(report.bytes_written), counted(report.files.size(), "file"));
 }
 
 void print_json(const posthoc::Plan& plan, const MergeReport& report) {
   Json json;
   json.begin_object().key("target").raw(plan.target.to_json()).key("step").number(plan.step);
   json.key("residual").number(plan.residual).key("variation").number(plan.variation).key("rounding").number(plan.rounding);
+  json.key("least").number(plan.least);
   json.key("terms").begin_list();
   for (const posthoc::Term& term : plan.terms) {
     json.begin_object().key("path").text(term.path.string()).key("key").text(term.key).key("step").number(term.step);
@@ -76,7 +92,9 @@ void print_json(const posthoc::Plan& plan, const MergeReport& report) {
 }
 
 int synthesize(const PosthocOptions& options) {
-  const posthoc::Plan plan = posthoc::plan(options.directory, {.target = Schedule::power(*options.sigma_rel), .step = options.step});
+  posthoc::check_output(options.directory, options.output.path);
+  const posthoc::Plan plan =
+      posthoc::plan(options.directory, {.target = Schedule::power(*options.sigma_rel), .step = options.step, .poll = check_interrupted});
   MergeOptions merge_options;
   merge_options.dtype = options.output.file_dtype();
   merge_options.max_shard_size = options.output.shard_bytes();
@@ -84,6 +102,7 @@ int synthesize(const PosthocOptions& options) {
   merge_options.progress = watched("posthoc");
   const MergeReport report = posthoc::synthesize(*solo(), plan, options.output.path, merge_options);
   merge_options.progress = {};  // its line goes away
+  note_written(options.output.path);
   options.output.json ? print_json(plan, report) : print_plan(plan, report, options.output);
   return 0;
 }
@@ -93,8 +112,7 @@ int posthoc_verb(const PosthocOptions& options) {
   if (options.sweep.empty() && !writes)
     base::fail(Code::kInvalidArgument,
                "give --sigma-rel and -o for an average, or --sweep for a picture of the errors; see shardow posthoc --help");
-  if (!options.sweep.empty()) sweep(options);
-  return writes ? synthesize(options) : 0;
+  return writes ? synthesize(options) : sweep(options);
 }
 
 }  // namespace
@@ -115,10 +133,12 @@ void add_posthoc(CLI::App& app, Action& chosen) {
         return first == std::string::npos || first == 0 ? step : step.substr(first);
       })
       ->option_text("N");  // in base ten: CLI11 takes zeros before it, which names of snapshots have, for a sign of base eight
-  add_output(verb, options->output, false);
-  verb.add_option("--sweep", options->sweep, "instead, a picture (SVG) of the error to expect over the width; reads headers alone")
-      ->excludes(sigma)
-      ->option_text("PICTURE");
+  std::vector<CLI::Option*> others = add_output(verb, options->output, false);
+  others.push_back(sigma);
+  CLI::Option* const picture =
+      verb.add_option("--sweep", options->sweep, "instead, a picture (.svg) of the error to expect over the width; reads headers alone")
+          ->option_text("PICTURE");
+  for (CLI::Option* other : others) picture->excludes(other);
   add_threads(verb, options->threads);
   add_examples(verb, {{"What can be had", "shardow posthoc run/snapshots --sweep sweep.svg"},
                       {"Have it", "shardow posthoc run/snapshots --sigma-rel 0.15 -o run/ema-0.15.safetensors"}});

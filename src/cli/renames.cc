@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/errors.h"
+#include "cli/text.h"
 
 namespace shardow::cli {
 namespace {
@@ -51,7 +52,8 @@ std::map<std::string, std::string> Renames::apply(const std::vector<std::string>
     if (rule != rules_.end()) used[static_cast<size_t>(rule - rules_.begin())] = true;
     const std::string renamed = rule == rules_.end() ? name : rule->renamed(name);
     const auto [there, added] = old_names.emplace(renamed, name);
-    if (!added) base::fail(Code::kInvalidArgument, "'{}' and '{}' would both be called '{}'", there->second, name, renamed);
+    if (!added)
+      base::fail(Code::kInvalidArgument, "'{}' and '{}' would both be called '{}'", shown(there->second), shown(name), shown(renamed));
   }
   for (size_t i = 0; i < rules_.size(); ++i) {
     if (!used[i]) base::fail(Code::kInvalidArgument, "rename '{}' fits no tensor that an earlier rule has left", rules_[i].text);

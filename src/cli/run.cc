@@ -23,6 +23,7 @@ int answer(const CLI::App& app, const CLI::ParseError& error, std::string_view f
   } else {
     if (verb == &app && !first.empty() && !first.starts_with('-'))
       base::fail(Code::kInvalidArgument, "there is no verb '{}'; see shardow --help", first);
+    if (verb == &app && first.empty()) base::fail(Code::kInvalidArgument, "a verb is required; see shardow --help");
     const std::string name = verb == &app ? "shardow" : "shardow " + verb->get_name();
     base::fail(Code::kInvalidArgument, "{}; see {} --help", error.what(), name);
   }

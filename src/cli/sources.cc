@@ -1,9 +1,11 @@
 #include "cli/sources.h"
 
 #include <algorithm>
+#include <array>
 #include <set>
 
 #include "base/errors.h"
+#include "base/files.h"
 #include "base/paths.h"
 #include "file/index.h"
 #include "file/names.h"
@@ -19,7 +21,44 @@ std::set<std::string> file_names(const Checkpoint& checkpoint) {
   return names;
 }
 
+/// A file that begins like one of other tools is said to be one: as a header of ours it makes no sense.
+[[noreturn]] void say_what_it_is(const fs::path& path, const Error& error) {
+  std::array<char, 8> first{};
+  try {
+    base::File::open(path).read(std::as_writable_bytes(std::span(first)), 0);
+  } catch (const Error&) {  // shorter than that
+  }
+  const std::string_view begins(first.data(), first.size());
+  constexpr std::string_view kLegacy = "\x80\x02\x8a\x0al\xfc\x9c\x46";
+  const bool zip = begins.starts_with("PK\x03\x04") && begins.substr(4) != std::string_view("\0\0\0\0", 4);  // else the length of a header
+  if (!zip && begins != kLegacy) throw error;
+  base::fail(
+      Code::kUnsupported,
+      "{} is {}, as torch.save() writes, and no safetensors file; shardow.merge() in Python reads it, and 'shardow verify --manifest' "
+      "checks it by SHA-256",
+      path.string(), zip ? "a ZIP archive" : "a pickle");
+}
+
+[[noreturn]] void find_nothing(const fs::path& path) {
+  if (base::look_at(path / ".metadata")) {
+    base::fail(Code::kUnsupported,
+               "{}: there is no .safetensors file in this directory, but one of torch.distributed.checkpoint; "
+               "shardow.merge() in Python reads it",
+               path.string());
+  }
+  base::fail(Code::kNotFound, "{}: there is no .safetensors file in this directory", path.string());
+}
+
 }  // namespace
+
+Checkpoint open_checkpoint(const fs::path& path) {
+  try {
+    return Checkpoint::open(path);
+  } catch (const Error& error) {
+    if (error.code() != Code::kCorrupt || base::leads_to_directory(path)) throw;
+    say_what_it_is(path, error);
+  }
+}
 
 std::vector<std::string> safetensors_in(const fs::path& directory) {
   std::vector<std::string> names;
@@ -36,7 +75,7 @@ bool has_model(const fs::path& directory) {
 
 std::vector<Source> open_sources(const fs::path& path) {
   const fs::path stands = file::standing(path);  // where a save died halfway, beside the path
-  if (!base::leads_to_directory(stands)) return {{"", Checkpoint::open(path)}};
+  if (!base::leads_to_directory(stands)) return {{"", open_checkpoint(path)}};
   std::vector<Source> found;
   std::set<std::string> taken;
   if (has_model(stands)) {
@@ -49,15 +88,15 @@ std::vector<Source> open_sources(const fs::path& path) {
   }
   std::vector<Checkpoint> opened = others.empty() ? std::vector<Checkpoint>() : Checkpoint::open_files(stands, others);
   for (size_t i = 0; i < others.size(); ++i) found.push_back({others[i], std::move(opened[i])});
-  if (found.empty()) base::fail(Code::kNotFound, "{}: there is no .safetensors file in this directory", path.string());
+  if (found.empty()) find_nothing(path);
   return found;
 }
 
 Checkpoint open_one(const fs::path& path) {
   const fs::path stands = file::standing(path);
-  if (!base::leads_to_directory(stands) || has_model(stands)) return Checkpoint::open(path);
+  if (!base::leads_to_directory(stands) || has_model(stands)) return open_checkpoint(path);
   const std::vector<std::string> names = safetensors_in(stands);
-  if (names.empty()) base::fail(Code::kNotFound, "{}: there is no .safetensors file in this directory", path.string());
+  if (names.empty()) find_nothing(path);
   if (names.size() > 1)
     base::fail(Code::kInvalidArgument, "{} is no model but has {} files, {}; name one of them", path.string(), names.size(),
                fmt::join(names, ", "));

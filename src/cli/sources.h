@@ -16,6 +16,9 @@ struct Source {
   Checkpoint checkpoint;
 };
 
+/// Checkpoint::open(), which says of files of other tools what they are: throws kUnsupported then.
+Checkpoint open_checkpoint(const std::filesystem::path& path);
+
 /// A file; or a directory: its model, where it has one, then its other .safetensors files by name. Never none: throws kNotFound.
 std::vector<Source> open_sources(const std::filesystem::path& path);
 

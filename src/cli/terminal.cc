@@ -16,11 +16,11 @@
 namespace shardow::cli {
 namespace {
 
-std::atomic<int> asked{0};  // the signal
+std::atomic<int> signalled{0};  // the signal
 static_assert(std::atomic<int>::is_always_lock_free);
 
 void ask(int signal) {
-  asked = signal;
+  signalled = signal;
 }
 
 std::string pending;  // for standard output
@@ -33,20 +33,6 @@ bool is_terminal(int fd) {
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-/// 0, or errno.
-int write_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t done = ::write(fd, text.data(), text.size());
-    if (done < 0 && errno == EINTR) {
-      check_interrupted();
-      continue;
-    }
-    if (done < 0) return errno;
-    text.remove_prefix(static_cast<size_t>(done));
-  }
-  return 0;
 }
 
 }  // namespace
@@ -67,7 +53,7 @@ void prepare_process() {
 }
 
 void check_interrupted() {
-  if (const int signal = asked) throw Interrupted{signal};
+  if (const int signal = signalled) throw Interrupted{signal};
 }
 
 void die_of(int signal) {
@@ -78,6 +64,19 @@ void die_of(int signal) {
   ::sigprocmask(SIG_UNBLOCK, &only, nullptr);
   std::raise(signal);
   std::_Exit(128 + signal);
+}
+
+int write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t done = ::write(fd, text.data(), text.size());
+    if (done < 0 && errno == EINTR) {
+      check_interrupted();
+      continue;
+    }
+    if (done < 0) return errno;
+    text.remove_prefix(static_cast<size_t>(done));
+  }
+  return 0;
 }
 
 void put(std::string_view text) {

@@ -31,6 +31,9 @@ void check_interrupted();
 /// Dies of `signal`, as the shell expects of who was interrupted.
 [[noreturn]] void die_of(int signal);
 
+/// All of `text`, unless a signal asks the program to end: throws Interrupted. Returns 0, or errno.
+int write_all(int fd, std::string_view text);
+
 /// Text to standard output, kept until there is a good piece of it.
 void put(std::string_view text);
 template <typename... Args>

@@ -7,24 +7,10 @@
 #include <iterator>
 
 #include "file/json.h"
+#include "file/utf8.h"
 
 namespace shardow::cli {
 namespace {
-
-/// Bytes of the well-formed UTF-8 character at the front of `text` (RFC 3629), 0 where there is none; `code` is what it means.
-size_t character(std::string_view text, uint32_t& code) {
-  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char first = byte(0);
-  const size_t size = first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
-  if (size == 0 || size > text.size()) return 0;
-  code = size == 1 ? first : first & (0xffu >> (size + 1));
-  for (size_t i = 1; i < size; ++i) {
-    if ((byte(i) & 0xc0) != 0x80) return 0;
-    code = code << 6 | (byte(i) & 0x3fu);
-  }
-  constexpr std::array<uint32_t, 5> kLeast = {0, 0, 0x80, 0x800, 0x10000};
-  return code < kLeast[size] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000) ? 0 : size;
-}
 
 /// Controls, and the marks that make terminals write backwards.
 bool is_harmless(uint32_t code) {
@@ -39,7 +25,7 @@ std::string shown(std::string_view text) {
   std::string out;
   while (!text.empty()) {
     uint32_t code = 0;
-    const size_t size = character(text, code);
+    const size_t size = file::utf8_character(text, code);
     if (size == 0 || (code < 0x80 && !is_harmless(code))) {
       fmt::format_to(std::back_inserter(out), "\\x{:02x}", static_cast<unsigned char>(text[0]));
     } else if (!is_harmless(code)) {
@@ -91,14 +77,7 @@ Json& Json::key(std::string_view name) {
 
 Json& Json::text(std::string_view value) {
   next();
-  std::string clean;
-  while (!value.empty()) {
-    uint32_t code = 0;
-    const size_t size = character(value, code);
-    clean += size == 0 ? std::string_view("\xef\xbf\xbd") : value.substr(0, size);
-    value.remove_prefix(size == 0 ? 1 : size);
-  }
-  file::append_json_text(out_, clean);
+  file::append_json_text(out_, value);
   return *this;
 }
 

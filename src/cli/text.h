@@ -17,6 +17,12 @@ std::string shown(std::string_view text);
 std::string shown_bytes(int64_t bytes);       ///< "1.50 GB", "812 B"
 std::string shown_shape(const Shape& shape);  ///< "[2, 3]"
 
+/// "1 tensor", "2 tensors".
+template <class Count>
+std::string counted(Count count, std::string_view what) {
+  return std::to_string(count) + " " + std::string(what) + (count == 1 ? "" : "s");
+}
+
 /// A JSON document as it is written, front to back. What is no UTF-8 becomes U+FFFD; numbers that are not finite become null.
 class Json {
  public:

@@ -38,7 +38,7 @@ TEST(Json, IsADocument) {
       .key("yes")
       .boolean(true)
       .end_object();
-  EXPECT_EQ(json.document(), "{\"a\\\"\\u000a\":\"\xef\xbf\xbd\xc3\xa9\",\"list\":[-1,0.1,null],\"none\":{},\"inf\":null,\"yes\":true}");
+  EXPECT_EQ(json.document(), "{\"a\\\"\\u000a\":\"\\udcff\xc3\xa9\",\"list\":[-1,0.1,null],\"none\":{},\"inf\":null,\"yes\":true}");
 }
 
 }  // namespace

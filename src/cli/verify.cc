@@ -26,6 +26,12 @@ struct VerifyOptions {
   bool json = false;
 };
 
+/// Without the path in front, which stands there already.
+std::string problem_of(const Error& error, const fs::path& path) {
+  const std::string text = error.what(), front = path.string() + ": ";
+  return text.starts_with(front) ? text.substr(front.size()) : text;
+}
+
 /// One path of the command line.
 struct Asked {
   fs::path path;
@@ -44,7 +50,7 @@ struct Asked {
       work();
     } catch (const Error& error) {
       if (error.code() == Code::kCorrupt) {
-        problems.emplace_back(error.what());
+        problems.push_back(problem_of(error, path));
       } else if (!trouble) {
         trouble = error;
       }
@@ -52,43 +58,51 @@ struct Asked {
   }
 };
 
-void add_file(Asked& asked, const fs::path& path) {
-  FileCheck file;
+/// `hashed`: a file of another format is one, too, of which nothing but its SHA-256 is asked.
+void add_file(Asked& asked, const fs::path& path, bool hashed) {
+  FileCheck& file = asked.files.emplace_back();
   file.path = path;
+  file.name = path.filename().string();
+  const bool foreign = path.extension() != ".safetensors";
   try {
-    file.checkpoint = Checkpoint::open(path);
+    file.checkpoint = open_checkpoint(path);
   } catch (const Error& error) {
-    if (error.code() == Code::kCorrupt) {
-      file.problems.emplace_back(error.what());
+    if (foreign && hashed && (error.code() == Code::kCorrupt || error.code() == Code::kUnsupported)) return;
+    if (error.code() == Code::kCorrupt || (error.code() == Code::kUnsupported && !foreign)) {
+      file.problems.push_back(problem_of(error, path));
     } else {
       file.trouble = error;
     }
   }
-  asked.files.push_back(std::move(file));
 }
 
-void find_files(Asked& asked) {
+void find_files(Asked& asked, bool hashed) {
   const fs::path stands = file::standing(asked.path);
   asked.directory = base::leads_to_directory(stands);
   if (!asked.directory) {
-    add_file(asked, asked.path);
+    add_file(asked, asked.path, hashed);
     return;
   }
   if (has_model(stands)) asked.attempt([&] { Checkpoint::open(stands); });  // each tensor is where the index says
   const std::vector<std::string> names = safetensors_in(stands);
   if (names.empty()) base::fail(Code::kNotFound, "{}: there is no .safetensors file in this directory", asked.path.string());
-  for (const std::string& name : names) add_file(asked, stands / name);
+  for (const std::string& name : names) add_file(asked, stands / name, hashed);
 }
 
 /// What is to be hashed, and what it should be.
 void plan_manifest(Asked& asked, const std::string& mode) {
   asked.manifest = manifest_of(asked.path);
-  const bool is_there = base::look_at(asked.manifest).has_value();
+  const auto found = base::look_at(asked.manifest);
+  if (found && !found->regular()) {
+    asked.files.clear();
+    base::fail(Code::kInvalidArgument, "{} is no regular file, and no manifest can stand there", asked.manifest.string());
+  }
+  const bool is_there = found.has_value();
   asked.writes = mode == "write" || (mode == "auto" && !is_there);
   if (!asked.writes) asked.expected = read_manifest(asked.manifest);
   const fs::path folder = base::parent_of(asked.manifest);
   const auto has = [&](const std::string& name) {
-    return std::any_of(asked.files.begin(), asked.files.end(), [&](const FileCheck& file) { return file.path.filename() == name; });
+    return std::any_of(asked.files.begin(), asked.files.end(), [&](const FileCheck& file) { return file.name == name; });
   };
   std::vector<std::string> others;
   if (asked.expected) {
@@ -98,13 +112,13 @@ void plan_manifest(Asked& asked, const std::string& mode) {
   }
   for (const std::string& name : others) {
     if (has(name)) continue;
-    FileCheck file;
+    FileCheck& file = asked.files.emplace_back();
     file.path = folder / name;
-    asked.files.push_back(std::move(file));
+    file.name = name;
   }
   for (FileCheck& file : asked.files) {
     file.hashed = true;
-    if (asked.expected && !asked.expected->contains(file.path.filename().string()))
+    if (asked.expected && !asked.expected->contains(file.name))
       file.problems.push_back(fmt::format("{} does not name it", asked.manifest.string()));
   }
 }
@@ -112,7 +126,7 @@ void plan_manifest(Asked& asked, const std::string& mode) {
 void compare_with_manifest(Asked& asked) {
   for (FileCheck& file : asked.files) {
     if (!asked.expected || file.digest.empty()) continue;
-    const auto found = asked.expected->find(file.path.filename().string());
+    const auto found = asked.expected->find(file.name);
     if (found != asked.expected->end() && found->second != file.digest)
       file.problems.push_back(fmt::format("its SHA-256 is {}, {} says {}", file.digest, asked.manifest.string(), found->second));
   }
@@ -123,21 +137,22 @@ void write_if_sound(Asked& asked) {
   Digests digests;
   for (const FileCheck& file : asked.files) {
     if (!file.problems.empty() || file.trouble || !asked.problems.empty()) return;
-    digests[file.path.filename().string()] = file.digest;
+    digests[file.name] = file.digest;
   }
   asked.attempt([&] {
     write_manifest(asked.manifest, digests);
     asked.written = true;
+    note_written(asked.manifest.string());
   });
 }
 
 std::string what_was_checked(const FileCheck& file) {
   std::string text;
   if (file.checkpoint) {
-    const int64_t tensors = static_cast<int64_t>(file.checkpoint->catalog().tensors.size());
+    const int64_t tensors = static_cast<int64_t>(file::Inside::of(*file.checkpoint).tensors.size());
     const int64_t known = file.sums ? file.sums->known() : 0;
-    text = known == 0 ? fmt::format("header of {} tensors, which has no checksums", tensors)
-                      : fmt::format("{} of {} tensors by their checksums", known, tensors);
+    text = known == 0 ? fmt::format("header of {}, which has no checksums", counted(tensors, "tensor"))
+                      : fmt::format("{} of {} by their checksums", known, counted(tensors, "tensor"));
   }
   if (!file.digest.empty()) text += text.empty() ? "SHA-256" : ", SHA-256";
   return fmt::format("{}, {}", text, shown_bytes(file.size));
@@ -146,7 +161,8 @@ std::string what_was_checked(const FileCheck& file) {
 void print_text(const std::vector<Asked>& all) {
   for (const Asked& asked : all) {
     for (const FileCheck& file : asked.files) {
-      if (file.trouble) continue;  // to standard error
+      if (file.trouble) continue;                                                      // to standard error
+      if (!file.checkpoint && file.digest.empty() && file.problems.empty()) continue;  // nothing of it was checked
       const std::string path = shown(file.path.string());
       if (file.problems.empty()) print("{}: {} ({})\n", path, coloured(Colour::kGood, "OK"), what_was_checked(file));
       for (const std::string& problem : file.problems) print("{}: {}: {}\n", path, coloured(Colour::kBad, "FAILED"), shown(problem));
@@ -176,7 +192,7 @@ void print_json(const std::vector<Asked>& all, bool sound) {
     json.key("files").begin_list();
     for (const FileCheck& file : asked.files) {
       json.begin_object().key("path").text(file.path.string()).key("bytes").number(file.size);
-      json.key("tensors").number(static_cast<int64_t>(file.checkpoint ? file.checkpoint->catalog().tensors.size() : 0));
+      json.key("tensors").number(static_cast<int64_t>(file.checkpoint ? file::Inside::of(*file.checkpoint).tensors.size() : 0));
       json.key("checksums").number(file.sums ? file.sums->known() : int64_t{0}).key("sha256");
       file.digest.empty() ? json.null() : json.text(file.digest);
       add_problems(json, file.problems, file.trouble);
@@ -221,9 +237,10 @@ int verify(const VerifyOptions& options) {
   for (const std::string& path : options.paths) {
     Asked& asked = all.emplace_back();
     asked.path = path;
-    asked.attempt([&] { find_files(asked); });
+    asked.attempt([&] { find_files(asked, !options.manifest.empty()); });
     if (!options.manifest.empty() && !asked.trouble) asked.attempt([&] { plan_manifest(asked, options.manifest); });
   }
+  prepare_for_cut_files(options.json);
   check_all(all, options);
   for (Asked& asked : all) {
     compare_with_manifest(asked);

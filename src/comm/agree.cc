@@ -71,7 +71,7 @@ Outcome outcome_of(const std::function<std::string()>& fn) {
   }
 }
 
-struct Failure {
+struct Failed {
   int rank;
   Code code;
   bool about_others;
@@ -80,9 +80,9 @@ struct Failure {
 };
 
 /// What everybody returned, and who threw.
-std::pair<std::vector<std::string>, std::vector<Failure>> read(const std::vector<std::string>& statuses) {
+std::pair<std::vector<std::string>, std::vector<Failed>> read(const std::vector<std::string>& statuses) {
   std::vector<std::string> returned;
-  std::vector<Failure> failed;
+  std::vector<Failed> failed;
   for (const std::string& status : statuses) {
     Receiver in(status);
     const int64_t code = status.empty() ? kNothingThrown : in.number();
@@ -98,14 +98,14 @@ std::pair<std::vector<std::string>, std::vector<Failure>> read(const std::vector
 }
 
 /// The one whose error is everybody's.
-const Failure& first_of(const std::vector<Failure>& failed) {
-  const auto own = std::find_if(failed.begin(), failed.end(), [](const Failure& one) { return !one.about_others; });
+const Failed& first_of(const std::vector<Failed>& failed) {
+  const auto own = std::find_if(failed.begin(), failed.end(), [](const Failed& one) { return !one.about_others; });
   return own == failed.end() ? failed.front() : *own;
 }
 
-std::string everybodys(const std::vector<Failure>& failed, size_t size) {
+std::string everybodys(const std::vector<Failed>& failed, size_t size) {
   constexpr size_t kMostNamed = 64;
-  const Failure& first = first_of(failed);
+  const Failed& first = first_of(failed);
   std::vector<int> ranks;
   for (size_t i = 0; i < std::min(failed.size(), kMostNamed); ++i) ranks.push_back(failed[i].rank);
   const std::string more = failed.size() > kMostNamed ? fmt::format(" and {} more", failed.size() - kMostNamed) : "";
@@ -123,7 +123,7 @@ std::string verdict(const std::vector<std::string>& statuses, const SumUp& sum_u
     out.text(sum_up(returned));
     return out.bytes();
   }
-  const Failure& first = first_of(failed);
+  const Failed& first = first_of(failed);
   out.number(static_cast<int64_t>(first.code));
   out.number(first.rank);
   out.number(first.error);

@@ -1,11 +1,10 @@
 // The checks of a Group's six calls; those of agree() are in conformance_agree.cc.
-#include "shardow/conformance.h"
-
 #include <algorithm>
 #include <exception>
 
 #include "base/errors.h"
 #include "comm/findings.h"
+#include "shardow/custom_group.h"
 
 namespace shardow {
 namespace comm {

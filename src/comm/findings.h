@@ -1,4 +1,4 @@
-// For the checks of include/shardow/conformance.h and for tests of groups: what was found wrong, what a call threw, deadlines.
+// For the checks of include/shardow/custom_group.h and for tests of groups: what was found wrong, what a call threw, deadlines.
 #pragma once
 
 #include <fmt/format.h>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/turns.h"
-#include "shardow/conformance.h"
+#include "shardow/custom_group.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
 

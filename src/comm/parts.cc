@@ -12,29 +12,24 @@ namespace shardow::comm {
 
 namespace {
 
-/// Bytes of all ranks, whether all are done, and the words of those that have some.
+/// Bytes of all ranks, and whether all are done.
 std::string sum_up(const std::vector<std::string>& parts) {
   int64_t bytes = 0;
   bool all_done = true;
-  Sender words;
-  for (size_t rank = 0; rank < parts.size(); ++rank) {
-    Receiver in(parts[rank]);
+  for (const std::string& one : parts) {
+    Receiver in(one);
     bytes += in.number();
     all_done = in.number() != 0 && all_done;
-    if (in.done()) continue;
-    words.number(static_cast<int64_t>(rank));
-    words.text(in.text());
   }
   Sender out;
   out.number(bytes);
   out.number(all_done ? 1 : 0);
-  return out.bytes() + words.bytes();
+  return out.bytes();
 }
 
 }  // namespace
 
-std::vector<std::string> Parts::run(const std::function<Part()>& part) {
-  std::vector<std::string> words(static_cast<size_t>(group_.size()));
+void Parts::run(const std::function<Part()>& part) {
   bool here_done = false;
   const auto step = [&] {
     const Part found = here_done ? Part{0, true} : part();  // first: others may wait for what it sends
@@ -43,7 +38,6 @@ std::vector<std::string> Parts::run(const std::function<Part()>& part) {
     Sender out;
     out.number(found.bytes);
     out.number(found.last ? 1 : 0);
-    if (!found.words.empty()) out.text(found.words);
     return out.bytes();
   };
   for (bool all_done = false; !all_done;) {
@@ -51,12 +45,7 @@ std::vector<std::string> Parts::run(const std::function<Part()>& part) {
     Receiver in(all);
     done_ += in.number();
     all_done = in.number() != 0;
-    while (!in.done()) {
-      const auto rank = static_cast<size_t>(in.number());
-      words.at(rank) = in.text();
-    }
   }
-  return words;
 }
 
 void Parts::tell() {

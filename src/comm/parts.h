@@ -4,20 +4,17 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "base/turns.h"
 #include "shardow/group.h"
 
 namespace shardow::comm {
 
-/// Bytes that a part of the work did; whether all of it is done; and what the last part has for all ranks.
+/// Bytes that a part of the work did, and whether all of it is done.
 struct Part {
   int64_t bytes;
   bool last;
-  std::string words = {};
 };
 
 /// How long a rank works before it tells the others: from its making until over().
@@ -37,10 +34,9 @@ class Parts {
   Parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, ProgressFn progress)
       : group_(group), timeout_(timeout), total_(total_bytes), progress_(std::move(progress)) {}
 
-  /// Calls `part`, which takes about a second at most, until it is done on every rank, and agree()s on each; returns the words of the last
-  /// parts, by rank. Progress is told on rank 0 in the step after the one that it is about, so that a callback that throws stops all ranks
-  /// at once.
-  std::vector<std::string> run(const std::function<Part()>& part);
+  /// Calls `part`, which takes about a second at most, until it is done on every rank, and agree()s on each. Progress is told on rank 0 in
+  /// the step after the one that it is about, so that a callback that throws stops all ranks at once.
+  void run(const std::function<Part()>& part);
 
   /// What run() has not told yet; to be called in a step after it.
   void tell();

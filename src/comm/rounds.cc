@@ -60,10 +60,7 @@ void Rounds::arrive(const Lane& lane, Round& round, int rank, Offer offer) {
   round.calls[at] = std::move(offer.call);
   (*round.bytes)[at] = std::move(offer.bytes);
   fail_if_one_is_gone(lane, round);
-  if (round.decided || ++round.num_arrived < lane.members.size()) return;
-  std::vector<std::string> calls;
-  for (const auto& call : round.calls) calls.push_back(*call);
-  decide(round, do_not_fit(calls, lane.members));
+  if (!round.decided && ++round.num_arrived == lane.members.size()) decide(round, std::nullopt);
 }
 
 /// Only members that have not come matter: one that came and left has done its part.

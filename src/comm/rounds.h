@@ -11,18 +11,19 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "comm/meeting.h"
 #include "comm/verdicts.h"
-#include "shardow/error.h"
+#include "shardow/custom_group.h"
 
 namespace shardow::comm {
 
+using Lane = Meeting::Lane;
+using Offer = Meeting::Offer;
+
 /// Thread-safe. A round's verdict is given once, by whoever first knows it, and read by all its members:
 ///
-///   complete         the last member has arrived, and all made the same call
-///   kInvalidArgument the last member has arrived, but the calls differ
-///   kTimeout         a waiting member's deadline passed
-///   kPeerFailed      a member that has not arrived is gone
+///   complete     the last member has arrived
+///   kTimeout     a waiting member's deadline passed
+///   kPeerFailed  a member that has not arrived is gone
 class Rounds {
  public:
   using Bytes = Meeting::Bytes;

@@ -1,11 +1,11 @@
 // Rounds through a store of keys and values. Its waits are the only thing that ranks do together, so a deadline harms nobody else:
 //
-//   1. a member writes its call and its bytes under its own key
+//   1. a member writes its bytes under its own key
 //   2. it waits for everybody's, at most until its deadline, and looks now and then whether one that is missing has left
 //   3. it proposes what it saw, all there or who is missing; the first proposal is the verdict. Who proposes that somebody is missing
 //   writes
 //      for them, so that nobody else waits
-//   4. all members have everybody's bytes, or throw the same error: also where they made different calls
+//   4. all members have everybody's bytes, or throw the same error
 //
 // A member begins a round when it has ended the one before, so a round that is complete lets the keys of all earlier ones be erased.
 #include <algorithm>
@@ -14,23 +14,22 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "comm/round_group.h"
+#include "base/turns.h"
 #include "comm/verdicts.h"
+#include "shardow/custom_group.h"
 
 namespace shardow {
 namespace {
 
 using base::fail;
 using comm::Failure;
-using comm::Lane;
-using comm::Offer;
 using std::chrono::milliseconds;
 
 constexpr const char* kAllThere = "all there";
 constexpr size_t kMostBytes = size_t{4} << 20;  // of a value; c10d's TCPStore drops who sends 8 MiB
 constexpr milliseconds kFirstLook{50}, kLook{1000};
 
-class StoreMeeting final : public comm::Meeting {
+class StoreMeeting final : public Meeting {
  public:
   StoreMeeting(std::unique_ptr<Store> store, int rank, int size) : store_(std::move(store)), rank_(rank), size_(size) {
     group_ = fmt::format("shardow/{}/", store_->add(fmt::format("shardow/groups/{}", rank)));
@@ -50,11 +49,11 @@ class StoreMeeting final : public comm::Meeting {
     Kept& kept = lanes_[lane];
     const Round round{lane, fmt::format("{}{}/{}/", group_, name_of(lane), kept.next++), offer.call};
     const std::vector<std::string> before = kept.written;
-    write(round.key(rank_), fmt::format("{}\n{}", offer.call, offer.bytes), kept.written);  // (1)
+    write(round.key(rank_), offer.bytes, kept.written);  // (1)
     if (rank_ == lane.members[0]) kept.written.push_back(round.verdict());
     const std::string verdict = decide(round, seen(round, deadline));
     if (verdict != kAllThere) throw Error(static_cast<Code>(verdict[0] - '0'), verdict.substr(1));
-    auto bytes = read(round, std::move(offer));
+    auto bytes = read(round, std::move(offer.bytes));
     for (const std::string& key : before) store_->erase(key);
     kept.written.erase(kept.written.begin(), kept.written.begin() + static_cast<std::ptrdiff_t>(before.size()));
     return bytes;
@@ -91,7 +90,7 @@ class StoreMeeting final : public comm::Meeting {
   std::string seen(const Round& round, Deadline deadline) {
     const std::vector<std::string> keys = round.keys();
     for (milliseconds look = kFirstLook;; look = std::min(2 * look, kLook)) {
-      const auto now = std::chrono::steady_clock::now();
+      const auto now = base::now();
       if (store_->wait(keys, std::min(deadline, now + look))) return kAllThere;
       std::vector<int> missing;
       std::copy_if(round.lane.members.begin(), round.lane.members.end(), std::back_inserter(missing),
@@ -115,20 +114,15 @@ class StoreMeeting final : public comm::Meeting {
   }
 
   /// (4); this rank's own bytes need not come back.
-  std::shared_ptr<const Bytes> read(const Round& round, Offer own) {
+  std::shared_ptr<const Bytes> read(const Round& round, std::string own) {
     std::vector<std::string> keys;
     for (const int member : round.lane.members) {
       if (member != rank_) keys.push_back(round.key(member));
     }
-    std::vector<std::string> values = keys.empty() ? keys : store_->get(keys), calls;
+    std::vector<std::string> values = keys.empty() ? keys : store_->get(keys);
     for (size_t i = 0; i < keys.size(); ++i) values[i] = whole(keys[i], std::move(values[i]));
     const auto mine = std::find(round.lane.members.begin(), round.lane.members.end(), rank_) - round.lane.members.begin();
-    values.insert(values.begin() + mine, fmt::format("{}\n{}", own.call, own.bytes));
-    for (std::string& value : values) {
-      calls.push_back(value.substr(0, value.find('\n')));
-      value.erase(0, calls.back().size() + 1);
-    }
-    if (const auto failure = comm::do_not_fit(calls, round.lane.members)) throw Error(failure->code, failure->message);
+    values.insert(values.begin() + mine, std::move(own));
     return std::make_shared<Bytes>(std::move(values));
   }
 
@@ -159,7 +153,7 @@ class StoreMeeting final : public comm::Meeting {
 
 std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int size) {
   if (rank < 0 || rank >= size) fail(Code::kInvalidArgument, "a group of {} ranks has no rank {}", size, rank);
-  return std::make_unique<comm::RoundGroup>(std::make_unique<StoreMeeting>(std::move(store), rank, size));
+  return meeting_group(std::make_unique<StoreMeeting>(std::move(store), rank, size));
 }
 
 }  // namespace shardow

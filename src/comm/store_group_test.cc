@@ -7,16 +7,16 @@
 #include <mutex>
 #include <thread>
 
-#include "comm/findings.h"
-#include "shardow/conformance.h"
-#include "shardow/group.h"
+#include "comm/group_fixture.h"
 
 namespace shardow {
 namespace {
 
 using comm::caught;
 using comm::far;
+using comm::Groups;
 using comm::near;
+using comm::on_every_rank;
 
 struct Shelf {
   std::mutex mutex;
@@ -74,26 +74,17 @@ class ShelfStore final : public Store {
   const std::shared_ptr<Shelf> shelf_;
 };
 
-using Groups = std::vector<std::unique_ptr<Group>>;
-
 Groups over(const std::shared_ptr<Shelf>& shelf, int n) {
   Groups groups;
   for (int rank = 0; rank < n; ++rank) groups.push_back(store_group(std::make_unique<ShelfStore>(shelf), rank, n));
   return groups;
 }
 
-void on_every_rank(Groups& groups, const std::function<void(std::unique_ptr<Group>&)>& body) {
-  std::vector<std::jthread> ranks;
-  for (auto& group : groups) ranks.emplace_back([&] { body(group); });
-}
-
 class StoreGroups : public testing::TestWithParam<std::tuple<GroupCheck, int>> {};
 
 TEST_P(StoreGroups, Conform) {
   Groups groups = over(std::make_shared<Shelf>(), std::get<1>(GetParam()));
-  on_every_rank(groups, [](auto& group) {
-    for (const std::string& wrong : std::get<0>(GetParam()).run(*group)) ADD_FAILURE() << "rank " << group->rank() << ": " << wrong;
-  });
+  on_every_rank(groups, [](auto& group) { comm::expect_fine(std::get<0>(GetParam()), *group); });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, StoreGroups, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 8)),
@@ -142,6 +133,8 @@ TEST(StoreGroup, CallsThatDoNotFitAreRefusedOnEveryRank) {
     group->begin("load()", std::chrono::seconds(1));
     EXPECT_EQ(group->all_gather("now", far())[2], "now");
   });
+  groups = over(std::make_shared<Shelf>(), 3);
+  on_every_rank(groups, [](auto& group) { comm::expect_misfits_refused(*group); });
 }
 
 TEST(StoreGroup, OneRanksDeadlineEndsTheWaitOfAll) {
@@ -159,21 +152,11 @@ TEST(StoreGroup, OneRanksDeadlineEndsTheWaitOfAll) {
 }
 
 TEST(StoreGroup, AGoneRankEndsAllWaitingSoon) {
-  const std::vector<void (*)(Group&)> calls = {
-      [](Group& g) { g.all_gather("", far()); },
-      [](Group& g) { g.recv({}, 1, far()); },
-      [](Group& g) { g.send({}, 1, far()); },
-      [](Group& g) { agree(g, far(), [] {}); },
-  };
-  for (const auto call : calls) {
+  for (const comm::WaitingCall& waiting : comm::kWaitingCalls) {
     Groups groups = over(std::make_shared<Shelf>(), 3);
     on_every_rank(groups, [&](auto& group) {
       if (group->rank() == 1) return group.reset();
-      for (int again = 0; again < 2; ++again) {
-        const auto got = caught([&] { call(*group); });
-        EXPECT_EQ(got.code, Code::kPeerFailed);
-        EXPECT_NE(got.message.find("rank 1 is gone"), std::string::npos) << got.message;
-      }
+      for (int again = 0; again < 2; ++again) comm::expect_gone(waiting, *group, 1);
     });
   }
 }

@@ -1,20 +1,19 @@
 // The ranks of one process: a Meeting of the Rounds that they share (rounds.h).
 #include "base/errors.h"
-#include "comm/round_group.h"
 #include "comm/rounds.h"
-#include "shardow/group.h"
+#include "shardow/custom_group.h"
 
 namespace shardow {
 namespace {
 
-class ThreadMeeting final : public comm::Meeting {
+class ThreadMeeting final : public Meeting {
  public:
   ThreadMeeting(int rank, int size, std::shared_ptr<comm::Rounds> rounds) : rank_(rank), size_(size), rounds_(std::move(rounds)) {}
   ~ThreadMeeting() override { rounds_->leave(rank_); }
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
-  std::shared_ptr<const Bytes> meet(const comm::Lane& lane, comm::Offer offer, Deadline deadline) override {
+  std::shared_ptr<const Bytes> meet(const Lane& lane, Offer offer, Deadline deadline) override {
     return rounds_->meet(rank_, lane, std::move(offer), deadline);
   }
 
@@ -30,8 +29,7 @@ std::vector<std::unique_ptr<Group>> threads(int n) {
   const auto rounds = std::make_shared<comm::Rounds>(n);
   std::vector<std::unique_ptr<Group>> groups;
   groups.reserve(static_cast<size_t>(n));
-  for (int rank = 0; rank < n; ++rank)
-    groups.push_back(std::make_unique<comm::RoundGroup>(std::make_unique<ThreadMeeting>(rank, n, rounds)));
+  for (int rank = 0; rank < n; ++rank) groups.push_back(meeting_group(std::make_unique<ThreadMeeting>(rank, n, rounds)));
   return groups;
 }
 

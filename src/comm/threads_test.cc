@@ -3,34 +3,18 @@
 #include <latch>
 #include <thread>
 
-#include "comm/findings.h"
-#include "shardow/group.h"
+#include "comm/group_fixture.h"
 
 namespace shardow {
 namespace {
 
 using comm::caught;
 using comm::Caught;
+using comm::expect_fine;
 using comm::far;
+using comm::Groups;
 using comm::near;
-
-using Groups = std::vector<std::unique_ptr<Group>>;
-
-/// body(rank's group), each rank on a thread of its own; all are destroyed afterwards, or earlier by the body.
-void on_every_rank(Groups& groups, const std::function<void(std::unique_ptr<Group>&)>& body) {
-  std::vector<std::jthread> ranks;
-  for (auto& group : groups) ranks.emplace_back([&] { body(group); });
-}
-
-void expect_in_step(Group& group) {
-  comm::Findings found;
-  comm::check_in_step(group, found);
-  EXPECT_EQ(found.take(), std::vector<std::string>());
-}
-
-void expect_fine(const GroupCheck& check, Group& group) {
-  for (const std::string& wrong : check.run(group)) ADD_FAILURE() << "rank " << group.rank() << ": " << wrong;
-}
+using comm::on_every_rank;
 
 class ThreadGroups : public testing::TestWithParam<std::tuple<GroupCheck, int>> {};
 
@@ -90,24 +74,11 @@ TEST(Threads, ARoundThatCompletesIsTakenEvenPastTheDeadline) {
 }
 
 TEST(Threads, AGoneRankEndsWaitingAtOnce) {
-  struct Case {
-    const char* name;
-    void (*call)(Group&);
-  };
-  constexpr Case kCases[] = {
-      {"all_gather", [](Group& g) { g.all_gather("", far()); }}, {"broadcast", [](Group& g) { g.broadcast({}, 1, far()); }},
-      {"recv", [](Group& g) { g.recv({}, 1, far()); }},          {"send", [](Group& g) { g.send({}, 1, far()); }},
-      {"agree", [](Group& g) { agree(g, far(), [] {}); }},
-  };
-  for (const Case& c : kCases) {
+  for (const comm::WaitingCall& waiting : comm::kWaitingCalls) {
     Groups groups = threads(3);
     on_every_rank(groups, [&](auto& group) {
       if (group->rank() == 1) return group.reset();
-      for (int again = 0; again < 2; ++again) {  // whether it left before or after the call began
-        const Caught got = caught([&] { c.call(*group); });
-        EXPECT_EQ(got.code, Code::kPeerFailed) << c.name;
-        EXPECT_NE(got.message.find("rank 1 is gone"), std::string::npos) << got.message;
-      }
+      for (int again = 0; again < 2; ++again) comm::expect_gone(waiting, *group, 1);  // whether it left before or after the call began
     });
   }
 }
@@ -130,32 +101,8 @@ TEST(Threads, WhatARankDidBeforeItLeftCounts) {
 }
 
 TEST(Threads, CallsThatDoNotFitAreRefusedOnEveryRank) {
-  struct Case {
-    void (*call)(Group&);
-    const char* message;
-  };
-  constexpr Case kCases[] = {
-      {[](Group& g) {
-         std::vector<uint64_t> values(g.rank() == 1 ? 2 : 3);
-         g.all_reduce(values, Group::Op::kSum, far());
-       },
-       "rank 1 calls all_reduce(sum, 2 values) where rank 0 calls all_reduce(sum, 3 values)"},
-      {[](Group& g) { g.all_reduce({}, g.rank() == 2 ? Group::Op::kMax : Group::Op::kXor, far()); },
-       "rank 2 calls all_reduce(max, 0 values) where rank 0 calls all_reduce(xor, 0 values)"},
-      {[](Group& g) { g.broadcast({}, g.rank() == 0 ? 1 : 0, far()); },
-       "rank 1 calls broadcast(0 bytes from rank 0) where rank 0 calls broadcast(0 bytes from rank 1)"},
-      {[](Group& g) { g.rank() == 0 ? static_cast<void>(g.all_gather("", far())) : g.broadcast({}, 0, far()); },
-       "rank 1 calls broadcast(0 bytes from rank 0) where rank 0 calls all_gather()"},
-  };
-  for (const Case& c : kCases) {
-    Groups groups = threads(3);
-    on_every_rank(groups, [&](auto& group) {
-      const Caught got = caught([&] { c.call(*group); });
-      EXPECT_EQ(got.code, Code::kInvalidArgument);
-      EXPECT_EQ(got.message, c.message);
-      expect_in_step(*group);
-    });
-  }
+  Groups groups = threads(3);
+  on_every_rank(groups, [](auto& group) { comm::expect_misfits_refused(*group); });
 }
 
 TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "average/counters.h"
@@ -103,16 +104,26 @@ std::string agreed_state(Group& group, std::string_view call, const std::string&
   out.number(state.counters.updates);
   out.number(held);
   out.number(static_cast<int64_t>(comm::digest(mine)));
-  std::vector<int64_t> updates;
-  bool same = true;
-  for (const std::string& one : group.all_gather(out.bytes(), deadline)) {
-    Receiver in(one);
-    updates.push_back(in.number());
-    state.counters.held_non_finite += in.number();
-    same = same && in.number() == static_cast<int64_t>(comm::digest(mine));
-  }
-  check_updates(call, updates);
-  if (!same) check_same(call, group.all_gather(mine, deadline));  // on every rank: not all digests are equal
+  const auto sum_up = [&](const std::vector<std::string>& everybody) {
+    std::vector<int64_t> updates;
+    std::set<int64_t> digests;
+    int64_t held_by_all = 0;
+    for (const std::string& one : everybody) {
+      Receiver in(one);
+      updates.push_back(in.number());
+      held_by_all += in.number();
+      digests.insert(in.number());
+    }
+    check_updates(call, updates);
+    Sender all;
+    all.number(held_by_all);
+    all.number(digests.size() == 1 ? 1 : 0);
+    return Group::Decision{all.bytes()};
+  };
+  const std::string all = group.decide(out.bytes(), sum_up, deadline).common;
+  Receiver in(all);
+  state.counters.held_non_finite = in.number();
+  if (in.number() == 0) check_same(call, group.all_gather(mine, deadline));  // on every rank: not all digests are equal
   return average::to_json(state.options, state.counters);
 }
 

@@ -6,6 +6,7 @@
 #include "average/counters.h"
 #include "base/errors.h"
 #include "base/paths.h"
+#include "ema/names.h"
 #include "file/index.h"
 #include "shardow/checkpoint.h"
 

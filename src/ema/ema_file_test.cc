@@ -1,10 +1,11 @@
 #include "shardow/ema_file.h"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <fstream>
 
+#include "base/folder_fixture.h"
+#include "ema/names.h"
 #include "shardow/average.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
@@ -57,16 +58,8 @@ TEST(EmaFile, NamesKeepWhatEveryFileSystemTakes) {
   EXPECT_EQ(ema_file_name("((("), "ema-.safetensors");
 }
 
-namespace fs = std::filesystem;
-
-class EmaFiles : public testing::Test {
+class EmaFiles : public InFolder {
  protected:
-  EmaFiles() : folder_(fs::path(testing::TempDir()) / ("ema_file_test_" + std::to_string(::getpid()))) {
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-  }
-  ~EmaFiles() override { fs::remove_all(folder_); }
-
   /// As EMA.save() does.
   void save_ema(const std::vector<Schedule>& schedules) {
     float weight = 1;
@@ -94,7 +87,6 @@ class EmaFiles : public testing::Test {
     fs::last_write_time(folder_ / name, fs::file_time_type::clock::now() + std::chrono::seconds(++touched_));
   }
 
-  fs::path folder_;
   int touched_ = 0;
 };
 

@@ -13,7 +13,10 @@
 #include "comm/agree.h"
 #include "comm/wire.h"
 #include "ema/agreed.h"
+#include "ema/names.h"
+#include "file/environment.h"
 #include "file/load.h"
+#include "file/timed.h"
 
 namespace shardow {
 namespace ema {
@@ -35,12 +38,12 @@ std::string counted(const Keys& keys) {
                           : fmt::format("the averages of {} decays ({})", keys.size(), fmt::join(keys, ", "));
 }
 
-/// The keys of an EMA that was saved with several decays, in its order. Where several are `wanted`, also of one that was saved with one.
-/// None where it is neither, or nothing that can be read: then opening it says so.
+/// The keys of an EMA that was saved with several decays, in its order, beside a model where several are `wanted`. Where several are
+/// `wanted`, also of one that was saved with one. None where it is neither, or nothing that can be read: then opening it says so.
 Keys keys_at(const base::Path& path, size_t wanted) {
   try {
     Keys keys;
-    for (EmaFile& one : ema_files_in(path, false)) keys.push_back(std::move(one.key));
+    for (EmaFile& one : ema_files_in(path, wanted > 1)) keys.push_back(std::move(one.key));
     if (!keys.empty() || wanted == 1) return keys;
     return decay_keys_in(Checkpoint::open(path).metadata());
   } catch (const Error&) {
@@ -133,7 +136,7 @@ LoadReport Loading::read(size_t k, bool check_only) {
   LoadOptions options = options_;
   options.check_only = check_only;
   if (check_only) options.progress = {};
-  return file::load_from(group_, ema_.views(k), files_[k].catalog(), options);
+  return file::load_from(group_, ema_.views(k), file::Inside::of(files_[k]), options);
 }
 
 EmaLoadReport Loading::take() {
@@ -154,8 +157,23 @@ EmaLoadReport Loading::take() {
 
 EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path, const LoadOptions& options, OptionsFrom from) {
   group.begin("load()", options.timeout);
+  const auto timed = file::timed_calls(group, options.timeout);  // files are opened through it, and gone before it
+  const Environment machine{timed.get()};
+  const file::InEnvironment here(&machine);
   std::vector<Checkpoint> files = ema::open(group, ema, path, from, options.timeout);
   ema::Loading loading(group, ema, std::move(files), path.string(), options, from);
+  return options.check_only ? loading.report() : loading.take();
+}
+
+EmaLoadReport load(Group& group, Average& ema, const Checkpoint& checkpoint, const LoadOptions& options, OptionsFrom from) {
+  group.begin("load()", options.timeout);
+  const std::string where = checkpoint.files().at(0).path.string();
+  agree(group, ema::after(options.timeout), [&] {
+    if (ema.size() == 1) return;
+    base::fail(Code::kInvalidArgument, "{} is one file, and this EMA keeps {} averages, each in its own; load their directory", where,
+               ema.size());
+  });
+  ema::Loading loading(group, ema, {checkpoint}, where, options, from);
   return options.check_only ? loading.report() : loading.take();
 }
 

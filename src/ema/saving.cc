@@ -6,6 +6,7 @@
 #include "base/turns.h"
 #include "ema/agreed.h"
 #include "ema/copies.h"
+#include "ema/names.h"
 #include "shardow/ema_file.h"
 
 namespace shardow {
@@ -28,12 +29,12 @@ void check(const Average& ema, const SaveOptions& options) {
 
 }  // namespace
 
-std::vector<SaveFile> ema_files(const Average& ema, const std::string& state) {
+std::vector<SaveFile> ema_files_with(const Average& ema, const std::string& state) {
   const std::vector<std::string> keys = decay_keys(ema.schedules());
   std::vector<SaveFile> files;
   for (size_t k = 0; k < keys.size(); ++k) {
     const std::span<const TensorView> views = ema.views(k);
-    files.push_back({keys.size() == 1 ? "" : ema_file_name(keys[k]), {views.begin(), views.end()}, {{kStateKey, state}}});
+    files.push_back({keys.size() == 1 ? "" : ema_file_name(keys[k]), {views.begin(), views.end()}, {{kStateKey, state}}, true});
   }
   return files;
 }
@@ -46,21 +47,22 @@ SaveReport save(Group& group, const Average& ema, const std::filesystem::path& p
   agree(group, deadline, [&] {
     check(ema, options);
     state = ema.state();
-    if (group.size() > 1) copies.emplace(ema_files(ema, state));
+    if (group.size() > 1) copies.emplace(ema_files_with(ema, state));
   });
   state = ema::agreed_state(group, "save()", state, {}, deadline);
   if (copies) ema::check_copies(group, *copies, deadline);
-  return StagedSave(group, ema_files(ema, state), path, options).write();
+  return StagedSave(group, ema_files_with(ema, state), path, options).write();
 }
 
-std::string agreed_state(Group& group, const Average& ema, std::string_view call, std::chrono::milliseconds timeout) {
+std::vector<SaveFile> ema_files(Group& group, const Average& ema, std::chrono::milliseconds timeout) {
+  group.begin("ema_files()", timeout);
   const Deadline deadline = base::now() + timeout;
   std::string state;
   agree(group, deadline, [&] {
-    static_cast<void>(ema.views());  // throws while swapped
+    check(ema, {});
     state = ema.state();
   });
-  return ema::agreed_state(group, call, state, {}, deadline);
+  return ema_files_with(ema, ema::agreed_state(group, "ema_files()", state, {}, deadline));
 }
 
 }  // namespace shardow

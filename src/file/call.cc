@@ -1,15 +1,15 @@
 #include "file/call.h"
 
-#include <unistd.h>
-
 #include <set>
 #include <utility>
 
 #include "base/errors.h"
 #include "base/files.h"
+#include "base/machine.h"
 #include "base/nonce.h"
 #include "comm/wire.h"
 #include "file/index.h"
+#include "file/kinds.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -22,7 +22,6 @@ using comm::Sender;
 void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
   if (options.dtype && !is_floating(*options.dtype))
     fail(Code::kInvalidArgument, "dtype {}: only floating tensors are cast, and to floating types", dtype_name(*options.dtype));
-  if (options.producer.threads < 1) fail(Code::kInvalidArgument, "{} threads", options.producer.threads);
   if (options.max_shard_size < 0) fail(Code::kInvalidArgument, "max_shard_size {} is negative", options.max_shard_size);
   std::set<std::string> names;
   for (const SaveFile& file : files) {
@@ -40,23 +39,23 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
     fail(Code::kInvalidArgument, "max_shard_size splits one file; {} are given", files.size());
 }
 
-void check_views(std::span<const SaveFile> files, const SaveOptions& options) {
+void check_views(std::span<const SaveFile> files, const SaveOptions& options, bool is_produced) {
   for (const SaveFile& file : files) {
     for (const TensorView& view : file.tensors) {
-      if (view.data == nullptr && view.region.size() > 0 && !options.producer.read)
-        fail(Code::kInvalidArgument, "'{}' has no memory, and nothing produces it", view.name);
+      if (view.data == nullptr && view.region.size() > 0 && !is_produced)
+        fail(Code::kInvalidArgument, "'{}' has no memory: its data is null", view.name);
+      if (file.exact && options.dtype && view.dtype != *options.dtype && is_floating(view.dtype)) {
+        fail(Code::kInvalidArgument,
+             "'{}'{}{} is {} and a run goes on from it: dtype {} would round it. Save it without; for inference save an Average's views() "
+             "as tensors",
+             view.name, file.name.empty() ? "" : " of ", file.name, dtype_name(view.dtype), dtype_name(*options.dtype));
+      }
       if (options.dtype && is_floating(view.dtype) && view.dtype != *options.dtype &&
           (dtype_bits(view.dtype) < 16 || dtype_bits(*options.dtype) < 16)) {
         fail(Code::kUnsupported, "'{}' is {}; types below 16 bits are not cast", view.name, dtype_name(view.dtype));
       }
     }
   }
-}
-
-std::string host_name() {
-  char name[256] = {};
-  ::gethostname(name, sizeof name - 1);
-  return name;
 }
 
 /// "5 GB", "4 KiB", "1234567 bytes", "none".
@@ -109,43 +108,56 @@ Metadata received_metadata(Receiver& in) {
   return all;
 }
 
+/// What one rank makes of what all were asked for: whether they are on several hosts, and what rank 0 alone knows.
+Group::Decision of_all_calls(const std::vector<std::string>& all) {
+  std::set<std::string> hosts;
+  std::string own;  // rank 0's
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Receiver in(all[rank]), first(all[0]);
+    for (std::string name = in.text(); !name.empty(); name = in.text()) {
+      first.text();
+      const std::string value = in.text(), wanted = first.text();
+      if (value != wanted)
+        fail(Code::kInvalidArgument, "save(): {} is {} on rank 0, {} on rank {}; give all ranks the same", name, wanted, value, rank);
+    }
+    hosts.insert(in.text());
+    if (rank == 0) own = in.text();
+  }
+  Sender out;
+  out.number(hosts.size() > 1 ? 1 : 0);
+  return {out.bytes() + own};
+}
+
 }  // namespace
 
-void check_call(std::span<const SaveFile> files, const SaveOptions& options) {
+void check_call(std::span<const SaveFile> files, const SaveOptions& options, const Producer* producer) {
+  if (producer != nullptr && producer->threads < 1) fail(Code::kInvalidArgument, "{} threads", producer->threads);
   check_options(files, options);
-  check_views(files, options);
+  check_views(files, options, producer != nullptr);
 }
 
 Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options, Deadline deadline) {
-  const auto facts = facts_of(files, path, options);
   Sender mine;
-  for (const auto& [name, value] : facts) {
+  for (const auto& [name, value] : facts_of(files, path, options)) {
     mine.text(name);
     mine.text(value);
   }
-  mine.text(base::make_nonce());
-  mine.text(host_name());
-  if (group.rank() == 0) send_metadata(mine, files, options);
-  const std::vector<std::string> all = group.all_gather(mine.bytes(), deadline);
-  Call call;
-  std::set<std::string> hosts;
-  std::vector<std::string> first;  // rank 0's facts
-  Receiver metadata({});
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    Receiver in(all[rank]);
-    for (size_t fact = 0; fact < facts.size(); ++fact) {
-      const std::string name = in.text(), value = in.text();
-      if (rank == 0) first.push_back(value);
-      if (value != first[fact])
-        fail(Code::kInvalidArgument, "save(): {} is {} on rank 0, {} on rank {}; give all ranks the same", name, first[fact], value, rank);
-    }
-    const std::string nonce = in.text();
-    if (rank == 0) call.nonce = nonce;
-    hosts.insert(in.text());
-    if (rank == 0) metadata = in;
+  mine.text("");
+  mine.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
+  if (group.rank() == 0) {
+    Sender own;
+    own.text(base::make_nonce());
+    own.text(base::host_name());
+    send_metadata(own, files, options);
+    mine.text(own.bytes());
   }
-  for (size_t file = 0; file < files.size(); ++file) call.metadata.push_back(received_metadata(metadata));
-  call.several_hosts = hosts.size() > 1;
+  const std::string said = group.decide(mine.bytes(), of_all_calls, deadline).common;
+  Receiver in(said);
+  Call call;
+  call.several_hosts = in.number() != 0;
+  call.nonce = in.text();
+  call.host = in.text();
+  for (size_t file = 0; file < files.size(); ++file) call.metadata.push_back(received_metadata(in));
   return call;
 }
 

@@ -6,16 +6,18 @@
 #include <vector>
 
 #include "file/header.h"
+#include "file/producer.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow::file {
 
-/// Throws kInvalidArgument or kUnsupported for what no save can do. Local.
-void check_call(std::span<const SaveFile> files, const SaveOptions& options);
+/// Throws kInvalidArgument or kUnsupported for what no save can do. `producer`: of what has no memory; may be null. Local.
+void check_call(std::span<const SaveFile> files, const SaveOptions& options, const Producer* producer);
 
 /// What all ranks know of a call when it has begun.
 struct Call {
   std::string nonce;  ///< rank 0's, of this save alone
+  std::string host;   ///< rank 0's
   bool several_hosts;
   std::vector<Metadata> metadata;  ///< of each file, rank 0's
 };

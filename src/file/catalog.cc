@@ -2,10 +2,10 @@
 
 #include <cerrno>
 #include <charconv>
-#include <fstream>
 #include <span>
 
 #include "base/errors.h"
+#include "base/machine.h"
 #include "base/turns.h"
 #include "comm/agree.h"
 #include "comm/wire.h"
@@ -20,7 +20,6 @@ using base::fail;
 using base::Path;
 using comm::Receiver;
 using comm::Sender;
-namespace fs = std::filesystem;
 
 std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std::string& where) {
   std::map<std::string, uint32_t> found;
@@ -49,7 +48,9 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
     Header header = parse_header(file.json, file.data_bytes, file.path);
     const std::map<std::string, uint32_t> crcs = checksums_in(header.metadata, file.path);
     header.metadata.erase(kChecksums);
-    catalog.files.push_back({raw.opened[f], header.data_begin, std::move(header.metadata)});
+    const auto written_by = header.metadata.extract(kWrittenBy);
+    catalog.files.push_back(
+        {raw.opened[f], header.data_begin, std::move(header.metadata), written_by.empty() ? std::string() : written_by.mapped()});
     for (Entry& entry : header.entries) {
       if (raw.weights) {
         const auto said = raw.weights->find(entry.name);
@@ -71,15 +72,6 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
   return catalog;
 }
 
-/// Tells whether two processes see the same files under the same numbers: one kernel, one view of its mounts. Empty where that is unknown.
-std::string machine() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  std::error_code error;
-  const Path mounts = fs::read_symlink("/proc/self/ns/mnt", error);
-  return boot.empty() || error ? "" : boot + mounts.string();
-}
-
 constexpr size_t kFewBytes = 64 << 10;  // of a fact, which goes through one store; what is longer travels by itself
 
 /// (1) Rank 0 reads what is there, for all.
@@ -93,9 +85,9 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
         if (group.rank() != 0) return std::string();
         raw = read_raw(path, names);
         if (group.size() == 1) return std::string();
-        std::string text = pack(raw);
+        std::string text = pack_raw(raw);
         Sender out;
-        out.text(machine());
+        out.text(base::view_of_files());
         out.number(static_cast<int64_t>(text.size()));
         if (text.size() <= kFewBytes) out.text(text);
         if (text.size() > kFewBytes) long_text = std::move(text);
@@ -110,41 +102,55 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
     long_text.resize(size);
     group.broadcast(std::as_writable_bytes(std::span(long_text)), 0, base::now() + timeout);
   }
-  return group.rank() == 0 ? std::move(raw) : unpack(size > kFewBytes ? long_text : in.text());
+  return group.rank() == 0 ? std::move(raw) : unpack_raw(size > kFewBytes ? long_text : in.text());
+}
+
+/// Whether what is there is what rank 0 found.
+bool is_found_here(const Path& path, Raw& raw, const std::string& view_of_first) {
+  try {
+    return open_same(path, raw, !view_of_first.empty() && view_of_first == base::view_of_files());
+  } catch (const Error& error) {
+    if (error.code() != Code::kNotFound) throw;
+    throw Error(Code::kIo,
+                fmt::format("{}: rank 0 found it, and it is not there on {}: the path is not on storage that all machines share",
+                            path.string(), base::host_name()),
+                ENOENT);
+  }
 }
 
 using Told = std::function<std::string(const Raw&)>;
 
-/// One version for all ranks, and what everybody's words come to; nothing where some rank came too late for it.
-std::optional<std::string> try_version(Group& group, const Path& path, const std::vector<std::string>& names,
-                                       std::chrono::milliseconds timeout, const Told& told, const comm::SumUp& sum_up) {
+/// One version for all ranks, and what everybody's words come to, behind a plus; behind a minus who came too late for it.
+std::string try_version(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout,
+                        const Told& told, const comm::SumUp& sum_up) {
   std::string first;
   Raw raw = read_for_all(group, path, names, timeout, first);
   const auto told_here = [&] {  // (2) every rank opens the same
-    if (group.rank() != 0 && !open_same(path, raw, !first.empty() && first == machine())) return std::string("-");
+    if (group.rank() != 0 && !is_found_here(path, raw, first)) return fmt::format("-rank {} on {}", group.rank(), base::host_name());
     const std::string words = told(raw);
     return words.empty() ? words : "+" + words;
   };
   const auto together = [&](std::vector<std::string> words) {
     for (std::string& one : words) {
-      if (one == "-") return one;
+      if (one.starts_with('-')) return one;
       if (!one.empty()) one.erase(0, 1);
     }
     return "+" + sum_up(words);
   };
-  const std::string all = comm::agree_on(group, base::now() + timeout, told_here, together);
-  return all == "-" ? std::nullopt : std::optional(all.empty() ? all : all.substr(1));
+  return comm::agree_on(group, base::now() + timeout, told_here, together);
 }
 
 std::string with_one_version(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout,
                              const Told& told, const comm::SumUp& sum_up = comm::of_first) {
   constexpr int kAttempts = 50;
+  std::string said;
   for (int left = kAttempts; left > 0; --left) {
-    if (auto said = try_version(group, path, names, timeout, told, sum_up)) return std::move(*said);
+    said = try_version(group, path, names, timeout, told, sum_up);
+    if (!said.starts_with('-')) return said.empty() ? said : said.substr(1);
   }
-  const std::string message =
-      fmt::format("{}: the ranks found different versions of it, {} times; is it replaced all the time, or another file on some machine?",
-                  path.string(), kAttempts);
+  const std::string message = fmt::format(
+      "{}: {} does not find what rank 0 found, {} times; is it replaced all the time, or not on storage that all machines share?",
+      path.string(), said.substr(1), kAttempts);
   throw Error(Code::kIo, message, ESTALE);
 }
 

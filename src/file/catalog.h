@@ -9,11 +9,13 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "comm/agree.h"
 #include "file/header.h"
 #include "file/opened.h"
+#include "shardow/checkpoint.h"
 #include "shardow/group.h"
 
 namespace shardow::file {
@@ -28,7 +30,8 @@ struct Catalog {
   struct Source {
     std::shared_ptr<Opened> file;
     int64_t data_begin;
-    Metadata metadata;  ///< without what is for readers alone
+    Metadata metadata;    ///< without what is for readers alone
+    std::string version;  ///< of the library that wrote it; empty for others' files
   };
   std::string path;  ///< for messages
   std::vector<Source> files;
@@ -38,9 +41,17 @@ struct Catalog {
   const Stored& find(std::string_view name) const;  ///< throws kNotFound
 };
 
+/// What the engine sees of a Checkpoint, and nobody else.
+class Inside {
+ public:
+  static Checkpoint make(std::shared_ptr<const Catalog> catalog) { return Checkpoint(std::move(catalog)); }
+  static const Catalog& of(const Checkpoint& checkpoint) noexcept { return *checkpoint.catalog_; }
+};
+
 /// `path` is a file, or a directory with an index or with model.safetensors. Rank 0 reads it, every rank opens it, and all have the same
-/// version, also where it is replaced meanwhile. Collective; throws kNotFound, kCorrupt for what breaks a rule, or kIo with ESTALE for a
-/// path that never stands still, on every rank.
+/// version, also where it is replaced meanwhile. Collective; throws on every rank: kNotFound where nothing is there, kInvalidArgument where
+/// there are only files with other names, kCorrupt for a missing part and for what breaks a rule, or kIo: with ENOENT where some host does
+/// not see the path, with ESTALE for one that never stands still.
 Catalog share_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout);
 
 /// The same, and what `sum_up` makes, on one rank, of what every rank has to say of what is there: what `told` gave on each, in the round

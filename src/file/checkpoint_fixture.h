@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <fstream>
@@ -11,14 +10,13 @@
 #include <set>
 #include <thread>
 
+#include "base/folder_fixture.h"
 #include "file/environment.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
-
-namespace fs = std::filesystem;
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr bool kSlow = true;  // fewer rounds of the same
@@ -133,19 +131,8 @@ inline std::vector<int> all(int ranks, int code) {
   return std::vector<int>(static_cast<size_t>(ranks), code);
 }
 
-inline std::string bytes_of(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-class Checkpoints : public testing::Test {
+class Checkpoints : public InFolder {
  protected:
-  Checkpoints() : folder_(fs::path(testing::TempDir()) / ("checkpoint_test_" + std::to_string(::getpid()))) {
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-  }
-  ~Checkpoints() override { fs::remove_all(folder_); }
-
   /// On machine_.
   std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn) const { return shardow::on_ranks(ranks, fn, machine_); }
 
@@ -172,7 +159,6 @@ class Checkpoints : public testing::Test {
     return found;
   }
 
-  fs::path folder_;
   Environment machine_;  ///< of all ranks
 };
 

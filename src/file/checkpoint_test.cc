@@ -146,7 +146,7 @@ TEST_F(Checkpoints, ThatWasStagedHasTheValuesOfThatMoment) {
         for (Held& one : held) std::fill(one.memory.begin(), one.memory.end(), std::byte{0x3f});
         const SaveFile file{"", views_of(held)};
         StagedSave save(group, std::span(&file, 1), path, options);
-        std::vector<std::byte> memory(static_cast<size_t>(save.staging_bytes()));
+        std::vector<std::byte> memory(save.staging_bytes());
         if (staged) {
           save.stage(memory);
           for (Held& one : held) std::fill(one.memory.begin(), one.memory.end(), std::byte{0});

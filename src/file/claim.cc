@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "base/errors.h"
+#include "base/nonce.h"
 #include "base/paths.h"
 #include "base/turns.h"
 #include "file/others.h"
@@ -39,6 +41,13 @@ void put_back_old(const Path& target) {
   if (!old || !base::leads_to_directory(*old)) return;
   base::rename(*old, target);
   base::sync(base::parent_of(target));
+}
+
+/// Under a name that nobody knows, before it is emptied: a rename that the dead save asked for may be under way, and be done at any moment.
+Path set_aside(const Leftover& one, const Path& target) {
+  const Path aside = temporary_path(target, base::make_nonce(), one.kind);
+  base::rename(one.path, aside);
+  return aside;
 }
 
 }  // namespace
@@ -88,17 +97,21 @@ bool is_young(const Path& path, const Path& reference) {
 
 void clear_leftovers(const Path& target, const Path& draft, bool local) noexcept {
   try {
+    bool flushed = false;
     for (const Leftover& one : leftovers_of(target)) {
       if (one.path == draft) continue;
       FileLock lock;
       const FileLock::Result result = lock.take(one.path);
       const bool dead = result == FileLock::Result::kHeld && local;
       if (result == FileLock::Result::kOthers || result == FileLock::Result::kGone || (!dead && is_young(one.path, draft))) continue;
+      // Who died may have given it this name a moment ago, and the disk may still have it under the checkpoint's.
+      if (!std::exchange(flushed, true)) base::sync(base::parent_of(target));
       const auto found = base::look_at_itself(one.path);
-      if (found && found->directory() && base::leads_to_directory(target)) {
-        rescue(one.path, target, one.kind == Temporary::kOld);
-      } else if (one.kind != Temporary::kOld) {
-        base::remove_tree(one.path);
+      const bool directory = found && found->directory();
+      if (directory && base::leads_to_directory(target)) {
+        rescue(set_aside(one, target), target, one.kind == Temporary::kOld);
+      } else if (!directory || one.kind != Temporary::kOld) {
+        base::remove_tree(directory ? set_aside(one, target) : one.path);
       }
     }
   } catch (const std::exception&) {  // it stays, and the next save tries again

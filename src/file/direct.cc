@@ -22,7 +22,7 @@ Direct::Direct(const std::vector<Mine>& mine, const Layout& layout, std::deque<O
     : mine_(mine), layout_(layout), outputs_(outputs), count_only_(count_only), feeds_(outputs.size()), order_(mine.size()) {
   std::iota(order_.begin(), order_.end(), size_t{0});
   const auto where = [&](size_t i) {
-    const Place& place = layout.place(mine[i].tensor);
+    const Place place = layout.place(mine[i].tensor);
     return std::pair(place.file, place.entry.begin);
   };
   std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return where(a) < where(b); });

@@ -12,6 +12,7 @@
 #include "file/feed.h"
 #include "file/lanes.h"
 #include "file/output.h"
+#include "tensor/runs.h"
 
 namespace shardow::file {
 

@@ -134,6 +134,13 @@ class Recorder : public base::Syscalls {
     return result;
   }
 
+ protected:
+  /// `copy` is another descriptor of the file that `fd` is of.
+  void take_for(int copy, int fd) {
+    const std::lock_guard lock(mutex_);
+    if (files_.contains(fd)) files_[copy] = files_[fd];
+  }
+
  private:
   static fs::path plain(const fs::path& path) { return path.has_filename() ? path : path.parent_path(); }  // "dir/" is "dir"
   static std::string name(const fs::path& path) { return plain(path).filename().string(); }

@@ -1,9 +1,8 @@
-// The machine that a save or a load works on, passed in with its options, so that one rank's disk can fail in a test.
+// The machine that a save or a load works on: one that a test's thread puts in place of its own, so that one rank's disk can fail.
 #pragma once
 
 #include "base/files.h"
 #include "base/seam.h"
-#include "shardow/checkpoint.h"
 
 namespace shardow {
 

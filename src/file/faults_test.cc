@@ -100,10 +100,9 @@ TEST_F(Checkpoints, OfOneRankWhoseDiskFailsIsTheOldOneWithOneErrorForAll) {
           std::atomic<int> right{0};
           const std::vector<int> codes = on_ranks(3, [&](Group& group) {
             auto held = hold(rows, group.rank(), 3, true);
-            SaveOptions options{.max_shard_size = 1 << 20};
-            if (group.rank() == bad) options.environment = &machine;
+            const file::InEnvironment here(group.rank() == bad ? &machine : nullptr);
             try {
-              save(group, views_of(held), path, options);
+              save(group, views_of(held), path, {.max_shard_size = 1 << 20});
             } catch (const Error& one) {
               const bool named = group.rank() == bad || std::string(one.what()).starts_with(fmt::format("rank {} of 3 failed: ", bad));
               right += named && one.os_errno() == error;

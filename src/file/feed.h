@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "file/device.h"
+#include "file/producer.h"
 #include "shardow/checkpoint.h"
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -57,7 +58,13 @@ std::vector<Entry> in_file_order(std::vector<Entry> entries);
 /// A header of them, in that order. Throws kInvalidArgument above kMostHeaderBytes, and for metadata that are not UTF-8.
 Header lay_out(std::vector<Entry> entries, Metadata metadata);
 
-/// The length word and the JSON, padded with spaces to kDataAlignment: everything before the data.
-std::string header_bytes(const Header& header);
+/// Bytes of JSON that they take in a header, with the commas between them.
+int64_t entries_length(std::span<const Entry> entries);
+
+/// Where the data of a file begins, of so many entries, whose JSON has so many bytes. Throws as lay_out().
+int64_t data_begin(size_t num_entries, int64_t entries_length, const Metadata& metadata);
+
+/// The length word and the JSON, padded with spaces to kDataAlignment: everything before the data, which begins at `data_begin`.
+std::string header_bytes(std::span<const Entry> entries, const Metadata& metadata, int64_t data_begin);
 
 }  // namespace shardow::file

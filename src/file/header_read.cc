@@ -23,7 +23,6 @@ using base::fail;
 using simdjson::dom::element;
 using simdjson::dom::element_type;
 
-constexpr size_t kMostDepth = 128;                   // serde_json's
 constexpr size_t kMostEntryBytes = size_t{1} << 20;  // of JSON that describes one tensor, whose name aside
 constexpr size_t kMostTexts = 1'000'000;             // in the metadata
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();

@@ -132,7 +132,7 @@ TEST(Header, ComesBackFromItsBytes) {
                                {"wide", DType::kF64, {1}, 0, 0},
                                {"packed", DType::kF4, {4}, 0, 0}},
                               {{"format", "pt"}, {"k", "\x01\u00e9"}});
-  const std::string bytes = header_bytes(laid);
+  const std::string bytes = header_bytes(laid.entries, laid.metadata, laid.data_begin);
   EXPECT_EQ(bytes.size() % 4096, 0u);
   EXPECT_EQ(laid.data_begin, static_cast<int64_t>(bytes.size()));
   const Header read = parse_header(std::string_view(bytes).substr(8), laid.data_size(), "f");
@@ -154,20 +154,24 @@ TEST(Header, OfAnEmptyTensorTakesAnySizes) {
 }
 
 TEST(Header, OfManyTensorsIsDividedByMaxShardSize) {
-  Volume volume;
+  std::vector<Shared> all;
   for (int i = 0; i < 1200; ++i) {
     const std::string name = std::to_string(10'000 + i) + std::string(100'000, 'n');
-    volume.tensors.push_back({name, DType::kU8, {2}, Shared::Pieces({{Region::whole({2}), {0}}})});
+    all.push_back({name, DType::kU8, {2}, Shared::Pieces({{Region::whole({2}), {0}}})});
   }
+  const std::vector<Volume> volumes = {{"", std::make_shared<const std::vector<Shared>>(std::move(all))}};
+  const auto layout_of = [&](const SaveOptions& options) {
+    return Layout(std::make_shared<const Arrangement>(volumes, options), std::vector<Metadata>(1));
+  };
   SaveOptions options;
-  EXPECT_THROW(Layout({volume}, options), Error);
+  EXPECT_THROW(layout_of(options), Error);
   options.max_shard_size = int64_t{1} << 30;
-  const Layout layout({volume}, options);
+  const Layout layout = layout_of(options);
   EXPECT_GT(layout.files().size(), 2u);
   size_t tensors = 0;
   for (const FilePlan& file : layout.files()) {
-    EXPECT_LE(file.header.data_begin, kMostHeaderBytes);
-    tensors += file.tensors.size();
+    EXPECT_LE(file.data_begin, kMostHeaderBytes);
+    tensors += file.content.tensors.size();
   }
   EXPECT_EQ(tensors, 1200u);
 }
@@ -186,7 +190,7 @@ TEST(Header, OfAMillionTensors) {
   std::vector<Entry> entries;
   for (int i = 0; i < 1'000'000; ++i) entries.push_back({std::to_string(i), DType::kU8, {1}, 0, 0});
   const Header laid = lay_out(std::move(entries), {});
-  const std::string bytes = header_bytes(laid);
+  const std::string bytes = header_bytes(laid.entries, laid.metadata, laid.data_begin);
   EXPECT_EQ(parse_header(std::string_view(bytes).substr(8), 1'000'000, "f").entries.size(), 1'000'000u);
 }
 

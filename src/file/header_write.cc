@@ -36,26 +36,16 @@ void append_entry(std::string& out, const Entry& entry) {
                  fmt::join(entry.shape, ","), entry.begin, entry.end);
 }
 
-/// Calls fn(text) for one piece of the JSON after another, so that its length is known without having all of it.
-template <class Fn>
-void for_each_piece(const Header& header, Fn fn) {
-  std::string piece = "{";
-  if (!header.metadata.empty()) append_metadata(piece, header.metadata);
-  bool comma = !header.metadata.empty();
-  for (const Entry& entry : header.entries) {
-    if (std::exchange(comma, true)) piece += ',';
-    append_entry(piece, entry);
-    fn(std::as_const(piece));
-    piece.clear();
+/// Appends the JSON of a header.
+void append_header(std::string& out, std::span<const Entry> entries, const Metadata& metadata) {
+  out += '{';
+  if (!metadata.empty()) append_metadata(out, metadata);
+  bool comma = !metadata.empty();
+  for (const Entry& entry : entries) {
+    if (std::exchange(comma, true)) out += ',';
+    append_entry(out, entry);
   }
-  piece += '}';
-  fn(std::as_const(piece));
-}
-
-int64_t json_length(const Header& header) {
-  int64_t length = 0;
-  for_each_piece(header, [&](const std::string& piece) { length += static_cast<int64_t>(piece.size()); });
-  return length;
+  out += '}';
 }
 
 int64_t padded(int64_t bytes) {
@@ -88,27 +78,47 @@ std::vector<Entry> in_file_order(std::vector<Entry> entries) {
   return entries;
 }
 
-Header lay_out(std::vector<Entry> entries, Metadata metadata) {
+int64_t entries_length(std::span<const Entry> entries) {
+  int64_t length = entries.empty() ? 0 : static_cast<int64_t>(entries.size()) - 1;
+  std::string one;
+  for (const Entry& entry : entries) {
+    one.clear();
+    append_entry(one, entry);
+    length += static_cast<int64_t>(one.size());
+  }
+  return length;
+}
+
+int64_t data_begin(size_t num_entries, int64_t entries_length, const Metadata& metadata) {
   for (const auto& [key, text] : metadata) {
     check_text(key, "the metadata key");
     check_text(text, "the metadata text");
   }
-  Header header{in_file_order(std::move(entries)), std::move(metadata), 0};
-  header.data_begin = padded(kLengthBytes + json_length(header));
-  const int64_t length = header.data_begin - kLengthBytes;
-  if (length > kMostHeaderBytes) {
+  std::string rest;
+  append_header(rest, {}, metadata);
+  const int64_t comma = num_entries > 0 && !metadata.empty() ? 1 : 0;
+  const int64_t begin = padded(kLengthBytes + static_cast<int64_t>(rest.size()) + comma + entries_length);
+  if (begin - kLengthBytes > kMostHeaderBytes) {
     fail(Code::kInvalidArgument,
-         "{} tensors make a header of {} bytes; readers take {} at most. Save into several files: max_shard_size=", header.entries.size(),
-         length, kMostHeaderBytes);
+         "{} tensors make a header of {} bytes; readers take {} at most. Save into several files: max_shard_size=", num_entries,
+         begin - kLengthBytes, kMostHeaderBytes);
   }
+  return begin;
+}
+
+Header lay_out(std::vector<Entry> entries, Metadata metadata) {
+  Header header{in_file_order(std::move(entries)), std::move(metadata), 0};
+  header.data_begin = data_begin(header.entries.size(), entries_length(header.entries), header.metadata);
   return header;
 }
 
-std::string header_bytes(const Header& header) {
+std::string header_bytes(std::span<const Entry> entries, const Metadata& metadata, int64_t data_begin) {
   std::string out(static_cast<size_t>(kLengthBytes), '\0');
-  out.reserve(static_cast<size_t>(header.data_begin));
-  for_each_piece(header, [&](const std::string& piece) { out += piece; });
+  out.reserve(static_cast<size_t>(data_begin));
+  append_header(out, entries, metadata);
   out.resize(static_cast<size_t>(padded(static_cast<int64_t>(out.size()))), ' ');
+  if (static_cast<int64_t>(out.size()) != data_begin)
+    fail(Code::kInternal, "a header takes {} bytes where {} were left for it", out.size(), data_begin);
   const uint64_t length = out.size() - static_cast<size_t>(kLengthBytes);
   std::memcpy(out.data(), &length, sizeof length);
   return out;

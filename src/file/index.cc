@@ -12,8 +12,6 @@ namespace {
 using base::fail;
 using simdjson::dom::element;
 
-constexpr size_t kMostDepth = 128;
-
 bool is_plain_name(std::string_view name) {
   return !name.empty() && name != "." && name != ".." && name.find('/') == std::string_view::npos &&
          name.find('\\') == std::string_view::npos && name.find('\0') == std::string_view::npos;

@@ -1,6 +1,6 @@
 #include "file/lanes.h"
 
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -22,12 +22,13 @@ void Lanes::run(size_t count, const std::function<void(size_t)>& work) {
   const Environment here = environment_here();
   std::vector<std::thread> others;
   try {
+    others.reserve(count);
     for (size_t lane = 1; lane < count && base::turns == nullptr; ++lane)
       others.emplace_back([&, lane] {
         const InEnvironment too(&here);
         guarded(lane);
       });
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {  // no more threads, or no memory for one: those that there are do it all
   }
   guarded(0);
   for (std::thread& other : others) other.join();

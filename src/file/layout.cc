@@ -1,9 +1,9 @@
 #include "file/layout.h"
 
-#include <iterator>
 #include <utility>
 
 #include "base/errors.h"
+#include "base/version.h"
 #include "file/index.h"
 #include "file/json.h"
 #include "tensor/dtype.h"
@@ -42,74 +42,95 @@ int64_t bytes_of(int64_t elements, const Entry& entry) {
   return bits / 8;
 }
 
-Layout::Layout(std::vector<Volume> volumes, const SaveOptions& options) {
-  for (Volume& volume : volumes) add(std::move(volume), options);
+Arrangement::Arrangement(const std::vector<Volume>& volumes, const SaveOptions& options) {
+  std::vector<Shared> joined;
+  for (const Volume& volume : volumes) {
+    first_.push_back(places_.size());
+    places_.resize(places_.size() + volume.tensors->size());
+    if (volumes.size() > 1) joined.insert(joined.end(), volume.tensors->begin(), volume.tensors->end());
+  }
+  tensors_ = volumes.size() == 1 ? volumes[0].tensors : std::make_shared<const std::vector<Shared>>(std::move(joined));
+  for (size_t v = 0; v < volumes.size(); ++v) add(v, volumes[v].file, *volumes[v].tensors, options);
 }
 
-void Layout::add(Volume volume, const SaveOptions& options) {
+void Arrangement::add(size_t volume, const std::string& name, const std::vector<Shared>& tensors, const SaveOptions& options) {
   std::vector<Entry> entries;
-  for (const Shared& tensor : volume.tensors) {
+  for (const Shared& tensor : tensors) {
     check_bytes(tensor);
     entries.push_back(entry_for(tensor, options));
   }
-  const size_t first_file = files_.size(), first_tensor = tensors_.size();
-  int64_t size = 0, text = 0;
-  files_.emplace_back();
-  for (const Entry& entry : in_file_order(std::move(entries))) {
+  const size_t first_file = files_.size();
+  files_.push_back({{}, volume, {}, {}});
+  int64_t size = 0, text = 0, begin = 0;
+  for (Entry& entry : in_file_order(std::move(entries))) {
     const int64_t bytes = entry.end - entry.begin, described = about_text(entry);
     const bool full = size > 0 && size + bytes > options.max_shard_size;
     if (options.max_shard_size > 0 && !files_.back().tensors.empty() && (full || text + described > kMostHeaderBytes / 2)) {
-      files_.emplace_back();
+      files_.push_back({{}, volume, {}, {}});
       size = text = 0;
+      begin = entry.begin;
     }
+    File& file = files_.back();
+    const size_t tensor = first_[volume] + *find(tensors, entry.name);
+    places_[tensor] = {files_.size() - 1, file.entries.size()};
+    file.tensors.push_back(tensor);
+    entry.begin -= begin;
+    entry.end -= begin;
+    file.entries.push_back(std::move(entry));
     text += described;
-    files_.back().tensors.push_back(first_tensor + *find(volume.tensors, entry.name));
     size += bytes;
     total_ += bytes;
   }
-  std::move(volume.tensors.begin(), volume.tensors.end(), std::back_inserter(tensors_));
-  places_.resize(tensors_.size());
   const size_t count = files_.size() - first_file;
   for (size_t f = 0; f < count; ++f) {
-    files_[first_file + f].name = volume.file.empty() ? shard_name(f, count) : volume.file;
-    fill(files_[first_file + f], first_file + f, volume.metadata, options);
+    files_[first_file + f].name = name.empty() ? shard_name(f, count) : name;
+    measure(files_[first_file + f], options.checksums);
   }
 }
 
-void Layout::fill(FilePlan& file, size_t index, const Metadata& metadata, const SaveOptions& options) {
-  std::vector<Entry> entries;
-  for (const size_t t : file.tensors) entries.push_back(entry_for(tensors_[t], options));
-  Metadata all = metadata;
-  all.try_emplace("format", "pt");
-  if (options.checksums) all[kChecksums] = checksum_text(file, std::vector<uint64_t>(tensors_.size(), 0));
-  file.header = lay_out(std::move(entries), std::move(all));
-  for (size_t i = 0; i < file.tensors.size(); ++i) places_[file.tensors[i]] = {index, file.header.entries[i]};
+void Arrangement::measure(File& file, bool checksums) const {
+  file.entries_length = entries_length(file.entries);
+  if (!checksums) return;
+  std::string text;
+  append_json_text(text, kChecksums);
+  text += ":,";
+  append_json_text(text, checksum_text(file, {}));
+  file.checksums_length = static_cast<int64_t>(text.size());
 }
 
-std::vector<Owned> Layout::owners(size_t tensor, std::optional<int> rank) const {
+std::vector<Owned> Arrangement::owners(size_t tensor, std::optional<int> rank) const {
   constexpr int64_t kTurnBytes = int64_t{1} << 20;
-  const Place& place = places_[tensor];
-  return file::owners(tensors_[tensor], place.file + static_cast<size_t>(place.entry.begin / kTurnBytes), rank);
+  const Place place = this->place(tensor);
+  return file::owners(tensors()[tensor], place.file + static_cast<size_t>(place.entry.begin / kTurnBytes), rank);
+}
+
+std::string Arrangement::checksum_text(const File& file, const std::vector<uint64_t>& crcs) const {
+  std::string out = "{";
+  for (const size_t t : file.tensors) {
+    if (out.size() > 1) out += ',';
+    append_json_text(out, tensors()[t].name);
+    out += fmt::format(":\"{:08x}\"", crcs.empty() ? 0 : crcs[t]);
+  }
+  return out + "}";
+}
+
+Layout::Layout(std::shared_ptr<const Arrangement> arrangement, const std::vector<Metadata>& metadata)
+    : arrangement_(std::move(arrangement)) {
+  for (const Arrangement::File& file : arrangement_->files()) {
+    FilePlan& plan = files_.emplace_back(FilePlan{file.name, file, metadata.at(file.volume), 0});
+    plan.metadata.try_emplace("format", "pt");
+    plan.metadata[kWrittenBy] = base::version();
+    plan.data_begin = data_begin(file.entries.size(), file.entries_length + file.checksums_length, plan.metadata);
+  }
 }
 
 void Layout::set_checksums(const std::vector<uint64_t>& crcs) {
-  for (FilePlan& file : files_) file.header.metadata[kChecksums] = checksum_text(file, crcs);
+  for (FilePlan& file : files_) file.metadata[kChecksums] = arrangement_->checksum_text(file.content, crcs);
 }
 
 void Layout::rename_files(const std::string& nonce) {
   for (size_t f = 0; f < files_.size(); ++f)
     files_[f].name = fmt::format("model-{}-{:05}-of-{:05}.safetensors", nonce, f + 1, files_.size());
-}
-
-/// {"name":"01234567",...}: of fixed width, so that the header's length is known before the data.
-std::string Layout::checksum_text(const FilePlan& file, const std::vector<uint64_t>& crcs) const {
-  std::string out = "{";
-  for (const size_t t : file.tensors) {
-    if (out.size() > 1) out += ',';
-    append_json_text(out, tensors_[t].name);
-    out += fmt::format(":\"{:08x}\"", crcs[t]);
-  }
-  return out + "}";
 }
 
 }  // namespace shardow::file

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <set>
 #include <utility>
@@ -17,6 +18,7 @@
 #include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
+#include "file/timed.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -115,7 +117,7 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
                        const std::string& said, LoadOptions options) {
   const auto begin = base::now();
   const Asked asked = unpack(said);
-  const std::vector<Shared> wanted = shared_from(group, mine, said.substr(kAskedBytes), begin + options.timeout);
+  const std::vector<Shared> wanted = shared_from(group, mine, said.substr(kAskedBytes), options.timeout);
   options.strict = asked.strict;
   LoadReport report = compare(catalog, wanted, options);
   if (asked.check_only) return report;
@@ -129,22 +131,25 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
   }
   Reader reader(catalog, jobs);
   comm::Parts parts(group, options.timeout, bytes_in_all(catalog, wanted), options.progress);
-  const std::vector<std::string> found = parts.run([&] {
-    comm::Part part = reader.part();
-    if (part.last && sums) part.words = sums->words(group.rank(), jobs, reader.sums());
-    return part;
-  });
+  parts.run([&] { return reader.part(); });
   if (asked.told) agree(group, base::now() + options.timeout, [&] { parts.tell(); });
-  if (sums) sums->check(found);
+  if (sums) sums->check(group, jobs, reader.sums(), base::now() + options.timeout);
   report.bytes_read = reader.bytes();
   report.seconds = base::seconds_since(begin);
   return report;
 }
 
+/// What was opened through timed calls, for whoever keeps it.
+struct KeptOpen {
+  std::shared_ptr<base::TimedCalls> timed;
+  std::shared_ptr<const Catalog> catalog;  // goes first
+  KeptOpen(std::shared_ptr<base::TimedCalls> calls, std::shared_ptr<const Catalog> opened)
+      : timed(std::move(calls)), catalog(std::move(opened)) {}
+};
+
 }  // namespace
 
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options) {
-  const InEnvironment here(options.environment);
   const auto begin = base::now();
   const Holding mine(views);
   const auto decide = [](const auto& words) { return Group::Decision{sum_up_words(words)}; };
@@ -155,12 +160,15 @@ LoadReport load_from(Group& group, std::span<const TensorView> views, const Cata
 }
 
 LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choose, LoadOptions options) {
-  const InEnvironment here(options.environment);
   const auto begin = base::now();
+  const std::shared_ptr<base::TimedCalls> timed = timed_calls(group, options.timeout);
+  const Environment machine{timed.get()};
+  const InEnvironment here(&machine);
   Chosen chosen;
   std::optional<Holding> mine;
   const auto told = [&](const std::shared_ptr<const Catalog>& catalog) {
-    chosen = choose(catalog);
+    const auto kept = std::make_shared<const KeptOpen>(timed, catalog);
+    chosen = choose({kept, catalog.get()});
     options.strict = chosen.strict;
     mine.emplace(chosen.views);
     return pack(Asked::by(options)) + mine->words();

@@ -1,12 +1,13 @@
 #include "file/members.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 namespace shardow::file {
 
 Members::Members(std::string_view json, size_t depth) : json_(json) {
-  if (const auto error = parser_.allocate(4096, std::max<size_t>(depth, 1))) fail(simdjson::error_message(error));
+  if (const auto error = parser_.allocate(4096, std::max<size_t>(depth, 1))) fail(error);
 }
 
 /// The next character that is no space, or NUL at the end, which no JSON has outside of texts either.
@@ -55,6 +56,12 @@ bool Members::fail(std::string why) {
   return false;
 }
 
+/// No memory is no fault of the text.
+bool Members::fail(simdjson::error_code error) {
+  if (error == simdjson::MEMALLOC) throw std::bad_alloc();
+  return fail(simdjson::error_message(error));
+}
+
 bool Members::next() {
   if (!error_.empty()) return false;
   char c = skip_space();
@@ -78,7 +85,7 @@ bool Members::next() {
   const size_t begin = at_;
   std::string_view name;
   if (!skip_text()) return false;
-  if (const auto error = parser_.parse(json_.data() + begin, at_ - begin).get(name)) return fail(simdjson::error_message(error));
+  if (const auto error = parser_.parse(json_.data() + begin, at_ - begin).get(name)) return fail(error);
   key_ = name;
   if (skip_space() != ':') return fail("a name without a value");
   ++at_;
@@ -88,7 +95,7 @@ bool Members::next() {
 
 bool Members::parse(simdjson::dom::element& value) {
   const auto error = parser_.parse(value_.data(), value_.size()).get(value);
-  return error == simdjson::SUCCESS || fail(simdjson::error_message(error));
+  return error == simdjson::SUCCESS || fail(error);
 }
 
 }  // namespace shardow::file

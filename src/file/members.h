@@ -4,10 +4,13 @@
 
 #include <simdjson.h>
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 
 namespace shardow::file {
+
+constexpr size_t kMostDepth = 128;  // serde_json's
 
 /// Walks a text that need not be valid: every byte of it is either checked here or in a member that is parsed. Not for several threads.
 class Members {
@@ -15,7 +18,7 @@ class Members {
   /// `depth`: how deeply the object's values may be nested. `json` outlives it.
   Members(std::string_view json, size_t depth);
 
-  /// Goes to the next member; false after the last, or where the text is no JSON object.
+  /// Goes to the next member; false after the last, or where the text is no JSON object. Throws std::bad_alloc as parse() does.
   bool next();
 
   const std::string& key() const { return key_; }
@@ -32,6 +35,7 @@ class Members {
   bool skip_text();
   bool skip_value();
   bool fail(std::string why);
+  bool fail(simdjson::error_code error);
 
   std::string_view json_;
   size_t at_ = 0;

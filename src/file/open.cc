@@ -13,7 +13,7 @@ namespace {
 using std::chrono::milliseconds;
 
 Checkpoint opened(file::Catalog catalog) {
-  return Checkpoint(std::make_shared<const file::Catalog>(std::move(catalog)));
+  return file::Inside::make(std::make_shared<const file::Catalog>(std::move(catalog)));
 }
 
 }  // namespace
@@ -58,7 +58,7 @@ const std::map<std::string, std::string>& Checkpoint::metadata() const {
 
 std::vector<StoredFile> Checkpoint::files() const {
   std::vector<StoredFile> files;
-  for (const auto& [file, begin, metadata] : catalog_->files) files.push_back({file->path(), metadata});
+  for (const file::Catalog::Source& one : catalog_->files) files.push_back({one.file->path(), one.metadata});
   return files;
 }
 
@@ -80,7 +80,7 @@ void Checkpoint::read(const TensorView& view) const {
 
 LoadReport load(Group& group, std::span<const TensorView> views, const Checkpoint& checkpoint, const LoadOptions& options) {
   group.begin("load()", options.timeout);
-  return file::load_from(group, views, checkpoint.catalog(), options);
+  return file::load_from(group, views, file::Inside::of(checkpoint), options);
 }
 
 }  // namespace shardow

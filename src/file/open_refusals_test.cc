@@ -36,12 +36,18 @@ TEST_F(Opening, HalfBytesAreRefused) {
 TEST_F(Opening, WhatIsNoCheckpointIsRefusedAtOnce) {
   expect(Code::kNotFound, "none.safetensors", [&] { Checkpoint::open(folder_ / "none.safetensors"); });
   expect(Code::kNotFound, "has neither model.safetensors.index.json nor model.safetensors", [&] { Checkpoint::open(folder_); });
+  expect(Code::kNotFound, "ema-1.safetensors is not there", [&] { Checkpoint::open_files(folder_, {"ema-1.safetensors"}); });
+  std::ofstream(folder_ / "notes.txt") << "abc";
+  expect(Code::kNotFound, "has neither", [&] { Checkpoint::open(folder_); });
   std::ofstream(folder_ / "short.safetensors") << "abc";
+  expect(Code::kInvalidArgument, "nor model.safetensors; what is there: short.safetensors", [&] { Checkpoint::open(folder_); });
   expect(Code::kCorrupt, "short.safetensors", [&] { Checkpoint::open(folder_ / "short.safetensors"); });
   write_file(folder_ / "bad.safetensors", "x", "U8", 5, "abcd");  // a byte is missing
   expect(Code::kCorrupt, "'x'", [&] { Checkpoint::open(folder_ / "bad.safetensors"); });
   std::ofstream(folder_ / "model.safetensors.index.json") << R"({"weight_map":{"x":"../bad.safetensors"}})";
   expect(Code::kCorrupt, "../bad.safetensors", [&] { Checkpoint::open(folder_); });
+  std::ofstream(folder_ / "model.safetensors.index.json") << R"({"weight_map":{"x":"part.safetensors"}})";
+  expect(Code::kCorrupt, "part.safetensors is not there, though the index names it", [&] { Checkpoint::open(folder_); });
 }
 
 TEST_F(Opening, BytesThatAreNotWhatWasSavedAreNoticedWhereAllAreRead) {

@@ -113,8 +113,13 @@ TEST_F(Opening, FilesThatBelongTogetherAreOfOneVersion) {
   ASSERT_EQ(opened.size(), 2u);
   EXPECT_EQ(opened[0].files()[0].path.filename(), "b.safetensors");
   EXPECT_EQ(read_whole(opened[1], "half"), values_of(kSpecs[2]));
-  expect(Code::kNotFound, "c.safetensors is not there", [&] { Checkpoint::open_files(folder_, {"a.safetensors", "c.safetensors"}); });
-  expect(Code::kNotFound, "is a file; a directory with", [&] { Checkpoint::open_files(folder_ / "a.safetensors", {"a.safetensors"}); });
+  for (const char* name : {"a.safetensors", "c.safetensors"}) {
+    expect(Code::kCorrupt, "d.safetensors is not there; what is there: a.safetensors, b.safetensors", [&] {
+      Checkpoint::open_files(folder_, {"d.safetensors", name});
+    });
+  }
+  expect(Code::kInvalidArgument, "is a file; a directory with",
+         [&] { Checkpoint::open_files(folder_ / "a.safetensors", {"a.safetensors"}); });
 }
 
 TEST_F(Opening, KeepsFewFilesOpenAndClosesThemWithTheLastCopy) {

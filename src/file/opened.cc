@@ -42,12 +42,15 @@ class Handles {
     one.file_.reset();
   }
 
-  void make_room() {
-    const base::Lock lock(mutex_);
-    close_idle(0);
+ private:
+  Handles() { base::set_room_maker(make_room); }
+
+  static void make_room() {
+    Handles& handles = all();
+    const base::Lock lock(handles.mutex_);
+    handles.close_idle(0);
   }
 
- private:
   static size_t limit() {
     rlimit files{};
     const bool known = ::getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur != RLIM_INFINITY;
@@ -71,30 +74,11 @@ class Handles {
 
 namespace {
 
-template <class Open>
-base::File with_room(Open open) {
-  try {
-    return open();
-  } catch (const Error& error) {
-    if (error.os_errno() != EMFILE && error.os_errno() != ENFILE) throw;
-  }
-  Handles::all().make_room();
-  return open();
-}
-
 [[noreturn]] void fail_changed(const base::Path& path, const char* how) {
   throw Error(Code::kIo, fmt::format("{} {} since it was opened; open the checkpoint again", path.string(), how), ESTALE);
 }
 
 }  // namespace
-
-base::File open_file(const base::Path& path) {
-  return with_room([&] { return base::File::open(path); });
-}
-
-base::File open_file_in(const base::File& directory, const std::string& name) {
-  return with_room([&] { return base::File::open_in(directory, name); });
-}
 
 Opened::Opened(base::File file, std::shared_ptr<const base::File> directory)
     : path_(file.path()), identity_(file.identity()), directory_(std::move(directory)) {
@@ -107,8 +91,9 @@ Opened::~Opened() {
 
 std::shared_ptr<const base::File> Opened::handle() {
   if (auto held = Handles::all().use(*this)) return held;
+  const base::Seam<base::Syscalls>::Scope scope(calls_);
   try {
-    base::File again = directory_ ? open_file_in(*directory_, path_.filename().string()) : open_file(path_);
+    base::File again = directory_ ? base::File::open_in(*directory_, path_.filename().string()) : base::File::open(path_);
     if (again.identity() == identity_) return Handles::all().keep(*this, std::move(again));
   } catch (const Error& error) {
     if (error.code() != Code::kNotFound) throw;

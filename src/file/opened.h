@@ -9,7 +9,8 @@
 namespace shardow::file {
 
 /// One file. Its handle stays open as long as this process keeps few enough of them (a quarter of what `ulimit -n` allows, 512 at most, all
-/// checkpoints together); the one that was used the longest ago is closed first, and opened again when it is asked for. For any thread.
+/// checkpoints together); the one that was used the longest ago is closed first, and opened again when it is asked for.
+/// Where the process has as many files open as it may, all that are idle are closed. For any thread.
 class Opened {
  public:
   /// `directory`: where it is opened again, wherever that directory is by then; none: by its path.
@@ -32,12 +33,9 @@ class Opened {
   base::Path path_;
   base::Identity identity_;
   std::shared_ptr<const base::File> directory_;
-  std::shared_ptr<const base::File> file_;  // guarded by the handles' mutex; null while it is closed
-  std::list<Opened*>::iterator place_;      // among those that are open
+  base::Syscalls* calls_ = &base::syscalls();  // of where it was opened: those of whoever reads it later may be gone before it is
+  std::shared_ptr<const base::File> file_;     // guarded by the handles' mutex; null while it is closed
+  std::list<Opened*>::iterator place_;         // among those that are open
 };
-
-/// base::File::open() and open_in(), where a process that has too many files open closes some that it can open again.
-base::File open_file(const base::Path& path);
-base::File open_file_in(const base::File& directory, const std::string& name);
 
 }  // namespace shardow::file

@@ -1,6 +1,10 @@
 #include "file/output.h"
 
+#include <cerrno>
 #include <utility>
+
+#include "base/errors.h"
+#include "base/machine.h"
 
 namespace shardow::file {
 
@@ -31,10 +35,10 @@ std::vector<uint64_t>& Output::crcs() {
 
 void Output::write(size_t tensor, int64_t begin, std::span<const std::byte> data) {
   constexpr size_t kShort = size_t{64} << 10, kTogether = size_t{1} << 20;
-  const Place& place = layout_.place(tensor);
+  const Place place = layout_.place(tensor);
   const FilePlan& plan = layout_.files()[place.file];
-  if (!files_[place.file]) keep(place.file, base::File::open_for_writing(draft_.file(plan.name)));
-  const int64_t at = plan.header.data_begin + place.entry.begin + begin;
+  if (!files_[place.file]) keep(place.file, made_by_first(base::File::open_for_writing, plan.name));
+  const int64_t at = plan.data_begin + place.entry.begin + begin;
   written_ += static_cast<int64_t>(data.size());
   const bool follows = pending_file_ == place.file && pending_at_ + static_cast<int64_t>(pending_.size()) == at;
   if (!follows || data.size() >= kShort || pending_.size() + data.size() > kTogether) flush();
@@ -55,12 +59,26 @@ void Output::flush() {
   pending_.clear();
 }
 
+/// Of a file that rank 0 made, or the directory of which it made.
+base::File Output::made_by_first(base::File (*open)(const base::Path&), const std::string& name) const {
+  try {
+    return open(draft_.file(name));
+  } catch (const Error& error) {
+    if (error.code() != Code::kNotFound) throw;
+    throw Error(Code::kIo,
+                fmt::format("{}: rank 0 has made it on {}, and it is not there on {}: the path is not on storage that all machines share. "
+                            "Nothing was published",
+                            draft_.file(name).string(), draft_.host, base::host_name()),
+                ENOENT);
+  }
+}
+
 void Output::begin_file(size_t file) {
   if (begun_[file]) return;
   begun_[file] = true;
   const FilePlan& plan = layout_.files()[file];
-  const std::string header = header_bytes(plan.header);
-  keep(file, base::File::replace(draft_.file(plan.name))).write(std::as_bytes(std::span(header)), 0);
+  const std::string header = header_bytes(plan.content.entries, plan.metadata, plan.data_begin);
+  keep(file, made_by_first(base::File::replace, plan.name)).write(std::as_bytes(std::span(header)), 0);
 }
 
 /// Flushes and closes those that were opened the longest ago where there are many.

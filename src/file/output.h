@@ -39,6 +39,7 @@ class Output {
 
  private:
   void flush();
+  base::File made_by_first(base::File (*open)(const base::Path&), const std::string& name) const;
   base::File& keep(size_t file, base::File opened);
 
   const Layout& layout_;

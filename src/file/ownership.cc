@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/errors.h"
+#include "tensor/coverage.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {

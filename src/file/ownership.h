@@ -48,10 +48,6 @@ struct Shared {
   Pieces pieces;
 };
 
-/// Every tensor that some rank has, ascending by name, from all ranks' views. Collective. Throws kInvalidArgument on every rank where ranks
-/// differ in a tensor's dtype or shape, or one has a name twice.
-std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline);
-
 /// Throws kInvalidArgument where regions of a tensor overlap, or no rank holds some element.
 void check_whole(const std::vector<Shared>& tensors);
 

@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "base/errors.h"
+#include "base/left_names.h"
 #include "base/paths.h"
 #include "file/index.h"
 #include "file/others.h"
@@ -63,11 +64,16 @@ void check_target(const Draft& draft, const Sizes& files) {
 }
 
 /// Asks for something that file systems of this machine never do, a directory in place of one that is not empty, to learn whether it may be
-/// moved at all.
-void check_movable(const Draft& draft) {
+/// moved at all. Were it done hours later, by storage that stands still now, the checkpoint would be where an old one is looked for.
+void check_movable(Draft& draft) {
+  const Path full = temporary_path(draft.target, draft.nonce, Temporary::kOld);
+  draft.tried = true;
+  base::make_directory(full);
+  base::File::create(full / kSingleName).close();  // which is never taken for somebody else's
   try {
-    base::rename(draft.target, draft.temporary);
+    base::rename(draft.target, full);
   } catch (const Error& error) {
+    if (base::syscalls().left_one()) throw;
     const int why = error.os_errno();
     if (why == EBUSY) {
       fail(Code::kUnsupported, "{} is a mount point, which no other directory can replace; save into a directory in it, {}",
@@ -79,6 +85,9 @@ void check_movable(const Draft& draft) {
            draft.target.string());
     }
   }
+  base::remove_file(full / kSingleName);
+  base::remove_directory(full);
+  draft.tried = false;
 }
 
 /// Whether a shard may be of another save in place that goes on: no index names it, and it is young.
@@ -106,27 +115,49 @@ Storage probe(const Draft& draft, const Sizes& files, bool merges) {
   return storage;
 }
 
+/// After a failure, when the names are as they were: on the disk they may not be.
+void flush_names(Draft& draft) noexcept {
+  try {
+    base::sync(parent_of(draft.target));
+  } catch (const std::exception&) {
+    draft.keep = true;
+  }
+}
+
+/// What fails is taken back, but where a call was left: it may be done yet, and in no order that is known with those that follow.
 void put_in_place(Draft& draft, Others& others, const Path& old) {
   const Path parent = parent_of(draft.target);
   if (base::rename_exchange(draft.temporary, draft.target)) {
+    const Path* at = &draft.temporary;  // of the old one
     try {
-      base::rename(draft.temporary, old);  // from here on a dead save's leftover tells which of the two it is
+      base::rename(*at, old);  // from here on a dead save's leftover tells which of the two it is
+      at = &old;
       base::sync(parent);
     } catch (...) {
-      const Path at = look_at_itself(old) ? old : draft.temporary;
-      base::rename_exchange(at, draft.target);
-      if (at == old) base::rename(old, draft.temporary);
+      draft.keep = true;  // unless all of this goes well
+      if (base::syscalls().left_one()) throw;
+      base::rename_exchange(*at, draft.target);
+      if (at == &old) base::rename(old, draft.temporary);
+      draft.keep = false;
+      flush_names(draft);
       throw;
     }
-  } else {  // there is an instant without a checkpoint under its name; who looks for it finds the old one beside it
+  } else {               // there is an instant without a checkpoint under its name; who looks for it finds the old one beside it
+    base::sync(parent);  // and no older one, which was removed
     base::rename(draft.target, old);
+    bool there = false;  // the new one
     try {
       base::sync(parent);
       base::rename(draft.temporary, draft.target);
+      there = true;
       base::sync(parent);
     } catch (...) {
-      if (look_at_itself(draft.target)) base::rename(draft.target, draft.temporary);
+      draft.keep = true;
+      if (base::syscalls().left_one()) throw;
+      if (there) base::rename(draft.target, draft.temporary);
       base::rename(old, draft.target);
+      draft.keep = false;
+      flush_names(draft);
       throw;
     }
   }
@@ -167,15 +198,19 @@ Draft draft_for(const Path& target, bool directory, bool hugging_face, const std
 
 Storage prepare(Draft& draft, const Sizes& files, bool several_hosts, Until until) {
   const Path parent = parent_of(draft.target);
+  if (base::may_still_change(draft.target)) {
+    fail(
+        Code::kIo,
+        "{}: an earlier save to this path was given up while the storage stood still, and what it asked for last is under way: done later, "
+        "it would undo this save. Save to another name, or in another process",
+        draft.target.string());
+  }
   base::make_directories(parent);
   check_target(draft, files);
   const base::Space before = base::space_at(parent);
   draft.locks.push_back(claim(
       draft.target, draft.temporary, [&] { make_draft(draft); }, until));
-  if (draft.directory && look_at(draft.target) && before.local) {
-    base::File::create(draft.file(files.front().first)).close();
-    check_movable(draft);
-  }
+  if (draft.directory && look_at(draft.target) && before.local) check_movable(draft);
   clear_leftovers(draft.target, draft.temporary, before.local);
   int64_t needed = 0;
   for (const auto& [name, bytes] : files) needed += bytes;
@@ -216,7 +251,13 @@ void prepare_in_place(Draft& draft, const std::vector<std::string>& files, Until
 
 void publish(Draft& draft) {
   const Path parent = parent_of(draft.target);
-  if (draft.directory && look_at(draft.target)) return replace_directory(draft);
+  if (draft.directory && look_at(draft.target)) {
+    try {
+      return replace_directory(draft);
+    } catch (const Error& error) {
+      if (error.code() != Code::kNotFound || look_at(draft.target)) throw;  // else somebody has removed it meanwhile
+    }
+  }
   if (draft.directory) base::sync(draft.temporary);
   base::rename(draft.temporary, draft.target);
   base::sync(parent);
@@ -231,9 +272,11 @@ void release(Draft& draft) noexcept {
 }
 
 void discard(Draft& draft) noexcept {
+  if (draft.keep) return release(draft);
   base::remove_tree(draft.temporary);
   try {
     base::remove_tree(temporary_path(draft.target, draft.nonce, Temporary::kRenamed));
+    if (draft.tried) base::remove_tree(temporary_path(draft.target, draft.nonce, Temporary::kOld));
     if (draft.in_place) {
       for (const std::string& name : draft.made_here) base::remove_tree(draft.target / name);
     }

@@ -19,7 +19,10 @@ struct Draft {
   bool directory;
   bool hugging_face;      ///< files are named by us, and have an index where there are several
   bool in_place = false;  ///< where nothing can be renamed: files have their own names from the beginning
+  bool tried = false;     ///< whether the target may be moved, with a directory under the name of an old one
+  bool keep = false;      ///< the disk may have it under the checkpoint's name: the next save removes it, when that is settled
 
+  std::string host = {};                    ///< rank 0's, which makes the files
   std::vector<base::FileLock> locks = {};   ///< rank 0's, while it saves
   std::set<std::string> replaced = {};      ///< in place: what a directory has of the old checkpoint
   std::vector<std::string> made_here = {};  ///< in place: what is removed after a failure

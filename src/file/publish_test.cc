@@ -42,6 +42,56 @@ TEST_F(Saving, OfNamedFilesLeavesAModelBesideThemAlone) {
   EXPECT_EQ(in(path), (std::set<std::string>{"model.safetensors", "ema-0.9.safetensors", "ema-0.99.safetensors"}));
 }
 
+/// Somebody who removes the checkpoint that is there, before call number `at`, and until a new one is in its place.
+class Removing : public base::Syscalls {
+ public:
+  Removing(fs::path directory, bool can_exchange, int at) : directory_(std::move(directory)), can_(can_exchange), left_(at) {}
+  int open(const char* path, int flags, mode_t mode) override { return next(), Syscalls::open(path, flags, mode); }
+  int flock(int fd, int operation) override { return next(), Syscalls::flock(fd, operation); }
+  int rename(const char* from, const char* to) override {
+    next();
+    const int result = Syscalls::rename(from, to);
+    if (result == 0 && to == directory_.string()) left_ = -1;
+    return result;
+  }
+  int rename_exchange(const char* a, const char* b) override {
+    next();
+    const int result = can_ ? Syscalls::rename_exchange(a, b) : (errno = EINVAL, -1);
+    if (result == 0) left_ = -1;
+    return result;
+  }
+  bool removed = false;
+
+ private:
+  void next() {
+    if (left_-- != 0) return;
+    removed = true;
+    fs::remove_all(directory_);
+  }
+  fs::path directory_;
+  bool can_;
+  std::atomic<int> left_;
+};
+
+TEST_F(Saving, TakesThePlaceOfWhatIsRemovedMeanwhile) {
+  const auto path = folder_ / "model";
+  for (const bool can_exchange : {true, false}) {
+    int at = 0;
+    for (bool removed = true; removed; ++at) {
+      save_version(1, path);
+      Removing machine(path, can_exchange, at);
+      machine_.syscalls = &machine;
+      version = 2;
+      EXPECT_EQ(save_as(path, rows, 1), all(1, kFine)) << at;
+      machine_.syscalls = nullptr;
+      removed = machine.removed;
+      expect_version(2, path);
+      EXPECT_EQ(names(), (std::set<std::string>{"model"})) << at;
+    }
+    EXPECT_GT(at, 10);
+  }
+}
+
 /// Somebody who works in the directory at the instant of the exchange, before or after it.
 class Busy : public base::Syscalls {
  public:
@@ -186,7 +236,10 @@ TEST_F(Saving, TakesMoreFilesThanAProcessMayOpen) {
     int most = 0;
   } counting;
   machine_.syscalls = &counting;
-  save(*solo(), views_of(held), folder_ / "model", {.max_shard_size = 16, .environment = &machine_});
+  {
+    const file::InEnvironment here(&machine_);
+    save(*solo(), views_of(held), folder_ / "model", {.max_shard_size = 16});
+  }
   machine_.syscalls = nullptr;
   EXPECT_LT(counting.most, 200);
   EXPECT_EQ(in(folder_ / "model").size(), kTensors + 1u);

@@ -1,9 +1,11 @@
 #include "file/raw.h"
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
 #include "base/errors.h"
+#include "base/paths.h"
 #include "comm/wire.h"
 #include "file/header.h"
 #include "file/names.h"
@@ -21,7 +23,7 @@ using comm::Sender;
 File open_standing(const Path& path) {
   for (int left = 4;; --left) {
     try {
-      return open_file(standing(path));
+      return File::open(standing(path));
     } catch (const Error& error) {
       if (error.code() != Code::kNotFound || left == 0) throw;
     }
@@ -29,11 +31,11 @@ File open_standing(const Path& path) {
 }
 
 /// A path as it was when it was opened: a file, or a directory in which names are looked up, wherever it has been moved since.
-struct Place {
+struct Standing {
   std::optional<File> file;
   std::shared_ptr<const File> directory;
 
-  explicit Place(const Path& path) {
+  explicit Standing(const Path& path) {
     File found = open_standing(path);
     if (found.is_directory()) {
       directory = std::make_shared<const File>(std::move(found));
@@ -44,7 +46,7 @@ struct Place {
 
   std::optional<File> find(const std::string& name) const {
     try {
-      return open_file_in(*directory, name);
+      return File::open_in(*directory, name);
     } catch (const Error& error) {
       if (error.code() != Code::kNotFound) throw;
       return std::nullopt;
@@ -60,7 +62,7 @@ void add(Raw& raw, File file, const std::shared_ptr<const File>& directory) {
 }
 
 /// Which files of a directory there are. `index`: in which state it was read.
-std::set<std::string> names_in(const Place& place, Raw& raw, std::optional<base::Identity>& index) {
+std::set<std::string> names_in(const Standing& place, Raw& raw, std::optional<base::Identity>& index) {
   std::set<std::string> names;
   if (const std::optional<File> found = place.find(kIndexName)) {
     index = found->identity();
@@ -73,9 +75,9 @@ std::set<std::string> names_in(const Place& place, Raw& raw, std::optional<base:
 }
 
 /// True where the path leads to another directory than `place`, or its index is another one than it was.
-bool is_replaced(const Path& path, const Place& place, const std::optional<base::Identity>& index) {
+bool is_replaced(const Path& path, const Standing& place, const std::optional<base::Identity>& index) {
   try {
-    const Place now(path);
+    const Standing now(path);
     if (!now.directory) return true;
     const base::Identity here = now.directory->identity(), there = place.directory->identity();
     if (here.device != there.device || here.inode != there.inode) return true;
@@ -86,21 +88,29 @@ bool is_replaced(const Path& path, const Place& place, const std::optional<base:
   }
 }
 
-std::optional<Raw> read_directory(const Path& path, const Place& place, const std::vector<std::string>& given) {
+/// A directory in which nothing is kept is kNotFound: programs start anew there. One that has something, and not this, never is.
+[[noreturn]] void fail_missing(const Path& directory, const std::string& name, const Raw& raw, bool is_given) {
+  if (raw.weights) fail(Code::kCorrupt, "{} is not there, though the index names it", (directory / name).string());
+  std::vector<std::string> there = base::names_in(standing(directory));
+  std::erase_if(there, [](const std::string& one) { return one.starts_with('.') || !one.ends_with(".safetensors"); });
+  std::sort(there.begin(), there.end());
+  const std::string others = there.empty() ? "" : fmt::format("; what is there: {}", fmt::join(there, ", "));
+  if (is_given) fail(there.empty() ? Code::kNotFound : Code::kCorrupt, "{} is not there{}", (directory / name).string(), others);
+  fail(there.empty() ? Code::kNotFound : Code::kInvalidArgument, "{} has neither {} nor {}{}", directory.string(), kIndexName, kSingleName,
+       others);
+}
+
+/// Nothing where the path was replaced meanwhile.
+std::optional<Raw> read_directory(const Path& path, const Standing& place, const std::vector<std::string>& given) {
   Raw raw;
   std::optional<base::Identity> index;
-  try {
-    const std::set<std::string> found = given.empty() ? names_in(place, raw, index) : std::set<std::string>();
-    const std::vector<std::string> names = given.empty() ? std::vector<std::string>(found.begin(), found.end()) : given;
-    for (const std::string& name : names) {
-      std::optional<File> file = place.find(name);
-      if (!file && !raw.weights && given.empty()) fail(Code::kNotFound, "{} has neither {} nor {}", path.string(), kIndexName, kSingleName);
-      if (!file) fail(Code::kNotFound, "{} is not there{}", (path / name).string(), raw.weights ? ", though the index names it" : "");
-      add(raw, std::move(*file), place.directory);
-    }
-  } catch (const Error& error) {
-    if (error.code() != Code::kNotFound || !is_replaced(path, place, index)) throw;
-    return std::nullopt;
+  const std::set<std::string> found = given.empty() ? names_in(place, raw, index) : std::set<std::string>();
+  const std::vector<std::string> names = given.empty() ? std::vector<std::string>(found.begin(), found.end()) : given;
+  for (const std::string& name : names) {
+    std::optional<File> file = place.find(name);
+    if (!file && is_replaced(path, place, index)) return std::nullopt;
+    if (!file) fail_missing(path, name, raw, !given.empty());
+    add(raw, std::move(*file), place.directory);
   }
   return raw;
 }
@@ -116,12 +126,12 @@ bool is_same(const File& file, const Raw::Text& text, bool same_machine) {
 Raw read_raw(const Path& path, const std::vector<std::string>& names) {
   constexpr int kAttempts = 100;  // of a path that is replaced each time
   for (int left = kAttempts; left > 0; --left) {
-    Place place(path);
+    Standing place(path);
     if (place.directory) {
       if (std::optional<Raw> raw = read_directory(path, place, names)) return std::move(*raw);
       continue;
     }
-    if (!names.empty()) fail(Code::kNotFound, "{} is a file; a directory with {} is needed", path.string(), fmt::join(names, ", "));
+    if (!names.empty()) fail(Code::kInvalidArgument, "{} is a file; a directory with {} is needed", path.string(), fmt::join(names, ", "));
     Raw raw;
     add(raw, std::move(*place.file), nullptr);
     return raw;
@@ -131,7 +141,7 @@ Raw read_raw(const Path& path, const std::vector<std::string>& names) {
 
 bool open_same(const Path& path, Raw& raw, bool same_machine) {
   raw.opened.clear();
-  Place place(path);
+  Standing place(path);
   for (const Raw::Text& text : raw.files) {
     const bool inside = Path(text.path) != path && Path(text.path) != standing(path);
     if (inside != (place.directory != nullptr)) return false;
@@ -142,7 +152,7 @@ bool open_same(const Path& path, Raw& raw, bool same_machine) {
   return true;
 }
 
-std::string pack(const Raw& raw) {
+std::string pack_raw(const Raw& raw) {
   Sender out;
   out.number(static_cast<int64_t>(raw.files.size()));
   for (const Raw::Text& file : raw.files) {
@@ -164,7 +174,7 @@ std::string pack(const Raw& raw) {
   return out.bytes();
 }
 
-Raw unpack(std::string_view bytes) {
+Raw unpack_raw(std::string_view bytes) {
   Receiver in(bytes);
   Raw raw;
   for (int64_t left = in.number(); left > 0; --left) {

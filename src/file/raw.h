@@ -32,7 +32,7 @@ Raw read_raw(const base::Path& path, const std::vector<std::string>& names);
 bool open_same(const base::Path& path, Raw& raw, bool same_machine);
 
 /// For other ranks.
-std::string pack(const Raw& raw);
-Raw unpack(std::string_view bytes);
+std::string pack_raw(const Raw& raw);
+Raw unpack_raw(std::string_view bytes);
 
 }  // namespace shardow::file

@@ -19,6 +19,7 @@
 #include "file/lanes.h"
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"
+#include "tensor/runs.h"
 
 namespace shardow::file {
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <deque>
+#include <utility>
 
 #include "base/errors.h"
 #include "base/paths.h"
@@ -11,9 +12,12 @@
 #include "file/call.h"
 #include "file/direct.h"
 #include "file/environment.h"
+#include "file/kept_plans.h"
+#include "file/producer.h"
 #include "file/publish.h"
 #include "file/small_files.h"
 #include "file/stripe_writer.h"
+#include "file/timed.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
@@ -21,30 +25,41 @@ namespace shardow {
 namespace file {
 namespace {
 
-/// What this rank writes: its views, found again in the layout, as far as it owns them.
-std::vector<Mine> owned_by(int rank, const Layout& layout, const std::vector<Volume>& volumes, std::span<const SaveFile> files,
-                           const Producer& producer) {
-  std::vector<std::vector<const TensorView*>> views(layout.tensors().size());
-  size_t first = 0;
-  for (size_t v = 0; v < files.size(); ++v) {
-    for (const TensorView& view : files[v].tensors) views[first + *find(volumes[v].tensors, view.name)].push_back(&view);
-    first += volumes[v].tensors.size();
-  }
+/// What this rank writes: the parts of a plan, in the memory that its views have now.
+std::vector<Mine> in_memory(const std::vector<OwnPart>& parts, std::span<const SaveFile> files, const Producer* producer) {
   std::vector<Mine> mine;
-  for (size_t t = 0; t < views.size(); ++t) {
-    for (const Owned& owned : layout.owners(t, rank)) {
-      const Region& held = layout.tensors()[t].pieces[owned.piece].region;
-      const TensorView& view = **std::find_if(views[t].begin(), views[t].end(), [&](const TensorView* one) { return one->region == held; });
-      Mine& one = mine.emplace_back(Mine{t, owned.piece, owned.region, nullptr, view.dtype, view.device});
-      if (view.data != nullptr) {
-        one.data = static_cast<const std::byte*>(view.data) + owned.local_begin * dtype_bits(view.dtype) / 8;
-      } else {
-        one.producer = &producer;
-        one.name = view.name;
-      }
+  mine.reserve(parts.size());
+  for (const OwnPart& part : parts) {
+    const TensorView& view = files[part.file].tensors[part.view];
+    Mine& one = mine.emplace_back(Mine{part.tensor, part.piece, part.region, nullptr, view.dtype, view.device});
+    if (view.data != nullptr) {
+      one.data = static_cast<const std::byte*>(view.data) + part.local_begin * dtype_bits(view.dtype) / 8;
+    } else {
+      one.producer = producer;
+      one.name = view.name;
     }
   }
   return mine;
+}
+
+/// What was worked out for the last save of the same tensors, where every rank has what it had then; else anew. Collective.
+std::shared_ptr<const KeptPlan> plan_of(Group& group, std::span<const SaveFile> files, const SaveOptions& options) {
+  std::shared_ptr<const KeptPlan> kept = kept_plan(group, files, options);
+  std::vector<Sharing> sharings;
+  bool as_before = kept != nullptr;
+  for (size_t f = 0; f < files.size(); ++f) {
+    const Sharing* const before = kept ? &kept->sharings[f] : nullptr;
+    sharings.push_back(share(group, files[f].tensors, before, options.timeout));
+    as_before = as_before && sharings[f].tensors == before->tensors;
+  }
+  return as_before ? kept : new_plan(group, files, options, std::move(sharings));
+}
+
+/// Ranks that are missing are told of without the path.
+void say_where(const Error& error, const base::Path& target) {
+  const std::string said = error.what();
+  if ((error.code() != Code::kTimeout && error.code() != Code::kPeerFailed) || said.find(target.string()) != std::string::npos) return;
+  throw Error(error.code(), fmt::format("{}: {}", target.string(), said), error.os_errno());
 }
 
 }  // namespace
@@ -53,16 +68,21 @@ std::vector<Mine> owned_by(int rank, const Layout& layout, const std::vector<Vol
 using namespace file;
 
 struct StagedSave::Plan {
+  std::unique_ptr<base::TimedCalls> timed;  ///< where calls are the machine's own
   Group& group;
   SaveOptions options;
-  bool hugging_face;  ///< files are named by us, and have an index where there are several
+  const Producer* producer;  ///< of what has no memory; may be null
+  bool hugging_face;         ///< files are named by us, and have an index where there are several
   Call call;
   std::optional<Layout> layout;
   std::optional<Draft> draft;
   std::vector<Mine> mine;
   int64_t written = 0;
   base::Time begin;
+  Environment machine{timed.get()};
+  bool staged = false, begun = false;
 
+  const Environment* environment() const { return timed ? &machine : nullptr; }
   Deadline deadline() const { return base::now() + options.timeout; }
   Deadline patience() const { return base::now() + options.timeout * 3 / 4; }  ///< with another save; the ranks wait meanwhile
   Storage storage();
@@ -70,27 +90,38 @@ struct StagedSave::Plan {
   void write_anywhere();
   void write_in_sequence();
   void commit();
+  void give_up() noexcept;
   SaveReport report() const;
 };
 
 StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options)
-    : plan_(new Plan{group, options, files.size() == 1 && files[0].name.empty(), {}, {}, {}, {}, 0, base::now()}) {
-  const InEnvironment here(options.environment);
+    : StagedSave(group, files, path, options, nullptr) {}
+
+StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options,
+                       const Producer* producer)
+    : plan_(new Plan{timed_calls(group, options.timeout),
+                     group,
+                     options,
+                     producer,
+                     files.size() == 1 && files[0].name.empty(),
+                     {},
+                     {},
+                     {},
+                     {},
+                     0,
+                     base::now()}) {
   Plan& plan = *plan_;
+  const InEnvironment here(plan.environment());
   const bool directory = !plan.hugging_face || path.extension() != ".safetensors";
   agree(group, base::now() + options.timeout, [&] {
-    check_call(files, options);
+    check_call(files, options, producer);
     if (directory || options.texts.empty()) return;
     base::fail(Code::kInvalidArgument, "{}: {} goes with a directory, and this is the name of one file", path.string(),
                options.texts.begin()->first);
   });
   plan.call = same_call(group, files, path, options, plan.deadline());
-  std::vector<Volume> volumes;  // (1)
-  for (size_t i = 0; i < files.size(); ++i) {
-    volumes.push_back({files[i].name, std::move(plan.call.metadata[i]), share(group, files[i].tensors, plan.deadline())});
-    check_whole(volumes.back().tensors);
-  }
-  plan.layout.emplace(volumes, options);
+  const std::shared_ptr<const KeptPlan> found = plan_of(group, files, options);  // (1)
+  plan.layout.emplace(found->arrangement, plan.call.metadata);
   if (!directory && plan.layout->files().size() > 1) {
     base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory", path.string(),
                plan.layout->files().size());
@@ -99,15 +130,19 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
     base::check_path(path);
     return draft_for(path, directory, plan.hugging_face, plan.call.nonce);
   });
-  plan.mine = owned_by(group.rank(), *plan.layout, volumes, files, plan.options.producer);
+  plan.draft->host = plan.call.host;
+  plan.mine = in_memory(found->own, files, producer);
 }
+
+StagedSave::StagedSave(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path, const SaveOptions& options)
+    : StagedSave(group, std::vector<SaveFile>{{"", {tensors.begin(), tensors.end()}}}, path, options) {}
 
 StagedSave::~StagedSave() = default;
 
-int64_t StagedSave::staging_bytes() const noexcept {
+size_t StagedSave::staging_bytes() const noexcept {
   int64_t bytes = 0;
   for (const Mine& mine : plan_->mine) bytes += mine.region.size() * dtype_bits(plan_->layout->place(mine.tensor).entry.dtype) / 8;
-  return bytes;
+  return static_cast<size_t>(bytes);
 }
 
 std::vector<std::pair<std::string, Shape>> StagedSave::tensors() const {
@@ -117,13 +152,17 @@ std::vector<std::pair<std::string, Shape>> StagedSave::tensors() const {
 }
 
 void StagedSave::stage(std::span<std::byte> memory) {
-  if (static_cast<int64_t>(memory.size()) < staging_bytes())
-    base::fail(Code::kInvalidArgument, "{} bytes of staging memory; {} are needed", memory.size(), staging_bytes());
-  const InEnvironment here(plan_->options.environment);
+  Plan& plan = *plan_;
+  if (plan.staged || plan.begun) base::fail(Code::kInvalidArgument, "{}: stage() comes once, before write()", plan.draft->target.string());
+  if (memory.size() < staging_bytes())
+    base::fail(Code::kInvalidArgument, "{}: {} bytes of staging memory; {} are needed", plan.draft->target.string(), memory.size(),
+               staging_bytes());
+  plan.staged = true;
+  const InEnvironment here(plan.environment());
   Feed feed;
   std::byte* to = memory.data();
-  for (Mine& mine : plan_->mine) {
-    const DType dtype = plan_->layout->place(mine.tensor).entry.dtype;
+  for (Mine& mine : plan.mine) {
+    const DType dtype = plan.layout->place(mine.tensor).entry.dtype;
     feed.copy(mine, 0, mine.region.size(), dtype, to);
     mine = {mine.tensor, mine.piece, mine.region, to, dtype, {}};
     to += mine.region.size() * dtype_bits(dtype) / 8;
@@ -148,7 +187,7 @@ Storage StagedSave::Plan::storage() {
 std::deque<Output> StagedSave::Plan::outputs() const {
   const bool produced = std::any_of(mine.begin(), mine.end(), [](const Mine& one) { return one.producer != nullptr; });
   std::deque<Output> outputs;
-  for (int i = 0; i < (produced ? options.producer.threads : 1); ++i) outputs.emplace_back(*layout, *draft, options.checksums, produced);
+  for (int i = 0; i < (produced ? producer->threads : 1); ++i) outputs.emplace_back(*layout, *draft, options.checksums, produced);
   return outputs;
 }
 
@@ -169,12 +208,12 @@ void StagedSave::Plan::write_anywhere() {
     for (Output& one : outputs) one.finish();
     for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
   });
-  if (options.producer.check) options.producer.check();
+  if (producer != nullptr && producer->check) producer->check();
   if (options.checksums) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
   agree(group, deadline(), [&] {
     if (group.rank() != 0) return;
     if (options.checksums) layout->set_checksums(output.crcs());
-    for (const FilePlan& file : layout->files()) write_header(draft->file(file.name), file.header);
+    for (const FilePlan& file : layout->files()) write_header(draft->file(file.name), file);
   });
   written = output.written();
 }
@@ -193,7 +232,7 @@ void StagedSave::Plan::write_in_sequence() {
     Direct count(mine, *layout, outputs, true);
     comm::Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
     for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
-    if (options.producer.check) options.producer.check();
+    if (producer != nullptr && producer->check) producer->check();
     group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
     layout->set_checksums(output.crcs());
   }
@@ -205,7 +244,7 @@ void StagedSave::Plan::write_in_sequence() {
     parts.tell();
     output.finish();
   });
-  if (options.producer.check) options.producer.check();
+  if (producer != nullptr && producer->check) producer->check();
   written = output.written();
 }
 
@@ -221,6 +260,12 @@ void StagedSave::Plan::commit() {
   release(*draft);
 }
 
+void StagedSave::Plan::give_up() noexcept {
+  if (group.rank() != 0) return;
+  if (base::syscalls().left_one()) return release(*draft);  // the next save removes what storage that stands still has of this one
+  discard(*draft);
+}
+
 SaveReport StagedSave::Plan::report() const {
   SaveReport report;
   for (const FilePlan& file : layout->files()) report.files.push_back(draft->directory ? draft->target / file.name : draft->target);
@@ -231,7 +276,9 @@ SaveReport StagedSave::Plan::report() const {
 
 SaveReport StagedSave::write() {
   Plan& plan = *plan_;
-  const InEnvironment here(plan.options.environment);
+  if (std::exchange(plan.begun, true))
+    base::fail(Code::kInvalidArgument, "{}: write() was called already; another save is another StagedSave", plan.draft->target.string());
+  const InEnvironment here(plan.environment());
   try {
     const Storage storage = plan.storage();
     if (!storage.rename) {
@@ -251,11 +298,21 @@ SaveReport StagedSave::write() {
     agree(plan.group, plan.deadline(), [&] {
       if (plan.group.rank() == 0) plan.commit();
     });
+  } catch (const Error& error) {
+    plan.give_up();
+    say_where(error, plan.draft->target);
+    throw;
   } catch (...) {
-    if (plan.group.rank() == 0) discard(*plan.draft);
+    plan.give_up();
     throw;
   }
   return plan.report();
+}
+
+SaveReport Producer::save(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path,
+                          const SaveOptions& options) const {
+  const SaveFile file{"", {tensors.begin(), tensors.end()}};
+  return StagedSave(group, {&file, 1}, path, options, this).write();
 }
 
 SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options) {
@@ -264,8 +321,8 @@ SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesy
 }
 
 SaveReport save(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const SaveOptions& options) {
-  const SaveFile one{"", {views.begin(), views.end()}};
-  return save(group, std::span(&one, 1), path, options);
+  group.begin("save()", options.timeout);
+  return StagedSave(group, views, path, options).write();
 }
 
 }  // namespace shardow

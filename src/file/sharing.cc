@@ -6,21 +6,25 @@
 //      the regions of the kind's ranks
 //   3. where there is one kind, its list is everybody's own. Else the first rank of each kind tells its list
 //
-// Pieces are made once for a class and shared by all its tensors. What came of it is remembered under a name that the one rank gave: where
-// each rank still has what it had, it says that name alone, and all go on with what they know.
+// Pieces are made once for a class and shared by all its tensors. What came of it has a name, which follows from everybody's words: where
+// each rank still has what it had, it says that name alone, and all go on with what they know (kept_plans.h).
+//
+// Each round has the whole timeout. A rank that does not come ends the round that it is missing in, and with it the call: so silence costs
+// the others one timeout, and a rank that is late every time, but never by as much, costs nobody the call.
 #include "file/sharing.h"
 
 #include <algorithm>
-#include <deque>
 #include <map>
-#include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
 #include "base/errors.h"
+#include "base/turns.h"
 #include "comm/wire.h"
 #include "file/kinds.h"
 #include "tensor/dtype.h"
+#include "tensor/runs.h"
 
 namespace shardow::file {
 namespace {
@@ -28,15 +32,16 @@ namespace {
 using base::fail;
 using comm::Receiver;
 using comm::Sender;
+using std::chrono::milliseconds;
 
 /// Puts pieces together, rank by rank.
 class PieceMaker {
  public:
   void add(const std::string& encoded_region, int rank, const std::string& name) {
     const auto [found, is_new] = known_.try_emplace(encoded_region, pieces_.size());
-    if (is_new) {
-      pieces_.push_back({Region::decode(encoded_region), {rank}});
-    } else if (auto& holders = pieces_[found->second].holders; std::find(holders.rbegin(), holders.rend(), rank) == holders.rend()) {
+    if (is_new) found->second = index_of(Region::decode(encoded_region));
+    auto& holders = pieces_[found->second].holders;
+    if (std::find(holders.rbegin(), holders.rend(), rank) == holders.rend()) {
       holders.insert(std::upper_bound(holders.begin(), holders.end(), rank), rank);
     } else if (pieces_[found->second].region.size() > 0) {
       fail(Code::kInvalidArgument, "'{}' is there twice on rank {}", name, rank);
@@ -49,8 +54,20 @@ class PieceMaker {
   }
 
  private:
+  /// Of the piece that has these elements, however it was described.
+  size_t index_of(const Region& region) {
+    const std::optional<Run> first = RunCursor(region).next();
+    std::vector<size_t>& like_it = by_begin_[{first ? first->global_begin : 0, region.size()}];
+    const auto same = std::find_if(like_it.begin(), like_it.end(), [&](size_t p) { return pieces_[p].region == region; });
+    if (same != like_it.end()) return *same;
+    like_it.push_back(pieces_.size());
+    pieces_.push_back({region, {}});
+    return like_it.back();
+  }
+
   std::vector<Shared::Piece> pieces_;
   std::unordered_map<std::string, size_t> known_;
+  std::map<std::pair<int64_t, int64_t>, std::vector<size_t>> by_begin_;
 };
 
 /// The pieces of tensors by where they lie: (kind, class), mostly one of them.
@@ -105,51 +122,6 @@ void add(std::map<std::string, Listed, std::less<>>& all, const std::string& lis
   }
 }
 
-struct Known {
-  std::string name;  // that all ranks know it by
-  std::vector<Shared> tensors;
-};
-
-/// What the last calls found out, for those after them. It depends on what each rank has and on nothing else, so it serves any group in
-/// which each rank has what it had.
-class Memory {
- public:
-  std::optional<Known> of(const Group& group, const Holding& mine) {
-    const std::scoped_lock lock(mutex_);
-    for (const Entry& one : kept_) {
-      if (one.rank == group.rank() && one.size == group.size() && one.words == mine.words() && one.list == mine.list()) return one.known;
-    }
-    return std::nullopt;
-  }
-
-  void keep(const Group& group, const Holding& mine, const std::string& name, const std::vector<Shared>& tensors) {
-    constexpr size_t kMostCalls = 8, kMostTensors = 200'000;
-    const std::scoped_lock lock(mutex_);
-    std::erase_if(kept_, [&](const Entry& one) {
-      return one.rank == group.rank() && one.size == group.size() && one.words == mine.words() && one.list == mine.list();
-    });
-    kept_.push_front({group.rank(), group.size(), mine.words(), mine.list(), {name, tensors}});
-    size_t total = 0, count = 0;
-    while (count < std::min(kept_.size(), kMostCalls) && (total += kept_[count].known.tensors.size()) <= kMostTensors) ++count;
-    kept_.resize(count);
-  }
-
- private:
-  struct Entry {
-    int rank, size;
-    std::string words, list;
-    Known known;
-  };
-
-  std::mutex mutex_;
-  std::deque<Entry> kept_;  // the latest first
-};
-
-Memory& memory() {
-  static Memory one;
-  return one;
-}
-
 const std::string kAsBefore = "=", kTellAll = "?";
 
 Group::Decision agree_to_go_on(const std::vector<std::string>& everybody) {
@@ -161,7 +133,7 @@ Group::Decision agree_to_go_on(const std::vector<std::string>& everybody) {
 }
 
 /// (3): the lists by kind.
-std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::vector<Kind>& kinds, Deadline deadline) {
+std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::vector<Kind>& kinds, milliseconds timeout) {
   if (kinds.size() == 1) return {mine.list()};
   const bool tells = std::any_of(kinds.begin(), kinds.end(), [&](const Kind& kind) { return kind.ranks[0] == group.rank(); });
   const auto join = [&](const std::vector<std::string>& everybody) {
@@ -169,7 +141,7 @@ std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::
     for (const Kind& kind : kinds) out.text(everybody.at(static_cast<size_t>(kind.ranks[0])));
     return Group::Decision{packed(out.bytes())};
   };
-  const std::string all = unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, deadline).common);
+  const std::string all = unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, base::now() + timeout).common);
   std::vector<std::string> lists;
   for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
   return lists;
@@ -180,7 +152,11 @@ std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::
 Holding::Holding(std::span<const TensorView> views) {
   std::unordered_map<std::string, int64_t> classes;
   Sender list, regions;
-  for (const TensorView& view : views) {  // (1)
+  std::vector<const TensorView*> ordered;
+  for (const TensorView& view : views) ordered.push_back(&view);
+  std::stable_sort(ordered.begin(), ordered.end(), [](const TensorView* a, const TensorView* b) { return a->name < b->name; });
+  for (const TensorView* const one : ordered) {  // (1)
+    const TensorView& view = *one;
     const std::string region = view.region.encode();
     const auto [found, is_new] = classes.try_emplace(region, static_cast<int64_t>(classes.size()));
     if (is_new) regions.text(region);
@@ -215,9 +191,9 @@ std::string sum_up(std::span<const std::string> everybody) {
   return pack(kinds, digest(all));
 }
 
-std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said, Deadline deadline) {
+std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said, milliseconds timeout) {
   const std::vector<Kind> kinds = unpack(said);
-  const std::vector<std::string> lists = lists_of(group, mine, kinds, deadline);
+  const std::vector<std::string> lists = lists_of(group, mine, kinds, timeout);
   std::map<std::string, Listed, std::less<>> all;
   for (size_t k = 0; k < kinds.size(); ++k) add(all, lists[k], k, kinds[k].ranks[0]);
   PieceStore pieces(kinds);
@@ -227,15 +203,14 @@ std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::st
   return tensors;
 }
 
-std::vector<Shared> share(Group& group, std::span<const TensorView> views, Deadline deadline) {
-  const Holding mine(views);
-  std::optional<Known> known = group.size() > 1 ? memory().of(group, mine) : std::nullopt;
-  std::string said = group.decide(known ? kAsBefore + known->name : mine.words(), agree_to_go_on, deadline).common;
-  if (said == kAsBefore) return std::move(known->tensors);
-  if (said == kTellAll) said = group.decide(mine.words(), agree_to_go_on, deadline).common;
-  std::vector<Shared> tensors = shared_from(group, mine, said, deadline);
-  if (group.size() > 1) memory().keep(group, mine, digest(said), tensors);
-  return tensors;
+Sharing share(Group& group, std::span<const TensorView> views, const Sharing* before, milliseconds timeout) {
+  std::optional<Holding> mine;
+  const auto words = [&] { return (mine ? *mine : mine.emplace(views)).words(); };
+  std::string said = group.decide(before != nullptr ? kAsBefore + before->name : words(), agree_to_go_on, base::now() + timeout).common;
+  if (said == kAsBefore) return *before;
+  if (said == kTellAll) said = group.decide(words(), agree_to_go_on, base::now() + timeout).common;
+  words();
+  return {digest(said), std::make_shared<const std::vector<Shared>>(shared_from(group, *mine, said, timeout))};
 }
 
 }  // namespace shardow::file

@@ -5,8 +5,8 @@
 
 namespace shardow::file {
 
-void write_header(const base::Path& path, const Header& header) {
-  const std::string bytes = header_bytes(header);
+void write_header(const base::Path& path, const FilePlan& file_plan) {
+  const std::string bytes = header_bytes(file_plan.content.entries, file_plan.metadata, file_plan.data_begin);
   const std::span<const std::byte> all = std::as_bytes(std::span(bytes));
   base::File file = base::File::open_for_writing(path);
   file.write(all.subspan(static_cast<size_t>(kLengthBytes)), kLengthBytes);
@@ -19,7 +19,7 @@ void write_header(const base::Path& path, const Header& header) {
 void write_index(const Draft& draft, const Layout& layout) {
   WeightMap weights;
   for (const FilePlan& file : layout.files()) {
-    for (const Entry& entry : file.header.entries) weights[entry.name] = file.name;
+    for (const Entry& entry : file.content.entries) weights[entry.name] = file.name;
   }
   const std::string bytes = index_bytes(weights, layout.total());
   base::File file = base::File::replace(draft.file(kIndexName));

@@ -11,7 +11,7 @@
 namespace shardow::file {
 
 /// Header after byte 8, then, when that is on disk, the length: until then no reader takes the file.
-void write_header(const base::Path& path, const Header& header);
+void write_header(const base::Path& path, const FilePlan& file_plan);
 
 void write_index(const Draft& draft, const Layout& layout);
 

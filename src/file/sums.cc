@@ -1,4 +1,4 @@
-// One message of every rank has its sums, in an order that all know; each rank draws the same conclusion from all of them.
+// One message of every rank has its sums, in an order that all know; one rank draws the conclusion, for all.
 #include "file/sums.h"
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "base/errors.h"
 #include "comm/wire.h"
+#include "tensor/coverage.h"
 
 namespace shardow::file {
 namespace {
@@ -61,7 +62,15 @@ std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::
   return out.bytes();
 }
 
-void Sums::check(std::span<const std::string> words) const {
+void Sums::check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums, Deadline deadline) const {
+  const auto compared = [&](const std::vector<std::string>& everybody) {
+    compare(everybody);
+    return Group::Decision{};
+  };
+  group.decide(words(group.rank(), jobs, sums), compared, deadline);
+}
+
+void Sums::compare(std::span<const std::string> words) const {
   std::vector<uint64_t> all(wanted_.size(), 0);
   std::vector<std::vector<uint64_t>> by_first = by_piece();
   std::set<size_t> wrong;

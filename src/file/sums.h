@@ -17,7 +17,7 @@ namespace shardow::file {
 std::string listed(const std::vector<std::string>& names);
 
 /// What the ranks find out about the bytes that they read: the checksum of every tensor, from one holder of each piece, and of every piece
-/// with several holders what each of them read. All ranks come to the same conclusion, from the same numbers.
+/// with several holders what each of them read.
 class Sums {
  public:
   Sums(const Catalog& catalog, const std::vector<Shared>& wanted);
@@ -25,15 +25,15 @@ class Sums {
   /// Whether a tensor's checksum can be compared: the file has it, and the ranks together read everything, each element counted once.
   bool of(size_t tensor) const { return verified_[tensor]; }
 
-  /// For all ranks: of this rank's jobs, in the order of tensors and pieces.
-  std::string words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const;
-
-  /// Throws kCorrupt where bytes are not what was saved; `words` are those of all ranks.
-  void check(std::span<const std::string> words) const;
+  /// Throws kCorrupt on every rank where bytes are not what was saved. `sums`: of this rank's jobs. Collective: one rank sees what all
+  /// tell.
+  void check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums, Deadline deadline) const;
 
  private:
   template <class Fn>
   void for_each_of(int rank, Fn fn) const;
+  std::string words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const;
+  void compare(std::span<const std::string> words) const;
   std::vector<std::vector<uint64_t>> by_piece() const;
   [[noreturn]] void fail_changed(const std::set<size_t>& tensors) const;
 

@@ -63,10 +63,9 @@ inline void save_version(Group& group, std::vector<Held>& held, int which, const
   save(group, files, folder / target(way), options);
 }
 
-/// 1 or 2; 0 where nothing is there; -1 for anything else.
+/// 1, 2 or 3; 0 where nothing is there; -1 for anything else.
 inline int version_at(const fs::path& path, const std::vector<Spec>& specs = kSmall) {
-  int found = 0;
-  for (const int which : {1, 2}) {
+  for (const int which : {1, 2, 3}) {
     version = which;
     auto read = values(specs, whole, 0, 1), expected = values(specs, whole, 0, 1);
     for (Held& one : read) std::fill(one.memory.begin(), one.memory.end(), std::byte{0xee});
@@ -77,9 +76,9 @@ inline int version_at(const fs::path& path, const std::vector<Spec>& specs = kSm
     }
     bool same = true;
     for (size_t i = 0; i < read.size(); ++i) same = same && read[i].memory == expected[i].memory;
-    if (same) found = which;
+    if (same) return which;
   }
-  return found == 0 ? -1 : found;
+  return -1;
 }
 
 /// The same of all files of a way, which must agree.

@@ -100,8 +100,10 @@ void add_terms(std::span<const Term> terms, DType dtype, bool first, double* sum
   });
 }
 
-void round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
-  with_dtype(to_dtype, [&]<class To>() { round_all(sums, static_cast<To*>(to), static_cast<size_t>(count)); });
+double round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
+  double largest = 0;
+  with_dtype(to_dtype, [&]<class To>() { largest = round_all(sums, static_cast<To*>(to), static_cast<size_t>(count)); });
+  return largest;
 }
 
 const char* target() {
@@ -122,8 +124,8 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
 void add_terms(std::span<const Term> terms, DType dtype, bool first, double* sums, int64_t count) {
   reference::add_terms(terms, dtype, first, sums, count);
 }
-void round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
-  reference::round_sums(sums, to, to_dtype, count);
+double round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
+  return reference::round_sums(sums, to, to_dtype, count);
 }
 const char* target() {
   return "reference";
@@ -164,9 +166,9 @@ void cpu::add_terms(std::span<const Term> terms, DType dtype, bool first, double
   HWY_DYNAMIC_DISPATCH(add_terms)(terms, dtype, first, sums, count);
 }
 
-void cpu::round_sums(const double* sums, void* to, DType to_dtype, int64_t count) noexcept {
+double cpu::round_sums(const double* sums, void* to, DType to_dtype, int64_t count) noexcept {
   const base::FloatEnvironment environment;
-  HWY_DYNAMIC_DISPATCH(round_sums)(sums, to, to_dtype, count);
+  return HWY_DYNAMIC_DISPATCH(round_sums)(sums, to, to_dtype, count);
 }
 
 const char* cpu::target() noexcept {

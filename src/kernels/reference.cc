@@ -74,11 +74,16 @@ void add_terms(std::span<const Term> terms, DType dtype, bool first, double* sum
   });
 }
 
-void round_sums(const double* sums, void* to, DType to_dtype, int64_t count) noexcept {
+double round_sums(const double* sums, void* to, DType to_dtype, int64_t count) noexcept {
   const base::FloatEnvironment environment;
+  double largest = 0;
   with_dtype(to_dtype, [&]<class To>() {
-    for (int64_t i = 0; i < count; ++i) static_cast<To*>(to)[i] = convert<To>(canonical(sums[i]));
+    for (int64_t i = 0; i < count; ++i) {
+      static_cast<To*>(to)[i] = convert<To>(canonical(sums[i]));
+      if (std::isfinite(sums[i])) largest = std::max(largest, std::abs(sums[i]));
+    }
   });
+  return largest;
 }
 
 }  // namespace reference

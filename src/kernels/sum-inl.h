@@ -61,22 +61,26 @@ HWY_INLINE void store_rounded(A access, hn::Vec<hn::ScalableTag<double>> v, To* 
 }
 
 template <class To>
-HWY_NOINLINE void round_all(const double* sums, To* to, size_t count) {
+HWY_NOINLINE double round_all(const double* sums, To* to, size_t count) {
   const hn::ScalableTag<double> d;
+  const auto infinity = hn::Set(d, double_of(uint64_t{0x7ff0000000000000}));
+  auto largest = hn::Zero(d);
   const auto nan = hn::Set(d, double_of(uint64_t{0x7ff8000000000000}));
   in_vectors(d, count, [&](auto access, size_t i) {
     auto v = access.load(d, sums + i);
     v = hn::IfThenElse(hn::Eq(v, v), v, nan);
+    const auto size = hn::Abs(v);
+    largest = hn::Max(largest, hn::IfThenElseZero(hn::Lt(size, infinity), size));
     if constexpr (std::is_same_v<To, double>) {
       access.store(d, v, to + i);
     } else {
-      const auto size = hn::Abs(v);
       const bool small = is_16_bit<To> && !hn::AllFalse(d, hn::And(hn::Gt(size, hn::Zero(d)), hn::Lt(size, hn::Set(d, 0x1p-126))));
       if (!small) return store_rounded(access, v, to + i);
       const size_t n = HWY_MIN(count - i, hn::Lanes(d));
       for (size_t j = i; j < i + n; ++j) to[j] = convert<To>(canonical(sums[j]));
     }
   });
+  return hn::GetLane(hn::MaxOfLanes(d, largest));
 }
 
 }  // namespace shardow::kernels::HWY_NAMESPACE

@@ -38,8 +38,8 @@ TEST_P(Sums, AreRoundedAsTheReferenceRoundsAtEveryLengthAndOffset) {
               : random() % 2 == 0 ? awkward(random)
                                   : std::ldexp(1.0 + static_cast<double>(random() % 5000) / 4096, static_cast<int>(random() % 8));
       Buffer expected(static_cast<size_t>(count) * size_of(dtype), random() % 8 * size_of(dtype)), actual = expected;
-      reference::round_sums(sums.data(), expected.data(), dtype, count);
-      cpu::round_sums(sums.data(), actual.data(), dtype, count);
+      const double largest = reference::round_sums(sums.data(), expected.data(), dtype, count);
+      ASSERT_EQ(cpu::round_sums(sums.data(), actual.data(), dtype, count), largest) << name_of(dtype) << ", " << count;
       ASSERT_TRUE(actual == expected) << name_of(dtype) << ", " << count;
     }
   }
@@ -79,6 +79,14 @@ TEST(SumsReference, RoundsOnceWhereTwoRoundingsWouldDiffer) {
   EXPECT_EQ(to_float(rounded[0]), 1.0f + 0x1p-7f);
   EXPECT_EQ(to_float(rounded[1]), 1.0f);
   EXPECT_EQ(to_float(rounded[2]), 0x1p-133f);
+}
+
+TEST(SumsReference, SaysTheLargestThatIsANumber) {
+  const double sums[] = {-70000.0, 3.0, INFINITY, NAN, -INFINITY};
+  F16 rounded[5];
+  EXPECT_EQ(reference::round_sums(sums, rounded, DType::kF16, 5), 70000.0);
+  EXPECT_EQ(reference::round_sums(sums + 2, rounded, DType::kF16, 3), 0.0);
+  EXPECT_EQ(reference::round_sums(sums, rounded, DType::kF16, 0), 0.0);
 }
 
 TEST(SumsReference, FusesAndKeepsTheSignOfAZero) {

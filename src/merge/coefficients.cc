@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "shardow/merge.h"
+#include "merge/rules.h"
 
 namespace shardow {
 namespace {
@@ -31,7 +31,11 @@ void check_decay(double decay) {
 }
 
 void check_ascending(std::span<const int64_t> steps) {
+  constexpr int64_t kMost = int64_t{1} << 53;  // beyond, float64 has no longer every whole number
   check_inputs(steps.size());
+  for (const int64_t step : steps) {
+    if (step < 0 || step > kMost) fail(Code::kInvalidArgument, "step {}: steps are 0 to 2^53 = {}", step, kMost);
+  }
   for (size_t j = 1; j < steps.size(); ++j) {
     if (steps[j] <= steps[j - 1])
       fail(Code::kInvalidArgument, "step {} after step {}: steps must ascend, each of them once", steps[j], steps[j - 1]);

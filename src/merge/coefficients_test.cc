@@ -6,8 +6,8 @@
 #include <numeric>
 #include <random>
 
+#include "merge/rules.h"
 #include "shardow/error.h"
-#include "shardow/merge.h"
 
 namespace shardow {
 namespace {
@@ -128,6 +128,15 @@ TEST(Coefficients, SayWhatWeightsByIndexWouldMiss) {
   EXPECT_NEAR(*decay_coefficients(DecayCurve::kLinear, std::vector<int64_t>{0, 10, 100}).index_error, 0.2, 1e-15);
   EXPECT_NEAR(*ema_coefficients(std::vector<int64_t>{0, 1, 3}, 0.5).index_error, std::pow(0.5, 1.5) - 0.25, 1e-15);
   EXPECT_FALSE(uniform_coefficients(3).index_error);
+}
+
+TEST(Coefficients, TakeNoStepThatADoubleHasNot) {
+  constexpr int64_t kMost = int64_t{1} << 53;
+  EXPECT_NO_THROW(decay_coefficients(DecayCurve::kLinear, std::vector<int64_t>{0, kMost - 1, kMost}));
+  for (const std::vector<int64_t>& steps : {std::vector<int64_t>{0, kMost + 1}, {-1, 5}}) {
+    EXPECT_THROW(decay_coefficients(DecayCurve::kLinear, steps), Error);
+    EXPECT_THROW(ema_coefficients(steps, 0.5), Error);
+  }
 }
 
 TEST(Coefficients, OfACurveAskForStepsThatAscend) {

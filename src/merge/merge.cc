@@ -9,12 +9,15 @@
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/device.h"
-#include "file/environment.h"
 #include "file/lanes.h"
 #include "file/ownership.h"
+#include "file/producer.h"
+#include "file/sharing.h"
 #include "file/sums.h"
 #include "merge/plan.h"
+#include "merge/rules.h"
 #include "merge/sums.h"
+#include "tensor/coverage.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -82,9 +85,9 @@ LoadReport compare(const Plan& plan, const std::vector<file::Shared>& wanted, bo
 /// This rank's tensors, filled chunk by chunk on several threads.
 class Filling {
  public:
-  /// What outlives it. `summed`: by view, whether its bytes count for checksums.
-  Filling(Sums& sums, int threads, std::vector<TensorView> views, std::vector<bool> summed)
-      : sums_(sums), threads_(threads), views_(std::move(views)), summed_(std::move(summed)) {}
+  /// What outlives it. `counted`: by view, whether its bytes count for checks.
+  Filling(Sums& sums, int threads, std::vector<TensorView> views, std::vector<bool> counted)
+      : sums_(sums), threads_(threads), views_(std::move(views)), counted_(std::move(counted)) {}
 
   comm::Part part() {
     const comm::PartTime time;
@@ -92,8 +95,8 @@ class Filling {
     lanes_.run(static_cast<size_t>(threads_), [&](size_t) {
       file::Pinned pinned;
       TensorView chunk{"", DType::kF32, Region::whole({}), nullptr};
-      bool summed = false;
-      while (!time.over() && !lanes_.failed() && next(chunk, summed)) fill(chunk, summed, pinned);
+      bool counted = false;
+      while (!time.over() && !lanes_.failed() && next(chunk, counted)) fill(chunk, counted, pinned);
       pinned.finish();
     });
     const base::Lock lock(mutex_);
@@ -101,7 +104,7 @@ class Filling {
   }
 
  private:
-  bool next(TensorView& chunk, bool& summed) {
+  bool next(TensorView& chunk, bool& counted) {
     const base::Lock lock(mutex_);
     while (view_ < views_.size() && begin_ == views_[view_].region.size()) {
       ++view_;
@@ -109,7 +112,7 @@ class Filling {
     }
     if (view_ == views_.size()) return false;
     chunk = views_[view_];
-    summed = summed_[view_];
+    counted = counted_[view_];
     const int64_t end = std::min(chunk.region.size(), begin_ + (int64_t{1} << 19));
     chunk.region = chunk.region.window(begin_, end);
     chunk.data = static_cast<std::byte*>(chunk.data) + begin_ * dtype_bits(chunk.dtype) / 8;
@@ -117,15 +120,15 @@ class Filling {
     return true;
   }
 
-  void fill(TensorView& chunk, bool summed, file::Pinned& pinned) {
+  void fill(TensorView& chunk, bool counted, file::Pinned& pinned) {
     const auto bytes = chunk.region.size() * dtype_bits(chunk.dtype) / 8;
     if (file::on_device(chunk.device)) {
       std::byte* const on_device = static_cast<std::byte*>(chunk.data);
       chunk.data = pinned.data(chunk.device);
-      sums_.read(chunk, summed);
+      sums_.read(chunk, counted);
       pinned.copy_to(on_device, static_cast<size_t>(bytes), chunk.device);
     } else {
-      sums_.read(chunk, summed);
+      sums_.read(chunk, counted);
     }
     done_ += bytes;
   }
@@ -133,7 +136,7 @@ class Filling {
   Sums& sums_;
   int threads_;
   std::vector<TensorView> views_;
-  std::vector<bool> summed_;
+  std::vector<bool> counted_;
   std::atomic<int64_t> done_ = 0;
   file::Lanes lanes_;
   base::Mutex mutex_;
@@ -147,26 +150,25 @@ class Filling {
 using namespace merging;
 
 MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::filesystem::path& path, const MergeOptions& options) {
-  const file::InEnvironment here(options.environment);
   const auto begin = Clock::now();
   group.begin("merge()", options.timeout);
   const Plan plan = agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()}, begin + options.timeout);
   MergeReport report = plan.report();
   if (options.check_only) return report;
-  Sums sums(plan);
-  SaveFile out{"", {}};
-  for (const Tensor& tensor : plan.tensors()) out.tensors.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
+  Sums sums(plan, options.verify);
+  std::vector<TensorView> out;
+  for (const Tensor& tensor : plan.tensors()) out.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
   SaveOptions saving;
   saving.max_shard_size = options.max_shard_size;
   saving.metadata = options.metadata;
   saving.metadata[kMergeKey] = plan.provenance(options.formula);
   saving.timeout = options.timeout;
   saving.progress = options.progress;
-  saving.environment = options.environment;
-  saving.producer.read = [&](const TensorView& wanted) { sums.read(wanted, options.verify); };
-  if (options.verify) saving.producer.check = [&] { sums.check(group, options.timeout, std::vector<bool>(plan.tensors().size(), true)); };
-  saving.producer.threads = plan.threads(options.threads);
-  const SaveReport saved = StagedSave(group, {&out, 1}, path, saving).write();
+  file::Producer producer;
+  producer.read = [&](const TensorView& wanted) { sums.read(wanted, true); };
+  producer.check = [&] { sums.check(group, options.timeout, std::vector<bool>(plan.tensors().size(), true)); };
+  producer.threads = plan.threads(options.threads);
+  const SaveReport saved = producer.save(group, out, path, saving);
   report.files = saved.files;
   report.bytes_read = sums.bytes_read();
   report.bytes_written = saved.bytes_written;
@@ -175,12 +177,12 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
 }
 
 LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::vector<MergeInput> inputs, const LoadOptions& options) {
-  const file::InEnvironment here(options.environment);
   const auto begin = Clock::now();
   group.begin("load()", options.timeout);
   // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
   const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, begin + options.timeout);
-  const std::vector<file::Shared> wanted = file::share(group, tensors, begin + options.timeout);
+  const file::Sharing sharing = file::share(group, tensors, nullptr, options.timeout);
+  const std::vector<file::Shared>& wanted = *sharing.tensors;
   std::array<uint64_t, 3> asked = {options.strict, options.verify, options.check_only};  // what one rank asks for, all do
   group.all_reduce(asked, Group::Op::kMax, begin + options.timeout);
   const auto [strict, verify, check_only] = asked;
@@ -190,26 +192,26 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   std::vector<bool> read_once(plan.tensors().size(), false);
   int64_t total = 0;
   for (const file::Shared& one : wanted) {
-    if (const auto t = plan.find(one.name)) read_once[*t] = verify != 0 && covers_once(file::regions_of(one));
+    if (const auto t = plan.find(one.name)) read_once[*t] = covers_once(file::regions_of(one));
     for (const file::Shared::Piece& piece : one.pieces)
       total += piece.region.size() * dtype_bits(one.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
   }
   std::vector<TensorView> views;
-  std::vector<bool> summed;
+  std::vector<bool> counted;
   for (const TensorView& view : tensors) {
     const auto t = plan.find(view.name);
     if (!t) continue;
     const file::Shared& one = wanted[*file::find(wanted, view.name)];
     const auto piece = std::find_if(one.pieces.begin(), one.pieces.end(), [&](const auto& each) { return each.region == view.region; });
     views.push_back(view);
-    summed.push_back(read_once[*t] && piece != one.pieces.end() && piece->holders.front() == group.rank());
+    counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());
   }
-  Sums sums(plan);
-  Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(summed));
+  Sums sums(plan, verify != 0);
+  Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });
   agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
-  if (verify != 0) sums.check(group, options.timeout, read_once);
+  sums.check(group, options.timeout, read_once);
   report.bytes_read = sums.bytes_read();
   report.seconds = base::seconds_since(begin);
   return report;

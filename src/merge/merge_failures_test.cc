@@ -73,14 +73,18 @@ TEST_F(MergeFailures, WhereFilesAreWrittenFromFrontToEndBytesAreTheSame) {
   merge(*solo(), inputs, folder_ / "expected.safetensors");
   const Environment there{&storage};
   for (const int ranks : {1, 3}) {
-    const auto codes = on_ranks(ranks, [&](Group& group) { merge(group, inputs, folder_ / "out.safetensors", {.environment = &there}); });
+    const auto codes = on_ranks(ranks, [&](Group& group) {
+      const file::InEnvironment here(&there);
+      merge(group, inputs, folder_ / "out.safetensors");
+    });
     EXPECT_EQ(codes, all(ranks, kFine));
     EXPECT_TRUE(bytes_of(folder_ / "out.safetensors") == bytes_of(folder_ / "expected.safetensors")) << ranks;
   }
   std::fstream(folder_ / "a.safetensors", std::ios::in | std::ios::out | std::ios::binary).seekp(-2000, std::ios::end).put('\x55');
   const MergeInput damaged{"a", Checkpoint::open(folder_ / "a.safetensors"), 0.5};
   expect_error(Code::kCorrupt, {"of a is not what was saved"}, [&] {
-    merge(*solo(), {damaged, inputs[1]}, folder_ / "other.safetensors", {.environment = &there});
+    const file::InEnvironment here(&there);
+    merge(*solo(), {damaged, inputs[1]}, folder_ / "other.safetensors");
   });
   EXPECT_FALSE(fs::exists(folder_ / "other.safetensors"));
 }
@@ -93,7 +97,10 @@ TEST_F(MergeFailures, AFullDiskLeavesWhatWasThere) {
   for (int writes = 0; writes < 6; ++writes) {
     Full disk(writes);
     const Environment there{&disk};
-    const auto codes = on_ranks(2, [&](Group& group) { merge(group, inputs, folder_ / "out.safetensors", {.environment = &there}); });
+    const auto codes = on_ranks(2, [&](Group& group) {
+      const file::InEnvironment here(&there);
+      merge(group, inputs, folder_ / "out.safetensors");
+    });
     EXPECT_EQ(codes, all(2, static_cast<int>(Code::kOutOfSpace))) << writes;
     EXPECT_TRUE(bytes_of(folder_ / "out.safetensors") == old);
     EXPECT_EQ(names(), before);

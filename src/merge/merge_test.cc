@@ -1,5 +1,6 @@
 // Merges are the inputs' sums, to the last bit the same whatever made them, or they leave everything as it was.
 #include "merge/merging_fixture.h"
+#include "merge/rules.h"
 
 namespace shardow {
 namespace {
@@ -49,6 +50,44 @@ TEST_F(Merge, GivesTheSameBytesWhateverTheOrderThreadsRanksAndLayouts) {
   }
 }
 
+TEST_F(Merge, AddsInTheOrderOfStepsThenOfNames) {
+  const auto input = [&](const std::string& name, double value, std::optional<int64_t> step) {
+    Held held("w", DType::kF64, Region::whole({1}));
+    std::memcpy(held.memory.data(), &value, sizeof value);
+    save(*solo(), {{held.view}}, folder_ / name);
+    return MergeInput{name, Checkpoint::open(folder_ / name), 1, step};
+  };
+  const auto sum = [&](const std::vector<MergeInput>& inputs) {
+    merge(*solo(), inputs, folder_ / "out.safetensors");
+    return value_of(whole_of(Checkpoint::open(folder_ / "out.safetensors"), "w").data(), DType::kF64);
+  };
+  EXPECT_EQ(sum({input("a", 1, 3), input("b", -1e16, 2), input("c", 1e16, 1)}), 1);     // (1e16 - 1e16) + 1
+  EXPECT_EQ(sum({input("c", 1e16, {}), input("b", -1e16, {}), input("a", 1, {})}), 0);  // (1 - 1e16) + 1e16
+  EXPECT_EQ(sum({input("a", 1, 7), input("b", -1e16, {}), input("c", 1e16, {})}), 1);   // those without a step first
+}
+
+/// Sums of float64 have nowhere to be kept where they are beyond float64 themselves, on the way too.
+TEST_F(Merge, SaysWhichSumsAreBeyondFloat64) {
+  const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+  const auto input = [&](const std::string& name, std::vector<double> values, double coefficient) {
+    values.resize(70'000, 1);  // of several blocks
+    std::rotate(values.begin(), values.begin() + 40'000, values.end());
+    Held held("w", DType::kF64, Region::whole({70'000}));
+    std::memcpy(held.memory.data(), values.data(), held.memory.size());
+    save(*solo(), {{held.view}}, folder_ / name);
+    return MergeInput{name, Checkpoint::open(folder_ / name), coefficient, {}};
+  };
+  const std::vector<MergeInput> inputs = {input("a", {1.7e308, -1.7e308, 1.7e308, 1e308, inf, nan, inf}, 2),
+                                          input("b", {1, 1, -1.7e308, 1, 1, 1, -inf}, 2), input("c", {}, 1), input("d", {}, 1),
+                                          input("e", {}, 1)};
+  for (const auto dtype : {std::optional<DType>(), std::optional(DType::kF32)}) {
+    expect_error(Code::kInvalidArgument, {"4 of 'w'", "smaller weights"},
+                 [&] { merge(*solo(), inputs, folder_ / "out.safetensors", {.dtype = dtype}); });
+  }
+  EXPECT_FALSE(fs::exists(folder_ / "out.safetensors"));
+  merge(*solo(), {input("a", {inf, nan, 1e308}, 1), input("b", {1, 2, 3}, 1)}, folder_ / "out.safetensors");  // as they are in an input
+}
+
 TEST_F(Merge, CastsOnceAndTakesInputsOfSeveralDtypesWhereOneIsSaid) {
   std::vector<Spec> wide = {{"w", DType::kF32, {4001}}}, narrow = {{"w", DType::kBF16, {4001}}};
   const std::vector<MergeInput> inputs = {saved("a.safetensors", wide, 1, 0.7), saved("b.safetensors", narrow, 2, 0.3)};
@@ -91,16 +130,60 @@ TEST_F(Merge, RefusesNothingZeroAndWhatIsNoNumber) {
   expect_error(Code::kInvalidArgument, {"no inputs"}, [&] { merge(*solo(), {}, out); });
   expect_error(Code::kInvalidArgument, {"all inputs are 0"}, [&] { merge(*solo(), {with(0), with(-0.0)}, out); });
   expect_error(Code::kInvalidArgument, {"coefficient nan"}, [&] { merge(*solo(), {with(std::nan(""))}, out); });
+  expect_error(Code::kInvalidArgument, {"a.safetensors has the coefficient -1e+308"}, [&] { merge(*solo(), {with(-1e308)}, out); });
   expect_error(Code::kInvalidArgument, {"dtype I64"}, [&] { merge(*solo(), {with(1)}, out, {.dtype = DType::kI64}); });
   EXPECT_FALSE(fs::exists(out));
 }
 
-TEST_F(Merge, OfOneInputIsThatInputAndAnInputWithZeroIsNotRead) {
+TEST_F(Merge, OfOneInputIsThatInputAndAnOlderInputWithZeroIsNotRead) {
   const std::vector<Spec> specs = {{"a", DType::kBF16, {70'001}}, {"b", DType::kC64, {5}}};
-  MergeInput one = saved("a.safetensors", specs, 3, 1, 1), other = saved("b.safetensors", {{"other", DType::kF32, {3}}}, 4, 0, 2);
+  MergeInput one = saved("a.safetensors", specs, 3, 1, 2), other = saved("b.safetensors", {{"other", DType::kF32, {3}}}, 4, 0, 1);
   merge(*solo(), {one, other}, folder_ / "out.safetensors");
   const Checkpoint out = Checkpoint::open(folder_ / "out.safetensors");
   for (const Spec& spec : specs) EXPECT_EQ(whole_of(out, spec.name), whole_of(std::get<Checkpoint>(one.tensors), spec.name));
+}
+
+TEST_F(Merge, TakesIntegersFromTheNewestWhateverItsCoefficient) {
+  const std::vector<MergeInput> inputs = {saved("a", kMixed, 1, 0.5, 10), saved("b", kMixed, 2, 0.5, 20), saved("c", kMixed, 3, 0, 30)};
+  const MergeReport report = merge(*solo(), inputs, folder_ / "out.safetensors");
+  const Checkpoint out = Checkpoint::open(folder_ / "out.safetensors");
+  for (const char* name : {"counts", "flags"}) EXPECT_EQ(whole_of(out, name), whole_of(std::get<Checkpoint>(inputs[2].tensors), name));
+  expect_sum({inputs[0], inputs[1]}, "embed", whole_of(out, "embed"), DType::kBF16);
+  EXPECT_EQ(report.newest, "c");
+  EXPECT_EQ(report.inputs.size(), 3U);
+  EXPECT_NE(out.metadata().at(kMergeKey).find(R"("step":30)"), std::string::npos);
+  EXPECT_NE(out.metadata().at(kMergeKey).find(R"("newest":"c"})"), std::string::npos);
+  int64_t floats = 0, others = 0;
+  for (const std::string& name : out.names()) (is_floating(out.tensor(name).dtype) ? floats : others) += out.tensor(name).bytes;
+  EXPECT_EQ(report.bytes_read, 2 * floats + others);
+}
+
+TEST_F(Merge, SumsThatBecomeInfiniteAreAnErrorThatCountsThem) {
+  const std::vector<Spec> specs = {{"fits", DType::kF32, {70'000}}, {"large", DType::kF32, {70'000}}, {"inf", DType::kF32, {2}}};
+  std::vector<Held> held = random_tensors(specs, 1);
+  const auto at = [&](size_t tensor, size_t i) -> float& { return reinterpret_cast<float*>(held[tensor].memory.data())[i]; };
+  at(1, 5) = 65519.99f, at(1, 6) = 65520.0f, at(1, 69'999) = -1e30f;  // the first is rounded to 65504
+  at(2, 0) = INFINITY, at(2, 1) = NAN;                                // as they were
+  save(*solo(), views_of(held), folder_ / "a.safetensors");
+  const auto out = folder_ / "out.safetensors";
+  const auto input = [&](double coefficient) { return MergeInput{"a", Checkpoint::open(folder_ / "a.safetensors"), coefficient}; };
+  for (const bool verify : {true, false}) {
+    for (const int ranks : {1, 3}) {
+      EXPECT_EQ(on_ranks(ranks,
+                         [&](Group& group) {
+                           expect_error(Code::kInvalidArgument, {"2 of 'large'; choose a dtype"},
+                                        [&] { merge(group, {input(1)}, out, {.dtype = DType::kF16, .verify = verify}); });
+                         }),
+                all(ranks, kFine));
+    }
+  }
+  expect_error(Code::kInvalidArgument, {"1 of 'large'"}, [&] { merge(*solo(), {input(1e30)}, out); });
+  EXPECT_FALSE(fs::exists(out));
+  merge(*solo(), {input(1)}, out, {.dtype = DType::kBF16});
+  merge(*solo(), {input(0.999)}, out);
+  EXPECT_TRUE(std::isinf(value_of(whole_of(Checkpoint::open(out), "inf").data(), DType::kF32)));
+  Held half("large", DType::kF16, Region::whole({70'000}));
+  expect_error(Code::kInvalidArgument, {"2 of 'large'"}, [&] { load_merged(*solo(), {{half.view}}, {input(1)}, {.strict = false}); });
 }
 
 TEST_F(Merge, FindsBytesThatAreNotWhatWasSavedBeforeItPublishes) {

@@ -31,14 +31,23 @@ bool is_wide(DType dtype) {
   return is_floating(dtype) && dtype_bits(dtype) >= 16;
 }
 
-/// By (step, name, coefficient), without those that are not read.
-std::vector<MergeInput> in_order(std::vector<MergeInput> inputs) {
+constexpr double kMostCoefficient = 1e100;  // sums of what any float32 can hold stay within float64's range
+constexpr int kMostThreads = 8;             // some 5 MiB each; disks and memory give no more to more of them
+
+void check(const std::vector<MergeInput>& inputs) {
   if (inputs.empty()) fail(Code::kInvalidArgument, "nothing to merge: no inputs");
+  bool any = false;
   for (const MergeInput& input : inputs) {
-    if (!std::isfinite(input.coefficient)) fail(Code::kInvalidArgument, "{} has the coefficient {}", input.name, input.coefficient);
+    if (!(std::abs(input.coefficient) <= kMostCoefficient))
+      fail(Code::kInvalidArgument, "{} has the coefficient {}: it must be a number of at most {} in size", input.name, input.coefficient,
+           kMostCoefficient);
+    any = any || input.coefficient != 0;
   }
-  std::erase_if(inputs, [](const MergeInput& input) { return input.coefficient == 0; });
-  if (inputs.empty()) fail(Code::kInvalidArgument, "nothing to merge: the coefficients of all inputs are 0");
+  if (!any) fail(Code::kInvalidArgument, "nothing to merge: the coefficients of all inputs are 0");
+}
+
+/// By (step, name, coefficient).
+std::vector<MergeInput> in_order(std::vector<MergeInput> inputs) {
   const auto key = [](const MergeInput& input) { return std::tie(input.step, input.name, input.coefficient); };
   std::stable_sort(inputs.begin(), inputs.end(), [&](const MergeInput& a, const MergeInput& b) { return key(a) < key(b); });
   return inputs;
@@ -46,7 +55,13 @@ std::vector<MergeInput> in_order(std::vector<MergeInput> inputs) {
 
 }  // namespace
 
-Plan::Plan(std::vector<MergeInput> inputs, std::optional<DType> dtype) : inputs_(in_order(std::move(inputs))), dtype_(dtype) {
+Plan::Plan(std::vector<MergeInput> inputs, std::optional<DType> dtype) : dtype_(dtype) {
+  check(inputs);
+  inputs[newest_of(inputs)].newest = true;  // of all of them, before those that have no coefficient are gone
+  for (MergeInput& input : in_order(std::move(inputs))) {
+    if (input.newest) newest_ = inputs_.size();
+    if (input.newest || input.coefficient != 0) inputs_.push_back(std::move(input));
+  }
   if (dtype && !is_wide(*dtype)) fail(Code::kInvalidArgument, "dtype {}: a merge is F64, F32, F16 or BF16", dtype_name(*dtype));
   std::vector<std::set<std::string>> names;
   std::set<std::string> all;
@@ -73,7 +88,7 @@ Plan::Plan(std::vector<MergeInput> inputs, std::optional<DType> dtype) : inputs_
 }
 
 void Plan::add(std::string_view name, std::vector<std::string>& unfit, std::vector<std::string>& unsupported) {
-  const MergeInput& newest = inputs_.back();
+  const MergeInput& newest = inputs_[newest_];
   const auto [dtype, shape] = tensor_of(newest, name);
   Tensor tensor{std::string(name), shape, dtype, is_floating(dtype) || dtype == DType::kC64, {}};
   for (const MergeInput& input : inputs_) {
@@ -104,7 +119,7 @@ std::optional<size_t> Plan::find(std::string_view name) const {
 std::string Plan::provenance(const std::string& formula) const {
   std::string out = fmt::format(R"({{"version":"{}","formula":)", base::version());
   file::append_json_text(out, formula);
-  if (inputs_.back().step) out += fmt::format(R"(,"step":{})", *inputs_.back().step);
+  if (const auto step = inputs_[newest_].step) out += fmt::format(R"(,"step":{})", *step);
   out += R"(,"inputs":[)";
   for (const MergeInput& input : inputs_) {
     out += &input == &inputs_.front() ? R"({"name":)" : R"(,{"name":)";
@@ -112,7 +127,9 @@ std::string Plan::provenance(const std::string& formula) const {
     if (input.step) out += fmt::format(R"(,"step":{})", *input.step);
     out += fmt::format(R"(,"coefficient":{}}})", input.coefficient);
   }
-  return out + "]}";
+  out += R"(],"newest":)";
+  file::append_json_text(out, inputs_[newest_].name);
+  return out + "}";
 }
 
 int Plan::threads(int wanted) const {
@@ -120,11 +137,12 @@ int Plan::threads(int wanted) const {
     const auto* const source = std::get_if<1>(&input.tensors);
     return source != nullptr && (*source)->one_at_a_time();
   };
-  return std::any_of(inputs_.begin(), inputs_.end(), asks_for_one) ? 1 : wanted;
+  return std::any_of(inputs_.begin(), inputs_.end(), asks_for_one) ? 1 : std::min(wanted, kMostThreads);
 }
 
 MergeReport Plan::report() const {
   MergeReport report;
+  report.newest = inputs_[newest_].name;
   for (const MergeInput& input : inputs_) {
     report.inputs.push_back({input.name, input.step, input.coefficient});
     report.sum += input.coefficient;

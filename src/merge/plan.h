@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "shardow/merge.h"
+#include "merge/rules.h"
 
 namespace shardow::merging {
 
@@ -25,8 +25,12 @@ class Plan {
   /// Throws kInvalidArgument, with everything that does not fit, or kUnsupported.
   Plan(std::vector<MergeInput> inputs, std::optional<DType> dtype);
 
-  const std::vector<MergeInput>& inputs() const { return inputs_; }  ///< in the order in which they are added; the newest is the last
-  const std::vector<Tensor>& tensors() const { return tensors_; }    ///< ascending by name
+  /// In the order in which they are added: those with a coefficient, and the newest, which may have none.
+  const std::vector<MergeInput>& inputs() const { return inputs_; }
+  size_t newest() const { return newest_; }  ///< among them
+  /// Whether an input's bytes of a tensor are read.
+  bool reads(size_t input, const Tensor& tensor) const { return tensor.averaged ? inputs_[input].coefficient != 0 : input == newest_; }
+  const std::vector<Tensor>& tensors() const { return tensors_; }  ///< ascending by name
 
   std::optional<size_t> find(std::string_view name) const;
   std::string provenance(const std::string& formula) const;  ///< the JSON under kMergeKey
@@ -37,6 +41,7 @@ class Plan {
   void add(std::string_view name, std::vector<std::string>& unfit, std::vector<std::string>& unsupported);
 
   std::vector<MergeInput> inputs_;
+  size_t newest_ = 0;
   std::optional<DType> dtype_;
   std::vector<Tensor> tensors_;
 };

@@ -8,8 +8,8 @@
 #include <tuple>
 
 #include "base/errors.h"
-#include "shardow/ema_file.h"
-#include "shardow/merge.h"
+#include "ema/names.h"
+#include "merge/rules.h"
 
 namespace shardow {
 namespace {
@@ -21,11 +21,15 @@ std::optional<int64_t> number_in(std::string_view text) {
   return value;
 }
 
-/// The member "step" of a JSON object; nothing where the text is anything else.
+/// The member "step" of a JSON object; nothing where the text is anything else. Its other members are not looked at: names of inputs are
+/// paths, which need not be Unicode.
 std::optional<int64_t> step_in_json(const std::string& json) {
-  simdjson::dom::parser parser;
+  simdjson::ondemand::parser parser;
+  simdjson::ondemand::document document;
+  const simdjson::padded_string text(json);
   int64_t step = 0;
-  if (parser.parse(json)["step"].get(step) != simdjson::SUCCESS || step < 0) return std::nullopt;
+  if (parser.iterate(text).get(document) != simdjson::SUCCESS || document["step"].get(step) != simdjson::SUCCESS || step < 0)
+    return std::nullopt;
   return step;
 }
 
@@ -33,8 +37,9 @@ bool is_digit(char c) {
   return c >= '0' && c <= '9';
 }
 
-/// "step-100", "global_step100", "ckpt_100", "iter_0000100.safetensors", "100": the number behind the last such word, or alone.
-std::optional<int64_t> step_in_word(std::string name) {
+/// "step-100", "global_step100", "ckpt_100", "iter_0000100.safetensors": the number behind the last such word; "100" where `alone`: it may
+/// be a directory's name that says something else, such as a year.
+std::optional<int64_t> step_in_word(std::string name, bool alone) {
   constexpr std::array<std::string_view, 6> kWords = {"step", "steps", "iter", "iteration", "checkpoint", "ckpt"};
   if (const size_t dot = name.rfind(".safetensors"); dot != std::string::npos) name.resize(dot);
   std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
@@ -46,7 +51,7 @@ std::optional<int64_t> step_in_word(std::string name) {
     std::string_view before(name.data(), begin);
     while (!before.empty() && (before.back() == '-' || before.back() == '_' || before.back() == '=')) before.remove_suffix(1);
     const bool named = std::any_of(kWords.begin(), kWords.end(), [&](std::string_view word) { return before.ends_with(word); });
-    if (named || (begin == 0 && end == name.size())) found = number_in(std::string_view(name).substr(begin, end - begin));
+    if (named || (alone && begin == 0 && end == name.size())) found = number_in(std::string_view(name).substr(begin, end - begin));
     begin = end;
   }
   return found;
@@ -71,8 +76,9 @@ std::optional<int64_t> step_of(const std::filesystem::path& path, const std::map
   }
   constexpr int kParts = 3;  // step-100/ema/model.safetensors
   std::filesystem::path part = path.lexically_normal();
+  if (!part.has_filename()) part = part.parent_path();  // "100/"
   for (int i = 0; i < kParts && !part.empty(); ++i) {
-    if (const auto step = step_in_word(part.filename().string())) return step;
+    if (const auto step = step_in_word(part.filename().string(), i == 0)) return step;
     if (part == part.parent_path()) break;
     part = part.parent_path();
   }

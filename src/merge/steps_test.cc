@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "merge/merging_fixture.h"
+#include "merge/rules.h"
 
 namespace shardow {
 namespace {
@@ -17,6 +18,11 @@ TEST(Steps, AreReadFromPaths) {
       {"ckpt_12_step_000340.safetensors", 340},
       {"iter_0000100", 100},
       {"run/2500", 2500},
+      {"run/2500/", 2500},
+      {"run/2500.safetensors", 2500},
+      {"/data/2024/model.safetensors", {}},
+      {"2024/step-7/model.safetensors", 7},
+      {"2024/final", {}},
       {"Step=7", 7},
       {"llama-7b", {}},
       {"model.safetensors", {}},
@@ -53,6 +59,53 @@ TEST_F(StepsOfInputs, SortThemOrAreMissing) {
   EXPECT_FALSE(sort_by_step(inputs));
   EXPECT_EQ(inputs[0].name, "a");
   expect_error(Code::kInvalidArgument, {"are not known: a, c;"}, [&] { steps_of(inputs); });
+}
+
+using Kind = MergeRule::Kind;
+
+std::string names_of(const std::vector<MergeInput>& inputs) {
+  std::string names;
+  for (const MergeInput& input : inputs) names += input.name;
+  return names;
+}
+
+TEST_F(StepsOfInputs, AreAskedForWhereTheOrderIsPartOfTheRule) {
+  const Checkpoint any = std::get<Checkpoint>(saved("a.safetensors", {{"w", DType::kF32, {2}}}, 1, 1).tensors);
+  const std::vector<MergeInput> none = {{"c", any}, {"a", any}, {"b", any}};
+  std::vector<MergeInput> some = none, all = none, twice = none;
+  some[0].step = 30;
+  for (size_t j = 0; j < 3; ++j) all[j].step = 30 - 10 * static_cast<int64_t>(j), twice[j].step = 5;
+  const MergeRule ema{.kind = Kind::kEma, .decay = 0.5}, each{.kind = Kind::kEma, .decay = 0.5, .per_step = true};
+  const MergeRule lawa{.kind = Kind::kLawa, .last = 2}, curve{.kind = Kind::kCurve}, mean{}, given{Kind::kWeights, {1, 2, 3}};
+  const auto order = [](std::vector<MergeInput> inputs, const MergeRule& rule) { return weigh(inputs, rule), names_of(inputs); };
+  EXPECT_EQ(order(none, ema), "cab");  // as they are given, where nobody knows better
+  for (const MergeRule& rule : {ema, each, lawa, curve, mean}) EXPECT_EQ(order(all, rule), "bac");
+  for (const MergeRule& rule : {mean, given}) EXPECT_EQ(order(none, rule), "cab");
+  EXPECT_EQ(order(all, given), "cab");
+  for (const MergeRule& rule : {ema, each, lawa, curve}) {
+    for (const bool partly : {true, false}) {
+      if (!partly && rule.kind == Kind::kEma && !rule.per_step) continue;
+      std::vector<MergeInput> inputs = partly ? some : none;
+      expect_error(Code::kInvalidArgument, {partly ? "are not known: a, b; give the steps of all inputs" : "are not known: c, a, b;"},
+                   [&] { weigh(inputs, rule); });
+    }
+    expect_error(Code::kInvalidArgument, {"both of step 5"}, [&] { order(twice, rule); });
+  }
+  for (const MergeRule& rule : {mean, given}) EXPECT_NO_THROW(order(some, rule));
+  expect_error(Code::kInvalidArgument, {"2 weights for 3 inputs"}, [&] { order(none, {Kind::kWeights, {1, 2}}); });
+}
+
+TEST_F(StepsOfInputs, SayWhichIsTheNewest) {
+  const Checkpoint any = std::get<Checkpoint>(saved("a.safetensors", {{"w", DType::kF32, {2}}}, 1, 1).tensors);
+  std::vector<MergeInput> inputs = {{"c", any}, {"d", any}, {"b", any}};
+  EXPECT_EQ(newest_of(inputs), 1U);  // by name
+  weigh(inputs, {.kind = Kind::kEma, .decay = 0.5});
+  EXPECT_EQ(newest_of(inputs), 2U);  // the last of an order that is given
+  inputs = {{"c", any, 0, 10}, {"d", any, 0, 5}, {"b", any, 0, 10}};
+  EXPECT_EQ(newest_of(inputs), 0U);
+  inputs[1].step.reset();
+  EXPECT_EQ(newest_of(inputs), 0U);  // a step is later than none
+  EXPECT_THROW(newest_of({}), Error);
 }
 
 }  // namespace

@@ -5,10 +5,12 @@
 #include <thread>
 #include <utility>
 
-#include "comm/round_group.h"
+#include "base/errors.h"
 #include "mpi/calls.h"
+#include "mpi/impatient.h"
 #include "mpi/mailbox.h"
 #include "mpi/star.h"
+#include "shardow/custom_group.h"
 
 namespace shardow {
 namespace {
@@ -19,14 +21,14 @@ const char* level_name(int level) {
 
 constexpr size_t kMostBytes = size_t{1} << 30;  // MPI counts with int
 
-class MpiMeeting final : public comm::Meeting {
+class MpiMeeting final : public Meeting {
  public:
-  explicit MpiMeeting(std::unique_ptr<over_mpi::Mail> mail) : star_(std::move(mail)) {}
+  MpiMeeting(std::unique_ptr<over_mpi::Mail> mail, std::chrono::milliseconds grace) : star_(std::move(mail), grace) {}
 
   int rank() const noexcept override { return star_.rank(); }
   int size() const noexcept override { return star_.size(); }
 
-  std::shared_ptr<const Bytes> meet(const comm::Lane& lane, comm::Offer offer, Deadline deadline) override {
+  std::shared_ptr<const Bytes> meet(const Lane& lane, Offer offer, Deadline deadline) override {
     if (!over_mpi::is_on())
       base::fail(Code::kInvalidArgument, "{}: MPI_Finalize() was called; nothing is shared by ranks after it", offer.call);
     check_thread(offer.call);
@@ -56,7 +58,7 @@ class MpiMeeting final : public comm::Meeting {
   std::atomic<bool> in_use_ = false;
 };
 
-void check(MPI_Comm comm) {
+void check_comm(MPI_Comm comm) {
   if (!over_mpi::is_on()) base::fail(Code::kInvalidArgument, "mpi(): to be called after MPI_Init() and before MPI_Finalize()");
   int level = 0, main = 0;
   MPI_Query_thread(&level);
@@ -71,10 +73,13 @@ void check(MPI_Comm comm) {
 
 }  // namespace
 
+std::unique_ptr<Group> over_mpi::mpi_with_grace(MPI_Comm comm, std::chrono::milliseconds grace) {
+  check_comm(comm);
+  return meeting_group(std::make_unique<MpiMeeting>(std::make_unique<Mailbox>(duplicate_of(comm)), grace));
+}
+
 std::unique_ptr<Group> mpi(MPI_Comm comm) {
-  check(comm);
-  return std::make_unique<comm::RoundGroup>(
-      std::make_unique<MpiMeeting>(std::make_unique<over_mpi::Mailbox>(over_mpi::duplicate_of(comm))));
+  return over_mpi::mpi_with_grace(comm, over_mpi::kGrace);
 }
 
 }  // namespace shardow

@@ -10,8 +10,8 @@
 #include <numeric>
 #include <thread>
 
+#include "comm/group_fixture.h"
 #include "mpi/calls.h"
-#include "mpi/expect_checks.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow {
@@ -37,7 +37,7 @@ int thread_level() {
 class MpiGroups : public testing::TestWithParam<GroupCheck> {};
 
 TEST_P(MpiGroups, Conform) {
-  over_mpi::expect_fine(GetParam(), *mpi(MPI_COMM_WORLD));
+  comm::expect_fine(GetParam(), *mpi(MPI_COMM_WORLD));
 }
 
 INSTANTIATE_TEST_SUITE_P(All, MpiGroups, testing::ValuesIn(group_checks()), [](const auto& test) { return test.param.name; });
@@ -101,9 +101,9 @@ TEST(Mpi, TheProgramsOwnMessagesAreLeftAlone) {
   for (int tag = 0; tag < kTags; ++tag) MPI_Isend(&sent[tag], 1, MPI_INT, next, tag, MPI_COMM_WORLD, &requests[tag]);
 
   const auto group = mpi(MPI_COMM_WORLD);
-  over_mpi::expect_check("all_gather_takes_any_bytes_of_any_length", *group);
-  over_mpi::expect_check("blocks_arrive_in_order", *group);
-  over_mpi::expect_in_step(*group);
+  comm::expect_check("all_gather_takes_any_bytes_of_any_length", *group);
+  comm::expect_check("blocks_arrive_in_order", *group);
+  comm::expect_in_step(*group);
 
   for (int tag = 1; tag < kTags; ++tag) MPI_Irecv(&received[tag], 1, MPI_INT, last, tag, MPI_COMM_WORLD, &requests[kTags + tag]);
   requests[kTags] = MPI_REQUEST_NULL;
@@ -120,8 +120,8 @@ TEST(Mpi, ASubCommunicatorIsAGroupOfItsOwnAndOutlivesItsHandle) {
   MPI_Comm_free(&half);
   const auto ranks = ours->all_gather(std::to_string(world_rank()), far());
   EXPECT_TRUE(std::is_sorted(ranks.rbegin(), ranks.rend()));
-  over_mpi::expect_check("blocks_arrive_in_order", *ours);
-  over_mpi::expect_in_step(*all);
+  comm::expect_check("blocks_arrive_in_order", *ours);
+  comm::expect_in_step(*all);
 }
 
 /// What still comes for Groups that are no more does not reach those of a later communicator, which MPI may give the same context.
@@ -140,27 +140,12 @@ TEST(Mpi, GroupsAndCommunicatorsComeAndGo) {
 }
 
 TEST(Mpi, AGoneRankEndsWaitingAtOnce) {
-  struct Case {
-    const char* name;
-    void (*call)(Group&);
-  };
-  constexpr Case kCases[] = {
-      {"all_gather", [](Group& g) { g.all_gather("", far()); }}, {"broadcast", [](Group& g) { g.broadcast({}, 1, far()); }},
-      {"recv", [](Group& g) { g.recv({}, 1, far()); }},          {"send", [](Group& g) { g.send({}, 1, far()); }},
-      {"agree", [](Group& g) { agree(g, far(), [] {}); }},
-  };
   for (const int leaving : {1, 0}) {
-    for (const Case& c : kCases) {
+    for (const comm::WaitingCall& waiting : comm::kWaitingCalls) {
       auto group = mpi(MPI_COMM_WORLD);
       if (group->size() < 2) return;
-      if (leaving == 0 && (std::string(c.name) == "recv" || std::string(c.name) == "send")) continue;  // they are for rank 1
-      if (group->rank() == leaving) {
-        group.reset();
-      } else {
-        const Caught got = caught([&] { c.call(*group); });
-        EXPECT_EQ(got.code, Code::kPeerFailed) << c.name << ": " << got.message;
-        EXPECT_NE(got.message.find("rank " + std::to_string(leaving) + " is gone"), std::string::npos) << got.message;
-      }
+      if (leaving == 0 && !waiting.of_all) continue;  // it waits for rank 1
+      group->rank() == leaving ? group.reset() : comm::expect_gone(waiting, *group, leaving);
     }
   }
 }
@@ -200,12 +185,10 @@ TEST(Mpi, ABlockThatOneSideGaveUpIsGivenUpByTheOther) {
 
 TEST(Mpi, CallsThatDoNotFitAreRefusedOnEveryRank) {
   const auto group = mpi(MPI_COMM_WORLD);
-  if (group->size() < 2) return;
-  const Caught got = caught([&] {
-    std::vector<uint64_t> values(group->rank() == 1 ? 2 : 3);
-    group->all_reduce(values, Group::Op::kSum, far());
-  });
-  EXPECT_EQ(got.message, "rank 1 calls all_reduce(sum, 2 values) where rank 0 calls all_reduce(sum, 3 values)");
+  if (group->size() > 2) return comm::expect_misfits_refused(*group);
+  group->begin(group->rank() == 0 ? "save()" : "load()", std::chrono::seconds(1));
+  const Caught got = caught([&] { group->all_gather("", far()); });
+  EXPECT_EQ(got.message, group->size() == 1 ? "" : "rank 1 calls load(): all_gather() where rank 0 calls save(): all_gather()");
 }
 
 TEST(Mpi, AnotherThreadNeedsThreadMultiple) {
@@ -217,7 +200,7 @@ TEST(Mpi, AnotherThreadNeedsThreadMultiple) {
     EXPECT_EQ(got.code, Code::kInvalidArgument);
     EXPECT_NE(got.message.find("MPI_THREAD_MULTIPLE; this program has MPI_THREAD_FUNNELED"), std::string::npos) << got.message;
   }
-  over_mpi::expect_in_step(*group);
+  comm::expect_in_step(*group);
 }
 
 /// A sharded file, written and read through the Group; rank r holds row r.
@@ -251,7 +234,7 @@ TEST(Mpi, ASaveInTheBackgroundGoesOnBesideTheProgramsMessages) {
   Saved saved(*group, "mpi_test_background", "");
   const std::vector<SaveFile> files{{"a.safetensors", saved.views}};
   StagedSave staged(*background, files, saved.path, {});
-  std::vector<std::byte> memory(static_cast<size_t>(staged.staging_bytes()));
+  std::vector<std::byte> memory(staged.staging_bytes());
   staged.stage(memory);
   std::fill(saved.row.begin(), saved.row.end(), -1.0f);
   std::jthread writer([&] { staged.write(); });

@@ -28,8 +28,7 @@
 namespace shardow::over_mpi {
 
 using comm::Failure;
-using comm::Lane;
-using comm::Offer;
+using Lane = Meeting::Lane;
 
 enum class Star::Word : int64_t { kHere, kJoin, kHurry, kRefuse, kVerdict };
 
@@ -39,7 +38,7 @@ struct Star::Turn {
   const std::string call;
   const Deadline deadline;
   Round& round;
-  Offer offer;  // given away when this rank joins
+  std::string bytes;  // given away when this rank joins
 
   int keeper() const { return lane.members.front(); }
   std::vector<int> missing() const {  // as the keeper knows
@@ -87,11 +86,11 @@ std::shared_ptr<const Star::Bytes> Star::meet(const Lane& lane, Offer offer, Dea
   Rounds& rounds = rounds_[lane];
   const uint64_t number = rounds.ended;
   const std::string call = offer.call;
-  Turn turn{lane, number, call, deadline, rounds.open[number], std::move(offer)};
+  Turn turn{lane, number, call, deadline, rounds.open[number], std::move(offer.bytes)};
   const bool keeps = turn.keeper() == rank();
   if (keeps) {
     turn.round.offers.resize(lane.members.size());
-    turn.round.offers[position(lane, rank())] = std::move(turn.offer);
+    turn.round.offers[position(lane, rank())] = std::move(turn.bytes);
     tell_others(turn, Word::kHere, std::nullopt, {});
   }
   Pause pause;
@@ -120,11 +119,8 @@ Deadline Star::beyond(Deadline deadline) const {
 void Star::keep(Turn& turn) {
   Round& round = turn.round;
   if (round.refusal) return decide(turn, round.refusal);
-  if (std::all_of(round.offers.begin(), round.offers.end(), [](const auto& offer) { return offer.has_value(); })) {
-    std::vector<std::string> calls;
-    for (const auto& offer : round.offers) calls.push_back(offer->call);
-    return decide(turn, comm::do_not_fit(calls, turn.lane.members));
-  }
+  if (std::all_of(round.offers.begin(), round.offers.end(), [](const auto& offer) { return offer.has_value(); }))
+    return decide(turn, std::nullopt);
   if (const std::optional<int> gone = gone_before_it_came(turn)) return decide(turn, comm::is_gone(turn.call, *gone));
   if (round.hurried) decide(turn, comm::did_not_come(turn.call, turn.missing()));
 }
@@ -143,7 +139,7 @@ void Star::follow(Turn& turn) {
     refuse(turn, comm::is_gone(turn.call, *gone));
   } else if (round.here) {
     round.promised = true;
-    tell(turn, Word::kJoin, {turn.offer.call, std::move(turn.offer.bytes)});
+    tell(turn, Word::kJoin, {std::move(turn.bytes)});
   }
 }
 
@@ -164,7 +160,7 @@ void Star::give_up(Turn& turn) {
 void Star::decide(Turn& turn, std::optional<Failure> failure) {
   auto bytes = std::make_shared<Bytes>();
   if (!failure) {
-    for (auto& offer : turn.round.offers) bytes->push_back(std::move(offer->bytes));
+    for (auto& offer : turn.round.offers) bytes->push_back(std::move(*offer));
   }
   tell_others(turn, Word::kVerdict, failure, *bytes);
   turn.round.verdict = {std::move(failure), std::move(bytes)};
@@ -240,7 +236,7 @@ void Star::read(const Letter& letter) {
   Round& round = rounds.open[number];
   switch (word) {
     case Word::kHere: round.here = true; break;
-    case Word::kJoin: round.offers.at(position(lane, letter.from)) = Offer{std::move(texts->at(0)), std::move(texts->at(1))}; break;
+    case Word::kJoin: round.offers.at(position(lane, letter.from)) = std::move(texts->at(0)); break;
     case Word::kHurry: round.hurried = true; break;
     case Word::kRefuse: round.refusal = std::move(failure); break;
     case Word::kVerdict: round.verdict = {std::move(failure), std::move(texts)}; break;

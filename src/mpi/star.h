@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/meeting.h"
 #include "comm/verdicts.h"
 #include "mpi/mail.h"
+#include "shardow/custom_group.h"
 
 namespace shardow::over_mpi {
 
@@ -21,7 +21,7 @@ namespace shardow::over_mpi {
 /// during the round takes that long.
 inline constexpr std::chrono::seconds kGrace{5};
 
-class Star final : public comm::Meeting {
+class Star final : public Meeting {
  public:
   explicit Star(std::unique_ptr<Mail> mail, std::chrono::milliseconds grace = kGrace)
       : mail_(std::move(mail)), grace_(grace), everybody_(static_cast<size_t>(mail_->size())), gone_(everybody_.size(), false) {
@@ -30,7 +30,7 @@ class Star final : public comm::Meeting {
 
   int rank() const noexcept override { return mail_->rank(); }
   int size() const noexcept override { return mail_->size(); }
-  std::shared_ptr<const Bytes> meet(const comm::Lane& lane, comm::Offer offer, Deadline deadline) override;
+  std::shared_ptr<const Bytes> meet(const Lane& lane, Offer offer, Deadline deadline) override;
 
  private:
   enum class Word : int64_t;
@@ -45,7 +45,7 @@ class Star final : public comm::Meeting {
     bool hurried = false;                  // a member that promised is at its deadline
     std::optional<comm::Failure> refusal;  // a member that did not promise has given up: the round will not be complete
     std::optional<Verdict> verdict;
-    std::vector<std::optional<comm::Offer>> offers;  // the keeper's: by member
+    std::vector<std::optional<std::string>> offers;  // the keeper's: the bytes of members that came
   };
   struct Rounds {
     uint64_t ended = 0;  // rounds before this one are over, and letters about them are late
@@ -72,7 +72,7 @@ class Star final : public comm::Meeting {
   const std::chrono::milliseconds grace_;
   std::vector<int> everybody_;
   std::vector<bool> gone_;
-  std::map<comm::Lane, Rounds> rounds_;
+  std::map<Lane, Rounds> rounds_;
 };
 
 }  // namespace shardow::over_mpi

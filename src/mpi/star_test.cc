@@ -9,13 +9,14 @@
 #include <random>
 #include <thread>
 
-#include "comm/round_group.h"
-#include "mpi/expect_checks.h"
+#include "comm/group_fixture.h"
 
 namespace shardow::over_mpi {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using comm::expect_fine;
+using comm::expect_in_step;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
@@ -89,7 +90,7 @@ void on_every_rank(int size, uint64_t seed, const std::function<void(Group&)>& b
   std::vector<std::unique_ptr<Group>> groups;
   for (int rank = 0; rank < size; ++rank) {
     auto mail = std::make_unique<NetworkMail>(rank, network, rank == victim ? lives : -1);
-    groups.push_back(std::make_unique<comm::RoundGroup>(std::make_unique<Star>(std::move(mail), grace)));
+    groups.push_back(meeting_group(std::make_unique<Star>(std::move(mail), grace)));
   }
   std::vector<std::jthread> ranks;
   for (auto& group : groups) {

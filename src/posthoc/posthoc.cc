@@ -30,7 +30,7 @@ PowerPoint power_point(const Schedule& schedule, int64_t step) {
 Products products_of(const Snapshots& all, const Request& request) {
   if (request.formula == Formula::kExact) {
     const std::vector<Profile> targets(1, Profile(all.updates.record().size(), request.target));
-    return exact_products(all.updates, all.profiles, all.points, targets);
+    return exact_products(all.updates, all.profiles, all.points, targets, request.poll);
   }
   for (const Profile& one : all.profiles) {
     if (one != Profile(one.size(), one[0]))
@@ -68,12 +68,13 @@ Plan plan(const std::filesystem::path& directory, const Request& request) {
   std::vector<double> c = Solver(products, roundoffs_of(all)).solve(products.targets[0]);
   for (double& one : c) one = std::fabs(one) < kNothing ? 0 : one;
   const Profile target(all.updates.record().size(), request.target);
-  const Difference off = difference(all.updates, all.profiles, all.points, c, target);
-  Plan found{request.target, all.step, {}, all.there.size(), off.residual, off.variation, 0, 0, all.left_out, all.dtype};
+  const Difference off = difference(all.updates, all.profiles, all.points, c, target, request.poll);
+  Plan found{request.target, all.step, {}, all.there.size(), off.residual, off.variation, 0, 0, 0, all.left_out, all.dtype};
   for (size_t j = 0; j < c.size(); ++j) {
     if (c[j] == 0) continue;
     found.terms.push_back({all.there[j].path, all.there[j].key, all.there[j].step, c[j]});
     found.rounding += std::fabs(c[j]) * all.there[j].roundoff;
+    found.least += std::fabs(c[j]) * all.there[j].least;
     found.size += std::fabs(c[j]);
   }
   return found;
@@ -86,18 +87,19 @@ std::string describe(const Plan& plan) {
   text += fmt::format("  error     {:.2e}  at most, in parts of the span that a weight covered in training\n", plan.variation);
   text += fmt::format("  rounding  {:.2e}  at most, in parts of its largest average; coefficients' sizes sum to {:.4g}\n", plan.rounding,
                       plan.size);
+  if (plan.least > 1e-30) text += fmt::format("  and       {:.2e}  at most, where averages are subnormal in float16\n", plan.least);
   for (const std::string& one : plan.left_out) text += fmt::format("  left out  {}\n", one);
   return text;
 }
 
-Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step, std::vector<double> sigma_rels) {
+Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step, std::vector<double> sigma_rels, const Poll& poll) {
   if (sigma_rels.empty()) {
     for (int i = 0; i <= 45; ++i) sigma_rels.push_back(std::min(0.01 + 0.006 * i, 0.28));
   }
   const Snapshots all = snapshots_in(directory, step);
   std::vector<Profile> targets;
   for (const double one : sigma_rels) targets.emplace_back(all.updates.record().size(), Schedule::power(one));
-  const Products products = exact_products(all.updates, all.profiles, all.points, targets);
+  const Products products = exact_products(all.updates, all.profiles, all.points, targets, poll);
   const std::vector<double> roundoffs = roundoffs_of(all);
   const Solver solver(products, roundoffs);
   Sweep found{all.step, all.there.size(), {}, {}};

@@ -23,8 +23,9 @@ enum class Formula : uint8_t {
 
 struct Request {
   Schedule target;
-  std::optional<int64_t> step = {};  ///< by default that of the last snapshot
+  std::optional<int64_t> step = {};  ///< by default that of the run's last snapshot; see snapshots.h
   Formula formula = Formula::kExact;
+  Poll poll = {};
 };
 
 /// One snapshot's share.
@@ -43,8 +44,9 @@ struct Plan {
   double residual;          ///< |w' - w| / |w|, of what is made from what was asked for
   double variation;         ///< half of sum |w' - w|: no weight is further off than this part of the span that it covered in training
   double rounding;          ///< sum |c_j| u_j: and than this part of its largest stored average, by the rounding of stored snapshots
+  double least;             ///< sum |c_j| v_j: and than this, where stored averages are subnormal: 2^-25 of float16
   double size;              ///< sum |c_j|
-  std::vector<std::string> left_out;  ///< snapshots of another branch of the run
+  std::vector<std::string> left_out;  ///< snapshots of other runs
   DType dtype;                        ///< of the averages while they were tracked
 };
 
@@ -69,7 +71,8 @@ struct Sweep {
 };
 
 /// Over `sigma_rels`, by default 46 from 0.01 to 0.28.
-Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step = {}, std::vector<double> sigma_rels = {});
+Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step = {}, std::vector<double> sigma_rels = {},
+            const Poll& poll = {});
 
 /// A picture of it, as SVG.
 std::string svg(const Sweep& sweep);

@@ -13,11 +13,24 @@
 
 #include "average/json.h"
 #include "average/schedule_table.h"
+#include "base/errors.h"
 
 namespace shardow::posthoc {
 namespace {
 
 constexpr int64_t kChunk = 1 << 14;
+constexpr double kMostWork = 3e11;  // products of decays: some ten minutes
+
+/// What a file says is not what this does for ever.
+void check_work(const Updates& updates, size_t profiles, size_t targets) {
+  const double work = static_cast<double>(updates.size()) * static_cast<double>(profiles + targets) * static_cast<double>(profiles + 2);
+  if (work <= kMostWork) return;
+  base::fail(
+      Code::kUnsupported,
+      "{} updates of {} averages, for {} others at once, are {:.2g} products, more than {:.2g}: give fewer widths, or keep fewer averages' "
+      "snapshots in the directory",
+      updates.size(), profiles, targets, work, kMostWork);
+}
 
 struct Share {
   long double decay, weight;
@@ -135,11 +148,13 @@ std::optional<double> sigma_rel_of(const Schedule& schedule) {
 }
 
 Products exact_products(const Updates& updates, std::span<const Profile> profiles, std::span<const Point> points,
-                        std::span<const Profile> targets) {
+                        std::span<const Profile> targets, const Poll& poll) {
+  check_work(updates, profiles.size(), targets.size());
   Sums sums(profiles, points, targets);
   Products found{std::vector(points.size(), std::vector<long double>(points.size())), {}};
   size_t next = 0;
   for (int64_t n = 0; n <= updates.size(); ++n) {
+    if (n % kChunk == 0 && poll) poll();
     for (; next < points.size() && points[next].updates == n; ++next) sums.take(found.gram);
     if (n < updates.size()) sums.update(updates.at(n));
   }
@@ -167,7 +182,7 @@ Products power_products(std::span<const PowerPoint> points, std::span<const Powe
 }
 
 Difference difference(const Updates& updates, std::span<const Profile> profiles, std::span<const Point> points,
-                      std::span<const double> coefficients, const Profile& target) {
+                      std::span<const double> coefficients, const Profile& target, const Poll& poll) {
   const size_t k = profiles.size();
   std::vector<long double> tail(k + 1);  // of each profile: its points' coefficients times the decays that come after; of the target: -1
   tail[k] = -1;
@@ -184,6 +199,7 @@ Difference difference(const Updates& updates, std::span<const Profile> profiles,
   const Shares shares(joined(profiles, std::span(&target, 1)));
   std::vector<Share> chunk(static_cast<size_t>(kChunk) * (k + 1));
   for (int64_t end = updates.size(), begin = 0; end > 0; end = begin) {
+    if (poll) poll();
     begin = std::max<int64_t>(end - kChunk, 0);
     for (int64_t n = begin; n < end; ++n) shares.of(updates.at(n), &chunk[static_cast<size_t>(n - begin) * (k + 1)]);
     for (int64_t n = end; n > begin; --n) {

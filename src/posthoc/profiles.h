@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -26,6 +27,9 @@ struct Point {
   int64_t updates;
 };
 
+/// Called now and then while updates are gone through; may throw, which ends that.
+using Poll = std::function<void()>;
+
 /// Inner products of points with each other and with targets. In long double: a Gram matrix squares what is nearly alike.
 struct Products {
   struct Target {
@@ -36,10 +40,10 @@ struct Products {
   std::vector<Target> targets;
 };
 
-/// `points` in the order of their updates; targets are profiles after all updates. Takes O(updates x profiles) time, and no memory that
-/// grows with the updates.
+/// `points` in the order of their updates; targets are profiles after all updates. Takes O(updates x profiles x (profiles + targets)) time,
+/// and no memory that grows with the updates. Throws kUnsupported where that would be many minutes.
 Products exact_products(const Updates& updates, std::span<const Profile> profiles, std::span<const Point> points,
-                        std::span<const Profile> targets);
+                        std::span<const Profile> targets, const Poll& poll = {});
 
 /// A power-function profile gamma at time t: p(s) = (gamma + 1) s^gamma / t^(gamma + 1) for 0 <= s <= t.
 struct PowerPoint {
@@ -56,6 +60,6 @@ struct Difference {
   double variation;  ///< half the sum of absolute differences: no weight is further off than this part of the span that it covered
 };
 Difference difference(const Updates& updates, std::span<const Profile> profiles, std::span<const Point> points,
-                      std::span<const double> coefficients, const Profile& target);
+                      std::span<const double> coefficients, const Profile& target, const Poll& poll = {});
 
 }  // namespace shardow::posthoc

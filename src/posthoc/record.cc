@@ -1,13 +1,16 @@
 // {"format":1,"segments":[{"run":"9f3c","start_step":0,"schedules":{"0.999":{..}},"updates":[[first, every, count, samples, samples_every],
-// ..]}, ..]}; the last two numbers are left out where no schedule asks for samples.
+// ..]}, ..]}; the last two numbers are left out where no schedule asks for samples. In format 2 segments of many stretches have
+// "packed":{"crc32":"0123abcd","text":".."} in place of "updates": updates.h.
 #include "posthoc/record.h"
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "average/counters.h"
 #include "average/json.h"
 #include "base/errors.h"
+#include "file/crc.h"
 
 namespace shardow::posthoc {
 namespace {
@@ -15,9 +18,7 @@ namespace {
 using base::fail;
 namespace dom = simdjson::dom;
 
-constexpr int64_t kFormat = 1;
-constexpr int64_t kMostUpdates = 1'000'000'000;  // more would take minutes to go through
-constexpr int64_t kMostSteps = 1LL << 53;
+constexpr int64_t kFormat = 2;
 
 [[noreturn]] void corrupt(std::string_view why) {
   fail(Code::kCorrupt, "{} in a snapshot's metadata: {}", kRecordKey, why);
@@ -49,17 +50,36 @@ Stretch stretch_of(const dom::array& numbers) {
   return {whole[0], whole[1], whole[2], samples[0], samples[1]};
 }
 
+std::vector<Stretch> unpacked_from(const dom::object& packed) {
+  const auto text = field<std::string_view>(packed, "text"), crc = field<std::string_view>(packed, "crc32");
+  if (fmt::format("{:08x}", file::crc32(0, std::as_bytes(std::span(text)))) != crc) corrupt("the checksum of its updates differs");
+  return unpacked(text);
+}
+
 Segment segment_of(const dom::object& object) {
   Segment segment;
   segment.run = field<std::string_view>(object, "run");
   segment.start_step = field<int64_t>(object, "start_step");
+  dom::array replaced;
+  if (object["replaces"].get(replaced) == simdjson::SUCCESS) {
+    for (const dom::element one : replaced) {
+      std::string_view run;
+      if (one.get(run) != simdjson::SUCCESS) corrupt("\"replaces\" is a list of runs");
+      segment.replaces.emplace_back(run);
+    }
+  }
   for (const auto [key, value] : field<dom::object>(object, "schedules")) {
     segment.schedules.emplace(key, Schedule::from_json(simdjson::minify(value)));
   }
-  for (const dom::element one : field<dom::array>(object, "updates")) {
-    dom::array numbers;
-    if (one.get(numbers) != simdjson::SUCCESS) corrupt("updates are lists of numbers");
-    segment.updates.push_back(stretch_of(numbers));
+  dom::object packed;
+  if (object["packed"].get(packed) == simdjson::SUCCESS) {
+    segment.updates = unpacked_from(packed);
+  } else {
+    for (const dom::element one : field<dom::array>(object, "updates")) {
+      dom::array numbers;
+      if (one.get(numbers) != simdjson::SUCCESS) corrupt("updates are lists of numbers");
+      segment.updates.push_back(stretch_of(numbers));
+    }
   }
   if (segment.start_step < 0 || segment.start_step > kMostSteps) corrupt("start_step is out of range");
   return segment;
@@ -71,7 +91,7 @@ void check(const Record& record) {
   for (const Segment& segment : record) {
     for (const Stretch& one : segment.updates) {
       const bool fits = one.first > last && one.first < kMostSteps && one.every >= 1 && one.every < kMostSteps && one.count >= 1 &&
-                        one.count <= kMostUpdates && one.every <= (kMostSteps - one.first) / one.count;
+                        one.count <= kMostSteps && one.every <= (kMostSteps - one.first) / one.count;
       if (!fits) corrupt(fmt::format("updates [{}, {}, {}] after step {}", one.first, one.every, one.count, last));
       last = one.last();
       count += one.count;
@@ -90,8 +110,8 @@ Record record_from_json(std::string_view json) {
   dom::parser parser;
   const auto object = average::object_in(parser, json);
   if (!object) corrupt("no JSON object");
-  if (const auto format = field<int64_t>(*object, "format"); format != kFormat) {
-    fail(Code::kUnsupported, "{}: format {}; this version reads format {}", kRecordKey, format, kFormat);
+  if (const auto format = field<int64_t>(*object, "format"); format < 1 || format > kFormat) {
+    fail(Code::kUnsupported, "{}: format {}; this version reads formats 1 to {}", kRecordKey, format, kFormat);
   }
   Record record;
   for (const dom::element one : field<dom::array>(*object, "segments")) {
@@ -107,7 +127,7 @@ Record record_from_json(std::string_view json) {
 Record record_from_state(std::string_view state) {
   const average::State found = average::state_from_json(state);
   const auto& [options, counters] = std::pair(found.options, found.counters);
-  Segment segment{.run = {}, .start_step = options.start_step, .schedules = {}, .updates = {}};
+  Segment segment{.run = {}, .replaces = {}, .start_step = options.start_step, .schedules = {}, .updates = {}};
   bool samples = false;
   for (const Schedule& schedule : options.schedules) {
     segment.schedules.emplace(schedule.key(), schedule);
@@ -143,6 +163,16 @@ bool same_past(const Record& a, const Record& b) {
   return std::ranges::equal(a, b, [&](const Segment& x, const Segment& y) {
     return x.run == y.run && x.start_step == y.start_step && std::ranges::equal(x.updates, y.updates, same);
   });
+}
+
+bool gives_up(const Record& later, const Record& record) {
+  if (record.empty() || record.back().run.empty()) return false;
+  const std::string& run = record.back().run;
+  for (size_t s = 0; s < later.size(); ++s) {
+    if (later[s].run == run && s + 1 < later.size()) return true;
+    if (std::ranges::find(later[s].replaces, run) != later[s].replaces.end()) return true;
+  }
+  return false;
 }
 
 Updates::Updates(Record record) : record_(std::move(record)) {

@@ -11,24 +11,16 @@
 #include <string_view>
 #include <vector>
 
+#include "posthoc/updates.h"
 #include "shardow/schedule.h"
 
 namespace shardow::posthoc {
 
 inline constexpr const char* kRecordKey = "shardow.snapshot";  // in the metadata of a snapshot's files
 
-/// Updates at even distances.
-struct Stretch {
-  int64_t first, every, count;
-  double samples = 0;        ///< training samples seen at the first
-  double samples_every = 0;  ///< and between two
-
-  int64_t last() const noexcept { return first + every * (count - 1); }
-  bool operator==(const Stretch&) const = default;
-};
-
 struct Segment {
-  std::string run;  ///< of the process, drawn at random; empty where no record was kept
+  std::string run;                         ///< of the process, drawn at random; empty where it took no snapshots
+  std::vector<std::string> replaces = {};  ///< other runs, of which there were snapshots in the directory when this one came to it
   int64_t start_step = 0;
   std::map<std::string, Schedule, std::less<>> schedules;  ///< in force, by the key of the average
   std::vector<Stretch> updates;                            ///< never empty
@@ -45,8 +37,12 @@ Record record_from_state(std::string_view state);
 /// Without the updates after `step`.
 Record until(Record record, int64_t step);
 
-/// That one is the other's past: the same processes made the same updates.
+/// That they are the same past: the same processes made the same updates.
 bool same_past(const Record& a, const Record& b);
+
+/// That `later`'s run took the place of `record`'s, and what that has beyond it is a future that was given up: it was resumed from before
+/// the end of the same process, or found its snapshots when it began.
+bool gives_up(const Record& later, const Record& record);
 
 /// The updates of a record, one after another.
 class Updates {

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+
+#include "posthoc/profiles.h"
 #include "shardow/error.h"
 
 namespace shardow::posthoc {
@@ -51,6 +54,50 @@ TEST(Record, SaysSamples) {
   }
 }
 
+Record of_runs(const std::vector<std::pair<std::string, int64_t>>& runs, const std::vector<std::string>& replaces = {}) {
+  Record record;
+  for (int64_t before = 0; const auto& [run, last] : runs) {
+    record.push_back({run, {}, 0, {{"0.9", Schedule::constant(0.9)}}, {{before + 1, 1, last - before}}});
+    before = last;
+  }
+  record.back().replaces = replaces;
+  return record;
+}
+
+TEST(Record, SaysWhatWasGivenUp) {
+  const Record first = of_runs({{"a", 100}}), resumed = of_runs({{"a", 50}, {"b", 70}}), again = of_runs({{"a", 50}, {"c", 60}}, {"b"});
+  EXPECT_TRUE(gives_up(resumed, first));  // before the end of a's
+  EXPECT_FALSE(gives_up(first, resumed));
+  EXPECT_TRUE(gives_up(again, first));
+  EXPECT_TRUE(gives_up(again, resumed));  // it says so
+  EXPECT_FALSE(gives_up(resumed, again));
+  EXPECT_FALSE(gives_up(of_runs({{"a", 50}, {"c", 60}}), resumed));
+  EXPECT_FALSE(gives_up(first, {}));
+  EXPECT_FALSE(gives_up(of_runs({{"a", 70}}), first));  // one process
+  EXPECT_FALSE(same_past(until(again, 60), until(of_runs({{"a", 50}, {"b", 60}}), 60)));
+  EXPECT_TRUE(same_past(until(again, 50), until(resumed, 50)));
+  EXPECT_FALSE(gives_up(of_runs({{"", 50}, {"b", 60}}), of_runs({{"", 50}})));  // no name, no knowledge
+  const std::string json =
+      R"({"format":1,"segments":[{"run":"c","replaces":["a","b"],"start_step":0,"schedules":{},"updates":[[1,1,2]]}]})";
+  EXPECT_EQ(record_from_json(json)[0].replaces, (std::vector<std::string>{"a", "b"}));
+}
+
+TEST(Products, AreBoundedAndCanBeEnded) {
+  const Updates updates(record_from_json(with_updates("[[1,1,90000000]]")));
+  const Profile profile(1, Schedule::constant(0.9));
+  const std::vector<Profile> one(1, profile), many(60, profile);
+  const std::vector<Point> points = {{0, updates.size()}};
+  EXPECT_THROW(exact_products(updates, many, points, one), Error);
+  int polls = 0;
+  const Poll poll = [&] {
+    if (++polls == 3) throw std::runtime_error("enough");
+  };
+  EXPECT_THROW(exact_products(updates, one, points, one, poll), std::runtime_error);
+  EXPECT_EQ(polls, 3);
+  polls = 0;
+  EXPECT_THROW(difference(updates, one, points, std::vector<double>(1, 1.0), profile, poll), std::runtime_error);
+}
+
 TEST(Record, RefusesWhatNoRunCanHaveMade) {
   for (const std::string& bad :
        {std::string("[]"), std::string("{"), with_updates("[[0,1,2]]"), with_updates("[[1,0,2]]"), with_updates("[[1,1,0]]"),
@@ -64,7 +111,7 @@ TEST(Record, RefusesWhatNoRunCanHaveMade) {
       EXPECT_EQ(error.code(), Code::kCorrupt) << bad;
     }
   }
-  EXPECT_THROW(record_from_json(R"({"format":2,"segments":[]})"), Error);
+  EXPECT_THROW(record_from_json(R"({"format":3,"segments":[]})"), Error);
   EXPECT_THROW(record_from_json(with_updates("[[1,1,900000000],[900000001,1,900000000]]")), Error);  // minutes
 }
 

@@ -21,7 +21,7 @@ namespace {
 using Matrix = Eigen::Matrix<long double, Eigen::Dynamic, Eigen::Dynamic>;
 using Vector = Eigen::Matrix<long double, Eigen::Dynamic, 1>;
 
-constexpr long double kNothing = 64 * std::numeric_limits<long double>::epsilon();
+constexpr long double kVanishing = 64 * std::numeric_limits<long double>::epsilon();
 
 }  // namespace
 
@@ -33,7 +33,7 @@ struct Solver::Impl {
   /// What a solution costs: what it misses of the target, in proportion to that, and what rounding adds. A square that is a difference of
   /// nearly equal ones may be nothing.
   long double cost(const Vector& x, long double square, long double norm) const {
-    return (square < kNothing * norm ? 0 : std::sqrt(square / norm)) + x.cwiseAbs().dot(roundoff);
+    return (square < kVanishing * norm ? 0 : std::sqrt(square / norm)) + x.cwiseAbs().dot(roundoff);
   }
 };
 
@@ -72,7 +72,7 @@ std::vector<double> Solver::solve(const Products::Target& target) const {
   const Vector beta = m.directions.transpose() * b.cwiseQuotient(m.scale);
   const Vector sigma = m.directions.transpose() * m.scale.cwiseInverse();
   const long double largest = m.eigenvalues[n - 1];
-  for (long double rho = kNothing * largest * static_cast<long double>(n); rho < largest; rho *= 3) {
+  for (long double rho = kVanishing * largest * static_cast<long double>(n); rho < largest; rho *= 3) {
     const Vector inverse = (m.eigenvalues.array().max(0) + rho).inverse();
     const long double mu = (1 - sigma.cwiseProduct(inverse).dot(beta)) / sigma.cwiseProduct(inverse).dot(sigma);
     const Vector eta = (beta + mu * sigma).cwiseProduct(inverse);

@@ -1,10 +1,13 @@
 // The runs of each region ascend, so a merge of all cursors by their next run's begin sees every element of the tensor in order, holding
 // one run per region.
+#include "tensor/coverage.h"
+
 #include <algorithm>
+#include <optional>
 #include <queue>
 
 #include "base/checked.h"
-#include "shardow/region.h"
+#include "tensor/runs.h"
 
 namespace shardow {
 namespace {

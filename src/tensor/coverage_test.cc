@@ -1,7 +1,8 @@
+#include "tensor/coverage.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "base/errors.h"
 #include "shardow/region.h"
@@ -12,8 +13,6 @@ namespace {
 
 using oracle::pick;
 using oracle::Random;
-
-constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
 /// A mesh as fully_shard and tensor parallelism make them: replicas, strided shards in front of the shards that they interleave with,
 /// others.

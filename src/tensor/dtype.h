@@ -1,6 +1,7 @@
 // What an element type is called and how large it is.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string_view>
@@ -23,5 +24,10 @@ bool is_floating(DType dtype) noexcept;
 /// Bytes of `count` elements, packed. Throws kInvalidArgument where that does not fit in 64 bits, is negative, or (F4, F6) is not a whole
 /// number of bytes.
 int64_t byte_size(DType dtype, int64_t count);
+
+/// Where an element of the view's memory begins; `element`: its index among those that the rank holds.
+inline std::byte* data_at(const TensorView& view, int64_t element) {
+  return static_cast<std::byte*>(view.data) + byte_size(view.dtype, element);
+}
 
 }  // namespace shardow

@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "shardow/region.h"
+#include "tensor/runs.h"
 
 namespace shardow {
 

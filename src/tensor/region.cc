@@ -7,6 +7,7 @@
 
 #include "base/checked.h"
 #include "tensor/grid.h"
+#include "tensor/runs.h"
 
 namespace shardow {
 namespace {

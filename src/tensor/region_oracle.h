@@ -2,11 +2,17 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <random>
 #include <vector>
 
 #include "shardow/placement.h"
 #include "shardow/region.h"
+
+namespace shardow {
+inline constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+}
 
 namespace shardow::oracle {
 

@@ -2,16 +2,14 @@
 
 #include <gtest/gtest.h>
 
-#include <limits>
 #include <string>
 
 #include "base/errors.h"
+#include "tensor/coverage.h"
 #include "tensor/region_oracle.h"
 
 namespace shardow::oracle {
 namespace {
-
-constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
 template <typename Fn>
 std::string refusal_of(Fn&& fn) {

@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <limits>
 #include <string>
 
 #include "base/errors.h"
@@ -13,8 +12,6 @@ namespace {
 using oracle::pick;
 using oracle::Random;
 using oracle::random_sample;
-
-constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
 TEST(RegionText, SaysWhatIsHeld) {
   EXPECT_EQ(Region::whole({}).to_string(), "[]");

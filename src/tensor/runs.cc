@@ -1,9 +1,12 @@
 // An odometer over the grid. Its lowest wheel is the interval list of the split dimension: one interval times the whole dimensions after it
 // is one contiguous piece. The wheels above count the indices of the dimensions before the split, one row each. Two pieces join into one
 // run only where a row ends at the end of the split dimension and the next begins at its start, so a run has at most two pieces.
-#include <algorithm>
+#include "tensor/runs.h"
 
-#include "shardow/region.h"
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "tensor/grid.h"
 
 namespace shardow {
@@ -85,6 +88,11 @@ void RunCursor::next_row() noexcept {
     row_begin_ += (index - was) * grid_->strides[d];
     if (!carry) return;
   }
+}
+
+void Region::for_each_run(const std::function<void(const Run&)>& fn) const {
+  RunCursor cursor(*this);
+  while (const std::optional<Run> run = cursor.next()) fn(*run);
 }
 
 }  // namespace shardow

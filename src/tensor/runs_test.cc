@@ -1,7 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <limits>
-
 #include "base/allocations.h"
 #include "shardow/region.h"
 #include "tensor/region_oracle.h"
@@ -12,8 +10,6 @@ namespace {
 using oracle::Random;
 using oracle::random_sample;
 using oracle::Sample;
-
-constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
 using Runs = std::vector<Run>;  // a test's own Run is gtest's
 

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,14 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def wait_until_it_waits(process: subprocess.Popen[Any], where: str) -> None:
+    """In this function of the kernel."""
+    for _ in range(1500):
+        if where in Path(f"/proc/{process.pid}/wchan").read_text():
+            return
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(f"it does not wait in {where}, but in {Path(f'/proc/{process.pid}/wchan').read_text()}")

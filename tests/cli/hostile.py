@@ -6,7 +6,6 @@ leave nothing behind. Needs nothing but Python, so that CTest runs it on the san
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -109,6 +109,62 @@ def folders() -> Iterator[dict[str, bytes]]:
     yield {}
 
 
+STATE = """{"format":1,"step":10,"updates":10,"applied_step":10,"applied_samples":0,"held_non_finite":0,"seed":"0","update_every":1,
+"start_step":0,"rule":"lerp","rounding":"auto","dtype":"F32","schedules":[{"kind":"power","sigma_rel":0.05}]}"""
+RECORD = """{"format":1,"segments":[{"run":"5c202cdb48fef2d1","start_step":0,
+"schedules":{"power(sigma_rel=0.05)":{"kind":"power","sigma_rel":0.05}},"updates":[[1,1,10]]}]}"""
+
+
+def packed_as(text: str) -> str:
+    return json.dumps({"crc32": f"{zlib.crc32(text.encode()):08x}", "text": text})
+
+
+def snapshots() -> Iterator[dict[str, bytes]]:
+    """Directories of snapshots whose records lie, each beside one that does not."""
+
+    def folder(record: str, state: str = STATE, step: str = "10") -> dict[str, bytes]:
+        sound = {"shardow.state": STATE.replace("10", "20"), "shardow.snapshot": RECORD.replace("10", "20")}
+        name = "ema-power-sigma_rel=0.05.safetensors"
+        file = good({"shardow.state": state, "shardow.snapshot": record})
+        return {f"snapshot-{step}/{name}": file, f"snapshot-000000020/{name}": good(sound)}
+
+    yield folder(RECORD)
+    for updates in (
+        "[]",
+        "[[1,1,9223372036854775807]]",
+        "[[1,0,10]]",
+        "[[-1,1,10]]",
+        "[[1,1,-10]]",
+        "[[1,9223372036854775807,10]]",
+        "[[1,1]]",
+    ):
+        yield folder(RECORD.replace("[[1,1,10]]", updates))
+    for packed in (
+        '{"crc32":"00000000","text":".CAA*Q"}',
+        '{"crc32":"e9d1c4e7","text":""}',
+        '{"text":".CAA*Q"}',
+        '{"crc32":1,"text":[]}',
+        "[]",
+        packed_as(".CAA*Q"),
+        packed_as(".CAA*ggggggggC"),
+        packed_as("#CC=1e308;=1.7e308;*+C"),
+        packed_as(".C++++++++++/A"),
+        packed_as("#CC=\u0000;"),
+        packed_as("." + "CAC" * 300_000),
+    ):
+        yield folder(RECORD.replace('"format":1', '"format":2').replace('"updates":[[1,1,10]]', f'"packed":{packed}'))
+    many = ",".join(f"[{2 * i + 1},1,1]" for i in range(200_000))
+    yield folder(RECORD.replace("[1,1,10]", many))
+    for width in ("0", "-1", "1e999", "1e-320", '"x"', "0.28", "null"):
+        yield folder(RECORD.replace("0.05}", width + "}"), STATE.replace("0.05", width))
+    for record in ("", "{}", "[" * 1000, RECORD.replace('"format":1', '"format":3'), RECORD.replace("power", "\u001b[31m"), RECORD[:-1]):
+        yield folder(record)
+    for state in ("", "{}", STATE.replace('"step":10', '"step":9223372036854775807'), STATE.replace("power", "constant")):
+        yield folder(RECORD, state)
+    for step in ("9223372036854775807", "99999999999999999999", "-1", "000000020x", "0"):
+        yield folder(RECORD, step=step)
+
+
 def calls(path: Path, beside: Path) -> Iterator[list[str]]:
     yield ["inspect", str(path)]
     yield ["inspect", "--json", str(path)]
@@ -117,20 +173,20 @@ def calls(path: Path, beside: Path) -> Iterator[list[str]]:
     yield ["verify", "--manifest=check", str(path)]
     yield ["diff", str(path), str(beside)]
     yield ["diff", "--json", str(beside), str(path)]
-    for verb in writers(COMMAND):
-        yield [*verb(path, beside), "-o", str(path.parent / f"out-of-{path.name}")]
-
-
-@functools.cache
-def writers(command: str) -> list:
-    """The verbs that write, as far as this build has them."""
-    told = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
-    known = {
-        "convert": lambda path, beside: ["convert", str(path)],
-        "average": lambda path, beside: ["average", "--uniform", str(beside), str(path)],
-        "posthoc": lambda path, beside: ["posthoc", "--sigma-rel", "0.1", str(path)],
-    }
-    return [call for verb, call in known.items() if re.search(rf"^  {verb} ", told, re.MULTILINE)]
+    out = path.parent / f"out-of-{path.name}"
+    yield ["convert", str(path), "-o", str(out)]
+    yield ["convert", str(path), "-o", f"{out}.d", "--dtype", "float16", "--max-shard-size", "1", "--rename", "*=x.*"]
+    for way in (
+        [],
+        ["--weights", "0.5,-2"],
+        ["--ema", "0.9"],
+        ["--ema", "0.9", "--per-step", "--steps", "1,9223372036854775807"],
+        ["--lawa", "1", "--steps", "2,1", "--dtype", "bfloat16"],
+        ["--curve", "cosine", "--steps", "1,2"],
+    ):
+        yield ["average", str(beside), str(path), "-o", str(out), *way]
+    yield ["posthoc", "--sigma-rel", "0.1", str(path), "-o", str(out), "--json"]
+    yield ["posthoc", "--sweep", f"{out}.svg", str(path)]
 
 
 def check(command: list[str], what: str) -> None:
@@ -148,27 +204,23 @@ def check(command: list[str], what: str) -> None:
         json.loads(done.stdout)
 
 
-COMMAND = ""
-
-
 def put(folder: Path) -> Iterator[tuple[Path, str]]:
     """Paths to call the command with, and what lies there."""
     for i, text in enumerate(broken_headers()):
         path = folder / f"{i}.safetensors"
         path.write_bytes(text)
         yield path, f"file {i}: {text[:80]!r}"
-    for i, files in enumerate(folders()):
+    for i, files in enumerate([*folders(), *snapshots()]):
         path = folder / f"folder{i}"
         path.mkdir()
         for name, text in files.items():
+            (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_bytes(text)
         yield path, f"folder {i}: {files!r}"[:300]
 
 
 def main(command: str, every: int = 1) -> int:
     """How many runs there were; of `every` many files one is tried."""
-    global COMMAND
-    COMMAND = command
     with tempfile.TemporaryDirectory() as name, ThreadPool(2) as pool:
         folder = Path(name)
         beside = folder / "beside.safetensors"

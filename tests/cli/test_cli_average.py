@@ -93,7 +93,10 @@ def test_wrong_calls(tmp_path: Path, inputs: list[Path]) -> None:
         ([*inputs], "--output is required"),
         ([*inputs, *out, "--uniform", "--lawa", "2"], "excludes"),
         ([*inputs, *out, "--per-step"], "--ema"),
+        ([*inputs, "-o", "-"], "for a directory with that name give ./-"),
         ([*inputs, *out, "--weights", "1,2"], "2 numbers for 3 inputs"),
+        ([*inputs, *out, "--weights", "1,,2"], "'' is no number"),
+        ([*inputs, *out, "--steps", "1,2,9223372036854775808"], "'9223372036854775808' is no whole number below 2^63"),
         ([*inputs, *out, "--curve", "square"], "--curve"),
         ([*inputs, ours(tmp_path / "other.safetensors", tensors(0, (7, 5001))), *out], "layer.1.weight"),
     ):
@@ -105,7 +108,7 @@ def test_wrong_calls(tmp_path: Path, inputs: list[Path]) -> None:
 
 def test_whole_numbers_are_the_newest_and_that_is_said(tmp_path: Path) -> None:
     inputs = [foreign(tmp_path / f"step-{step}.safetensors", {"w": np.ones(3), "n": np.array([step])}) for step in (30, 10, 20)]
-    assert "1 tensors of integers or booleans are those of" in told("average", *inputs, "-o", tmp_path / "out.safetensors")
+    assert "1 tensor of integers or booleans is that of" in told("average", *inputs, "-o", tmp_path / "out.safetensors")
     assert load_file(tmp_path / "out.safetensors")["n"] == [30]
 
 

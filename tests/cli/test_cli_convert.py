@@ -88,6 +88,18 @@ def test_new_names(tmp_path: Path) -> None:
     assert np.array_equal(back["layer.2.weight"].numpy(), values["layer.2.weight"])
 
 
+def test_a_rule_is_applied_once(tmp_path: Path) -> None:
+    foreign(tmp_path / "a.safetensors", {"module.module.x": np.zeros(3)})
+    told("convert", tmp_path / "a.safetensors", "-o", tmp_path / "b.safetensors", "--rename", "module.*=*")
+    assert list(load_file(tmp_path / "b.safetensors")) == ["module.x"]
+
+
+@pytest.mark.parametrize(("size", "files"), [("8KB", 3), ("8KiB", 2), ("8192", 2), ("8191B", 3), ("8.192 kb", 2), ("1G", 1)])
+def test_files_are_as_large_as_that_and_no_larger(tmp_path: Path, size: str, files: int) -> None:
+    path = foreign(tmp_path / "a.safetensors", {name: np.zeros(1024, np.float32) for name in "abc"})
+    assert len(told_json("convert", path, "-o", tmp_path / "b", "--max-shard-size", size)["files"]) == files
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -95,7 +107,9 @@ def test_new_names(tmp_path: Path) -> None:
         (["--rename", "layer.*=x"], 2, "would both be called 'x'"),
         (["--rename", "nothing"], 2, "FROM=TO"),
         (["--max-shard-size", "5 parsec"], 2, "no size"),
-        (["--max-shard-size", "1KB"], 2, "give a directory"),
+        (["--max-shard-size", "1KB"], 2, "goes with a directory"),
+        (["--max-shard-size", "5GB"], 2, "goes with a directory"),  # also where one file would do
+        (["--max-shard-size", ""], 2, "no size"),
         (["--dtype", "int8"], 2, "--dtype"),
     ],
 )
@@ -173,10 +187,23 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["convert", "average"])
+@pytest.mark.parametrize("json_words", [[], ["--json"]])
+def test_an_error_after_it_was_written_says_so(tmp_path: Path, verb: str, json_words: list[str]) -> None:
+    path, out = ours(tmp_path / "a.safetensors", tensors()), tmp_path / "b.safetensors"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([COMMAND, verb, path, "-o", out, *json_words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 7
+    assert f"No space left on device; {out} had been written by then, and is whole" in done.stderr
+    told("verify", out)
+    assert "nothing was published" not in told("--help")
+
+
+@pytest.mark.parametrize("verb", ["convert", "average"])
 def test_memory_is_bounded_whatever_the_size(tmp_path: Path, verb: str) -> None:
     size = (4000 if os.environ.get("SHARDOW_ALL") else 300) * 10**6
     path = sparse(tmp_path / "a.safetensors", size, "BF16", checksum=False)
     empty = measured([str(COMMAND), "--version"])[1]
     words = [str(COMMAND), verb, str(path), "-o", str(tmp_path / "b.safetensors")]
-    assert measured([*words, "--dtype", "float32"])[1] - empty < 64 << 20
-    assert (tmp_path / "b.safetensors").stat().st_size > 2 * size
+    for more in (["--dtype", "float32"], ["--threads", "64"]):
+        assert measured([*words, *more])[1] - empty < 64 << 20
+    assert (tmp_path / "b.safetensors").stat().st_size > size

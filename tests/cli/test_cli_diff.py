@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,36 @@ def test_whole_numbers(tmp_path: Path, dtype: str) -> None:
     b = a.clone()
     b[50] = 1
     agrees(values_of(written(tmp_path / "a.safetensors", {"x": a}), written(tmp_path / "b.safetensors", {"x": b})), a, b)
+
+
+def exactly(found: dict[str, Any], a: list[Any], b: list[Any]) -> None:
+    x, apart = [Fraction(one) for one in a], [abs(Fraction(one) - Fraction(other)) for one, other in zip(a, b, strict=True)]
+    norms = [math.isqrt(int(sum(one**2 for one in all) * 10**900)) for all in (apart, x)]  # times 1e450
+    assert found["differing"] == sum(one != 0 for one in apart)
+    assert found["max"] == float(max(apart))
+    assert close(found["rms"], float(Fraction(norms[0], 10**450) / Fraction(math.sqrt(len(a)))))
+    assert close(found["relative"], float(Fraction(*norms)))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_whole_numbers_that_float64_does_not_have(tmp_path: Path, dtype: str) -> None:
+    """Between 2^53 and 2^64 it has every 2048th."""
+    most = np.iinfo(dtype).max
+    a = [most, most - 1, 2**53 + 1, 2**60, 5, 0] * 1000
+    b = [most - 1, most - 1, 2**53, 2**60 + 1, 2**61, most] * 1000
+    paths = [foreign(tmp_path / f"{name}.safetensors", {"x": np.array(value, dtype)}) for name, value in (("a", a), ("b", b))]
+    exactly(values_of(*paths), a, b)
+    one = [foreign(tmp_path / f"{name}.safetensors", {"x": np.array(value[:1], dtype)}) for name, value in (("a", a), ("b", b))]
+    assert "1 of 1 numbers, max 1, rms 1" in told("diff", *one, status=1)
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-300, 1e-170, 1e-160, 1.0, 1e160, 1e170, 1e300])
+@pytest.mark.parametrize("beside", [0.0, 1e-250, 1.0, 1e250])
+def test_numbers_whose_squares_float64_does_not_have(tmp_path: Path, size: float, beside: float) -> None:
+    a = [beside] + [size * (1 + i / 7) for i in range(9999)]
+    b = [beside] + [one * 1.5 for one in a[1:]]
+    paths = [foreign(tmp_path / f"{name}.safetensors", {"x": np.array(value)}) for name, value in (("a", a), ("b", b))]
+    exactly(values_of(*paths), a, b)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +143,46 @@ def test_names_and_shapes(tmp_path: Path) -> None:
     assert f"only in {b}: new" in text
     assert "shape: shape [2, 3] and [3, 2]" in text
     assert "1 of 2 common tensors differ" in text
+
+
+def test_tensors_are_compared_by_name_whatever_their_files_are_called(tmp_path: Path) -> None:
+    values = tensors()
+    file = foreign(tmp_path / "a.safetensors", values)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        foreign(tmp_path / name / f"{name}.safetensors", values)
+    assert told("diff", file, tmp_path / "one") == told("diff", tmp_path / "one", tmp_path / "two") == "equal, 3 tensors\n"
+    first, *others = values
+    foreign(tmp_path / "two" / "two.safetensors", {first: values[first]})
+    foreign(tmp_path / "two" / "more.safetensors", {name: values[name] for name in others})
+    assert told("diff", file, tmp_path / "two") == "equal, 3 tensors\n"
+
+
+def test_files_whose_tensors_have_the_same_names_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        for i, name in enumerate(("ema-0.9", "ema-0.99")):
+            foreign(tmp_path / folder / f"{name}.safetensors", tensors(i))
+    assert told("diff", tmp_path / "one", tmp_path / "two") == "equal, 6 tensors\n"
+    done = run("diff", tmp_path / "one", tmp_path / "two" / "ema-0.9.safetensors")
+    assert done.returncode == 2
+    assert "2 files with the same names of tensors in them, ema-0.9.safetensors, ema-0.99.safetensors; name one of them" in done.stderr
+    model = foreign(tmp_path / "one" / "model.safetensors", tensors(2))
+    text = told("diff", tmp_path / "one", model, status=1)
+    assert text.count("only in") == 6
+    assert "0 of 3 common tensors differ" in text
+
+
+def test_what_lies_beside_models_is_compared_where_one_side_has_averages_too(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        foreign(tmp_path / folder / "model.safetensors", tensors(0))
+        foreign(tmp_path / folder / "optimizer.safetensors", {"moment": np.full(3, float(folder == "two"), np.float32)})
+    foreign(tmp_path / "one" / "ema.safetensors", tensors(1))
+    for sides in (("one", "two"), ("two", "one")):
+        text = told("diff", *(tmp_path / side for side in sides), status=1)
+        assert text.count("only in") == 3
+        assert "1 of 4 common tensors differ" in text
 
 
 def test_the_worst_come_first(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def test_all_tensors_are_there_as_the_file_has_them(tmp_path: Path) -> None:
     assert {tensor["name"]: tensor["shape"] for tensor in one["tensors"]} == {name: list(value.shape) for name, value in values.items()}
     assert {tensor["name"]: tensor["bytes"] for tensor in one["tensors"]} == {name: value.nbytes for name, value in values.items()}
     assert {tensor["dtype"] for tensor in one["tensors"]} == {"F32", "F64", "I64"}
-    assert one["written_by"] == "shardow"
+    assert one["written_by"] == told("--version").strip()
     text = told("inspect", tmp_path / "a.safetensors")
     assert all(name in text for name in values)
     assert "5 tensors (3 F32, 1 F64, 1 I64)" in text
@@ -29,6 +29,22 @@ def test_a_foreign_file_is_said_to_be_one(tmp_path: Path) -> None:
     one = told_json("inspect", foreign(tmp_path / "a.safetensors", tensors()))["checkpoints"][0]
     assert one["written_by"] == "unknown"
     assert all(tensor["crc32"] is None for tensor in one["tensors"])
+
+
+def test_every_save_says_which_version_wrote_it(tmp_path: Path) -> None:
+    """In the header, for those who look there; readers' metadata are what the writer gave."""
+    version = told("--version").split()[1]
+    model = torch.nn.Linear(3, 2)
+    shardow.EMA(model, decay=0.9).save(tmp_path / "ema.safetensors")
+    shardow.save(model, tmp_path / "model", max_shard_size=10)
+    told("convert", tmp_path / "model", "-o", tmp_path / "converted.safetensors")
+    for path in (tmp_path / "ema.safetensors", tmp_path / "model", tmp_path / "converted.safetensors"):
+        one = told_json("inspect", path)["checkpoints"][0]
+        assert one["written_by"] == f"shardow {version}"
+        assert "shardow.version" not in one["metadata"]
+    for path in tmp_path.rglob("*.safetensors"):
+        length = struct.unpack("<Q", path.read_bytes()[:8])[0]
+        assert json.loads(path.read_bytes()[8 : 8 + length])["__metadata__"]["shardow.version"] == version
 
 
 def test_an_ema_shows_its_schedules_and_its_step(tmp_path: Path) -> None:
@@ -60,7 +76,7 @@ def test_the_tree_adds_up_its_branches(tmp_path: Path) -> None:
     )
     assert told("inspect", "--tree", path).split("\n\n")[1].splitlines() == [
         "a  2 tensors, 3.00 kB",
-        "  b  1 tensors, 2.00 kB",
+        "  b  1 tensor, 2.00 kB",
         "    y  F32 [500]  2.00 kB",
         "  x  F32 [250]  1.00 kB",
         "z  I8 [3]  3 B",

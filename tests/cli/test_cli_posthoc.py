@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import stat
+import struct
+import subprocess
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 import torch
-from command import run, told, told_json
+from benchmarks.command import measured
+from command import COMMAND, run, told, told_json, wait_until_it_waits
 
 import shardow
 
@@ -58,8 +66,15 @@ def test_wrong_calls(snapshots: Path, tmp_path: Path) -> None:
     for words, status, message in (
         ([snapshots], 2, "--sweep"),
         ([snapshots, "--sigma-rel", "0.1"], 2, "-o"),
+        ([snapshots, "--sigma-rel", "0.1", "-o", "-"], 2, "give ./-"),
         ([snapshots, "--sigma-rel", "0.9", "-o", tmp_path / "o.safetensors"], 2, "0.28"),
         ([snapshots, "--sigma-rel", "0.1", "--sweep", tmp_path / "x.svg"], 2, "excludes"),
+        ([snapshots, "--sweep", tmp_path / "x.svg", "-o", tmp_path / "o.safetensors"], 2, "excludes"),
+        ([snapshots, "--sweep", tmp_path / "x.svg", "--dtype", "float16"], 2, "excludes"),
+        ([snapshots, "--sweep", tmp_path / "x.png"], 2, "ends in .svg"),
+        ([snapshots, "--sweep", tmp_path / "x"], 2, "ends in .svg"),
+        ([snapshots, "--sweep", tmp_path / "no" / "x.svg"], 3, "No such file"),
+        ([snapshots, "--sigma-rel", "0.1", "-o", tmp_path / "o.safetensors", "--max-shard-size", "1GB"], 2, "goes with a directory"),
         ([tmp_path, "--sigma-rel", "0.1", "-o", tmp_path / "o.safetensors"], 3, "snapshots"),
         ([snapshots, "--sigma-rel", "0.1", "--step", "5", "-o", tmp_path / "o.safetensors"], 2, "steps 10 to 120"),
     ):
@@ -67,3 +82,102 @@ def test_wrong_calls(snapshots: Path, tmp_path: Path) -> None:
         assert done.returncode == status, done.stderr
         assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_stays_one(snapshots: Path, tmp_path: Path) -> None:
+    """What would be written in its place is refused, whatever its directory is called."""
+    (tmp_path / "link").symlink_to(snapshots / "snapshot-000000050")
+    before = {path: path.stat() for path in snapshots.rglob("*")}
+    at = snapshots / "snapshot-000000050"
+    for out in (at, f"{at}/", tmp_path / "link", at / "ema-power-sigma_rel=0.05.safetensors", at / "ema-mine.safetensors"):
+        done = run("posthoc", snapshots, "--sigma-rel", "0.15", "-o", out)
+        assert done.returncode == 2, out
+        assert f"{at} would be no snapshot any more; write elsewhere: {snapshots}/average.safetensors" in done.stderr
+        with pytest.raises(ValueError, match="would be no snapshot any more"):
+            shardow.posthoc.synthesize(snapshots, sigma_rel=0.15, out=str(out))
+    assert before == {path: path.stat() for path in snapshots.rglob("*")}
+    told("posthoc", snapshots, "--sigma-rel", "0.15", "-o", at / "average.safetensors")  # beside a snapshot's files
+    (at / "average.safetensors").unlink()
+    assert shardow.posthoc.plan(snapshots, sigma_rel=0.15).snapshots == 24
+
+
+def test_a_picture_goes_where_its_path_leads(snapshots: Path, tmp_path: Path) -> None:
+    """As with cp: links stay and what they lead to is replaced, pipes and devices are written to."""
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link.svg"
+    link.symlink_to("there/picture.svg")
+    told("posthoc", snapshots, "--sweep", link)
+    picture = (tmp_path / "there" / "picture.svg").read_bytes()
+    assert picture.startswith(b"<svg")
+    (tmp_path / "there" / "picture.svg").write_text("old")
+    (tmp_path / "there" / "picture.svg").chmod(0o600)
+    told("posthoc", snapshots, "--sweep", link)
+    assert link.is_symlink()
+    assert (tmp_path / "there" / "picture.svg").read_bytes() == picture
+    assert (tmp_path / "there" / "picture.svg").stat().st_mode & 0o777 == 0o600
+    os.mkfifo(tmp_path / "fifo")
+    with subprocess.Popen([COMMAND, "posthoc", snapshots, "--sweep", tmp_path / "fifo"], stdout=subprocess.DEVNULL) as process:
+        assert (tmp_path / "fifo").read_bytes() == picture
+        assert process.wait(30) == 0
+    assert (tmp_path / "fifo").is_fifo()
+    if os.geteuid() == 0:  # may make devices
+        os.mknod(tmp_path / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        told("posthoc", snapshots, "--sweep", tmp_path / "null")
+        assert (tmp_path / "null").is_char_device()
+        (tmp_path / "null").unlink()
+    (tmp_path / "folder.svg").mkdir()
+    assert "Is a directory" in run("posthoc", snapshots, "--sweep", tmp_path / "folder.svg").stderr
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["fifo", "folder.svg", "link.svg", "there"]
+
+
+def test_a_picture_on_standard_output_is_all_there_is(snapshots: Path, tmp_path: Path) -> None:
+    assert told("posthoc", snapshots, "--sweep", "/dev/stdout").endswith("</svg>\n")
+    with (tmp_path / "x.svg").open("w") as file:
+        subprocess.run([COMMAND, "posthoc", snapshots, "--sweep", "/dev/stdout"], stdout=file, check=True)
+    assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
+    assert "would both write" in run("posthoc", snapshots, "--sweep", "/dev/stdout", "--json").stderr
+    assert "No space left" in run("posthoc", snapshots, "--sweep", "/dev/full").stderr
+
+
+def large(snapshots: Path, to: Path, elements: int) -> Path:
+    """The same snapshots, of a tensor of zeros that lie nowhere."""
+    for path in snapshots.rglob("*.safetensors"):
+        text = path.read_bytes()
+        header = json.loads(text[8 : 8 + struct.unpack("<Q", text[:8])[0]])
+        del header["__metadata__"]["shardow.crc32"]
+        new = json.dumps(
+            {"__metadata__": header["__metadata__"], "a": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}
+        ).encode()
+        (to / path.parent.name).mkdir(parents=True, exist_ok=True)
+        (to / path.parent.name / path.name).write_bytes(struct.pack("<Q", len(new)) + new)
+        os.truncate(to / path.parent.name / path.name, 8 + len(new) + 4 * elements)
+    return to
+
+
+def test_ctrl_c_leaves_what_was_there(snapshots: Path, tmp_path: Path) -> None:
+    path = large(snapshots, tmp_path / "large", 2 * 10**9)
+    (tmp_path / "out.safetensors").write_bytes(b"old")
+    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    words = [COMMAND, "posthoc", path, "--sigma-rel", "0.15", "-o", tmp_path / "out.safetensors"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default) as process:
+        while not list(tmp_path.glob(".out*")) and process.poll() is None:  # until it writes
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert (process.returncode, out, error) == (-signal.SIGINT, b"", b"")
+    assert (tmp_path / "out.safetensors").read_bytes() == b"old"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["large", "out.safetensors"]
+    os.mkfifo(tmp_path / "fifo")  # that nobody reads
+    with subprocess.Popen([COMMAND, "posthoc", snapshots, "--sweep", tmp_path / "fifo"], preexec_fn=default) as process:
+        wait_until_it_waits(process, "wait_for_partner")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+
+
+def test_memory_is_bounded_whatever_the_size(snapshots: Path, tmp_path: Path) -> None:
+    size = (1000 if os.environ.get("SHARDOW_ALL") else 20) * 10**6
+    path = large(snapshots, tmp_path / "large", size)
+    empty = measured([str(COMMAND), "--version"])[1]
+    words = [str(COMMAND), "posthoc", str(path), "--sigma-rel", "0.15", "-o", str(tmp_path / "out.safetensors")]
+    assert measured(words)[1] - empty < 64 << 20
+    assert (tmp_path / "out.safetensors").stat().st_size > 4 * size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pty
 import resource
@@ -13,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.command import measured
-from command import COMMAND, flip, foreign, ours, run, sparse, tensors
+from command import COMMAND, flip, foreign, ours, run, sparse, tensors, told, wait_until_it_waits
+
+import shardow
 
 
 def many(path: Path) -> Path:
@@ -80,6 +84,55 @@ def test_a_signal_ends_it_as_that_signal(tmp_path: Path, what: signal.Signals) -
     assert [one.name for one in tmp_path.iterdir()] == ["a.safetensors"]
 
 
+def test_a_file_that_is_cut_off_while_it_is_compared_is_reported(tmp_path: Path) -> None:
+    """What the kernel says then of a file that is looked at in memory."""
+    path = sparse(tmp_path / "a.safetensors", 10**12)
+    for words in ([], ["--json"]):
+        with subprocess.Popen([COMMAND, "diff", path, path, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            time.sleep(0.5)
+            process.send_signal(signal.SIGBUS)
+            out, error = process.communicate(timeout=30)
+        assert process.returncode == 4
+        assert "became shorter" in error
+        assert bool(words) == (out != "")
+        if words:
+            assert json.loads(out)["error"]["code"] == "corrupt"
+
+
+def test_files_that_become_shorter_are_never_a_crash(tmp_path: Path) -> None:
+    values = tensors(sizes=(3_000_000,))
+    for verb in ("diff", "verify") * 10:
+        a, b = (ours(tmp_path / f"{name}.safetensors", values) for name in "ab")
+        with subprocess.Popen([COMMAND, verb, a, b], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+            os.truncate(a, 5000)
+            _, error = process.communicate(timeout=30)
+        assert process.returncode in (0, 1, 4, 6), error
+
+
+def test_too_many_files_are_opened_one_after_another(tmp_path: Path) -> None:
+    values = {f"w{i:03}": np.full(100, i, np.float32) for i in range(60)}
+    a, b = (ours(tmp_path / name, values, max_shard_size=400) for name in "ab")
+    for few, status in ((14, 0), (5, 6)):
+        limited = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))  # noqa: B023, E731
+        done = subprocess.run([COMMAND, "diff", a, b, "--threads", "1"], capture_output=True, text=True, preexec_fn=limited)
+        assert done.returncode == status, done.stderr
+    assert "Too many open files; this process may have 5 open: raise that (ulimit -n)" in done.stderr
+
+
+def test_names_with_a_nul_are_shown_whole(tmp_path: Path) -> None:
+    a = foreign(tmp_path / "step-1.safetensors", {"a": np.ones(3), "x\0y": np.ones(3)})
+    b = foreign(tmp_path / "step-2.safetensors", {"a": np.ones(3), "x\0z": np.ones(3)})
+    assert f"only in {a}: x\\x00y\n" in told("diff", a, b, status=1)
+    done = run("average", a, b, "-o", tmp_path / "out")
+    assert done.returncode == 2
+    assert f"'x\\x00y' is missing in {b}; 'x\\x00z' is missing in {a}" in done.stderr
+    assert "'x\\x00z' is missing" in json.loads(run("average", a, b, "-o", tmp_path / "out", "--json").stdout)["error"]["message"]
+    assert "x\\x00y" in told("inspect", a)
+    assert "x\0y" in json.loads(told("inspect", a, "--json"))["checkpoints"][0]["tensors"][1]["name"]
+    with pytest.raises(ValueError, match=r"'x\\x00y' is missing in .*; 'x\\x00z' is missing in"):
+        shardow.merge([a, b], tmp_path / "out")
+
+
 def on_a_terminal(words: list[str], **environment: str) -> bytes:
     """What a terminal is shown of both streams."""
     master, slave = pty.openpty()
@@ -115,14 +168,14 @@ def test_progress_is_for_terminals_and_goes_away(tmp_path: Path) -> None:
     shown = on_a_terminal([str(COMMAND), "diff", "--threads", "1", str(path), str(path)], TERM="xterm")
     assert b"diff: " in shown
     assert b"of 3.00 GB" in shown
-    assert shown.rstrip().endswith(b"tensors")
+    assert shown.rstrip().endswith(b", 1 tensor")
     assert b"\r\x1b[K" in shown.rsplit(b"diff: ", 1)[1]
     assert b"diff: " not in on_a_terminal([str(COMMAND), "diff", str(path), str(path)], TERM="dumb")
 
 
 def test_wrong_calls(tmp_path: Path) -> None:
     for words, message in (
-        ([], "required"),
+        ([], "a verb is required"),
         (["frobnicate"], "no verb 'frobnicate'"),
         (["diff", "a"], "B is required"),
         (["verify", "--threads", "0", "a"], "--threads"),
@@ -137,10 +190,35 @@ def test_wrong_calls(tmp_path: Path) -> None:
         assert "--help" in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["verify", "diff"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "verify --manifest", "diff"])
 def test_memory_is_bounded_whatever_the_size(tmp_path: Path, verb: str) -> None:
     """Of a sparse file, all of it read."""
     size = (4 if os.environ.get("SHARDOW_ALL") else 1) * 10**9
     path = sparse(tmp_path / "a.safetensors", size, "BF16")
     empty = measured([str(COMMAND), "--version"])[1]
-    assert measured([str(COMMAND), verb, *[str(path)] * (2 if verb == "diff" else 1)])[1] - empty < 64 << 20
+    words = [str(COMMAND), *verb.split(), *[str(path)] * (2 if verb == "diff" else 1)]
+    for threads in ([], ["--threads", "64"]) if verb != "inspect" else ([],):
+        assert measured([*words, *threads])[1] - empty < 64 << 20
+
+
+def test_a_signal_while_it_complains_ends_it_as_that_signal(tmp_path: Path) -> None:
+    """To a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    with subprocess.Popen([COMMAND, "inspect", tmp_path / "none"], stderr=writing) as process:
+        wait_until_it_waits(process, "pipe_write")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
+    os.close(reading)
+    os.close(writing)
+
+
+def test_threads_change_nothing_that_verify_says(tmp_path: Path) -> None:
+    path = ours(tmp_path / "model", tensors(sizes=(3_000_000, 70_000, 5)), max_shard_size=1_000_000)
+    flip(path / "model-00001-of-00002.safetensors", -5)
+    told = {run("verify", path, *words, "--threads", threads).stdout for threads in (1, 4) for words in ([], ["--json"])}
+    assert len(told) == 2

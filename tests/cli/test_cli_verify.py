@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from command import flip, foreign, ours, run, tensors, told, told_json
 
 
@@ -24,6 +26,16 @@ def test_one_flipped_bit_is_found_and_its_tensor_named(tmp_path: Path, at: int) 
     assert done.returncode == 1
     assert f"{path}: FAILED: 'layer." in done.stdout
     assert done.stdout.count("FAILED") == 1
+
+
+def test_every_byte_of_a_file_in_many_pieces_is_looked_at(tmp_path: Path) -> None:
+    path = ours(tmp_path / "a.safetensors", tensors(sizes=(3_000_000,)))
+    told("verify", path)
+    for at in (4096, 4096 + (4 << 20) - 1, 4096 + (4 << 20), 4096 + (8 << 20) - 1, -1):
+        flip(path, at)
+        told("verify", path, status=1)
+        flip(path, at)
+    told("verify", path)
 
 
 def test_other_files_are_checked_all_the_same(tmp_path: Path) -> None:
@@ -112,8 +124,63 @@ def test_a_manifest_leads_nowhere_else(tmp_path: Path) -> None:
     for line in (
         "0" * 64 + "  ../x\n",
         "0" * 64 + "  /etc/passwd\n",
+        "0" * 64 + "  sub/../../x\n",
+        "0" * 64 + "  sub//x\n",
+        "SHA256 (../x) = " + "0" * 64 + "\n",
         "no line\n",
         "0" * 64 + "  a.safetensors\n" + "1" * 64 + "  a.safetensors\n",
     ):
         (tmp_path / "SHA256SUMS").write_text(line)
         assert "line " in told("verify", "--manifest", tmp_path, status=1)
+
+
+@pytest.mark.parametrize("words", [[], ["--tag"], ["--binary"]])
+def test_every_format_of_sha256sum_is_read_also_of_files_below(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    names = ["a.safetensors", "sub/b.safetensors", "sub/deep/c (1) = x.safetensors", "new\nline.safetensors"]
+    for i, name in enumerate(names):
+        foreign(tmp_path / name, tensors(i, (5,)))
+    sums = subprocess.run(["sha256sum", *words, *names], cwd=tmp_path, capture_output=True, check=True).stdout
+    (tmp_path / "SHA256SUMS").write_bytes(sums)
+    found = told_json("verify", "--manifest=check", tmp_path)
+    assert sorted(file["path"] for file in found["paths"][0]["files"]) == sorted(str(tmp_path / name) for name in names)
+    assert all(file["sha256"] for file in found["paths"][0]["files"])
+    flip(tmp_path / "sub" / "b.safetensors", -1)
+    assert "sub/b.safetensors: FAILED" in told("verify", "--manifest", tmp_path, status=1)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_files_of_torch_are_said_to_be_theirs_and_have_manifests(tmp_path: Path, legacy: bool) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=not legacy)
+    for words in (["verify", path], ["inspect", path], ["diff", path, path], ["convert", path, "-o", tmp_path / "x"]):
+        done = run(*words)
+        assert done.returncode == 5
+        assert "as torch.save() writes" in done.stderr
+        assert "--manifest" in done.stderr
+    assert "model.pt: OK (SHA-256" in told("verify", "--manifest", path)
+    told("verify", "--manifest=check", path)
+    flip(path, -1)
+    assert "its SHA-256 is" in told("verify", "--manifest=check", path, status=1)
+    (tmp_path / "model.pt.sha256").unlink()
+    assert "OK" not in told("verify", "--manifest=check", path, status=3)
+    path.rename(tmp_path / "model.safetensors")  # it says that it is one
+    assert "as torch.save() writes" in told("verify", "--manifest", tmp_path / "model.safetensors", status=1)
+
+
+def test_a_manifest_is_a_file_or_a_link_to_one(tmp_path: Path) -> None:
+    path, manifest = foreign(tmp_path / "a.safetensors", tensors()), tmp_path / "a.safetensors.sha256"
+    os.mkfifo(manifest)
+    for mode in ("", "=check", "=write"):
+        assert "a.safetensors.sha256 is no regular file" in run("verify", f"--manifest{mode}", path).stderr
+    assert manifest.is_fifo()
+    manifest.unlink()
+    (tmp_path / "elsewhere").mkdir()
+    manifest.symlink_to("elsewhere/sums")
+    told("verify", "--manifest", path)  # leads to nothing yet
+    assert manifest.is_symlink()
+    (tmp_path / "elsewhere" / "sums").chmod(0o640)
+    told("verify", "--manifest=write", path)
+    assert manifest.is_symlink()
+    assert (tmp_path / "elsewhere" / "sums").stat().st_mode & 0o777 == 0o640
+    assert sorted(one.name for one in (tmp_path / "elsewhere").iterdir()) == ["sums"]

@@ -12,6 +12,7 @@
 #include "kernels/cuda.h"
 #include "shardow/average.h"
 #include "shardow/error.h"
+#include "shardow/group.h"
 
 namespace shardow {
 namespace {

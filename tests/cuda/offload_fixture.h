@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "average/driver.h"
 #include "fake_runtime.h"
 #include "kernels/cuda.h"
 #include "shardow/average.h"

@@ -112,8 +112,8 @@ class Places {
 
   void restart() {
     step_ = 0;
-    twins_->offloaded->restart();
-    twins_->resident->restart();
+    average::Driver::restart(*twins_->offloaded);
+    average::Driver::restart(*twins_->resident);
   }
 
   std::mt19937_64 random_;

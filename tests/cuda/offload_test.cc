@@ -163,8 +163,8 @@ TEST(Offload, ResetsAndRestarts) {
     twins.expect_equal("reset");
     twins.step();
     twins.update();
-    twins.offloaded->restart();
-    twins.resident->restart();
+    average::Driver::restart(*twins.offloaded);
+    average::Driver::restart(*twins.resident);
     twins.expect_equal("restarted");
     EXPECT_EQ(twins.offloaded->state(), twins.resident->state());
   }

@@ -20,6 +20,7 @@ KEYS = {
     "shardow.checkpoint",
     "shardow.crc32",
     "shardow.extra_state",
+    "shardow.version",
     "shardow.snapshot",
     "shardow.state",
     "shardow.step",

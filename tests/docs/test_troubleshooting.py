@@ -28,7 +28,7 @@ def messages() -> str:
     found = []
     for path in (ROOT / "python" / "shardow").rglob("*.py"):
         found += [text_of(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant | ast.JoinedStr)]
-    for path in (ROOT / "src").rglob("*.cc"):
+    for path in [*(ROOT / "src").rglob("*.cc"), *(ROOT / "src").rglob("*.h"), *(ROOT / "include").rglob("*.h")]:
         if not path.name.endswith("_test.cc"):
             found.append(re.sub(r'"\s*\n\s*"', "", path.read_text()))
     return "\n".join(found)

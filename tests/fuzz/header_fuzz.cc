@@ -18,7 +18,7 @@ void must(bool holds) {
 
 void round_trip(const file::Header& header) {
   const file::Header laid = file::lay_out(header.entries, header.metadata);
-  const std::string bytes = file::header_bytes(laid);
+  const std::string bytes = file::header_bytes(laid.entries, laid.metadata, laid.data_begin);
   const file::Header again = file::parse_header(std::string_view(bytes).substr(8), laid.data_size(), "again");
   must(laid.data_size() == header.data_size());
   must(again.metadata == header.metadata);

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from built import CMAKE, install, succeed
+from built import CMAKE, install, run, succeed
+from sketches import blocks_of, program_of
 
 HERE = Path(__file__).parent
-WARNINGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
+WARNINGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Werror"]
 
 NEED_MORE = {"libtorch.h", "mpi.h"}  # headers over somebody else's: tests/libtorch and tests/mpi compile them
 
@@ -34,6 +35,17 @@ def test_found_by_cmake(component: str, installed: Path, tmp_path: Path) -> None
     needed = succeed("readelf", "-d", build / "consumer")
     assert ("libshardow.so.0" in needed) == (component == "shared")
     works(build / "consumer", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["store", "meeting"])
+def test_a_group_written_from_the_headers_alone_passes_the_judge(kind: str, installed: Path, tmp_path: Path) -> None:
+    program = tmp_path / "groups"
+    flags = [f"-I{installed / 'include'}", f"-L{installed / 'lib'}", "-lshardow", f"-Wl,-rpath,{installed / 'lib'}", "-pthread"]
+    succeed("g++", *WARNINGS, HERE / "groups.cc", "-o", program, *flags)
+    for ranks in (1, 3):
+        place = tmp_path / f"of-{ranks}"
+        place.mkdir()
+        assert f"on {ranks} ranks: 0 wrong" in succeed(program, kind, ranks, place)
 
 
 @pytest.mark.parametrize("flags", [[], ["--static"]], ids=["shared", "static"])
@@ -61,6 +73,21 @@ def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, t
         succeed(found, *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
 
 
+def test_every_sketch_in_a_header_compiles(installed: Path, tmp_path: Path) -> None:
+    headers = sorted((installed / "include" / "shardow").iterdir())
+    sketched = {one.name for one in headers if blocks_of(one.read_text())}
+    assert sketched == {one.name for one in headers} - {"schedule.h"}, "each begins with one; of schedules three are named"
+    source = tmp_path / "sketches.cc"
+    for header in headers:
+        if header.name in NEED_MORE:
+            continue
+        source.write_text(program_of(header))
+        succeed("g++", *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
+    source.write_text(program_of(headers[0]).replace("ema.update()", "ema.no_such_call()"))
+    told = run("g++", *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
+    assert "no_such_call" in told.stderr, "and one that does not is found"
+
+
 def test_the_command_and_its_pages(installed: Path) -> None:
     assert succeed(installed / "bin" / "shardow", "--version").startswith("shardow ")
     needed = succeed("readelf", "-d", installed / "bin" / "shardow")
@@ -78,6 +105,8 @@ def test_nothing_of_what_it_is_built_on_shows(installed: Path) -> None:
     inner = re.compile(r"shardow::(base|tensor|kernels|average|comm|file|ema)::[\w~]|::(Impl|Plan)::")
     assert [name for name in exported if "shardow::" not in name or inner.match(name) or inner.search(name.split("(")[0])] == []
     text = "".join(path.read_text() for path in (installed / "include" / "shardow").iterdir() if path.name not in NEED_MORE)
+    named = {name.split("(")[0].split("[abi")[0] for name in exported if name.startswith("shardow::") and "operator" not in name}
+    assert [name for name in sorted(named) if not re.search(rf"\b{re.escape(name.split('::')[-1].lstrip('~'))}\b", text)] == []
     assert re.findall(r"#include [<\"](?!shardow/)[\w/]+\.h|(?:fmt|simdjson|hwy)::", text) == []
     assert "SONAME" in succeed("readelf", "-d", library)
 

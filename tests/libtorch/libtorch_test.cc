@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 #include <shardow/average.h>
 #include <shardow/checkpoint.h>
-#include <shardow/conformance.h>
+#include <shardow/custom_group.h>
 #include <shardow/error.h>
 #include <torch/torch.h>
 
@@ -170,6 +170,31 @@ TEST(Written, MakesABackwardThroughOldValuesAnError) {
     }
     ema.swap_out();
   }
+}
+
+TEST(SwappedModule, HasTheAveragesInsideAndItsWeightsAfterwardsAndAutogradIsTold) {
+  torch::nn::Linear layer(2, 1);
+  const auto fill = [&](float value) {
+    const torch::NoGradGuard no_grad;
+    layer->weight.fill_(value);
+  };
+  fill(1);
+  Average ema(parameters(*layer), {.schedules = {Schedule::constant(0.5)}});
+  fill(3);
+  ema.update();
+  const at::Tensor weights = layer->weight.detach().clone(), x = torch::ones({1, 2}, at::requires_grad());
+  const at::Tensor before = layer(x).sum();
+  at::Tensor inside;
+  {
+    const Swapped swapped(*layer, ema);
+    EXPECT_TRUE(ema.swapped());
+    EXPECT_TRUE(layer->weight.equal(torch::full_like(weights, 2)));
+    EXPECT_THROW(before.backward(), c10::Error);
+    inside = layer(x).sum();
+  }
+  EXPECT_FALSE(ema.swapped());
+  EXPECT_TRUE(layer->weight.equal(weights));
+  EXPECT_THROW(inside.backward(), c10::Error);
 }
 
 // --- both libraries at work in one process

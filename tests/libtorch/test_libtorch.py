@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from built import CMAKE, ROOT, install, succeed
+from sketches import program_of
 
 torch = pytest.importorskip("torch", reason="no LibTorch, so shardow/libtorch.h is not tried: pip install torch")
 
 from safetensors.torch import load_file  # noqa: E402
+from torch.utils.cpp_extension import include_paths  # noqa: E402
 
 import shardow  # noqa: E402
 
@@ -64,6 +66,14 @@ def test_views_and_groups_and_both_libraries_in_one_program(built: Path) -> None
     needed = succeed("readelf", "-d", built / "tests" / "libtorch_test")
     assert "libshardow.so.0" in needed
     assert "libtorch_cpu.so" in needed
+
+
+def test_the_header_s_sketch_compiles(installed: Path, tmp_path: Path) -> None:
+    given = ", std::shared_ptr<torch::nn::Module> model, Steps& optimizer"
+    sketch = program_of(installed / "include" / "shardow" / "libtorch.h", given)
+    (tmp_path / "sketch.cc").write_text("struct Steps { void step(); };\n" + sketch)
+    torch_s = [f"-isystem{path}" for path in include_paths()]
+    succeed("g++", "-std=c++20", "-fsyntax-only", f"-I{installed / 'include'}", *torch_s, tmp_path / "sketch.cc")
 
 
 def test_what_stopped_or_was_killed_goes_on_bit_for_bit(built: Path, straight: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory, mpirun: Launch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def program_of(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Callable[[str], Path]:
-    """program_of(way): the C++ program that stands in docs/cpp.md, built as it says there; "cmake", "static" or "pkg-config"."""
+def program_of(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Callable[..., Path]:
+    """program_of(way, number): a C++ program that stands in docs/cpp.md, built as it says there; "cmake", "static" or "pkg-config"."""
 
-    def build(way: str) -> Path:
+    @cache
+    def build(way: str, number: int = 0) -> Path:
         text = (ROOT / "docs" / "cpp.md").read_text()
         source = tmp_path_factory.mktemp("program")
-        (block,) = [block for block in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL) if "int main(" in block]
-        (source / "main.cc").write_text(block)
+        blocks = [block for block in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL) if "int main(" in block]
+        (source / "main.cc").write_text(blocks[number])
         (lists,) = re.findall(r"```cmake\n(.*?)```", text, re.DOTALL)
         if way == "pkg-config":
             (line,) = re.findall(r"`(mpicxx [^`]*)`", text)

@@ -57,11 +57,14 @@ def test_a_save_that_was_killed_is_tried_again_and_the_run_goes_on_on_three_rank
 ) -> None:
     run = tmp_path / "run"
     killed = trainer(2, run, "--die-while-saving", 200)
+    assert "a new start" in killed.stdout
     assert killed.returncode != 0
     assert "signal 9" in killed.stdout + killed.stderr
     with safe_open(run / "ema-0.9.safetensors", "pt") as saved:
         assert '"step":150' in saved.metadata()["shardow.state"].replace(" ", ""), "the checkpoint before is whole"
-    assert trainer(3, run, "--until", 230).returncode == 0
+    resumed = trainer(3, run, "--until", 230)
+    assert resumed.returncode == 0
+    assert "a new start" not in resumed.stdout
     assert trainer(1, run).returncode == 0
     assert files(run) == files(straight[1])
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing of the killed save is left"

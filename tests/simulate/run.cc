@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "file/kept_plans.h"
 #include "file/version_fixture.h"
 
 namespace shardow::simulated {
@@ -25,18 +26,19 @@ struct Plan {
   std::vector<int> jobs;  ///< ranks of each; the second one saves to the same path at the same time
   size_t sharding, sharding_before;
   std::vector<Fault> faults = {};
+  bool through_store;
 
   explicit Plan(Simulation& seed)
       : call(seed.chance(5) ? Call::kLoad : Call::kSave),
         way(some_way(seed)),
         jobs{1 + seed.below(4)},
         sharding(static_cast<size_t>(seed.below(static_cast<int>(kShardings.size())))),
-        sharding_before(static_cast<size_t>(seed.below(static_cast<int>(kShardings.size())))) {
+        sharding_before(static_cast<size_t>(seed.below(static_cast<int>(kShardings.size())))),
+        through_store(seed.chance(3)) {
     if (call == Call::kLoad) way.first = false;
     if (call == Call::kSave && seed.chance(4)) jobs.push_back(1 + seed.below(2));
     for (int left = seed.below(3); left > 0; --left) {
-      const auto kind = static_cast<Fault::Kind>(1 + seed.below(static_cast<int>(Fault::Kind::kInterrupted)));
-      faults.push_back({kind, seed.below(jobs[0]), seed.below(seed.chance(2) ? 40 : 160)});
+      faults.push_back({some_fault(seed, through_store), seed.below(jobs[0]), seed.below(seed.chance(2) ? 40 : 160)});
     }
   }
 
@@ -49,6 +51,11 @@ struct Plan {
     return way;
   }
 };
+
+/// Of one seed in four the storage of a rank stands still; those that were written down before play as they did.
+bool stands_still(uint64_t seed) {
+  return seed / 2 % 4 == 2;
+}
 
 struct Folder {
   explicit Folder(fs::path at) : path(std::move(at)) { fs::remove_all(path), fs::create_directories(path); }
@@ -70,6 +77,9 @@ Codes on_all(Simulation& simulation, World& world, const std::function<int(Group
       } catch (const Error& error) {
         simulation.remember([&] { return fmt::format("rank {}: {}", rank, error.what()); });
         code = static_cast<int>(error.code());
+      } catch (const std::exception& error) {
+        simulation.remember([&] { return fmt::format("rank {}: {}", rank, error.what()); });
+        code = static_cast<int>(Code::kInternal);
       }
       if (!world.died(rank)) codes[static_cast<size_t>(rank)] = code;
     });
@@ -113,14 +123,27 @@ std::string leftovers(const fs::path& folder, const Way& way) {
   return found;
 }
 
-/// After whatever happened, the next save works and cleans up.
-std::string after_the_next_save(uint64_t seed, const Plan& plan, const fs::path& folder, Mutant mutant, std::string* story) {
-  Simulation simulation(~seed, story != nullptr);  // with other names for its files
-  World world(simulation, {plan.jobs[0]}, folder, plan.way.exchange, {}, mutant, kTimeout);
-  const auto codes = save_version(simulation, world, 2, plan, plan.sharding_before, folder);
+/// Version `next` is saved, while calls are done that were left by saves before, and after it. Those that are `late` stay.
+std::string wrong_with_the_next(uint64_t seed, int next, const Plan& plan, const fs::path& folder, Mutant mutant, std::string* story,
+                                const std::vector<Late>& late) {
+  Simulation simulation(seed, story != nullptr);
+  World world(simulation, {.jobs = {plan.jobs[0]}, .folder = folder, .can_exchange = plan.way.exchange, .mutant = mutant, .late = late});
+  const auto codes = save_version(simulation, world, next, plan, plan.sharding_before, folder);
   if (story != nullptr) *story += "\n\nthe next save:\n" + simulation.story();
   if (std::any_of(codes.begin(), codes.end(), [](const auto& code) { return code != kFine; })) return "the next save fails";
-  if (const int found = version_of(folder, plan.way, kTensors); found != 2) return fmt::format("the next save leaves version {}", found);
+  if (const int found = version_of(folder, plan.way, kTensors); found != next) return fmt::format("the next save leaves version {}", found);
+  testing_disk::Recorder disk(folder, plan.way.exchange);
+  for (const Late& one : world.take_late()) one(disk);
+  const int found = version_of(folder, plan.way, kTensors);
+  return found == next ? "" : fmt::format("a call that was left puts version {} in the place of {}", found, next);
+}
+
+/// After whatever happened, the next save works and cleans up; where calls were left by then, the one that follows it.
+std::string after_the_next_save(uint64_t seed, const Plan& plan, const fs::path& folder, Mutant mutant, std::string* story,
+                                const std::vector<Late>& late = {}) {
+  std::string wrong = late.empty() ? "" : wrong_with_the_next(seed + (uint64_t{1} << 40), 3, plan, folder, mutant, story, late);
+  if (wrong.empty()) wrong = wrong_with_the_next(~seed, 2, plan, folder, mutant, story, {});  // with other names for its files
+  if (!wrong.empty()) return wrong;
   const std::string left = leftovers(folder, plan.way);
   return left.empty() ? "" : "the next save leaves" + left;
 }
@@ -152,21 +175,26 @@ std::string wrong_version(const Plan& plan, const fs::path& folder, bool must_be
 }  // namespace
 
 std::string wrong_with(uint64_t seed, const fs::path& folder, Mutant mutant, std::string* story) {
+  file::forget_plans();  // of runs before this one
   const Folder live(folder / "live"), disk(folder / "disk");
   std::optional<Simulation> simulation;
   simulation.emplace(seed, story != nullptr);
-  const Plan plan(*simulation);
+  Plan plan(*simulation);
+  if (stands_still(seed))
+    plan.faults.push_back({Fault::Kind::kStands, simulation->chance(2) ? 0 : simulation->below(plan.jobs[0]),
+                           simulation->below(simulation->chance(2) ? 40 : 160)});
   if (!plan.way.first) {
-    World world(*simulation, {plan.jobs[0]}, live.path, plan.way.exchange, {}, Mutant::kNone, kTimeout);
+    World world(*simulation, {.jobs = {plan.jobs[0]}, .folder = live.path, .can_exchange = plan.way.exchange});
     save_version(*simulation, world, 1, plan, plan.sharding_before, live.path);
     if (plan.way.directory) std::ofstream(live.path / "model" / "config.json") << "mine";
   }
-  World world(*simulation, plan.jobs, live.path, plan.way.exchange, plan.faults, mutant, kTimeout);
+  World world(*simulation, {plan.jobs, live.path, plan.way.exchange, plan.faults, mutant, kTimeout, plan.through_store});
   const auto began = simulation->now();
   const auto codes = plan.call == Call::kSave ? save_version(*simulation, world, 2, plan, plan.sharding, live.path)
                                               : load_version(*simulation, world, 1, plan, live.path);
   const auto took = simulation->now() - began;
   const bool fine = plan.call == Call::kSave && std::all_of(codes.begin(), codes.end(), [](const auto& code) { return code == kFine; });
+  const std::vector<Late> late = world.take_late();
   const auto& recording = world.recording();
   std::mt19937 random(static_cast<unsigned>(simulation->draw()));
   const size_t cut = simulation->chance(3) ? recording.calls.size() : random() % (recording.calls.size() + 1);
@@ -181,7 +209,7 @@ std::string wrong_with(uint64_t seed, const fs::path& folder, Mutant mutant, std
   wrong = wrong_version(plan, disk.path, fine && cut == recording.calls.size());
   if (wrong.empty()) wrong = after_the_next_save(seed, plan, disk.path, mutant, story);
   if (!wrong.empty()) return fmt::format("after a power cut ({} of {} calls) {}", cut, recording.calls.size(), wrong);
-  return after_the_next_save(seed, plan, live.path, mutant, story);
+  return after_the_next_save(seed, plan, live.path, mutant, story, late);
 }
 
 }  // namespace shardow::simulated

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <thread>
 
 namespace shardow::simulated {
 namespace {
@@ -23,26 +22,50 @@ Simulation::~Simulation() {
 }
 
 void Simulation::run(int ranks, const std::function<void(int)>& fn) {
-  for (int rank = 0; rank < ranks; ++rank) present_[next_++];
-  choose();
-  std::vector<std::thread> threads;
-  const int first = next_ - ranks;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      {
-        Lock lock(mutex_);
-        wait_for_turn(lock, mine = first + rank);
-      }
-      fn(rank);
-      end();
-    });
+  const int first = next_;
+  for (int rank = 0; rank < ranks; ++rank) present_[next_++].slow = chance(4);
+  {
+    Lock lock(mutex_);  // ranks may start others meanwhile
+    for (int rank = 0; rank < ranks; ++rank) launch(first + rank, [&fn, rank] { fn(rank); });
+    pass_on(lock);
   }
-  for (std::thread& thread : threads) thread.join();
+  for (;;) {
+    std::thread thread;
+    {
+      const Lock lock(mutex_);
+      if (threads_.empty()) return;
+      thread = std::move(threads_.front());
+      threads_.pop_front();
+    }
+    thread.join();
+  }
+}
+
+void Simulation::launch(int number, std::function<void()> fn) {
+  Thread& one = present_.at(number);
+  threads_.emplace_back([this, number, &one, fn = std::move(fn)]() mutable {
+    mine = number;
+    take(one);
+    fn();
+    fn = nullptr;  // what it holds goes while it has the turn
+    end();
+  });
+}
+
+int Simulation::start(std::function<void()> fn) {
+  const Lock lock(mutex_);
+  present_[next_].slow = chance(4);
+  launch(next_, std::move(fn));
+  return next_++;
+}
+
+void Simulation::join(int thread) {
+  await([&] { return !present_.contains(thread); });
 }
 
 void Simulation::pass() {
   Lock lock(mutex_);
-  now_ += std::chrono::microseconds(random_() % 200);
+  now_ += std::chrono::microseconds(chooser_ ? 1 : random_() % 200);
   give(lock);
 }
 
@@ -77,6 +100,7 @@ bool Simulation::wait(const void* condition, base::Time deadline) {
 }
 
 void Simulation::await(const std::function<bool()>& done) {
+  if (done()) return;
   Lock lock(mutex_);
   me().waits = true;
   me().done = &done;
@@ -86,22 +110,23 @@ void Simulation::await(const std::function<bool()>& done) {
 void Simulation::add(const void* who) {
   const Lock lock(mutex_);
   present_[next_++].who = who;
-  for (auto& [number, one] : present_) one.changed.notify_all();
+  added_.notify_all();
 }
 
 void Simulation::begin(const void* who) {
   Lock lock(mutex_);
-  for (auto& [number, one] : present_) {
-    if (one.who == who) return wait_for_turn(lock, mine = number);
-  }
-  std::fprintf(stderr, "a thread takes turns that nobody has added\n");
-  std::abort();
+  const auto is_it = [&](const auto& one) { return one.second.who == who; };
+  auto found = present_.end();
+  added_.wait(lock, [&] { return (found = std::find_if(present_.begin(), present_.end(), is_it)) != present_.end(); });
+  mine = found->first;
+  lock.unlock();
+  take(found->second);
 }
 
 void Simulation::end() {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   present_.erase(mine);
-  choose();
+  pass_on(lock);
 }
 
 Simulation::Thread& Simulation::me() {
@@ -112,8 +137,8 @@ bool Simulation::is_able(const Thread& one) const {
   return !one.waits || (one.done != nullptr && (*one.done)()) || (one.deadline && now_ >= *one.deadline);
 }
 
-void Simulation::choose() {
-  if (present_.empty()) return;
+Simulation::Thread* Simulation::choose() {
+  if (present_.empty()) return nullptr;
   std::vector<int> able;
   while (able.empty()) {
     std::optional<base::Time> first;
@@ -128,22 +153,47 @@ void Simulation::choose() {
     }
     now_ = *first;
   }
-  turn_ = able[random_() % able.size()];
-  present_.at(turn_).changed.notify_all();
+  if (chooser_) {
+    const auto stays = std::find(able.begin(), able.end(), mine);
+    const bool can_stay = stays != able.end();
+    if (can_stay) std::rotate(able.begin(), stays, stays + 1);
+    turn_ = able[able.size() == 1 ? 0 : chooser_(able.size(), can_stay)];
+  } else {
+    turn_ = drawn(able);
+  }
+  return &present_.at(turn_);
+}
+
+int Simulation::drawn(std::vector<int>& able) {
+  const auto is_slow = [&](int number) { return present_.at(number).slow; };
+  if (able.size() > 1 && random_() % 16 != 0 && !std::all_of(able.begin(), able.end(), is_slow)) std::erase_if(able, is_slow);
+  return able[random_() % able.size()];
 }
 
 void Simulation::give(Lock& lock) {
-  choose();
-  wait_for_turn(lock, mine);
   Thread& one = me();
+  Thread* const next = choose();
+  if (next != &one) {
+    lock.unlock();  // first: who is woken would wait for it
+    ::sem_post(&next->turn);
+    take(one);
+    lock.lock();
+  }
   one.waits = false;
   one.condition = nullptr;
   one.done = nullptr;
   one.deadline.reset();
 }
 
-void Simulation::wait_for_turn(Lock& lock, int number) {
-  present_.at(number).changed.wait(lock, [&] { return turn_ == number; });
+void Simulation::pass_on(Lock& lock) {
+  Thread* const next = choose();
+  lock.unlock();
+  if (next != nullptr) ::sem_post(&next->turn);
+}
+
+void Simulation::take(Thread& one) {
+  while (::sem_wait(&one.turn) != 0) {
+  }
 }
 
 }  // namespace shardow::simulated

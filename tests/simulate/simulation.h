@@ -2,15 +2,19 @@
 // system would draw at random are functions of one seed.
 #pragma once
 
+#include <semaphore.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/turns.h"
@@ -27,11 +31,18 @@ class Simulation final : public base::Turns {
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
-  /// Calls fn(rank) on a thread for each rank, and returns when all have ended.
+  /// In place of the seed, who goes on: one of `able`, by its place. `stays`: the first of them is who has the turn now; the others follow
+  /// in the order in which they began.
+  using Chooser = std::function<size_t(size_t able, bool stays)>;
+  void choose_by(Chooser chooser) { chooser_ = std::move(chooser); }
+
+  /// Calls fn(rank) on a thread for each rank, and returns when all have ended, with what they have started.
   void run(int ranks, const std::function<void(int rank)>& fn);
 
-  /// Of a thread that run() has made: a little time goes by, and others may go on.
-  void pass();
+  // Of a thread that run() has made, or start().
+  int start(std::function<void()> fn);  ///< on a thread of its own; its number
+  void join(int thread);
+  void pass();  ///< a little time goes by, and others may go on
   void sleep(std::chrono::nanoseconds time);
 
   bool chance(unsigned of) { return draw() % of == 0; }
@@ -53,23 +64,34 @@ class Simulation final : public base::Turns {
  private:
   struct Thread {
     const void* who = nullptr;
+    bool slow = false;  ///< one in four: others that can go on mostly do
     bool waits = false;
     const void* condition = nullptr;
     const std::function<bool()>* done = nullptr;
     std::optional<base::Time> deadline = {};
-    std::condition_variable changed = {};
+    sem_t turn = {};  ///< posted by whoever gives it the turn: on one processor half the price of a condition
+    Thread() { ::sem_init(&turn, 0, 0); }
+    ~Thread() { ::sem_destroy(&turn); }
+    Thread(const Thread&) = delete;
+    Thread& operator=(const Thread&) = delete;
   };
   using Lock = std::unique_lock<std::mutex>;
 
+  void launch(int number, std::function<void()> fn);
+  int drawn(std::vector<int>& able);
   Thread& me();
   bool is_able(const Thread& one) const;
-  void choose();  ///< who goes on; where nobody can, it becomes as late as somebody waits for
+  Thread* choose();  ///< who goes on, if anybody is left; where nobody can, it becomes as late as somebody waits for
   void give(Lock& lock);
-  void wait_for_turn(Lock& lock, int number);
+  void pass_on(Lock& lock);
+  static void take(Thread& one);  ///< its turn
 
   std::mutex mutex_;
   std::mt19937_64 random_;
+  Chooser chooser_;
   std::map<int, Thread> present_;
+  std::deque<std::thread> threads_;
+  std::condition_variable added_;
   int turn_ = -1, next_ = 0;
   base::Time now_{};
   const bool with_story_;

@@ -25,8 +25,15 @@ enum class Mutant {
   kEarlyVerdict,    ///< a rank takes its own word for everybody's
   kNoDeadlines,     ///< a rank waits for ever for one that died in silence
   kKeepsLeftovers,  ///< nothing is ever removed
+  kFlushesAfter,    ///< a file is published first, and flushed then
+  kOwnVerdict,      ///< a rank takes what it saw of the others' messages for the verdict
+  kStagesLate,      ///< a save in the background reads the weights, not a copy of them
+  kSwapLeaks,       ///< the same, and the next step waits for it: a swap does not
+  kReusesMemory,    ///< two saves in the background share the memory of their copies
+  kOvertakes,       ///< a save in the background does not wait for the one before it
+  kMovesToDraft,    ///< a checkpoint that is moved away, by a call that was left, is taken for a leftover
+  kNumMutants
 };
-constexpr int kNumMutants = 11;
 
 struct Fault {
   enum class Kind {
@@ -34,50 +41,83 @@ struct Fault {
     kDies,  ///< the rank ends, and the others are told
     kDiesInSilence,
     kLate,         ///< it stands still for up to two timeouts
+    kDelayed,      ///< what it sends next is under way for up to two timeouts; without a store it comes late itself
     kError,        ///< one call of its disk fails
     kGone,         ///< its disk fails from there on
     kFull,         ///< it cannot grow from there on
     kInterrupted,  ///< half of its calls are interrupted, and the others do half of what they are asked
+    kStands,       ///< a call of its disk does not return in time, and is done hours later, in the midst of the next save or after it
   } kind = Kind::kNone;
   int rank = 0, at = 0;  ///< which of the rank's steps
 };
 
+/// Half of them are of messages where those take time.
+Fault::Kind some_fault(Simulation& seed, bool through_store);
+
 /// What leaves a rank that has died.
 struct Died {};
 
+/// What a call does when the storage goes on that stood still; it owns what it uses.
+using Late = std::function<void(testing_disk::Recorder&)>;
+
+struct Setting {
+  std::vector<int> jobs;  ///< so many ranks each; the ranks of all are numbered through
+  std::filesystem::path folder;
+  bool can_exchange = true;
+  std::vector<Fault> faults = {};
+  Mutant mutant = Mutant::kNone;
+  milliseconds timeout{60'000};
+  bool through_store = false;   ///< ranks meet through keys and values, whose messages take time
+  int lanes = 1;                ///< how many Groups a rank has, each for one thread at a time
+  std::vector<Late> late = {};  ///< calls that were left before this world began
+};
+
 class World {
  public:
-  /// `jobs`: so many ranks each; the ranks of all are numbered through.
-  World(Simulation& simulation, const std::vector<int>& jobs, const std::filesystem::path& folder, bool can_exchange,
-        std::vector<Fault> faults, Mutant mutant, milliseconds timeout);
+  World(Simulation& simulation, Setting setting);
   ~World();
 
-  /// The rank's fn(group), on its own thread, in its own environment.
-  void live(int rank, const std::function<void(Group&)>& fn);
+  /// The rank's fn(group), on its own thread, in its own environment. With another lane, on one more of its threads.
+  void live(int rank, const std::function<void(Group&)>& fn, int lane = 0);
+
+  /// Of what a rank does beside its disk and its messages: a step.
+  void come(const char* what);
+
+  Group& group(int rank, int lane);
+  void leave(int rank);  ///< the others are told, in all lanes of which no thread is in use
 
   bool died(int rank) const { return ranks_[static_cast<size_t>(rank)].dead; }
   int ranks() const { return static_cast<int>(ranks_.size()); }
+  Mutant mutant() const { return setting_.mutant; }
   const testing_disk::Recording& recording() const;
+
+  std::vector<Late> take_late();  ///< calls of this world, and of those before, that were left and change names, and are not done yet
 
  private:
   class Disk;
   class Ranks;
   struct Rank {
-    bool dead = false, gone = false, full = false;
-    int steps = 0;
+    bool dead = false, gone = false, full = false, late = false, delayed = false;
+    bool stands = false;  ///< its next call of the disk does not return
+    int steps = 0, left = 0;
+    std::vector<std::shared_ptr<Ranks>> lanes = {};
   };
 
   Rank& here();
   bool step(const char* what, const std::string& on);  ///< false: the disk fails now, with errno
   bool broken(const char* what);
+  bool may_leave();
+  bool leaves(const Late& late, bool names);
+  void do_late();
+  std::chrono::nanoseconds transit(const char* what);
+  std::chrono::nanoseconds lateness();
+  std::vector<std::unique_ptr<Group>> groups_of(int ranks);
 
   Simulation& simulation_;
+  const Setting setting_;
   std::vector<Rank> ranks_;
-  std::vector<Fault> faults_;
-  const Mutant mutant_;
-  const milliseconds timeout_;
   std::unique_ptr<Disk> disk_;
-  std::vector<std::unique_ptr<Group>> groups_;
+  std::vector<Late> late_, late_writes_;  ///< what ranks left, and is to be done yet: changes of names; of what is in a file that is open
 };
 
 }  // namespace shardow::simulated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,18 @@ from shardow.model.view import find
 
 if TYPE_CHECKING:
     from shardow.averages.core import Averages, Facts
+
+
+@torch.no_grad()
+def load_averages(core: Averages, averages: Mapping[str, torch.Tensor]) -> None:
+    """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
+
+    def check() -> list[_state.Copy]:
+        core.swap.refuse("load_state_dict()")
+        return _state.check({"averages": averages}, core.tracked, core.keys[:1])[0]
+
+    for target, value, region in core.team.agree("load_state_dict()", check):
+        _state.copy(target, value, region)
 
 
 @torch.no_grad()

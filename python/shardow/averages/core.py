@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +18,12 @@ from shardow import _core, errors
 from shardow.averages import figures
 from shardow.averages import state as _state
 from shardow.averages.cuda_streams import Streams, with_memory
+from shardow.averages.lineage import Lineage
 from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, follow_source, track
+from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track, views_of
 from shardow.base.checks import seconds, unsupported
 from shardow.base.collector import paused
 from shardow.base.warnings import warn
@@ -55,11 +58,14 @@ class Averages:
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         self.streams = Streams((one.source for one in self.tracked), (average for one in self.tracked for average in one.averages))
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
-        self.team.same("EMA(...)", self._facts(), "EMA")
+        if self.team.size > 1:
+            own = {"options": self.engine.state(), "replicas": self.options.replicas}
+            self.team.same("EMA(...)", {**facts_of(self.tracked), **own}, "EMA")
         if any(one.stretched for one in self.tracked):
             share_out("EMA(...)", self.tracked, self.team)
         check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
+        self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
         self.snapshots: dict[Path, Any] = {}  # by directory: what goes on there, forgotten where the counters are replaced
         self._warned = False
 
@@ -69,16 +75,10 @@ class Averages:
         self.view.reshard()
         tracked = track(options.chosen(self.view), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
-        averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(options.schedules))]
-        sources = [one.view(one.sources()) for one in tracked]
+        averages = [views_of(tracked, [one.averages[k] for one in tracked]) for k in range(len(options.schedules))]
+        sources = views_of(tracked, [one.sources() for one in tracked])
         chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
         return options, keys, tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
-
-    def _facts(self) -> dict[str, Any]:
-        tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in self.tracked}
-        facts = {"tensors": tensors, "options": self.engine.state(), "order": list(tensors), "replicas": self.options.replicas}
-        stretched = [one.name for one in self.tracked if one.stretched]
-        return {**facts, "averages on the host of weights on a device": self.offloaded, "stretches in source=": stretched}
 
     @property
     def engine(self) -> _core.Average:
@@ -99,7 +99,7 @@ class Averages:
             return fn(), asked()
 
         result, facts = self.team.agree(what, check)
-        self._agreed_state(what, facts)
+        self.agreed_state(what, facts)
         return result
 
     def asked(self, decay: object, **facts: Any) -> Asked:
@@ -121,10 +121,10 @@ class Averages:
             return [common_of(one.local) for one in self.tracked_weights()] if self.splits else []
 
         check_equal(what, find, self.team, f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own')
-        self._agreed_state(what, facts)
+        self.agreed_state(what, facts)
         return self.keys.index(facts["decay"])
 
-    def _agreed_state(self, what: str, facts: Facts) -> str:
+    def agreed_state(self, what: str, facts: Facts) -> str:
         state = _state.agreed(what, self.engine.state(), self.team, facts)
         self.unfrozen.look(everywhere=True)
         return state
@@ -134,28 +134,37 @@ class Averages:
         is handed out too, wherever it lies now. ``asked()``: as together()'s; may raise. Returns the state of all ranks."""
         facts: dict[str, Any] = {}
 
-        def find() -> list[Common | None]:
-            self._raise_non_finite()
-            self.swap.refuse(what)
+        def find() -> Iterable[Common | None]:
+            common = self.handed_out(what)
             facts.update(asked())
             if others is None:
-                return list(self._common())
+                return common
             self.swap.ready(what)
             self.view.refuse_written()
             weights = set(self.view.parameters)
-            return [*self._common(), *(common_of(one) for one in others() if one in weights)]
+            return chain(common, (common_of(one) for one in others() if one in weights))
 
         check_equal(what, find, self.team, DIFFERENT_WEIGHTS)
-        return self._agreed_state(what, facts)
+        return self.agreed_state(what, facts)
 
     def tracked_weights(self) -> list[Tracked]:
         """Without buffers, of which each rank has its own: batch statistics."""
         weights = set(self.view.parameters)
         return [one for one in self.tracked if one.local in weights]
 
+    @cached_property
+    def _not_alone(self) -> list[Tracked]:
+        """Of which other ranks may have the same."""
+        return [one for one in self.tracked_weights() if one.local.replicas or not one.local.sharded]
+
+    def handed_out(self, what: str) -> Iterator[Common | None]:
+        """What other ranks should have too: averages, or where ranks divide them the weights that they follow. May raise."""
+        self._raise_non_finite()
+        self.swap.refuse(what)
+        return self._common()
+
     def _common(self) -> Iterator[Common | None]:
-        """What other ranks should have too: averages, or where ranks divide them the weights that they follow."""
-        for one in self.tracked_weights():
+        for one in self._not_alone:
             if self.options.replicas == "split" and one.local.replicas:
                 yield common_weight(one)
             else:
@@ -230,8 +239,13 @@ class Averages:
         self.together("reset()", ready)
         self.swap.gather()
         self.engine.restart()
-        self.snapshots.clear()
+        self.go_on_from(None)
         self._warned = False
+
+    def go_on_from(self, lineage: Lineage | None) -> None:
+        """Counters have been replaced: what snapshots are taken from here on is said anew."""
+        self.snapshots.clear()
+        self.lineage = lineage
 
     # ---- their values
 
@@ -239,17 +253,6 @@ class Averages:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
         self.swap.refuse("state_dict()")
         return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
-
-    @torch.no_grad()
-    def load_averages(self, averages: Mapping[str, torch.Tensor]) -> None:
-        """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
-
-        def check() -> list[_state.Copy]:
-            self.swap.refuse("load_state_dict()")
-            return _state.check({"averages": averages}, self.tracked, self.keys[:1])[0]
-
-        for target, value, region in self.team.agree("load_state_dict()", check):
-            _state.copy(target, value, region)
 
     def begin(self) -> None:
         """The averages become the weights; counters stay. Local."""
@@ -273,15 +276,18 @@ class Averages:
             self.keys = keys
             raise
 
+    @cached_property
+    def _parts(self) -> list[list[Part]]:
+        return [[Part(one.name, one.averages[k], one.region) for one in self.tracked] for k in range(len(self.keys))]
+
     def parts(self, k: int = 0, saving: bool = False) -> list[Part]:
         """This rank's part of each average, as files and gatherers take it. ``saving``: of those that are saved from this rank."""
-        return [Part(one.name, one.averages[k], one.region) for one in self.tracked if not saving or one.local.counts_on(self.team.rank)]
+        pairs = zip(self._parts[k], self.tracked, strict=True)
+        return [part for part, one in pairs if not saving or one.local.counts_on(self.team.rank)]
 
     def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
-        parts = self.parts(k)
-        if complete:
-            parts += [Part(one.name, one.flat(), one.region) for one in self.others() if not oddity(one.tensor)]
-        return Gatherer(what, parts, self.team)
+        more = [Part(one.name, one.flat(), one.region) for one in self.others() if not oddity(one.tensor)] if complete else []
+        return Gatherer(what, [*self.parts(k), *more], self.team)
 
     def others(self) -> list[LocalTensor]:
         """What a complete model has beside the averages."""

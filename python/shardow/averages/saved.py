@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardow import _core
-from shardow.averages import snapshots
+from shardow.averages import lineage, snapshots
 from shardow.averages import state as _state
 from shardow.averages.states import Decay, OptionsFrom, States
 from shardow.base.checks import invalid, one_of, whole
@@ -18,7 +19,7 @@ from shardow.files import engine, paths
 from shardow.files.background import SaveHandle, settle
 from shardow.files.decay_keys import choose
 from shardow.model.dtypes import floating
-from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.extra_state import extra_states, for_file
 from shardow.model.local import LocalTensor, refuse_all_odd
 from shardow.ranks.gather import Part
@@ -81,14 +82,17 @@ class Saved(States):
         where = Path(paths.to_write(directory)).absolute()
         whole("every", every, 1)
         stored = snapshots.stored_as(dtype)
-        now = snapshots.Counts(*self._core.engine.progress)
+        now = lineage.Counts(*self._core.engine.progress)
+        if self._core.lineage is not None and now.step < self._core.lineage.seen.step:
+            self._core.go_on_from(None)  # it has begun again
         mine = self._core.snapshots.get(where)
-        if mine is None or now.step < mine.seen.step:
-            mine = self._core.snapshots[where] = snapshots.Snapshots(where, self._core)
-        mine.see(now)
-        if not mine.is_due(every):
+        if mine is None:
+            mine = self._core.snapshots[where] = snapshots.Snapshots(where, self._core, now.step)
+        self._core.lineage.see(now)  # type: ignore[union-attr]
+        if not mine.is_due(now.step, every):
             return None
-        files, options = self._to_save(snapshots.WHAT, None, {_core.RECORD_KEY: mine.record()})
+        self._core.team.agree(lineage.WHAT, lambda: mine.check(now.step) if self._core.team.rank == 0 else None)
+        files, options = self._to_save(lineage.WHAT, None, None)
         for key, file in zip(self._core.keys, files, strict=True):
             file.name = _core.ema_file_name(key)
         write = engine.write_in_background if asynchronous else engine.write
@@ -103,18 +107,19 @@ class Saved(States):
             self._core.swap.refuse(what)
             if max_shard_size is not None and len(self._core.keys) > 1:
                 raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
-            if _core.STATE_KEY in (metadata or {}):
-                raise invalid(f"{what}: metadata {_core.STATE_KEY!r} is the EMA's own state; choose another key")
+            for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(metadata or {}):
+                raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
             return engine.dtype_and_limit(None, max_shard_size)
 
         options = self._core.team.agree(what, check)
-        state = self._core.ready_to_hand_out(what)
-        return self._files(state, metadata or {}), options
+        return self._files(self._core.ready_to_hand_out(what), metadata or {}), options
 
     def _files(self, state: str, metadata: Mapping[str, str]) -> list[engine.FileParts]:
         """As the engine names them, one for each average."""
-        named = enumerate(_core.ema_files(self._core.engine, state))
-        return [engine.FileParts(name, self._core.parts(k, saving=True), {**metadata, **told}) for k, (name, told) in named]
+        core = self._core
+        record = {} if core.lineage is None else {_core.RECORD_KEY: core.lineage.to_save(core.engine, core.keys)}
+        named = enumerate(_core.ema_files(core.engine, state))
+        return [engine.FileParts(name, core.parts(k, saving=True), {**metadata, **record, **told}) for k, (name, told) in named]
 
     @torch.no_grad()
     def load(
@@ -204,6 +209,8 @@ class Loading:
     ) -> None:  # fmt: skip
         """``found``: in the order of this EMA's averages; ``where`` is for messages."""
         self._ema, core = ema, ema._core
+        self._record, self._state = found[0].metadata.get(_core.RECORD_KEY), found[0].metadata.get(_core.STATE_KEY, "")
+        lineage.check(self._record, len(found), where)  # the same on every rank
         self._loading = _core.Loading(
             core.team.group, core.engine, found, where, getattr(_core.OptionsFrom, options), strict=strict, verify=verify,
             timeout=core.team.timeout, progress=shown(progress, "load", core.team.rank),
@@ -215,12 +222,23 @@ class Loading:
             taken: tuple[dict[str, Any], list[tuple[str, str, str]]] = self._loading.take()
             report, changed = taken
             self._ema._go_on("load()", changed)
+        core.go_on_from(lineage.taken(core.engine, self._record, self._state, core.keys))
         return report
 
 
+def common_beside(ema: Saved, what: str, everybody: Team) -> list[Common | None]:
+    """What ranks should have in common, for one comparison with all else that they save; nothing where the EMA has other ranks, which
+    to_save_beside() asks. Raises where averages can't be handed out."""
+    if ema._core.team.group is not everybody.group:
+        return []
+    return [one and replace(one, name=f"averages of {one.name}") for one in ema._core.handed_out(what)]
+
+
 def to_save_beside(ema: Saved, what: str, metadata: Mapping[str, str], everybody: Team) -> dict[str, engine.FileParts]:
-    """By key, the files of an EMA in a directory that has others; ``everybody``: who saves that. Collective, over the EMA's ranks too."""
-    files, _ = ema._to_save(what, None, metadata)
+    """By key, the files of an EMA in a directory that has others, after common_beside(); ``everybody``: who saves that. Collective, over
+    the EMA's ranks too."""
+    compared = ema._core.team.group is everybody.group
+    files = ema._files(ema._core.agreed_state(what, {}) if compared else ema._core.ready_to_hand_out(what), metadata)
     if ema._core.team.size < everybody.size:  # each rank of its own: they must have the same
         check_equal(what, lambda: map(common_of, *_alone(ema)), everybody, DIFFERENT_WEIGHTS)
         _state.agreed(what, ema._core.engine.state(), everybody, {})

@@ -1,9 +1,4 @@
-"""Snapshots of averages while a model trains: when one is due, and the record of updates that goes with it (docs/posthoc.md).
-
-The record is what makes any schedule, any resume and uneven steps exact later: which updates were made, run-length coded, in a segment for
-each process that the run had. snapshot() sees each update where it is called after each; else it takes them to be even, and says where
-they can't have been.
-"""
+"""Snapshots of averages while a model trains: when one is due in a directory, and what else is there (docs/posthoc.md)."""
 
 from __future__ import annotations
 
@@ -19,21 +14,26 @@ import torch
 
 from shardow import _core, errors
 from shardow.averages.core import Averages
+from shardow.averages.lineage import WHAT, Lineage
 from shardow.base.checks import invalid
 from shardow.base.warnings import warn
 from shardow.model import dtypes
 
-WHAT = "snapshot()"
 _DIRECTORY = re.compile(r"snapshot-(\d{9,})")
 
 
-class Counts(NamedTuple):
-    """Of an EMA: steps counted, updates after start_step, the step of the last, training samples by then."""
+class Found(NamedTuple):
+    """A snapshot that is there."""
 
     step: int
-    updates: int
-    applied: int
-    samples: float
+    record: str
+    keys: list[str]
+
+    @property
+    def run(self) -> str:
+        """Of the process that took it."""
+        segments = json.loads(self.record)["segments"]
+        return str(segments[-1]["run"]) if segments else ""
 
 
 def directory_of(step: int) -> str:
@@ -51,90 +51,76 @@ def stored_as(dtype: torch.dtype | str | None) -> str | None:
 class Snapshots:
     """Those of one EMA in one directory, from here on. Construction is collective."""
 
-    def __init__(self, directory: Path, core: Averages) -> None:
-        now = Counts(*core.engine.progress)
-        own: dict[str, Any] = json.loads(core.engine.state())
-        look = core.team.agree(WHAT, lambda: _before(directory, now.step) if core.team.rank == 0 else None)
-        found = json.loads(core.team.first(WHAT, json.dumps({"run": secrets.token_hex(8), "before": look}).encode()))
-        before, schedules = found["before"], dict(zip(core.keys, map(json.loads, _json_of(core)), strict=True))
-        self._every, self._start = own["update_every"], own["start_step"]
-        self._in_samples = any(one["kind"] == "half_life_in_samples" for one in schedules.values())
-        past = [] if before is None else core.team.agree(WHAT, lambda: _renamed(before["segments"], core.keys, directory))
-        self._segments = [*past, {"run": found["run"], "start_step": self._start, "schedules": schedules, "updates": []}]
-        self.seen = Counts(0, 0, 0, 0.0) if before is None else Counts(*before["counts"])
-        self.last = now.step - 1 if before is None else self.seen.step  # what comes next is due after this
-        self.see(now)
+    def __init__(self, directory: Path, core: Averages, step: int) -> None:
+        self._directory, self._core = directory, core
+        lineage = core.lineage or Lineage()
+        look = core.team.agree(WHAT, lambda: self._look(lineage, step) if core.team.rank == 0 else {})
+        told = json.loads(core.team.first(WHAT, json.dumps({"run": secrets.token_hex(8), **look}).encode()))
+        self.last: int = told["last"]  # what comes next is due after this
+        self._strange = {(at, run) for at, run in told["strange"]}  # of other runs, which this one replaces as it comes to their steps
+        if not lineage.begun:
+            core.team.agree(WHAT, lambda: lineage.begin(core.engine.state(), core.keys, told["run"]))
+        lineage.replace({run for _, run in self._strange if run})
+        core.lineage = lineage
 
-    def see(self, now: Counts) -> None:
-        """Updates that were made since it was called last. Local."""
-        if now.applied > self.seen.applied:
-            self._extend(now)
-        self.seen = now
+    def is_due(self, step: int, every: int) -> bool:
+        return step > 0 and step // every > self.last // every
 
-    def is_due(self, every: int) -> bool:
-        return self.seen.step > 0 and self.seen.step // every > self.last // every
+    def check(self, step: int) -> None:
+        """Raises where somebody else has come to write here. Of one rank."""
+        for at in (self.last, step):
+            found = _found(self._directory, at)
+            mine = found is None or not found.run or found.run in self._core.lineage.runs()  # type: ignore[union-attr]
+            if found is not None and not mine and (at, found.run) not in self._strange:
+                raise invalid(
+                    f"{WHAT}: {self._directory / directory_of(at)} was written by another EMA, or another job, since this one began: "
+                    "give each a directory of its own"
+                )
 
-    def record(self) -> str:
-        """For the metadata of a snapshot's files."""
-        return json.dumps({"format": 1, "segments": [one for one in self._segments if one["updates"]]}, separators=(",", ":"))
+    def _look(self, lineage: Lineage, step: int) -> dict[str, Any]:
+        """What is there, as JSON; of one rank."""
+        record = lineage.record()
+        there = [found for at in steps_in(self._directory) if (found := _found(self._directory, at))]
+        mine = [one.step for one in there if one.step <= step and _core.is_past(one.record, record, one.step)]
+        strange = [one for one in there if one.step not in mine]
+        # Those of its own run, after the state that it goes on from, may be of decays that it had then.
+        others = [one for one in strange if one.run not in lineage.runs()]
+        if other := [one for one in others if set(one.keys) != set(self._core.keys)]:
+            names, keys = ", ".join(other[0].keys), ", ".join(self._core.keys)
+            raise invalid(f"{WHAT}: {self._directory} has snapshots of averages {names}, this EMA keeps {keys}; give another directory")
+        self._warn([one.step for one in strange], step, bool(lineage.runs()))
+        return {"last": max(mine, default=step - 1), "strange": [(one.step, one.run) for one in strange]}
 
-    def _extend(self, now: Counts) -> None:
-        made, before = now.updates - self.seen.updates, self.seen.applied
-        if made <= 1 and (made == 0 or before >= self._start or before == 0):
-            return self._add(now.applied, now.samples)
-        if before < self._start:  # the copy that averaging began with
-            before = self._start
-            self._add(before, self.seen.samples)
-        gap = now.applied - before
-        if gap != made * self._every:
+    def _warn(self, strange: Sequence[int], step: int, told: bool) -> None:
+        if later := [one for one in strange if one > step]:
             warn(
-                f"{WHAT}: {made} updates between steps {before} and {now.applied} were not seen, and can't have been at even distances of "
-                f"{self._every}; averages after the fact take them as spread evenly. Call it after each step",
+                f"{self._directory} has {len(later)} snapshots of later steps than {step}, up to {max(later)}: of a run that was resumed "
+                "from an earlier step, or another one. They are replaced as this run comes to their steps; averages after the fact leave "
+                "out the rest",
                 RuntimeWarning,
             )
-        for k in range(1, made + 1):
-            self._add(before + gap * k // made, self.seen.samples + (now.samples - self.seen.samples) * k / made)
-
-    def _add(self, step: int, samples: float) -> None:
-        runs: list[list[Any]] = self._segments[-1]["updates"]
-        told = [samples, 0.0] if self._in_samples else []
-        if not runs or not _continues(runs[-1], step, told):
-            runs.append([step, 1, 1, *told])
-
-
-def _continues(run: list[Any], step: int, samples: list[float]) -> bool:
-    """Makes the update part of ``run`` if it can be."""
-    first, every, count = run[:3]
-    if count == 1:
-        run[1:] = [step - first, 2, *(samples and [run[3], samples[0] - run[3]])]
-        return True
-    fits = step == first + every * count and (not samples or samples[0] == run[3] + run[4] * count)
-    run[2] += fits
-    return bool(fits)
+        if earlier := [one for one in strange if one <= step]:
+            why = "which its state tells: of another run, or of a future that was given up. Averages after the fact leave them out"
+            if not told and step > 0:
+                why = (
+                    "as far as its state tells: that has no record of updates, since no snapshots were taken before, or an earlier version "
+                    "saved it. Averages after the fact leave them out; to go on "
+                    "with them, load the averages from one of them"
+                )
+            warn(
+                f"{self._directory} has {len(earlier)} snapshots up to step {max(earlier)} that are not of this EMA's past, {why}",
+                RuntimeWarning,
+            )
 
 
-def _json_of(core: Averages) -> list[str]:
-    return [one.to_json() for one in core.engine.schedules]
-
-
-def _before(directory: Path, step: int) -> dict[str, Any] | None:
-    """The record and the counts of the last snapshot up to ``step``; of one rank."""
-    steps = steps_in(directory)
-    if later := [one for one in steps if one > step]:
-        warn(
-            f"{directory} has {len(later)} snapshots of later steps than {step}, up to {max(later)}: of a run that was resumed from an "
-            "earlier step, or another one. They are replaced as this run comes to their steps; averages after the fact leave out the rest",
-            RuntimeWarning,
-        )
-    for one in sorted((one for one in steps if one <= step), reverse=True):
-        at = directory / directory_of(one)
-        for name in _core.ema_files_in(at).values():
-            told = _core.Checkpoint.open(at / name).metadata
-            if _core.RECORD_KEY in told:
-                state = json.loads(told[_core.STATE_KEY])
-                counts = [state[key] for key in ("step", "updates", "applied_step", "applied_samples")]
-                return {"segments": json.loads(told[_core.RECORD_KEY])["segments"], "counts": counts}
-    return None
+def _found(directory: Path, step: int) -> Found | None:
+    at = directory / directory_of(step)
+    try:
+        files = _core.ema_files_in(at)
+        record = _core.Checkpoint.open(at / next(iter(files.values()))).metadata.get(_core.RECORD_KEY)
+        return None if record is None else Found(step, record, list(files))
+    except (StopIteration, errors.Error):  # nothing of ours, or damaged: it is replaced where this run comes to its step
+        return None
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -145,13 +131,3 @@ def steps_in(directory: Path) -> list[int]:
     except OSError as error:
         raise errors.make("io", f"{directory}: {error.strerror}") from None
     return [int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))]
-
-
-def _renamed(segments: list[dict[str, Any]], keys: Sequence[str], directory: Path) -> list[dict[str, Any]]:
-    """With the schedules of the averages that ``keys`` go on from: of the same key, or where options have changed, of the same place."""
-    theirs = list(segments[-1]["schedules"]) if segments else list(keys)
-    if not set(keys) <= set(theirs) and len(keys) != len(theirs):
-        there, here = ", ".join(theirs), ", ".join(keys)
-        raise invalid(f"{WHAT}: {directory} has snapshots of averages {there}, this EMA keeps {here}; give another directory")
-    old = list(keys) if set(keys) <= set(theirs) else theirs
-    return [{**one, "schedules": {new: one["schedules"][key] for new, key in zip(keys, old, strict=True)}} for one in segments]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from shardow import _core
+from shardow.averages import lineage
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.base.checks import one_of
@@ -43,7 +44,9 @@ class States:
         self._core.swap.refuse("state_dict()")
         if any(not one.is_whole for one in self._core.tracked):
             refuse_of_one_rank(depth=1)
-        return _state.make(self._core.tracked, self._core.keys, self._core.engine.state())
+        core = self._core
+        state = lineage.with_record(core.engine.state(), core.lineage, core.engine, core.keys)
+        return _state.make(core.tracked, core.keys, state)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, *, options: OptionsFrom = "file") -> dict[str, list[str]]:
@@ -70,6 +73,7 @@ class States:
             text = _state.engine_state(state)
             keys = self._taken_as(_core.decay_keys_in({_core.STATE_KEY: text}), options, "the state")
             found = _state.check(state, self._core.tracked, keys, strict)
+            lineage.check(lineage.record_in(text), len(keys), "the state")
             self._take_options("load_state_dict()", text, options)
             return found
 
@@ -78,6 +82,8 @@ class States:
             copies, report = self._core.team.agree("load_state_dict()", check)
         for target, value, region in copies:
             _state.copy(target, value, region)
+        text = _state.engine_state(state)
+        self._core.go_on_from(lineage.taken(self._core.engine, lineage.record_in(text), text, self._core.keys))
         return report
 
     def _taken_as(self, theirs: list[str], options: OptionsFrom, where: str) -> list[str]:
@@ -94,7 +100,6 @@ class States:
     def _go_on(self, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
         """With a state that was taken. ``changed``: (name, there, here) of each option that is another one now."""
         self._core.keys = _core.decay_keys(self._core.engine.schedules)
-        self._core.snapshots.clear()
         if changed and self._core.team.rank == 0:
             told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in changed)
             now = "What is there is in force now (but the dtype, which stays)"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -48,12 +49,14 @@ class Meeting:
         else TimeoutError, where one does not come."""
         if self._team.size == 1:
             return [status]
-        patience = None
+        began = time.monotonic()
         if status.failure:
             self.note(status.failure)
             patience = _GRACE if status.shared else 0.0
         elif self._team.noted(self._key):
             patience = _GRACE
+        else:
+            patience = max(self._team.timeout - (time.monotonic() - began), _GRACE)  # a store that did not answer has cost some of it
         try:
             return [Status(*json.loads(one)) for one in self._team.gather(LEAVING, json.dumps(status).encode(), patience)]
         except errors.Error as missing:  # or another rank is in another call

@@ -6,7 +6,7 @@ import itertools
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -130,6 +130,23 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     for device in dict.fromkeys(homes):
         _allocate([one for one, home in zip(tracked, homes, strict=True) if home == device], device, options)
     return tracked
+
+
+def views_of(tracked: Sequence[Tracked], flats: list[torch.Tensor]) -> _core.Views:
+    """The engine's descriptions of all of them in ``flats``."""
+    made = storage.engine_views([one.local.name for one in tracked], flats, [one.region for one in tracked])
+    return made if made is not None else _core.Views([one.view(flat) for one, flat in zip(tracked, flats, strict=True)])
+
+
+def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in tracked}
+    return {
+        "tensors": tensors,
+        "order": list(tensors),
+        "averages on the host of weights on a device": any(one.is_offloaded for one in tracked),
+        "stretches in source=": [one.name for one in tracked if one.stretched],
+    }
 
 
 def _home(one: Tracked, wanted: torch.device | None) -> torch.device:

@@ -12,17 +12,20 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from shardow import errors
 from shardow.base.checks import invalid
 
 _DEEPEST = 100
+_MOST_BITS = 14_000  # of a whole number: Python itself reads 4300 digits
 Put = Callable[[str, Any], dict[str, Any]]
 Get = Callable[[Any], Any]
 
 
 def refuse(where: str, value: Any) -> dict[str, Any]:
+    instead = "; of numpy's, value.item() and value.tolist() are" if type(value).__module__ == "numpy" else ""
     raise invalid(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not written, since files hold no pickles; "
-        "give numbers, texts, None, bytes, and lists, tuples and dicts of such"
+        f"give numbers, texts, None, bytes, and lists, tuples and dicts of such, of Python's own types{instead}"
     )
 
 
@@ -44,6 +47,8 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
         ]
 
     kind = type(value)
+    if kind is int and value.bit_length() > _MOST_BITS:
+        raise invalid(f"{where} has {value.bit_length()} bits; Python reads {_MOST_BITS} of a number: give it as a text, hex(value)")
     if value is None or kind in (bool, int):
         return value
     if kind is str:
@@ -73,26 +78,35 @@ def _text(value: str, where: str) -> str:
     return value
 
 
-def decode(value: Any, get: Get | None = None) -> Any:
-    """encode()'s value. ``get(object)``: what put() gave for. Raises ValueError for what encode() does not write."""
+def decode(value: Any, get: Get | None = None, where: str = "this") -> Any:
+    """encode()'s value. ``get(object)``: what put() gave for. Raises ValueError, of ``where``, for what encode() does not write."""
+    try:
+        return _decode(value, get)
+    except errors.Error:
+        raise
+    except (TypeError, ValueError) as error:  # keys that are lists, what is no number, ...
+        raise invalid(f"{where} is no plain value: {error}") from None
+
+
+def _decode(value: Any, get: Get | None) -> Any:
     if isinstance(value, list):
-        return [decode(one, get) for one in value]
+        return [_decode(one, get) for one in value]
     if not isinstance(value, dict):
         return value
     key = next(iter(value), "")
     if not key.startswith("$"):
-        return {name: decode(one, get) for name, one in value.items()}
+        return {name: _decode(one, get) for name, one in value.items()}
     inner = value[key]
     if len(value) != 1:
         raise invalid(f"{key} is not alone in its object")
     if key == "$tuple":
-        return tuple(decode(inner, get))
+        return tuple(_decode(inner, get))
     if key == "$float":
         return float(inner)
     if key == "$bytes":
         return base64.b64decode(inner, validate=True)
     if key in ("$dict", "$counter"):
-        found = {decode(name, get): decode(one, get) for name, one in inner}
+        found = {_decode(name, get): _decode(one, get) for name, one in inner}
         return Counter(found) if key == "$counter" else found
     if get is None:
         raise invalid(f"{key} is nothing that plain values have")

@@ -51,7 +51,7 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        self.directory = Path(paths.to_write(directory))
+        self.directory = Path(paths.to_write(directory)).absolute()  # wherever the program goes
         self.keep = None if keep is None else whole("keep", keep, 1)
         self.keep_every = None if keep_every is None else whole("keep_every", keep_every, 1)
         self._group, self._timeout = group, seconds(timeout)
@@ -90,16 +90,15 @@ class Checkpoints:
             OSError: the disk; TimeoutError: a rank is missing. The steps that were there are there then.
         """
         team = self._team()
+        settle(team.process_group)
 
-        def check() -> Given:
+        def given() -> Given:
             manifest.checked_step(step)
             given = Given.of(WHAT, model, averages, optimizer, scheduler)
             if model is None and averages is None and state is None and not given.scheduler:
                 raise invalid(f"{WHAT}: nothing is given to save; give model=, averages=, optimizer=, scheduler= or state=")
             return given
 
-        given = team.agree(WHAT, check)
-        settle(team.process_group)
         files, texts = files_to_save(step, given, {} if state is None else state, team)
         path, write = self.directory / manifest.directory_of(step), engine.write_in_background if asynchronous else engine.write
         return write(files, path, team, lambda: self._retire(step, team), progress=progress, texts=texts)

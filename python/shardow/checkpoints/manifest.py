@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ FORMAT, VERSION = "shardow.checkpoint", 1
 SAVE, STEP = "shardow.save", "shardow.step"  # in the metadata of every file
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 _DIRECTORY = re.compile(r"step-(\d{9,})")
+_CRC = "crc32"
+_CHECKSUM = re.compile(rf', "{_CRC}": "([0-9a-f]{{8}})"\}}\s*$')
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,12 @@ class Manifest:
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     state: Any = field(default_factory=dict)
+    kinds: dict[str, dict[str, str]] = field(default_factory=dict)  # of optimizers and schedulers, the names of their classes
 
     def text(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, **vars(self)}, allow_nan=False)
+        """With a checksum of what is before it as the last key."""
+        told = json.dumps({"format": FORMAT, "version": VERSION, **vars(self)}, allow_nan=False)
+        return f'{told[:-1]}, "{_CRC}": "{zlib.crc32(told.encode()):08x}"}}'
 
     def metadata(self) -> dict[str, str]:
         return {SAVE: self.save, STEP: str(self.step)}
@@ -67,6 +73,8 @@ def steps_in(directory: Path) -> list[int]:
             found = [_DIRECTORY.fullmatch(one.name) for one in entries if one.is_dir()]
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise errors.make("io", f"{directory} can't be looked into: {error.strerror}", error.errno or 0) from None
     return sorted({int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))}, reverse=True)
 
 
@@ -78,14 +86,39 @@ def parse(text: str, where: str) -> Manifest:
             raise ValueError("another format")
         if found.pop("version") != VERSION:
             raise unsupported(f"{where}/{NAME} is of a later version of its format; a newer shardow reads it")
-        one = Manifest(**found)
-        if not (isinstance(one.step, int) and isinstance(one.files, list) and all(_is_plain(name) for name in one.files)):
-            raise ValueError("no step, or no names of files")
+        if found.pop(_CRC, None) is not None and not _is_as_written(text):
+            raise ValueError(f"its checksum differs, so it was changed or damaged; without its last key, {_CRC}, it is taken as it is")
+        known = {one.name for one in fields(Manifest)}  # a later shardow may tell more in the same version of the format
+        one = Manifest(**{key: value for key, value in found.items() if key in known})
+        if not _is_understood(one):
+            raise ValueError("a value is none that it may have")
         return one
     except errors.Error:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise errors.make("corrupt", f"{where}/{NAME} is no list of a checkpoint's parts: {error}") from None
+
+
+def _is_as_written(text: str) -> bool:
+    found = _CHECKSUM.search(text)
+    return found is not None and int(found[1], 16) == zlib.crc32(f"{text[: found.start()]}}}".encode())
+
+
+def _is_understood(one: Manifest) -> bool:
+    def texts(values: Any) -> bool:
+        return all(isinstance(value, str) for value in values)
+
+    named = [*([one.model] if one.model is not None else ()), *one.averages.values(), *([OPTIMIZER] if one.optimizer else ()), STATE]
+    trees = one.optimizer.values()
+    return (
+        all(isinstance(number, int) for number in (one.step, one.world_size))
+        and all(map(_is_plain, one.files))
+        and {*named} <= {*one.files}
+        and len({*one.files}) == len(one.files)
+        and all(texts(group["params"]) for tree in trees for group in tree["groups"])
+        and all(isinstance(state, dict) for tree in trees for state in tree["state"].values())
+        and all(isinstance(tree, dict) for tree in (one.scheduler, one.state, *one.kinds.values()))
+    )
 
 
 def _is_plain(name: object) -> bool:
@@ -100,7 +133,12 @@ def read(directory: Path) -> Manifest | None:
         return None
     except UnicodeDecodeError as error:
         raise errors.make("corrupt", f"{directory}/{NAME} is no list of a checkpoint's parts: {error}") from None
-    return parse(text, str(directory))
+    found = parse(text, str(directory))
+    if directory.name != directory_of(found.step):
+        raise errors.make(
+            "corrupt", f"{directory} holds step {found.step}: it was renamed, or is a copy; its name is {directory_of(found.step)}"
+        )
+    return found
 
 
 def whole(directory: Path) -> Manifest | None:

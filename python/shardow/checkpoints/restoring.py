@@ -114,8 +114,9 @@ class Restoring:
         self._read(check_only=True)
 
     def _look(self, where: str) -> None:
+        self._say_other_kinds(where)
         small = self._small = Wanted(self._files[manifest.STATE], "the state")
-        self.state = plain.decode(self._one.state, small.whole)
+        self.state = plain.decode(self._one.state, small.whole, f"{where}: state")
         if "model" in self._parts:
             self._look_at_model(where)
         if "optimizer" in self._parts:
@@ -130,15 +131,27 @@ class Restoring:
         self._scheduler = {}
         if "scheduler" in self._parts:
             _same_names("scheduler", self._given.scheduler, self._one.scheduler, where)
-            self._scheduler = {name: plain.decode(tree, small.whole) for name, tree in self._one.scheduler.items()}
+            self._scheduler = {name: plain.decode(tree, small.whole, f"{where}: a scheduler") for name, tree in self._one.scheduler.items()}
         self._random = self._row()
         self._reads.append((small.parts, self._files[manifest.STATE], False))
+
+    def _say_other_kinds(self, where: str) -> None:
+        here = self._given.kinds()
+        for part in self._parts & self._one.kinds.keys():
+            for name, was in self._one.kinds[part].items():
+                if (now := here[part].get(name, was)) != was:
+                    warn(
+                        f"{where}: {f'{part} {name}'.strip()} was of class {was}, and is a {now}, which takes what it finds of that; "
+                        f'{part}="skip" begins anew'
+                    )
 
     def _look_at_model(self, where: str) -> None:
         assert self._given.model is not None
         file = self._files[manifest.MODEL]
         held = self._held = held_by(self._given.model, self._team.process_group, saving=False)
         refuse_foreign(WHAT, held.memory)
+        assert held.view is not None
+        self._given.refuse_strangers(WHAT, held.view)
         keys = matched(held, file.tensors.keys(), where)
         self._extra = FromFile(held.extra, file)
         if other := sorted({*held.extra} ^ {*self._extra.values, *self._extra.unexpected}):

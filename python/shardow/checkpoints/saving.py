@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardow import _core
-from shardow.averages.saved import to_save_beside
+from shardow.averages.saved import common_beside, to_save_beside
 from shardow.base import plain
 from shardow.base.checks import invalid
 from shardow.checkpoints import generators, manifest
@@ -31,6 +31,7 @@ from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_o
 from shardow.model.extra_state import for_file
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
+from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
 from shardow.ranks.team import Team
 
@@ -64,6 +65,16 @@ class Given:
                 raise invalid(f"{what}: {name.strip()} is a {type(one).__name__}, without state_dict() and load_state_dict()")
         return Given(model, averages, optimizers, schedulers)
 
+    def kinds(self) -> dict[str, dict[str, str]]:
+        """The names of their classes."""
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {part: {name: type(one).__qualname__ for name, one in found.items()} for part, found in parts.items()}
+
+    def refuse_strangers(self, what: str, view: ModelView) -> None:
+        """Raises where the averages follow other parameters than the model's: those of a copy never move."""
+        if self.averages is not None and view.by_parameter().keys().isdisjoint(self.averages._core.view.by_parameter()):
+            raise invalid(f"{what}: averages= are those of another model, which shares no parameter with model=; give the EMA of this one")
+
 
 def _by_name(given: Any) -> dict[str, Any]:
     if given is None:
@@ -94,21 +105,24 @@ class _Mine:
 
 
 @torch.no_grad()
-def files_to_save(step: int, given: Given, state: Mapping[str, Any], team: Team) -> tuple[list[FileParts], dict[str, str]]:
-    """(files, texts) of a step. Collective."""
-    mine: list[_Mine] = []
+def files_to_save(step: int, asked: Callable[[], Given], state: Mapping[str, Any], team: Team) -> tuple[list[FileParts], dict[str, str]]:
+    """(files, texts) of a step. ``asked()``: what the call was given; may raise. Collective."""
+    mine: list[tuple[Given, _Mine]] = []
 
     def look() -> list[Common | None]:  # (1)
-        mine[:] = [_look(given, state, team)]
-        held = mine[0].held
-        weights = held.view.parameters if held is not None and held.view is not None else []
-        return [*map(common_of, weights), *mine[0].optimizer.common, *mine[0].values.common]
+        mine[:] = [(given := asked(), found := _look(given, state, team))]
+        held = found.held.view.parameters if found.held is not None and found.held.view is not None else []
+        weights = [one for one in map(common_of, held) if one is not None]
+        once = {one.tensor.data_ptr() for one in weights}  # replicas' averages follow them, and are compared by them
+        averages = [] if given.averages is None else common_beside(given.averages, WHAT, team)
+        more = [one for one in averages if one is not None and one.tensor.data_ptr() not in once]
+        return [*weights, *found.optimizer.common, *found.values.common, *more]
 
     check_equal(WHAT, look, team, DIFFERENT_WEIGHTS)
+    given, found = mine[0]
     save = secrets.token_hex(8)
     metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
     averages = {} if given.averages is None else to_save_beside(given.averages, WHAT, metadata, team)  # (2)
-    found = mine[0]
     row, trees = _joined(step, found, list(averages), team)
     files = [] if found.held is None else [_model_file(found.held, metadata, team)]
     files += averages.values()
@@ -125,6 +139,7 @@ def files_to_save(step: int, given: Given, state: Mapping[str, Any], team: Team)
         trees,
         found.scheduler,
         found.state,
+        given.kinds(),
     )
     return files, {manifest.NAME: one.text()} if team.rank == 0 else {}
 
@@ -133,6 +148,8 @@ def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
     held = None if given.model is None else held_by(given.model, team.process_group, saving=True)
     if held is not None:
         refuse_foreign(WHAT, held.memory, instead="")
+        assert held.view is not None
+        given.refuse_strangers(WHAT, held.view)
     optimizer, values = Tensors(), Tensors()
     trees = {}
     for name, one in given.optimizer.items():

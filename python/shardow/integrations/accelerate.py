@@ -11,18 +11,17 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
 from shardow.base.checks import invalid
 from shardow.ema import EMA
 from shardow.errors import NotFoundError
+from shardow.integrations.callbacks import averages_of, newest_first
 from shardow.integrations.pretrained import save_pretrained
 
 __all__ = ["average", "last_state", "save_averages", "save_state"]
@@ -58,7 +57,7 @@ def average(
     taken: set[str] = accelerator.__dict__.setdefault("_shardow_names", set())
     if name in taken:
         raise invalid(f"name={name!r} is taken by another model's averages; give each its own name=")
-    ema = EMA(model, decay, **{"group": dist.group.WORLD if dist.is_initialized() else None, **options})
+    ema = averages_of(model, {"decay": decay, **options})
     ema.attach(optimizer, samples=samples)
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
@@ -102,8 +101,7 @@ def save_state(accelerator: Accelerator, folder: str | Path) -> None:
 
 def last_state(parent: str | Path) -> str | None:
     """The newest of what save_state() left in ``parent``, by the number at the end of its name; None where there is none."""
-    found = {int(number[0]): one for one in Path(parent).glob("[!.]*") if (number := re.findall(r"\d+$", one.name))}
-    return str(found[max(found)]) if found else None
+    return next((str(path) for _, path in newest_first(parent)), None)
 
 
 def save_averages(

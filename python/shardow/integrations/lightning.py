@@ -20,14 +20,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from shardow.base.checks import one_of
 from shardow.base.warnings import warn
 from shardow.ema import EMA
-from shardow.errors import CorruptError, Error, NotFoundError
+from shardow.errors import CorruptError, Error
+from shardow.integrations.callbacks import Keeping, Missing
 
 __all__ = ["EMACallback"]
 
 KEY, FILE = "averages", "averages.safetensors"
 
 
-class EMACallback(Callback):
+class EMACallback(Keeping, Callback):
     """``callback.ema`` from the beginning of training on; after it the module has the averages, for test(), predict() and export.
 
     They begin where everything has been restored, which is later for sharded models. One update follows each optimizer step (of several
@@ -43,24 +44,14 @@ class EMACallback(Callback):
         missing: "error": fit() can't go on from a checkpoint without averages; "from_model": they begin anew there, with a warning.
     """
 
-    ema: EMA | None = None
-
     def __init__(
-        self,
-        decay: Any = 0.9999,
-        *,
-        use: Any = None,
-        epochs: Callable[[int], bool] | None = None,
-        leave: Literal["averages", "weights"] = "averages",
-        missing: Literal["error", "from_model"] = "error",
-        **options: Any,
-    ) -> None:
-        self.options = {"decay": decay, **options}
-        self.use, self.epochs, self.leave = use, epochs, one_of("leave", leave, ("averages", "weights"))
-        self.missing = one_of("missing", missing, ("error", "from_model"))
+        self, decay: Any = 0.9999, *, use: Any = None, epochs: Callable[[int], bool] | None = None,
+        leave: Literal["averages", "weights"] = "averages", missing: Missing = "error", **options: Any,
+    ) -> None:  # fmt: skip
+        self.keep(decay, use, missing, options)
+        self.epochs, self.leave = epochs, one_of("leave", leave, ("averages", "weights"))
         self._found: Any = None  # of the checkpoint that is being loaded
         self._training = self._swapped = False
-        self._handles: list[Any] = []
 
     # ---- training
 
@@ -69,7 +60,7 @@ class EMACallback(Callback):
         if trainer.ckpt_path is not None:
             self._load(self.ema, trainer)
         if self.epochs is None:
-            self._handles = [self.ema.attach(one) for one in trainer.optimizers]
+            self.follow(*trainer.optimizers)
         self._training, self._found = True, None
         trainer.strategy.save_checkpoint = self._beside(trainer.strategy)  # type: ignore[method-assign]
 
@@ -85,9 +76,8 @@ class EMACallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         trainer.strategy.__dict__.pop("save_checkpoint", None)
-        for one in self._handles:
-            one.remove()
-        self._training, self._handles, self._found = False, [], None
+        self.let_go()
+        self._training, self._found = False, None
 
     # ---- evaluation
 
@@ -96,7 +86,7 @@ class EMACallback(Callback):
             self.ema.swap_in(self.use)
             self._swapped = True
         else:
-            self._evaluate(trainer, pl_module)
+            self.on_test_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._swapped and self.ema is not None:
@@ -113,18 +103,14 @@ class EMACallback(Callback):
                 warn(f"the module still holds averages: {error}")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluate(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluate(trainer, pl_module)
-
-    def _evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The averages of a checkpoint in place of its weights, for a run that does not train."""
         if self._found is not None and trainer.state.fn != TrainerFn.FITTING:
             averages = EMA(trainer.strategy.model or pl_module, **self.options)
             self._load(averages, trainer)
             averages.copy_to(trainer.strategy.model or pl_module, self.use)
             self._found = None
+
+    on_predict_start = on_test_start
 
     # ---- checkpoints
 
@@ -153,12 +139,7 @@ class EMACallback(Callback):
     def _load(self, ema: EMA, trainer: Trainer) -> None:
         where = f"{trainer.ckpt_path}"
         if self._found is None:
-            if self.missing == "error":
-                raise NotFoundError(
-                    f"{where} has no averages, so they can't go on where it was saved. Let them begin anew from its weights: "
-                    "EMACallback(missing='from_model')"
-                )
-            warn(f"{where} has no averages: they begin anew from its weights")
+            self.begin_anew(f"{where} has no averages")
         elif "averages" in self._found:
             ema.load_state_dict(self._found)
         else:

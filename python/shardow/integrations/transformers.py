@@ -13,15 +13,14 @@ and saves with the checkpoints. Any trainer that is a Trainer will do, TRL's too
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from shardow.base.checks import invalid, one_of, unsupported
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, unsupported
 from shardow.ema import EMA
 from shardow.errors import NotFoundError
+from shardow.integrations.callbacks import Keeping, Missing, averages_of, newest_first
 from shardow.integrations.pretrained import save_pretrained
 
 __all__ = ["AveragedTrainer", "EMACallback", "last_checkpoint"]
@@ -30,7 +29,7 @@ __all__ = ["AveragedTrainer", "EMACallback", "last_checkpoint"]
 FILE = "averages.safetensors"
 
 
-class EMACallback(TrainerCallback):
+class EMACallback(Keeping, TrainerCallback):
     """Averages of the Trainer's model, plain, under DDP or FSDP, on every rank; ``callback.ema`` from the beginning of training on.
 
     One update follows each optimizer step; those that a GradScaler skips are not counted. The averages are saved in the Trainer's
@@ -43,56 +42,34 @@ class EMACallback(TrainerCallback):
         missing: "error": a checkpoint without averages can't be resumed; "from_model": they begin anew there, with a warning.
     """
 
-    ema: EMA | None = None
-
-    def __init__(
-        self,
-        decay: Any = 0.9999,
-        *,
-        use: Any = None,
-        samples: Any = None,
-        missing: Literal["error", "from_model"] = "error",
-        **options: Any,
-    ) -> None:
-        self.options = {"decay": decay, **options}
-        self.use, self.samples, self.missing = use, samples, one_of("missing", missing, ("error", "from_model"))
+    def __init__(self, decay: Any = 0.9999, *, use: Any = None, samples: Any = None, missing: Missing = "error", **options: Any) -> None:
+        self.keep(decay, use, missing, options)
+        self.samples = samples
         self.resumed: str | None = None  # the checkpoint, where the mixin knows it
-        self._handle: Any = None
         self._saved: str | None = None
         self.files: dict[str, EMA] = {}  # of a checkpoint
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
         if getattr(args, "deepspeed", None):
             raise unsupported("EMACallback: under DeepSpeed the optimizer steps master weights that the Trainer's model does not show")
-        self._detach()
+        self.let_go()
+        self._saved = None
         self.begin(model)
         if state.global_step:
             self._load(self.resumed or f"{args.output_dir}/checkpoint-{state.global_step}")
-        self.follow(optimizer)
+        self.follow(optimizer, samples=self.samples)
 
     def begin(self, model: Any) -> None:
-        self.ema = self.averages_of(model)
+        self.ema = averages_of(model, self.options)
         self.files = {FILE: self.ema}
-
-    def averages_of(self, model: Any, **more: Any) -> EMA:
-        return EMA(model, **{"group": dist.group.WORLD if dist.is_initialized() else None, **self.options, **more})
-
-    def follow(self, optimizer: Any) -> None:
-        assert self.ema is not None
-        self._handle = self.ema.attach(optimizer, samples=self.samples)
 
     def _load(self, folder: str) -> None:
         try:
             for name, ema in self.files.items():
                 ema.load(Path(folder, name))
-        except NotFoundError as error:
-            if self.missing == "error":
-                raise NotFoundError(
-                    f"{Path(folder, name)} is missing, so the averages can't go on where this checkpoint was saved. Resume one that has it "
-                    "(those that last_checkpoint() finds do), name the right directory through AveragedTrainer, or let them begin anew "
-                    f"from the weights: {type(self).__name__}(missing='from_model')"
-                ) from error
-            warn(f"{Path(folder, name)} is missing: the averages begin anew from the checkpoint's weights")
+        except NotFoundError:
+            others = "Resume one that has it (those that last_checkpoint() finds do), name the right directory through AveragedTrainer. "
+            self.begin_anew(f"{Path(folder, name)} is missing", others)
             for ema in self.files.values():
                 ema.reset()
 
@@ -109,12 +86,7 @@ class EMACallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint:  # the weights have been loaded from there
             self._load(state.best_model_checkpoint)
-        self._detach()
-
-    def _detach(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._saved = None
+        self.let_go()
 
 
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -169,9 +141,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
     A killed save leaves a directory that transformers' own get_last_checkpoint() would choose.
     """
-    for step, path in sorted(
-        ((int(one.name[11:]), one) for one in Path(output_dir).glob("checkpoint-*") if one.name[11:].isdigit()), reverse=True
-    ):
+    for step, path in newest_first(output_dir, "checkpoint-"):
         try:
             whole = TrainerState.load_from_json(str(path / "trainer_state.json")).global_step == step  # which is written last
         except (OSError, ValueError):

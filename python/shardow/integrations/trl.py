@@ -11,13 +11,14 @@ here a rank has its part of each, and they are in the Trainer's checkpoints, whe
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 
 from shardow.base.checks import invalid
 from shardow.ema import EMA
+from shardow.integrations.callbacks import Missing, averages_of
 from shardow.integrations.pretrained import save_pretrained
 from shardow.integrations.transformers import EMACallback
 
@@ -43,7 +44,7 @@ class BEMACallback(EMACallback):
         min_ema_multiplier: float = 0.0,
         device: str | None = None,
         *,
-        missing: Literal["error", "from_model"] = "error",
+        missing: Missing = "error",
         **options: Any,
     ) -> None:
         if refused := {"decay", "start_step", "update_every", "use"} & {*options}:
@@ -55,10 +56,10 @@ class BEMACallback(EMACallback):
 
     def begin(self, model: Any) -> None:
         super().begin(model)
-        self._average, self._first = self.averages_of(model), self.averages_of(model)
+        self._average, self._first = averages_of(model, self.options), averages_of(model, self.options)
         self.files.update({"bema-average.safetensors": self._average, "bema-first.safetensors": self._first})
 
-    def follow(self, optimizer: Any) -> None:
+    def follow(self, *optimizers: Any, samples: Any = None) -> None:
         """Steps are the Trainer's, as in the origin."""
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ def merged(
         weights: c_j, in the order of the inputs; their sum need not be 1. ``normalize`` divides by it.
         ema: e_j = d e_{j-1} + (1 - d) x_j over the inputs in the order of their steps; with ``per_step``, d to the power of the steps
             between them.
-        lawa: the mean of the last so many.
+        lawa: the mean of the last so many, by step.
         curve: "linear", "cosine", "inv-sqrt" or "1-sqrt": x_0 + sum of f_j (x_j - x_{j-1}), where f_j is the curve's mean from one step to
             the next: what a decay of the learning rate would have given.
         steps: of the inputs, or tokens; by default what their metadata or their names say.
@@ -66,14 +66,15 @@ def merge(
         group: the ranks that merge; by default all, where torch.distributed is initialised.
 
     Returns:
-        {"inputs": [{"name", "step", "coefficient"}] in the order in which they were added, the newest last, "formula": str, "sum": of the
-        coefficients, "index_error": None, or how far the learning rate would be from the curve's at most, in parts of its peak, were inputs
-        weighed by index, "averaged": [name], "taken": [name of a tensor that is the newest input's], "files": [path], "bytes_read",
-        "bytes_written": by this rank, "seconds": float}.
+        {"inputs": [{"name", "step", "coefficient"}] in the order in which they were added, "newest": name of the input that integers
+        and booleans are taken from, "formula": str, "sum": of the coefficients, "index_error": None, or how far the learning rate
+        would be from the curve's at most, in parts of its peak, were inputs weighed by index, "averaged": [name], "taken": [name of a
+        tensor that is the newest input's], "files": [path], "bytes_read", "bytes_written": by this rank, "seconds": float}.
 
     Raises:
-        ValueError: all that does not fit, in one message: names, shapes, dtypes, steps that are not known; or an input's bytes are not what
-            was saved. NotImplementedError: element types below 16 bits. OSError, TimeoutError. Nothing is published then.
+        ValueError: all that does not fit, in one message: names, shapes, dtypes, steps that are not known; an input's bytes are not what
+            was saved; or sums are beyond the largest number of the output's dtype. NotImplementedError: element types below 16 bits.
+            OSError, TimeoutError. Nothing is published then.
     """
     what = merged(inputs, weights=weights, normalize=normalize, ema=ema, per_step=per_step, lawa=lawa, curve=curve, steps=steps, key=key)
     everybody = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

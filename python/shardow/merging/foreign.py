@@ -1,10 +1,12 @@
-"""Checkpoints that the engine does not read itself, one whole tensor at a time: torch.distributed.checkpoint's directories, through torch's
-own reader, and what torch.save() wrote, without running what is in it."""
+"""Checkpoints that the engine does not read itself, a tensor or a band of its rows at a time: torch.distributed.checkpoint's directories,
+through torch's own reader, and what torch.save() wrote, without running what is in it."""
 
 from __future__ import annotations
 
+import bisect
+import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,62 +27,84 @@ def is_foreign(path: Path) -> bool:
     return is_dcp(path) or path.suffix.lower() in _PICKLES
 
 
-def whole_tensors(path: Path, key: str | None) -> _core.WholeTensors:
+def parts_of(path: Path, key: str | None) -> _core.InParts:
     """Raises ValueError for what has no tensors, or none under ``key``; FileNotFoundError, OSError."""
     forms, read = _dcp(path, key) if is_dcp(path) else _pickled(path, key)
     if not forms:
         raise invalid(f"{path} has no tensors{'' if key is None else f' under {key!r}'}")
+    if odd := [name for name in forms if not isinstance(name, str) or "\0" in name]:
+        raise invalid(f"{path}: {odd[0]!r} is no name of a tensor; say where the weights are: key=")
     named = {name: (dtypes.name_of(name, dtype), list(size)) for name, (dtype, size) in forms.items()}
-    return _core.WholeTensors(named, _Latest(read))
+    return _core.InParts(named, _Latest(read))
 
 
 Forms = dict[str, tuple[torch.dtype, torch.Size]]
+#: (name, an element) -> (a packed tensor that has it, the element that it begins with)
+Read = Callable[[str, int], tuple[torch.Tensor, int]]
 
 
 class _Latest:
-    """The tensor that was asked for last stays, since it is asked for chunk by chunk."""
+    """What was asked for last stays: the engine copies from its memory until it asks for what is elsewhere."""
 
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, read: Read) -> None:
         self._read = read
-        self._name: str | None = None
         self._tensor = torch.empty(0)
 
-    def __call__(self, name: str) -> torch.Tensor:
-        if name != self._name:
-            self._name, self._tensor = None, torch.empty(0)  # not both at once
-            self._tensor = self._read(name).detach().contiguous()
-            self._name = name
-        return self._tensor
+    def __call__(self, name: str, element: int) -> tuple[int, int, int]:
+        """(address, first element, the one after the last)."""
+        self._tensor = torch.empty(0)  # not both at once
+        found, begin = self._read(name, element)
+        self._tensor = found.detach().contiguous()
+        return self._tensor.data_ptr(), begin, begin + self._tensor.numel()
 
 
-def _dcp(path: Path, key: str | None) -> tuple[Forms, Callable[[str], torch.Tensor]]:
+def _band(element: int, size: Sequence[int], chunks: Sequence[Any]) -> tuple[int, int]:
+    """The rows between two borders of stored chunks, where the element is."""
+    row = element // max(1, math.prod(size[1:]))
+    borders = sorted({0, size[0]}.union(*((one.offsets[0], one.offsets[0] + one.sizes[0]) for one in chunks)))
+    after = bisect.bisect_right(borders, row)
+    return borders[after - 1], borders[after]
+
+
+def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner import LoadPlan
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
     prefix = "" if key is None else f"{key}."
     metadata = FileSystemReader(path).read_metadata()
-    forms = {
-        name.removeprefix(prefix): (one.properties.dtype, one.size)
+    stored = {
+        name.removeprefix(prefix): one
         for name, one in metadata.state_dict_metadata.items()
         if isinstance(one, TensorStorageMetadata) and name.startswith(prefix)
     }
 
-    def read(name: str) -> torch.Tensor:
-        """The steps of torch's load(), which is collective where there is a process group."""
-        dtype, size = forms[name]
-        tensor = torch.empty(size, dtype=dtype)
-        reader, planner = FileSystemReader(path), DefaultLoadPlanner()
-        planner.set_up_planner({prefix + name: tensor}, metadata, is_coordinator=True)
+    class Into(DefaultLoadPlanner):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            super().__init__()
+            self._tensor = tensor
+
+        def lookup_tensor(self, index: object) -> torch.Tensor:
+            return self._tensor
+
+    def read(name: str, element: int) -> tuple[torch.Tensor, int]:
+        """The steps of torch's load(), which is collective where there is a process group, and would read whole tensors."""
+        one = stored[name]
+        first, last = (0, 1) if not one.size or not one.size.numel() else _band(element, one.size, one.chunks)
+        tensor = torch.empty((last - first, *one.size[1:]) if one.size else (), dtype=one.properties.dtype)
+        band = ChunkStorageMetadata(torch.Size([first, *[0] * (len(one.size) - 1)] if one.size else []), tensor.size())
+        reader = FileSystemReader(path)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-        reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
-        return tensor
+        plan = LoadPlan(create_read_items_for_chunk_list(prefix + name, one, [band]))
+        reader.read_data(reader.prepare_global_plan([reader.prepare_local_plan(plan)])[0], Into(tensor)).wait()
+        return tensor, first * math.prod(one.size[1:])
 
-    return forms, read
+    return {name: (one.properties.dtype, one.size) for name, one in stored.items()}, read
 
 
-def _pickled(path: Path, key: str | None) -> tuple[Forms, Callable[[str], torch.Tensor]]:
+def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
     state = _loaded(path)
     if key is not None:
         if not isinstance(state, Mapping) or key not in state:
@@ -90,7 +114,7 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Callable[[str], torch.
     inner = [name for name, one in state.items() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
     if not tensors and inner:
         raise invalid(f"{path} has no tensors at its top; say where the weights are: key={inner[0]!r}, of {', '.join(map(str, inner))}")
-    return {name: (one.dtype, one.shape) for name, one in tensors.items()}, tensors.__getitem__
+    return {name: (one.dtype, one.shape) for name, one in tensors.items()}, lambda name, _: (tensors[name], 0)
 
 
 def _loaded(path: Path) -> Any:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardow import _core
-from shardow.base.checks import invalid
+from shardow.base.checks import invalid, whole
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
 from shardow.merging import foreign
 from shardow.ranks.gather import Part
 from shardow.ranks.team import Team
+
+_MOST_STEPS = 2**53  # beyond, float64 has no longer every whole number
 
 Choose = Callable[["Newest"], tuple[Sequence[Part], bool]]
 
@@ -56,8 +59,15 @@ class Merged:
         for name, values in (("weights", weights), ("steps", steps)):
             if values is not None and len(values) != len(self.inputs):
                 raise invalid(f"{name}= has {len(values)} numbers for {len(self.inputs)} inputs")
-        self._weights, self._normalize, self._ema, self._per_step = weights, normalize, ema, per_step
-        self._lawa, self._curve, self._steps, self._key = lawa, curve, steps, key
+        self._rule: dict[str, Any] = {
+            "weights": None if weights is None else [_number("weights", one) for one in weights],
+            "normalize": bool(normalize),
+            "ema": None if ema is None else _number("ema", ema),
+            "per_step": bool(per_step),
+            "lawa": None if lawa is None else whole("lawa", lawa, 1),
+            "curve": curve if curve is None else str(curve),
+        }
+        self._steps, self._key = None if steps is None else [_step(one) for one in steps], key
 
     def __repr__(self) -> str:
         return f"Merged({self.inputs})"
@@ -70,34 +80,15 @@ class Merged:
             _core.step_of(path, one.metadata) for path, (_, one) in zip(self.inputs, found, strict=True)
         ]
         inputs = [_core.MergeInput(path, source, 0.0, step) for path, (source, _), step in zip(self.inputs, found, steps, strict=True)]
-
-        def weigh() -> tuple[list[_core.MergeInput], _core.Coefficients]:
-            ordered = inputs if self._weights is not None else _core.sorted_by_step(inputs)
-            coefficients = self._coefficients(ordered)
-            for one, coefficient in zip(ordered, coefficients.values, strict=True):
-                one.coefficient = coefficient
-            return ordered, coefficients
-
-        ordered, coefficients = team.agree(what, weigh)
-        last = _core.sorted_by_step(inputs)[-1].name
-        return Opened(ordered, coefficients, found[self.inputs.index(last)][1])
+        ordered, coefficients, newest = team.agree(what, lambda: _core.weigh(inputs, **self._rule))
+        return Opened(ordered, coefficients, found[self.inputs.index(newest)][1])
 
     def _open(self, what: str, path: str, team: Team) -> tuple[Any, Newest]:
         if team.agree(what, lambda: foreign.is_foreign(Path(path))):
-            source = team.agree(what, lambda: foreign.whole_tensors(Path(path), self._key))
+            source = team.agree(what, lambda: foreign.parts_of(Path(path), self._key))
             return source, Newest(source.tensors, {})
         opened = engine.opened(path, team)
         return opened, Newest(opened.tensors, opened.metadata)
-
-    def _coefficients(self, inputs: list[_core.MergeInput]) -> _core.Coefficients:
-        make = _core.Coefficients
-        if self._weights is not None:
-            return make.given([float(one) for one in self._weights], self._normalize)
-        if self._ema is not None:
-            return make.ema_per_step(_core.steps_of(inputs), self._ema) if self._per_step else make.ema(len(inputs), self._ema)
-        if self._lawa is not None:
-            return make.lawa(len(inputs), self._lawa)
-        return make.uniform(len(inputs)) if self._curve is None else make.curve(self._curve, _core.steps_of(inputs))
 
     def read(self, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
         """As engine.read_chosen(), of what the merge would hold. Collective."""
@@ -105,3 +96,20 @@ class Merged:
         parts, strict = team.agree("load()", lambda: choose(opened.newest))
         report = engine.read_merged(parts, opened.inputs, team, strict=strict, **options)
         return {**report, "metadata": {**opened.newest.metadata, **report["metadata"]}}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise invalid(f"{name}= has {value!r}; it must be a number") from None
+
+
+def _step(value: Any) -> int:
+    try:
+        step = operator.index(value)
+    except TypeError:
+        step = -1
+    if not 0 <= step <= _MOST_STEPS:
+        raise invalid(f"steps= has {value!r}; a step is a whole number from 0 to 2^53")
+    return step

@@ -10,8 +10,9 @@ Numbered, as the code below, for round r:
 3. the last of all gives the verdict. Where there are words it reads them, once, and asks the call what they come to
 4. all others wait for the one key ``r/verdict``, at most until their deadline. Who waited in vain looks up the bits: either ranks are
    missing, and the verdict says which, or whoever had to give it is gone, and gives it in its place. ``compare_set`` keeps the first
-5. a good verdict means that all have come, so what lies behind the round is deleted, by the first ranks that came to it; what a bad one
-   leaves goes with the next good one. A rank that comes to a round that is over reads its verdict
+5. a good verdict means that all have come, so what lies behind the round is deleted, by the first ranks that came to it. Of a round that
+   was not good, or that a rank has left, nobody knows who wrote what: each of its keys has a rank that deletes it once a later one is good.
+   A rank that comes to a round that is over reads its verdict
 
 Where all is well and nobody has words that is at most four operations for each rank: compare_set, add, get or its part of the last one's,
 delete.
@@ -22,22 +23,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from shardow import errors
 from shardow.base.checks import invalid
-from shardow.ranks.store_values import get, put
+from shardow.ranks.store_values import Connection, get, put
+from shardow.ranks.verdicts import as_given, body_of, failure, framed, is_good
 
 MISSING = "did not take part"
 SHORT = 512  # bytes of words that may be everybody's
 EACH_HIS = b"="  # begins a verdict: every rank's words are there to be read; what follows are those of all others
 _LONG = 16 << 10  # from here on under a key of their own
 _LANE = 31  # ranks, with two bits each
-_PATIENT = timedelta(minutes=30)  # for the store itself: whoever waits for its thread goes by a clock of his own
-_LOOK = 1.0  # second, after which a verdict is late
+_LOOK, _LOOK_EACH = 1.0, 1e-3  # seconds, and so many for each rank, after which a verdict is late
 _GRACE = 0.4  # seconds: the first one that waited in vain has them to say for whom
 _MOST_NAMED = 32
 _INLINE = 1024  # bytes of an answer that is a verdict's part
@@ -86,6 +85,7 @@ class Turn:
     common: bytes | None = None  # what the first one put behind the last verdict
     everybody: list[bytes] | None = None  # by rank: this one is to say what they come to
     said: bytes | None = None  # the verdict
+    is_over: bool = False  # it was good, and what lies behind it is deleted
     answer: Answer = field(default_factory=Answer)
 
 
@@ -97,13 +97,13 @@ class Rounds:
         self._rank, self._names, self._size = rank, names, len(names)
         self._lanes = -(-self._size // _LANE)
         self._lane, self._bit = rank % self._lanes, rank // self._lanes
+        self._look = _LOOK + _LOOK_EACH * self._size
 
-    def come(self, store: Any, turn: Turn, seconds: float, timeout: float, weighs: bool) -> None:
+    def come(self, store: Connection, turn: Turn, seconds: float, timeout: float, weighs: bool) -> None:
         """(1) to (4): ends with turn.said, or where the call ``weighs`` everybody's words, with those. ``timeout``: what was asked for, for
         messages."""
-        store.set_timeout(_PATIENT)
         for to, letter in turn.words.letters.items():
-            turn.written += put(store, f"{turn.number}/{self._rank}/to/{to}", letter)
+            put(store, f"{turn.number}/{self._rank}/to/{to}", letter, turn.written)
         has_words = self._tell(store, turn)
         was_last, any_words = self._count(store, turn, has_words)
         if not was_last:
@@ -117,7 +117,7 @@ class Rounds:
         if turn.said is None:
             self._sum_up(store, turn, any_words, weighs)
 
-    def _tell(self, store: Any, turn: Turn) -> bool:
+    def _tell(self, store: Connection, turn: Turn) -> bool:
         """(1): whether this rank's words go beside what all have."""
         if turn.before is None:
             turn.before = self.verdict_of(store, turn.number - 1)
@@ -128,12 +128,12 @@ class Rounds:
             if turn.common == text:
                 return False
         if len(text) > _LONG:
-            turn.written += put(store, f"{turn.number}/{self._rank}/words", text)
+            put(store, f"{turn.number}/{self._rank}/words", text, turn.written)
             text = b""
         store.append(f"{turn.number}/words", b"%d %d " % (self._rank, len(text)) + text)
         return True
 
-    def _count(self, store: Any, turn: Turn, has_words: bool) -> tuple[bool, bool]:
+    def _count(self, store: Connection, turn: Turn, has_words: bool) -> tuple[bool, bool]:
         """(2): whether this rank is the last of all; then, whether anybody has words."""
         bits = int(store.add(f"{turn.number}/lane/{self._lane}", (1 + (has_words << _LANE)) << self._bit))
         turn.place = (bits & ((1 << _LANE) - 1)).bit_count()
@@ -144,7 +144,7 @@ class Rounds:
         lanes = int(store.add(f"{turn.number}/lanes", 1 + ((bits >> _LANE > 0) << 32)))
         return lanes % (1 << 32) == self._lanes, lanes >> 32 > 0
 
-    def _waited_for(self, store: Any, turn: Turn) -> list[int]:
+    def _waited_for(self, store: Connection, turn: Turn) -> list[int]:
         """(4), in vain: those who are missing."""
         if int(store.add(f"{turn.number}/asked", 1)) == 1:
             turn.written.append(f"{turn.number}/asked")
@@ -154,38 +154,36 @@ class Rounds:
                 return []
         return self.missing(store, turn.number)
 
-    def _wait_long(self, store: Any, turn: Turn, seconds: float) -> bytes | None:
+    def _wait_long(self, store: Connection, turn: Turn, seconds: float) -> bytes | None:
         """(4): the first one of all looks now and then whether all have come: whoever was last may have died before it gave the verdict."""
         if self._lane > 0 or turn.place != 1:
             return self._wait(store, turn.number, seconds)
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > _LOOK:
-            said = self._wait(store, turn.number, _LOOK)
+        while (left := until - time.monotonic()) > self._look:
+            said = self._wait(store, turn.number, self._look)
             if said is not None:
                 return said
             if not self.missing(store, turn.number):
                 return self._wait(store, turn.number, min(left, _GRACE))
         return self._wait(store, turn.number, max(left, 0.001))
 
-    def _wait(self, store: Any, number: int, seconds: float) -> bytes | None:
-        """For a verdict; None where it does not come. A time that stayed would cut short what the connection is asked later."""
-        store.set_timeout(timedelta(seconds=seconds))
+    def _wait(self, store: Connection, number: int, seconds: float) -> bytes | None:
+        """For a verdict; None where it does not come."""
         try:
-            return bytes(store.get(f"{number}/verdict"))
+            return store.get(f"{number}/verdict", seconds)
         except dist.DistStoreError:
             return None
-        finally:
-            store.set_timeout(_PATIENT)
 
     def _members(self) -> int:
         """Of this rank's lane."""
         return self._size // self._lanes + (self._lane < self._size % self._lanes)
 
-    def missing(self, store: Any, number: int) -> list[int]:
-        bits = [int(store.add(f"{number}/lane/{lane}", 0)) for lane in range(self._lanes)]
+    def missing(self, store: Connection, number: int) -> list[int]:
+        """Of a round that has no verdict. To look makes no key: what is not there is as what is compared."""
+        bits = [int(store.compare_set(f"{number}/lane/{lane}", "0", "0")) for lane in range(self._lanes)]
         return [rank for rank in range(self._size) if not bits[rank % self._lanes] >> (rank // self._lanes) & 1]
 
-    def _sum_up(self, store: Any, turn: Turn, any_words: bool, weighs: bool) -> None:
+    def _sum_up(self, store: Connection, turn: Turn, any_words: bool, weighs: bool) -> None:
         """(3), but for what the call makes of words."""
         if any_words or (weighs and turn.words.mine):
             try:
@@ -196,11 +194,11 @@ class Rounds:
         if not weighs or turn.everybody is None:
             self.tell_all(store, turn, EACH_HIS if any_words else b"+", ())
 
-    def everybody(self, store: Any, turn: Turn, any_words: bool) -> list[bytes]:
+    def everybody(self, store: Connection, turn: Turn, any_words: bool) -> list[bytes]:
         """All ranks' words. Raises where their calls differ."""
         texts: dict[int, bytes] = self._words(store, turn.number) if any_words else {}
         if len(texts) < self._size and turn.common is None:
-            turn.common = bytes(store.get(f"{turn.number - 1}/verdict"))[len(turn.before or b"") :]
+            turn.common = store.get(f"{turn.number - 1}/verdict")[len(turn.before or b"") :]
         common = Words.decode(turn.common) if turn.common else turn.words
         told = [Words.decode(texts[rank]) if rank in texts else common for rank in range(self._size)]
         for rank, one in enumerate(told):
@@ -209,8 +207,8 @@ class Rounds:
                 raise invalid(f"{differ}; every rank must make the same collective calls in the same order")
         return [one.mine for one in told]
 
-    def _words(self, store: Any, number: int) -> dict[int, bytes]:
-        left, apart = bytes(store.get(f"{number}/words")), []
+    def _words(self, store: Connection, number: int) -> dict[int, bytes]:
+        left, apart = store.get(f"{number}/words"), []
         texts: dict[int, bytes] = {}
         while left:
             rank, length, left = left.split(b" ", 2)
@@ -220,46 +218,52 @@ class Rounds:
         texts.update(zip(apart, get(store, [f"{number}/{rank}/words" for rank in apart]), strict=True))
         return texts
 
-    def decide(self, store: Any, number: int, body: bytes) -> bytes:
+    def decide(self, store: Connection, number: int, body: bytes) -> bytes:
         """``body``, or the verdict that was given before."""
-        return bytes(store.compare_set(f"{number}/verdict", b"", _framed(body)))
+        return bytes(store.compare_set(f"{number}/verdict", b"", framed(body)))
 
-    def verdict_of(self, store: Any, number: int) -> bytes:
+    def verdict_of(self, store: Connection, number: int) -> bytes:
         """Of a round that this rank has left; bad, where it has none yet."""
         if number < 0:
             return b""
         left = failure("timeout", f"rank {self._names[self._rank]} has left: it waited in vain for the store of the process group")
-        return _framed(body_of(self.decide(store, number, left)))
+        return as_given(self.decide(store, number, left))
 
-    def tell_all(self, store: Any, turn: Turn, body: bytes, letters: Sequence[bytes]) -> None:
+    def tell_all(self, store: Connection, turn: Turn, body: bytes, letters: Sequence[bytes]) -> None:
         """(3): the verdict of who was last. What does not fit into it is there before it."""
         if len(body) > _INLINE and body.startswith(b"+"):
-            turn.written += put(store, f"{turn.number}/answer", body[1:])
+            put(store, f"{turn.number}/answer", body[1:], turn.written)
             body = b"@"
         if any(letters):
             body = b"#" + body
             for rank, letter in enumerate(letters):
-                turn.written += put(store, f"{turn.number}/for/{rank}", letter)
+                put(store, f"{turn.number}/for/{rank}", letter, turn.written)
         if body == EACH_HIS:
             body += turn.common or b""
         if turn.everybody is not None:
             turn.written.append(f"{turn.number}/words")
         turn.said = self.decide(store, turn.number, body)
 
-    def end(self, store: Any, turn: Turn) -> None:
+    def end(self, store: Connection, turn: Turn) -> None:
         """(4), (5): what a verdict gives this rank; nothing without one."""
         if turn.said is None:
             return
-        behind = self._behind(turn)
-        if not is_good(turn.said):
-            turn.old += behind + turn.written
-            return
-        turn.answer = self._answer(store, turn, body_of(turn.said))
-        for key in turn.old + behind:
-            store.delete_key(key)
-        turn.old = turn.written
+        if is_good(turn.said):
+            turn.answer = self._answer(store, turn, body_of(turn.said))
+            for key in turn.old + self._behind(turn):
+                store.delete_key(key)
+            turn.old, turn.written, turn.is_over = turn.written, [], True
 
-    def _answer(self, store: Any, turn: Turn, body: bytes) -> Answer:
+    def left_by(self, turn: Turn) -> list[str]:
+        """(5): what this rank is to delete, by and by, of a round that was not good for it, and of those before."""
+        if turn.is_over:
+            return turn.old
+        of_all = [f"{turn.number}/{what}" for what in ("words", "answer", "lanes", "asked")] + [f"{turn.number - 2}/verdict"]
+        mine = [f"{turn.number}/for/{self._rank}", f"{turn.number}/{self._rank}/words"]
+        lane = [f"{turn.number}/lane/{self._rank}"] if self._rank < self._lanes else []
+        return list(dict.fromkeys([*turn.old, *turn.written, *mine, *lane, *(of_all if self._rank == 0 else ())]))
+
+    def _answer(self, store: Connection, turn: Turn, body: bytes) -> Answer:
         answer = Answer(letters=get(store, [f"{turn.number}/{source}/to/{self._rank}" for source in turn.words.sources]))
         if body.startswith(b"#"):
             answer.own, body = get(store, [f"{turn.number}/for/{self._rank}"])[0], body[1:]
@@ -274,7 +278,7 @@ class Rounds:
         """(5): keys that this rank deletes when the round is over. The last verdict is not among them: a slow rank may not have read yet
         what the first one put behind it (1)."""
         keys = [f"{turn.number}/lane/{self._lane}"] if turn.place == 1 else []
-        if self._lane == 0 and turn.place == min(2, self._members()) and turn.number > 1:
+        if self._lane == 0 and turn.place == min(2, self._members()) and turn.number > 0:
             keys.append(f"{turn.number - 2}/verdict")
         if self._lane == 0 and turn.place == 3 and self._lanes > 1:
             keys.append(f"{turn.number}/lanes")
@@ -283,33 +287,3 @@ class Rounds:
     def _named(self, ranks: Sequence[int]) -> str:
         more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
         return f"{[self._names[rank] for rank in ranks[:_MOST_NAMED]]}{more}"
-
-
-def failure(code: str, message: str) -> bytes:
-    return f"-{code} {message}".encode(errors="replace")
-
-
-def is_good(said: bytes) -> bool:
-    return not body_of(said).startswith(b"-")
-
-
-def body_of(said: bytes) -> bytes:
-    """Without what the next round put behind it."""
-    length, _, rest = said.partition(b" ")
-    return rest[: int(length)]
-
-
-def raise_for(said: bytes) -> None:
-    body = body_of(said)
-    if body.startswith(b"-"):
-        code, _, message = body[1:].decode().partition(" ")
-        raise errors.make(code, message)
-
-
-def framed(said: bytes) -> bytes:
-    """A verdict as it was given."""
-    return _framed(body_of(said))
-
-
-def _framed(body: bytes) -> bytes:
-    return b"%d " % len(body) + body

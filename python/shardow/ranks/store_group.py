@@ -9,8 +9,9 @@ and is then in step again. A rank that is interrupted while it waits proposes th
 then, it goes on where its signals are held (base/signals.py), and ends the next round too where not, for those who would wait for it
 there. In both cases it is in step then.
 
-A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. A connection on which something was
-left is not used again.
+A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. While a thread has the connection
+nobody else does, and it comes back only when the thread is done: what somebody has left goes on with its own, asks nothing more, and its
+answer is read by nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +33,10 @@ from torch._C._distributed_c10d import PrefixStore
 from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.base.signals import put_off
-from shardow.ranks.rounds import Answer, Rounds, Turn, Words, failure, framed, is_good, raise_for
-from shardow.ranks.store_values import clone
+from shardow.ranks.rounds import Answer, Rounds, Turn, Words
+from shardow.ranks.store_values import Connection, clone
 from shardow.ranks.transfers import begun, finish, has_cpu
+from shardow.ranks.verdicts import as_given, failure, is_good, raise_for
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")
@@ -71,7 +72,8 @@ class StoreGroup(_core.Group):
         self.ranks = ranks
         self.joined = 0  # the highest number of those who act on these ranks; see Team.same()
         self._prefix = f"shardow/{name}"
-        self._store: Any = None  # made by the thread that uses it first
+        self._store: Connection | None = None  # None while a thread has it
+        self._silent = False  # it did not answer the last time
         self._call, self._timeout = "", 0.0
         self._round = 0
         self._rounds = Rounds(rank, ranks)
@@ -100,52 +102,53 @@ class StoreGroup(_core.Group):
         return self._meet(Words("", b"", dict(letters), tuple(sources)), seconds, None).letters
 
     def _meet(self, words: Words, seconds: float, weigh: Weigh | None) -> Answer:
-        this, call, seconds = self._round, self._call, max(seconds, 0.001)
-        self._round += 1
+        call, seconds = self._call, max(seconds, 0.001)
         self._call = call if call.startswith(_LATER) else _LATER + call
-        turn = Turn(this, replace(words, call=call), self._before, self._old)
-        self._before, self._old = None, []
-        left = threading.Event()
+        turn = self._next_turn(replace(words, call=call))
         try:
-            self._take_turn(turn, weigh, seconds, left)
+            self._take_turn(turn, weigh, seconds)
         except Overdue:
-            left.set()
-            self._store = None
             silent = f"the store of the process group did not answer within {self._timeout or seconds:g} s"
             raise errors.make("timeout", f"{silent}: its host stands still, or cannot be reached") from None
         except dist.DistError as error:
-            self._store = None
             gone = "the store of the process group is gone, and with it the rank that kept it"
             raise errors.make("peer_failed", f"{gone}: {error}") from None
         except Left as interrupt:
-            left.set()
             turn, waited = self._interrupted(turn)
-            self._before, self._old = framed(turn.said) if turn.said else None, turn.old
             good = turn.said is not None and is_good(turn.said)
             if not good or not put_off(interrupt.cause):
+                self._leave(turn)
                 if good:
                     self.skip(call)
                 if isinstance(interrupt.cause, KeyboardInterrupt):
                     raise KeyboardInterrupt(waited) from None
                 raise interrupt.cause from None
+        finally:
+            self._leave(turn)
         assert turn.said is not None
-        self._before, self._old = framed(turn.said), turn.old
         raise_for(turn.said)
         return turn.answer
 
-    def _take_turn(self, turn: Turn, weigh: Weigh | None, seconds: float, left: threading.Event) -> None:
-        """On a thread that the caller may have ``left`` meanwhile; what is made of everybody's words is made here."""
+    def _next_turn(self, words: Words) -> Turn:
+        """Of the next round, which counts as left until _leave()."""
+        turn = Turn(self._round, words, self._before, self._old)
+        self._round += 1
+        self._before, self._old = None, self._rounds.left_by(turn)
+        return turn
+
+    def _leave(self, turn: Turn) -> None:
+        if turn.number == self._round - 1:
+            self._before, self._old = as_given(turn.said) if turn.said else None, self._rounds.left_by(turn)
+
+    def _take_turn(self, turn: Turn, weigh: Weigh | None, seconds: float) -> None:
+        """What is made of everybody's words is made on this thread."""
         until = time.monotonic() + beyond(seconds)
 
-        def come() -> None:
-            store = self._store or self._connected()
-            if left.is_set():
-                return
-            self._store = store
+        def come(store: Connection) -> None:
             self._rounds.come(store, turn, seconds, self._timeout or seconds, weigh is not None)
             self._rounds.end(store, turn)
 
-        wait_for(come, beyond(seconds))
+        self._on_connection(come, beyond(seconds))
         if turn.said is not None or weigh is None or turn.everybody is None:
             return
         letters: Sequence[bytes] = ()
@@ -159,39 +162,35 @@ class StoreGroup(_core.Group):
             if not isinstance(error, Exception):
                 raise Left(error) from None
 
-        def tell() -> None:
-            self._rounds.tell_all(self._store, turn, body, letters)
-            self._rounds.end(self._store, turn)
+        def tell(store: Connection) -> None:
+            self._rounds.tell_all(store, turn, body, letters)
+            self._rounds.end(store, turn)
 
-        wait_for(tell, max(until - time.monotonic(), _LAST_WORDS))
+        self._on_connection(tell, max(until - time.monotonic(), _LAST_WORDS))
 
     def _interrupted(self, turn: Turn) -> tuple[Turn, str]:
         """The others learn of it at once, if the store answers. Returns the turn, with a verdict where there is one, which may be good all
         the same; and for whom this rank waited."""
         turn, call = replace(turn, said=None, answer=Answer()), turn.words.call
 
-        def tell() -> list[int]:
-            store = self._store = self._connected()
-            missing = [self.ranks[rank] for rank in self._rounds.missing(store, turn.number)]
+        def tell(store: Connection) -> list[int]:
             turn.said = self._rounds.decide(store, turn.number, self._interruption(call))
             self._rounds.end(store, turn)
-            return missing
+            missing = [] if is_good(turn.said) else self._rounds.missing(store, turn.number)
+            return [self.ranks[rank] for rank in missing if rank != self.rank]
 
-        self._store = None
         try:
-            missing = wait_for(tell, _LAST_WORDS)
+            missing = self._on_connection(tell, _LAST_WORDS)
         except (Overdue, Left, dist.DistError):
-            self._store, turn.said = None, None
+            turn.said = None
             return turn, f"{call}: the store of the process group does not answer"
         return turn, f"{call}: waited for rank(s) {missing}" if missing else call
 
     def skip(self, call: str) -> None:
         """This rank was interrupted, and won't come to the next round: who waits there for it learns of it."""
-        this = self._round
-        self._round += 1
-        self._before = None
+        turn = self._next_turn(Words("", b""))
         with contextlib.suppress(Overdue, Left, dist.DistError, errors.Error):
-            wait_for(lambda: self._rounds.decide(self._connected(), this, self._interruption(call)), _LAST_WORDS)
+            self._on_connection(lambda store: self._rounds.decide(store, turn.number, self._interruption(call)), _LAST_WORDS)
 
     def _interruption(self, call: str) -> bytes:
         return failure("peer_failed", f"rank {self.ranks[self.rank]} was interrupted in {call}")
@@ -200,20 +199,30 @@ class StoreGroup(_core.Group):
         """Channels wait at the same time, and so does torch: a connection serves one wait."""
         return PrefixStore(self._prefix, _connection())
 
-    def ask(self, question: Callable[[Any], T], seconds: float = ANSWER) -> T | None:
-        """question(store), of keys that no round has; None where the store does not answer in time, or is gone."""
+    def _on_connection(self, fn: Callable[[Connection], T], seconds: float) -> T:
+        """fn(store), on a thread. The connection is used again only where fn() has ended by itself."""
+        connection, self._store = self._store or Connection(self._connected), None
         try:
-            return wait_for(lambda: question(self._now_connected()), seconds)
+            answer = wait_for(lambda: fn(connection), seconds)
+        except errors.Error:
+            self._store = connection
+            raise
+        except BaseException as error:
+            connection.left = True
+            self._silent = isinstance(error, Overdue)
+            raise
+        self._store, self._silent = connection, False
+        return answer
+
+    def ask(self, question: Callable[[Connection], T], seconds: float = ANSWER) -> T | None:
+        """question(store), of keys that no round has; None where the store does not answer in time, or is gone. One that was silent before
+        has cost a timeout by then, and gets no other."""
+        try:
+            return self._on_connection(question, min(seconds, _LAST_WORDS) if self._silent else seconds)
         except (Overdue, dist.DistError):
-            self._store = None
             return None
         except Left as interrupt:
-            self._store = None
             raise interrupt.cause from None
-
-    def _now_connected(self) -> Any:
-        self._store = self._store or self._connected()
-        return self._store
 
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
         """Combines 64-bit words in place: op is "sum", "max" or "xor". Not a collective call of torch's, even of many words: in the

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.ranks.rounds import MISSING
-from shardow.ranks.store_group import StoreGroup, store_group
+from shardow.ranks.store_group import ANSWER, StoreGroup, store_group
 from shardow.ranks.transfers import begun, carrier, default_timeout, finish
 
 T = TypeVar("T")
@@ -50,23 +50,34 @@ class Team:
             return
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
         next_one = self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
-        everybody = self.gather(what, digest + next_one.to_bytes(8, "little"))
-        if len({one[:32] for one in everybody}) > 1:
+
+        def highest(everybody: list[bytes]) -> bytes:
+            alike = len({one[:32] for one in everybody}) == 1
+            return max(one[32:] for one in everybody) if alike else b""
+
+        agreed = self.decide(what, digest + next_one.to_bytes(8, "big"), highest)
+        if not agreed:
             texts = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
             raise errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(texts)}")
         if joins and isinstance(self.group, StoreGroup):
-            self.group.joined = max(int.from_bytes(one[32:], "little") for one in everybody)
+            self.group.joined = int.from_bytes(agreed, "big")
             self._whose = f" of {joins} {self.group.joined}"
 
     def same_updates(self, what: str, updates: int) -> None:
         """Raises where averages of different ages would come together. Collective."""
-        counts = [int(one) for one in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates]
-        if len(set(counts)) > 1:
+
+        def compare(everybody: list[bytes]) -> bytes:
+            counts = [int(one) for one in everybody]
+            if len(set(counts)) == 1:
+                return b""
             raise errors.make(
                 "invalid_argument",
                 f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others {max(counts)}; "
                 "call update() on every rank after each step (not under `if rank == 0`), or load the last state on all of them",
             )
+
+        if self.size > 1:
+            self.decide(what, b"%d" % updates, compare)
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the same error at
@@ -76,7 +87,14 @@ class Team:
 
     def first(self, what: str, mine: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
-        return self.gather(what, mine)[0]
+        return self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0]) if self.size > 1 else mine
+
+    def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
+        """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it raises is raised on
+        all. Costs a rank the same however many there are."""
+        group = self.group
+        assert isinstance(group, StoreGroup)
+        return self.step(what, lambda: group.decide(mine, lambda everybody: (weigh(everybody), ()), self.timeout)[0])
 
     def broadcast(self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Rank 0's ``full`` on every rank, on its ``device``. Collective."""
@@ -114,13 +132,17 @@ class Team:
     def note(self, key: str, text: str) -> None:
         """For ranks that come later; waits for nobody. The first one under a key stays."""
         if isinstance(self.group, StoreGroup):
-            self.group.ask(lambda store: store.compare_set(f"note/{key}", "", text))
+            self.group.ask(lambda store: store.compare_set(f"note/{key}", "", text), self._patience())
+
+    def _patience(self) -> float:
+        """With a store that may stand still, for what is no part of a round."""
+        return min(ANSWER, self.timeout / 2)
 
     def noted(self, key: str) -> str | None:
         """What note() left, if anything; None where the store does not answer either."""
         if not isinstance(self.group, StoreGroup):
             return None
-        found = self.group.ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None)
+        found = self.group.ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None, self._patience())
         return None if found is None else bytes(found).decode()
 
 

@@ -31,13 +31,20 @@ class TestNonFinite:
         assert all(t.isfinite().all() for t in after.values())
         assert ema.stats()["held_nonfinite"] == 4
 
-    def test_raise_names_the_tensor(self) -> None:
+    def test_raise_names_the_tensor_and_has_made_and_counted_the_update_that_hold_makes(self) -> None:
         model = nn.Linear(4, 4)
-        ema = shardow.EMA(model, DECAY, nonfinite="raise")
+        ema, holds = shardow.EMA(model, DECAY, nonfinite="raise"), shardow.EMA(model, DECAY)
         with torch.no_grad():
+            model.weight += 1
             model.bias[0] = math.nan
-        with pytest.raises(ValueError, match="'bias'"):
+        with pytest.raises(ValueError, match=r"'bias'.*which is counted"):
             ema.update()
+        with pytest.warns(RuntimeWarning, match="1 weights"):
+            holds.update()
+        assert ema.step == holds.step == 1
+        assert ema.stats()["held_nonfinite"] == 1
+        for name, average in holds.full_state_dict(complete=False).items():
+            assert ema.full_state_dict(complete=False)[name].equal(average)
 
     def test_propagate_is_ordinary_arithmetic(self) -> None:
         model = nn.Linear(4, 4)

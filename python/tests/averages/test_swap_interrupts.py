@@ -28,8 +28,8 @@ def stopped(kind: str, replicas: str, folder: str) -> list[Any]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kind", "replicas"), KINDS)
-def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(kind: str, replicas: str, tmp_path: Path) -> None:
-    (wrong0, points), (wrong1, _) = ranks.run(2, stopped, kind, replicas, str(tmp_path), timeout=3000 if EVERY else 400)
+def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(kind: str, replicas: str, quick_folder: Path) -> None:
+    (wrong0, points), (wrong1, _) = ranks.run(2, stopped, kind, replicas, str(quick_folder), timeout=3000 if EVERY else 400)
     assert wrong0 + wrong1 == []
     assert min(points) > 2, points
     assert not EVERY or points[0] > 300, points
@@ -46,9 +46,9 @@ def stopped_at_first(kind: str, replicas: str, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "replicas"), KINDS if EVERY else KINDS[:1])
-def test_stopped_at_its_first_lines_a_rank_tells_the_others_or_has_not_begun(kind: str, replicas: str, tmp_path: Path) -> None:
+def test_stopped_at_its_first_lines_a_rank_tells_the_others_or_has_not_begun(kind: str, replicas: str, quick_folder: Path) -> None:
     """Of each call the first few lines alone come before anybody could be told."""
-    (wrong0, missed), (wrong1, _) = ranks.run(2, stopped_at_first, kind, replicas, str(tmp_path), timeout=280)
+    (wrong0, missed), (wrong1, _) = ranks.run(2, stopped_at_first, kind, replicas, str(quick_folder), timeout=280)
     assert wrong0 + wrong1 == []
     for name, (_, most) in BEFORE.items():
         local = name == "restore" and (kind, replicas) not in (("ddp", "split"), ("hsdp", "split"))

@@ -159,6 +159,8 @@ def test_every_scheduler_goes_on(name: str, tmp_path: Path) -> None:
         return found
 
     model, optimizer, scheduler = make()
+    if any(map(callable, scheduler.state_dict().values())):
+        pytest.skip("this torch keeps a function in the state")  # 2.6 in SWALR's, which is refused
     rates(optimizer, scheduler, 3)
     checkpoints = shardow.Checkpoints(tmp_path)
     checkpoints.save(3, model=model, optimizer=optimizer, scheduler=scheduler)

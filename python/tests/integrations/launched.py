@@ -16,10 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 @contextmanager
 def launched(**environment: str) -> Iterator[None]:
-    """As by torchrun, on one machine; what accelerate and transformers remember of it is forgotten afterwards."""
+    """As by torchrun, on one machine; what accelerate and transformers remember of it, and of_accelerators(), is forgotten afterwards."""
     import accelerate
 
     before, rank, world = dict(os.environ), str(dist.get_rank()), str(dist.get_world_size())
+    begin = accelerate.PartialState.__init__
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true", **environment})
     try:
@@ -28,6 +29,7 @@ def launched(**environment: str) -> Iterator[None]:
         gc.enable()  # which torchtitan disables
         accelerate.state.AcceleratorState._reset_state(True)
         accelerate.state.GradientState._reset_state()
+        accelerate.PartialState.__init__ = begin
         os.environ.clear()
         os.environ.update(before)
 
@@ -55,14 +57,13 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def of_accelerators(sharded: bool) -> None:
-    """accelerate's FSDP on CPUs: it shards where it believes to have accelerators."""
+    """accelerate's FSDP on CPUs: it shards where it believes to have accelerators. For a program that is ``launched()``, until its end."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin.own(self, *args, **kwargs)  # type: ignore[attr-defined]
+        own(self, *args, **kwargs)
         if sharded:
             self.distributed_type = DistributedType.MULTI_HPU
 
-    begin.own = getattr(PartialState.__init__, "own", PartialState.__init__)  # type: ignore[attr-defined]
-    PartialState.__init__ = begin
+    own, PartialState.__init__ = PartialState.__init__, begin

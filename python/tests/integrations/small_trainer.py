@@ -44,3 +44,10 @@ def trainer_of(out: Path, model: nn.Module | None = None, callbacks: Any = (), m
         model or tiny(), TrainingArguments(str(out), **{**arguments, **more}), train_dataset=sequences(),
         **{"eval_dataset": sequences(4), **data}, callbacks=[*callbacks] or [EMACallback(0.9)],
     )  # fmt: skip
+
+
+@torch.no_grad()
+def loss_of(model: nn.Module) -> float:
+    """Of what is held out."""
+    held_out = torch.stack([one["input_ids"] for one in sequences(4)])
+    return float(model.eval()(input_ids=held_out, labels=held_out).loss)

@@ -98,6 +98,34 @@ def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(ki
     assert equal(here, there)
 
 
+def sharded_run(out: Path, dies_after: int | None = None) -> tuple[dict[str, torch.Tensor], bool]:
+    """The averages in the end, and whether an evaluation had them."""
+    with accelerated("fsdp2") as accelerator, killed_after(dies_after):
+        model, optimizer = prepared(accelerator)
+        ema = average(accelerator, model, optimizer, 0.9)
+        if (state := last_state(out)) is not None:
+            accelerator.load_state(state)
+        else:
+            steps(accelerator, model, optimizer)
+            save_state(accelerator, out / "step-3")
+        steps(accelerator, model, optimizer)
+        with ema.swapped(), torch.no_grad():
+            inside = model(torch.ones(1, 6))
+        full = ema.full_state_dict()
+        plain = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+        if full:
+            plain.load_state_dict(full)
+        return full, not full or torch.equal(plain(torch.ones(1, 6)), inside)
+
+
+def test_sharded_too_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    straight = ranks.run(2, sharded_run, tmp_path / "straight")
+    ranks.run(2, sharded_run, tmp_path / "killed", 5, may_die=True)
+    again = ranks.run(2, sharded_run, tmp_path / "killed")
+    assert equal(again[0][0], straight[0][0])
+    assert [inside for _, inside in straight + again] == [True] * 4
+
+
 # ---- on one rank, whose accelerator forgets what it knew
 
 

@@ -227,7 +227,7 @@ def test_a_checkpoint_without_averages_is_not_resumed_in_silence(tmp_path: Path)
     with pytest.raises(shardow.errors.NotFoundError, match=r"last.ckpt has no averages.*missing='from_model'"):
         trainer_of("one", EMACallback(0.9), epochs=4).fit(Net(), batches(), ckpt_path=tmp_path / "last.ckpt")
     callback = EMACallback(0.9, missing="from_model")
-    with pytest.warns(UserWarning, match="begin anew from its weights"):
+    with pytest.warns(UserWarning, match="begin anew from the checkpoint's weights"):
         trainer_of("one", callback, epochs=4).fit(Net(), batches(), ckpt_path=tmp_path / "last.ckpt")
     assert callback.ema is not None
     assert callback.ema.step == 8

@@ -15,7 +15,7 @@ import pytest
 import torch
 from launched import equal, killed_after, launched
 from safetensors.torch import load_file
-from small_lightning import Net, Sharded, batches, trainer_of
+from small_lightning import Net, Sharded, batches, output, trainer_of
 
 pytest.importorskip("lightning")
 from examples import lightning_fit
@@ -37,18 +37,22 @@ def fit(kind: str, out: Path, world: int = 1, epochs: int = 3, resume: bool = Fa
     return module, callback
 
 
-def trained(kind: str, out: Path, world: int, resume: bool = False, dies_after: int | None = None) -> dict[str, torch.Tensor]:
+def trained(kind: str, out: Path, world: int, resume: bool = False, dies_after: int | None = None) -> tuple[dict[str, torch.Tensor], float]:
+    """The averages in the end, and what the last validation computed."""
     with launched(), killed_after(dies_after):
-        _, callback = fit(kind, out, world, resume=resume)
-        return callback.ema.full_state_dict(0.9)
+        module, callback = fit(kind, out, world, resume=resume)
+        return callback.ema.full_state_dict(0.9), module.seen[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_and_resumed_the_averages_are_those_of_a_run_that_nothing_stopped(kind: str, tmp_path: Path) -> None:
-    straight = ranks.run(2, trained, kind, tmp_path / "straight", 2)[0]
+    (straight, seen), (_, other) = ranks.run(2, trained, kind, tmp_path / "straight", 2)
+    averaged = Net()
+    averaged.load_state_dict(straight)
+    assert seen == other == pytest.approx(output(averaged), abs=1e-6)
     ranks.run(2, trained, kind, tmp_path / "killed", 2, False, 7, may_die=True)
     assert sorted(one.name for one in (tmp_path / "killed").iterdir()) == ["epoch=0.ckpt"]
-    assert equal(ranks.run(2, trained, kind, tmp_path / "killed", 2, True)[0], straight)
+    assert equal(ranks.run(2, trained, kind, tmp_path / "killed", 2, True)[0][0], straight)
 
 
 class Begun(Callback):
@@ -72,7 +76,7 @@ def resumed(kind: str, out: Path, world: int) -> tuple[int, dict[str, torch.Tens
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("ddp", 1), ("fsdp1", 3), ("fsdp2", 3), ("fsdp2", 1)])
 def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(kind: str, world: int, tmp_path: Path) -> None:
-    there = ranks.run(2, trained, kind, tmp_path, 2)[0]
+    there, _ = ranks.run(2, trained, kind, tmp_path, 2)[0]
     step, here = ranks.run(world, resumed, kind, tmp_path, world)[0]
     assert step == 12
     assert equal(here, there)

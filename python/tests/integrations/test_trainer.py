@@ -14,7 +14,7 @@ import pytest
 import torch
 from launched import equal, killed_after, launched, of_accelerators
 from safetensors.torch import load_file
-from small_trainer import FSDP, Averaged, sequences, tiny, trainer_of
+from small_trainer import FSDP, Averaged, loss_of, sequences, tiny, trainer_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -63,24 +63,25 @@ def several(kind: str, out: Path, steps: int, **more: Any) -> tuple[Any, Begun]:
     return trainer_of(out, callbacks=[averages, begun], max_steps=steps, **(FSDP if kind == "fsdp2" else {}), **more), begun
 
 
-def trained(kind: str, out: Path, dies_after: int | None = None) -> dict[str, torch.Tensor]:
-    """The averages in the end."""
+def trained(kind: str, out: Path, dies_after: int | None = None) -> tuple[dict[str, torch.Tensor], float]:
+    """The averages in the end, and the loss of an evaluation."""
     with launched(), killed_after(dies_after):
         trainer, _ = several(kind, out, 4)
         trainer.train(last_checkpoint(out))
         trainer.save_averages(out / "model")
-        return trainer.averages.ema.full_state_dict(0.9)
+        return trainer.averages.ema.full_state_dict(0.9), trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_killed_and_resumed_the_averages_are_those_of_a_run_that_nothing_stopped(kind: str, tmp_path: Path) -> None:
-    straight = ranks.run(2, trained, kind, tmp_path / "straight")[0]
+    (straight, loss), (_, other) = ranks.run(2, trained, kind, tmp_path / "straight")
     ranks.run(2, trained, kind, tmp_path / "killed", 3, may_die=True)
     assert last_checkpoint(tmp_path / "killed") == str(tmp_path / "killed" / "checkpoint-2")
     assert not (tmp_path / "killed" / "model").exists()
-    assert equal(ranks.run(2, trained, kind, tmp_path / "killed")[0], straight)
+    assert equal(ranks.run(2, trained, kind, tmp_path / "killed")[0][0], straight)
     opened = LlamaForCausalLM.from_pretrained(tmp_path / "killed" / "model", local_files_only=True)
     assert equal(opened.state_dict(), straight)
+    assert loss == other == pytest.approx(loss_of(opened), abs=1e-6)
 
 
 def resumed(kind: str, out: Path) -> tuple[int, dict[str, torch.Tensor], bool]:
@@ -93,7 +94,7 @@ def resumed(kind: str, out: Path) -> tuple[int, dict[str, torch.Tensor], bool]:
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 1), ("fsdp2", 3)])
 def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(kind: str, world: int, tmp_path: Path) -> None:
-    there = ranks.run(2, trained, kind, tmp_path)[0]
+    there, _ = ranks.run(2, trained, kind, tmp_path)[0]
     (step, here, sharded), *_ = ranks.run(world, resumed, kind, tmp_path)
     assert (step, sharded) == (4, kind == "fsdp2")
     assert equal(here, there)
@@ -104,7 +105,6 @@ def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(ki
 
 @pytest.mark.usefixtures("alone")
 def test_it_evaluates_and_predicts_with_the_averages_and_hands_the_weights_back(tmp_path: Path) -> None:
-    held_out = torch.stack([one["input_ids"] for one in sequences(4)])
     trainer = trainer_of(tmp_path, eval_dataset={"one": sequences(4), "two": sequences(8)})
     before = trainer.evaluate()  # of the weights: there are no averages yet
     trainer.train()
@@ -113,8 +113,7 @@ def test_it_evaluates_and_predicts_with_the_averages_and_hands_the_weights_back(
     found = trainer.evaluate()
     averaged = tiny()
     ema.copy_to(averaged)
-    with torch.no_grad():
-        losses = [float(model.eval()(input_ids=held_out, labels=held_out).loss) for model in (averaged, trainer.model, tiny())]
+    losses = [loss_of(model) for model in (averaged, trainer.model, tiny())]
     assert found["eval_one_loss"] == pytest.approx(losses[0], abs=1e-6) != pytest.approx(losses[1], abs=1e-3)
     assert trainer.predict(sequences(4)).metrics["test_loss"] == found["eval_one_loss"] != found["eval_two_loss"]
     assert before["eval_one_loss"] == pytest.approx(losses[2], abs=1e-6)

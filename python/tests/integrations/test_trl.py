@@ -9,10 +9,9 @@ from typing import Any
 
 import framework_ranks as ranks
 import pytest
-import torch
 from launched import equal, killed_after, launched, of_accelerators
 from safetensors.torch import load_file
-from small_trainer import FSDP, tiny, trainer_of
+from small_trainer import FSDP, loss_of, tiny, trainer_of
 from stubs import Stub
 
 pytest.importorskip("transformers")
@@ -75,7 +74,7 @@ class Watching(TrainerCallback):
 
 
 def trained(kind: str, out: Path, steps: int = 6, dies_after: int | None = None) -> tuple[Any, ...]:
-    """BEMA in the end, what there was at the beginning, and the elements that this rank keeps."""
+    """BEMA in the end, what there was at the beginning, the elements that this rank keeps, and the loss of an evaluation."""
     with launched(), killed_after(dies_after):
         of_accelerators(kind == "fsdp2")
         averages = bema()
@@ -83,7 +82,7 @@ def trained(kind: str, out: Path, steps: int = 6, dies_after: int | None = None)
         trainer = trainer_of(out, callbacks=[averages, watching], max_steps=steps, **(FSDP if kind == "fsdp2" else {}))
         trainer.train(last_checkpoint(out))
         assert averages.ema is not None
-        return averages.ema.full_state_dict(), watching.found, watching.elements
+        return averages.ema.full_state_dict(), watching.found, watching.elements, trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -93,7 +92,9 @@ def test_killed_and_resumed_it_is_that_of_a_run_that_nothing_stopped(kind: str, 
     assert last_checkpoint(tmp_path / "killed") == str(tmp_path / "killed" / "checkpoint-4")
     parts = ranks.run(2, trained, kind, tmp_path / "killed")
     assert equal(parts[0][0], straight[0])
-    assert equal(load_file(tmp_path / "killed" / "bema" / "model.safetensors"), straight[0])
+    opened = LlamaForCausalLM.from_pretrained(tmp_path / "killed" / "bema", local_files_only=True)
+    assert equal(opened.state_dict(), straight[0])
+    assert [one[3] for one in parts] == [straight[3]] * 2 == pytest.approx([loss_of(opened)] * 2, abs=1e-6)
     elements = sum(one.numel() for one in tiny().parameters())
     assert sum(one[2] for one in parts) == 3 * elements  # the origin: on every rank
     assert max(one[2] for one in parts) < 0.6 * 3 * elements
@@ -114,9 +115,7 @@ def test_it_is_evaluated_and_what_has_no_bema_is_not_resumed(tmp_path: Path) -> 
     trainer.train()
     averaged = tiny()
     trainer.averages.ema.copy_to(averaged)
-    batch = torch.stack([one["input_ids"] for one in trainer.eval_dataset])
-    with torch.no_grad():
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(float(averaged.eval()(input_ids=batch, labels=batch).loss), abs=1e-6)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(averaged), abs=1e-6)
     trainer_of(tmp_path / "other", callbacks=[EMACallback(0.9)]).train()
     with pytest.raises(FileNotFoundError, match=r"bema-average.safetensors is missing.*BEMACallback\(missing='from_model'\)"):
         trainer_of(tmp_path / "other", callbacks=[bema()], max_steps=5).train(True)

@@ -6,63 +6,16 @@ import json
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from merge_states import expect, state, write
 from models import PARALLEL, make
 from ranks import run
 from safetensors.torch import load_file
 
 import shardow
-
-State = dict[str, torch.Tensor]
-
-
-def state(seed: int, dtype: torch.dtype = torch.float32) -> State:
-    torch.manual_seed(seed)
-    return {
-        "w": torch.randn(37, 129).to(dtype),
-        "deep.b": (torch.randn(700) * 1e-3).to(dtype),
-        "scalar": torch.tensor(seed / 3).to(dtype),
-        "none": torch.empty(0, 3, dtype=dtype),
-        "steps": torch.arange(5) + seed,
-        "mask": torch.arange(9) % (seed + 2) == 0,
-    }
-
-
-def write(directory: Path, seed: int, form: str, dtype: torch.dtype = torch.float32) -> str:
-    path = directory / f"step-{1000 * (seed + 1)}"
-    if form == "dcp":
-        dcp.save({"model": state(seed, dtype), "optim": {"lr": torch.ones(2)}}, checkpoint_id=path, no_dist=True)
-    elif form == "pt":
-        path = path.with_suffix(".pt")
-        torch.save({"model": state(seed, dtype), "epoch": 3}, path)
-    else:
-        path = path.with_suffix(".safetensors") if form == "file" else path
-        shardow.save(state(seed, dtype), path, max_shard_size=9000 if form == "directory" else None)
-    return str(path)
-
-
-def exactly(coefficients: list[Fraction], name: str, dtype: torch.dtype) -> list[Fraction]:
-    terms = [state(seed, dtype)[name].double().flatten().tolist() for seed in range(len(coefficients))]
-    return [sum((c * Fraction(x) for c, x in zip(coefficients, column, strict=True)), Fraction(0)) for column in zip(*terms, strict=True)]
-
-
-def expect(found: State, coefficients: list[Fraction], dtype: torch.dtype = torch.float32, out: torch.dtype | None = None) -> None:
-    """Within half an ulp and a part in 1e12 of the largest term."""
-    newest = state(len(coefficients) - 1, dtype)
-    assert found.keys() == newest.keys()
-    for name, tensor in found.items():
-        if not newest[name].is_floating_point():
-            assert torch.equal(tensor, newest[name])
-            continue
-        assert (tensor.dtype, tensor.shape) == (out or dtype, newest[name].shape)
-        for is_, should in zip(tensor.double().flatten().tolist(), exactly(coefficients, name, dtype), strict=True):
-            one = torch.tensor(float(should)).to(tensor.dtype)
-            ulp = float((torch.nextafter(one.abs(), torch.tensor(torch.inf).to(one)) - one.abs()).double())
-            assert abs(Fraction(is_) - should) <= Fraction(ulp) / 2 * (1 + Fraction(1, 10**6)) + Fraction(1, 10**12) * 4
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by dcp.save
@@ -77,66 +30,6 @@ def test_inputs_of_every_format_are_averaged(dtype: torch.dtype, tmp_path: Path)
     told = json.loads(shardow.open(tmp_path / "out.safetensors").metadata["shardow.merge"])
     assert (told["version"], told["formula"], told["step"]) == (shardow.__version__, "uniform", 4000)
     assert [(one["name"], one["coefficient"]) for one in told["inputs"]] == [(path, 0.25) for path in inputs]
-
-
-RULES: list[tuple[dict[str, Any], list[Fraction]]] = [
-    ({"weights": [0.5, 0.25, 2]}, [Fraction(1, 2), Fraction(1, 4), Fraction(2)]),
-    ({"weights": [1, 1, 2], "normalize": True}, [Fraction(1, 4), Fraction(1, 4), Fraction(1, 2)]),
-    ({"ema": 0.75}, [Fraction(9, 16), Fraction(3, 16), Fraction(1, 4)]),
-    ({"ema": 0.5, "per_step": True, "steps": [10, 12, 13]}, [Fraction(1, 8), Fraction(3, 8), Fraction(1, 2)]),
-    ({"lawa": 2}, [Fraction(0), Fraction(1, 2), Fraction(1, 2)]),
-    ({"curve": "linear"}, [Fraction(1, 4), Fraction(1, 2), Fraction(1, 4)]),
-    ({"curve": "linear", "steps": [0, 10, 100]}, [Fraction(1, 20), Fraction(1, 2), Fraction(9, 20)]),
-]
-
-
-@pytest.mark.parametrize(("rule", "coefficients"), RULES, ids=[str(rule) for rule, _ in RULES])
-def test_every_rule_is_its_formula(rule: dict[str, Any], coefficients: list[Fraction], tmp_path: Path) -> None:
-    inputs = [write(tmp_path, seed, "file") for seed in range(3)]
-    report = shardow.merge(inputs, tmp_path / "out", dtype="float64", **rule)
-    expect(load_file(tmp_path / "out" / "model.safetensors"), coefficients, out=torch.float64)
-    assert report["sum"] == pytest.approx(float(sum(coefficients)))
-
-
-def test_says_what_weights_by_index_would_miss(tmp_path: Path) -> None:
-    inputs = [write(tmp_path, seed, "file") for seed in range(3)]
-    report = shardow.merge(inputs, tmp_path / "out", curve="linear", steps=[0, 10, 100])
-    assert report["index_error"] == pytest.approx(0.2)  # 0.95 and 0.45 of the peak; by index 0.75 and 0.25
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"weights": [1, 1], "ema": 0.5}, "weights= and ema="),
-    ({"weights": [1]}, "weights= has 1 numbers for 2 inputs"),
-    ({"steps": [1, 2, 3]}, "steps= has 3 numbers for 2 inputs"),
-    ({"per_step": True}, "goes with ema="),
-    ({"normalize": True}, "goes with weights="),
-    ({"weights": [1, -1], "normalize": True}, "can't be normalized"),
-    ({"ema": 1.5}, "below 1"),
-    ({"lawa": 3}, "the last 3 of 2"),
-    ({"curve": "square"}, "linear, cosine, inv-sqrt or 1-sqrt"),
-    ({"curve": "linear", "steps": [5, 5]}, "both of step 5"),
-    ({"dtype": "int8"}, "floating dtype"),
-    ({"metadata": {"shardow.merge": "mine"}}, "shardow.merge"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_refuses(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    inputs = [write(tmp_path, seed, "file") for seed in range(2)]
-    with pytest.raises(ValueError, match=message):
-        shardow.merge(inputs, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_unknown_steps_are_an_error_only_where_they_matter(tmp_path: Path) -> None:
-    for seed in range(2):
-        shardow.save(state(seed), tmp_path / f"run{seed}.safetensors")
-    inputs = [tmp_path / "run1.safetensors", tmp_path / "run0.safetensors"]
-    for rule in ({}, {"weights": [1, 2]}, {"ema": 0.5}, {"lawa": 1}):
-        shardow.merge(inputs, tmp_path / "out.safetensors", **rule)
-    for rule in ({"curve": "linear"}, {"ema": 0.5, "per_step": True}):
-        with pytest.raises(ValueError, match=r"steps of these inputs are not known: .*run1.safetensors, .*run0.safetensors"):
-            shardow.merge(inputs, tmp_path / "out.safetensors", **rule)
 
 
 def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
@@ -162,6 +55,12 @@ def test_nothing_in_a_pickle_is_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         with pytest.raises(ValueError, match=message):
             shardow.merge([tmp_path / name], tmp_path / "out")
     assert capsys.readouterr().out == ""
+    for name in ("a\0b", 7):
+        torch.save({name: torch.zeros(2)}, tmp_path / "d.pt")
+        with pytest.raises(ValueError, match="is no name of a tensor"):
+            shardow.merge([tmp_path / "d.pt"], tmp_path / "out")
+    with pytest.raises(ValueError, match="has a NUL in it"):
+        shardow.merge([f"{tmp_path}/a\0.safetensors"], tmp_path / "out")
     with pytest.raises(FileNotFoundError):
         shardow.merge([tmp_path / "none.pt"], tmp_path / "out")
     with pytest.raises(ValueError, match="list of paths"):
@@ -238,3 +137,27 @@ def test_into_a_mapping_and_what_does_not_fit(tmp_path: Path) -> None:
     assert all(torch.equal(target[name], one) for name, one in before.items())
     report = shardow.load(target, shardow.merged(inputs, lawa=1), strict=False)
     assert (report["missing"], report["unexpected"]) == (["extra"], ["w"])
+
+
+def _pieces(directory: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = state(3)
+    whole["w"] = torch.arange(37 * 129.0).view(37, 129)
+    placements = {"w": (Shard(1), Shard(0)), "deep.b": (Replicate(), Shard(0))}
+    placed = {name: distribute_tensor(one, mesh, placements[name]) if name in placements else one for name, one in whole.items()}
+    dcp.save({"model": placed}, checkpoint_id=directory)
+
+
+def test_torchs_directories_are_read_piece_by_piece(tmp_path: Path) -> None:
+    run(4, _pieces, str(tmp_path / "step-1"))
+    shardow.merge([tmp_path / "step-1"], tmp_path / "out.safetensors", key="model")
+    found = load_file(tmp_path / "out.safetensors")
+    expected = {**state(3), "w": torch.arange(37 * 129.0).view(37, 129)}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+    target = {"w": torch.zeros(37, 129)}
+    shardow.load(target, shardow.merged([tmp_path / "step-1"], key="model"), strict=False)
+    assert torch.equal(target["w"], expected["w"])

@@ -31,6 +31,13 @@ def put(model: Walk, step: int) -> None:
         model.weight.copy_(weights(step))
 
 
+def put_everywhere(model: nn.Module, step: int) -> None:
+    """Of step ``step``, whatever the model's sharding."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(step) ** 0.5)
+
+
 def started(decay: Any, **options: Any) -> tuple[Walk, shardow.EMA]:
     model = Walk()
     put(model, 0)

@@ -172,6 +172,36 @@ def test_a_resume_with_other_schedules_is_recorded(tmp_path: Path) -> None:
     assert found.residual > 1e-6  # a decay of 0.95 from the start is not what was tracked
 
 
+def test_a_resume_before_the_last_snapshot_with_other_schedules(tmp_path: Path) -> None:
+    model, ema = runs.started([0.9, 0.98])
+    runs.go_on(model, ema, range(1, 51), tmp_path, 20)
+    state = ema.state_dict()
+    runs.go_on(model, ema, range(51, 61), tmp_path, 20)
+    model, ema = runs.started([0.95, 0.99])
+    ema.load_state_dict(state, options="own")
+    with pytest.warns(RuntimeWarning, match="1 snapshots of later steps than 51, up to 60"):
+        runs.go_on(model, ema, range(51, 81), tmp_path, 20)
+    assert sorted({one.step for one in posthoc.plan(tmp_path, schedule=0.95).terms}) == [20, 40, 60, 80]
+
+
+def test_a_snapshot_before_the_first_update_is_nobody_elses(tmp_path: Path) -> None:
+    model, ema = runs.started(0.9, update_every=100)
+    runs.go_on(model, ema, range(1, 201), tmp_path, 50)
+    assert runs.steps_there(tmp_path) == [50, 100, 150, 200]
+
+
+def test_a_state_without_a_record_says_how_to_go_on(tmp_path: Path) -> None:
+    model, ema = runs.started(runs.powers(*TWO))
+    runs.go_on(model, ema, range(1, 41), tmp_path, 20)
+    state = ema.state_dict()
+    told = json.loads(state["state"])
+    del told["snapshots"]
+    model, ema = runs.started(runs.powers(*TWO))
+    ema.load_state_dict({**state, "state": json.dumps(told)})
+    with pytest.warns(RuntimeWarning, match="no record of updates.*load the averages from one of them"):
+        runs.go_on(model, ema, range(41, 61), tmp_path, 20)
+
+
 def test_a_run_that_begins_again_begins_its_record_again(tmp_path: Path) -> None:
     model, ema = runs.started(runs.powers(*TWO))
     runs.go_on(model, ema, range(1, 31), tmp_path, 10)
@@ -181,7 +211,8 @@ def test_a_run_that_begins_again_begins_its_record_again(tmp_path: Path) -> None
     assert len(record_of(tmp_path, 20)["segments"]) == 1
     assert record_of(tmp_path, 20)["segments"][0]["run"] != record_of(tmp_path, 30)["segments"][0]["run"]
     assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=20).terms} == {10, 20}
-    assert {one.step for one in posthoc.plan(tmp_path, 0.08).terms} == {30}
+    assert {one.step for one in posthoc.plan(tmp_path, 0.08).terms} == {10, 20}
+    assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=30).terms} == {30}  # which that run alone has reached
 
 
 def test_called_seldom_it_takes_updates_as_even_and_says_where_they_were_not(tmp_path: Path) -> None:
@@ -246,9 +277,7 @@ def _on_ranks(directory: str, stop: int) -> list[int]:
     if stop > 20:
         ema.load(f"{directory}/ema")
     for step in range(ema.step + 1, stop + 1):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(float(step) ** 0.5)
+        runs.put_everywhere(model, step)
         ema.update()
         ema.snapshot(directory, 10, asynchronous=True)
     ema.save(f"{directory}/ema")

@@ -6,12 +6,12 @@ A program that fails is printed in the fewest lines that still fail.
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import models
 import pytest
+import quick
 import ranks
 import torch
 
@@ -26,10 +26,10 @@ ATTEMPTS = 24  # at a shorter program that fails too; each costs new processes
 
 
 def run(program: Program) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with quick.folder() as folder:
         oracle = Oracle({name: p.detach() for name, p in models.make().named_parameters()})
         for number, (world, lines) in enumerate(program.parts):
-            files, marks = Path(folder, "files"), Path(folder, f"marks{number}")
+            files, marks = folder / "files", folder / f"marks{number}"
             files.mkdir(exist_ok=True)
             marks.mkdir()
             killed = bool(lines) and lines[-1][0] == "killed"

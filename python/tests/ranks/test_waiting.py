@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 import ranks
+import torch
 import torch.distributed as dist
 from outcomes import Outcome, outcome
 from store_host import host, stop
@@ -60,6 +61,41 @@ def test_the_deadline_holds_where_the_host_of_the_store_stands_still(host: tuple
             assert DEADLINE * 0.5 < seconds < DEADLINE + 2.5
         assert after[0] == "none", after
     assert (tmp_path / "a.safetensors").exists()
+
+
+def host_stops_inside_a_swap(pid: int, port: int) -> tuple[Outcome, bool]:
+    """Replicas whose store's host is stopped while their averages are in the model: how leaving ended, and whether the weights are back."""
+    own, rank = store_group._connection, dist.get_rank()
+    store_group._connection = lambda: dist.TCPStore("127.0.0.1", port, is_master=False)
+    try:
+        model = models.build("ddp", dist.get_world_size())
+        ema = shardow.EMA(model, 0.5, timeout=DEADLINE)
+        for one in model.parameters():
+            one.data.add_(1.0)
+        ema.update()
+        before = [one.detach().clone() for one in model.parameters()]
+        ema.swap_in()
+        dist.barrier()
+        if rank == 0:
+            stop(pid)
+        dist.barrier()
+        left = outcome(ema.swap_out)
+        dist.barrier()
+        if rank == 0:
+            os.kill(pid, signal.SIGCONT)
+        dist.barrier()
+        ema.restore()
+        return left, all(torch.equal(one, was) for one, was in zip(model.parameters(), before, strict=True))
+    finally:
+        store_group._connection = own
+
+
+def test_leaving_a_swap_takes_one_timeout_where_the_host_of_the_store_stands_still(host: tuple[int, int]) -> None:
+    for (kind, message, seconds), back in ranks.run(2, host_stops_inside_a_swap, *host):
+        assert kind == "DeadlineError"
+        assert f"did not answer within {DEADLINE:g} s" in message
+        assert seconds < DEADLINE + 2.5
+        assert back
 
 
 def interrupted_after(seconds: float, call: Callable[[], object]) -> tuple[str, float]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardow.averages.copies import load_averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid
 from shardow.compat.automodel.managed import Managed, checked_decay, clone, look, weights_of
@@ -90,7 +91,7 @@ class EMAManager(Managed):
             lost = f"'{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged"
             raise invalid(f"the model has no {lost}; make a new manager of it", KeyError)
         new = self._averages_of(model, functools.partial(_is_in, frozenset(self._shadow)))
-        new._core.load_averages(self._core.averages())
+        load_averages(new._core, self._core.averages())
         self._bind(model, new)
 
     def __getstate__(self) -> dict[str, Any]:

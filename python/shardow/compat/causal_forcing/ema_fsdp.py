@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import Schedule, _core, errors
+from shardow.averages.copies import load_averages
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
@@ -125,7 +126,7 @@ class EMA_FSDP:
         """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises ValueError, on every
         rank, with everything that does not fit, before anything changes."""
         found = self._core.team.agree("load_state_dict()", lambda: self._renamed(sd))
-        self._core.load_averages(found)
+        load_averages(self._core, found)
 
     def _renamed(self, sd: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """By clean names. What is a buffer of the model is passed over."""

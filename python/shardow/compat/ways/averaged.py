@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import errors
+from shardow.averages.copies import load_averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
 from shardow.compat.ways.follower import Choose, Follower, Rule, everything_saved
@@ -138,4 +139,4 @@ def _load_averages(module: StandIn, state: Mapping[str, Any], strict: bool) -> N
         name = names.get(clean_file_key(key), key)
         if name in averages or (strict and name not in names.values()):
             given[name] = value
-    module.core.load_averages(given)
+    load_averages(module.core, given)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardow.averages import copies
+from shardow.averages.copies import load_averages
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked
@@ -75,7 +76,7 @@ class StandIn(nn.Module):
         names = self.core.averages()
         missing += [prefix + name for name in names if name not in given]
         unexpected += [prefix + name for name in given if name not in dict(self._entries())]
-        self.core.load_averages({**names, **{name: value for name, value in given.items() if name in names}})
+        load_averages(self.core, {**names, **{name: value for name, value in given.items() if name in names}})
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
         yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in self.core.averages().items())

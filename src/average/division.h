@@ -12,7 +12,6 @@
 
 #include "shardow/region.h"
 
-#pragma GCC visibility push(default)
 namespace shardow {
 
 /// This rank's place in a group of ranks that hold the same elements.
@@ -61,4 +60,3 @@ std::vector<ExchangeStep> plan_exchange(std::span<const Divided> tensors, std::s
                                         int64_t bytes = kExchangeBytes);
 
 }  // namespace shardow
-#pragma GCC visibility pop

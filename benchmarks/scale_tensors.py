@@ -1,0 +1,177 @@
+"""What calls cost against the number of tensors, in seconds of processors, in one process for each number: CPU tensors of four elements, in
+modules of ten."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardow
+from benchmarks import scale_report
+from shardow import _core
+from shardow.model.storage import engine_views
+
+SIZES = (2_000, 20_000, 200_000, 1_000_000)
+_EACH = 10  # parameters of a module
+_BELOW = 0.5  # seconds, under which a call is made again, and the quickest counts
+FITTED = 20_000  # from here on: below it the constant parts of a call are seen
+
+
+class Ten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(_EACH):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.empty(4)))
+
+
+def made(tensors: int) -> nn.Module:
+    return nn.ModuleList(Ten() for _ in range(tensors // _EACH))
+
+
+def seconds_of(call: Callable[[], Any], again: bool = True) -> float:
+    """Of processors, whichever thread's: what else goes on, and the disk, are not in it."""
+    best, times = float("inf"), 0
+    while times == 0 or (again and best < _BELOW and times < 5):
+        begin = time.process_time()
+        kept = call()
+        best, times = min(best, time.process_time() - begin), times + 1
+        del kept
+    return best
+
+
+def resident() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def warm(folder: Path) -> None:
+    """What is imported, or started, at the first call."""
+    few, path = made(10 * _EACH), folder / "few.safetensors"
+    of_averages(few, path)
+    shardow.save(few, path)
+    shardow.load(few, path)
+    of_an_empty_model(10 * _EACH, path)
+
+
+def at(tensors: int, folder: Path) -> dict[str, float]:
+    """Seconds, by call; and bytes."""
+    warm(folder)
+    model, path = made(tensors), folder / "model.safetensors"
+    for one in model.parameters():
+        nn.init.zeros_(one)
+    return {
+        "torch.empty": seconds_of(lambda: [torch.empty(4) for _ in range(tensors)]),
+        **of_averages(model, folder / "averages.safetensors"),
+        "save()": seconds_of(lambda: shardow.save(model, path)),
+        "load()": seconds_of(lambda: shardow.load(model, path)),
+        **header(path),
+        **of_an_empty_model(tensors, path),
+        "bytes at the peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+    }
+
+
+def of_averages(model: nn.Module, path: Path) -> dict[str, float]:
+    found = {"EMA()": seconds_of(lambda: shardow.EMA(model, 0.99))}
+    before = resident()
+    ema = shardow.EMA(model, 0.99)
+    found["bytes of an EMA"] = resident() - before
+    ema.update()
+    found["update()"] = seconds_of(ema.update)
+    found["state_dict()"] = seconds_of(ema.state_dict)
+    state = ema.state_dict()
+    found["load_state_dict()"] = seconds_of(lambda: ema.load_state_dict(state))
+    found["swap and back"] = seconds_of(lambda: _swapped(ema))
+    found["EMA.save(), first"] = seconds_of(lambda: ema.save(path), again=False)
+    found["EMA.save()"] = seconds_of(lambda: ema.save(path))
+    found["EMA.load()"] = seconds_of(lambda: ema.load(path))
+    found["open()"] = seconds_of(lambda: shardow.open(path).close())
+    found["later plan"] = _later_plan(ema, path)
+    return found
+
+
+def of_an_empty_model(tensors: int, path: Path) -> dict[str, float]:
+    found = {"constructing it": seconds_of(lambda: made(tensors)), "meta_init()": seconds_of(lambda: _on_meta(tensors))}
+    empty = _on_meta(tensors)
+    return {**found, "materialize()": seconds_of(lambda: shardow.materialize(empty, path), again=False)}
+
+
+def _swapped(ema: shardow.EMA) -> None:
+    with ema.swapped():
+        pass
+
+
+def _on_meta(tensors: int) -> nn.Module:
+    with shardow.meta_init():
+        return made(tensors)
+
+
+def _later_plan(ema: shardow.EMA, path: Path) -> float:
+    """From parts of tensors to who writes what."""
+    parts = ema._core.parts(saving=True)
+
+    def plan() -> _core.Save:
+        views = engine_views([one.name for one in parts], [one.flat for one in parts], [one.region for one in parts])
+        assert views is not None
+        return _core.Save(_core.solo(), [_core.SaveFile("", views)], str(path))
+
+    return seconds_of(plan)
+
+
+def header(path: Path) -> dict[str, float]:
+    """Of a file: written, and read strictly, beside Python's own parser of JSON."""
+    with path.open("rb") as file:
+        text = file.read(int.from_bytes(file.read(8), "little"))
+        data = path.stat().st_size - 8 - len(text)
+    entries, metadata = _core.parse_header(text, data)
+    tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in entries]
+    return {
+        "json.loads": seconds_of(lambda: json.loads(text)),
+        "header read": seconds_of(lambda: _core.parse_header(text, data)),
+        "header written": seconds_of(lambda: _core.header_of(tensors, metadata)),
+    }
+
+
+def run(sizes: list[int]) -> dict[int, dict[str, float]]:
+    found = {}
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "benchmarks.scale_tensors", str(size), folder]
+            answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found[size] = json.loads(answer.stdout)
+        for what, value in found[size].items():
+            each = (
+                f"{value / size:.0f} bytes a tensor" if what.startswith("bytes") else f"{value:.3g} s, {1e6 * value / size:.3g} us a tensor"
+            )
+            print(f"{size:>9} tensors  {what:<18} {each}", flush=True)
+    return found
+
+
+def lines(found: dict[int, dict[str, float]]) -> Iterator[str]:
+    largest, least = max(found), min(found)
+    for what in found[largest]:
+        points = [(size, found[size][what]) for size in found if size >= min(FITTED, largest)]
+        if what != "later plan" or largest <= 400_000:
+            yield f"{what} ~ tensors^{scale_report.exponent(points):.2f} (at most 1.1)"
+    at_most = found[largest]
+    yield f"EMA() is {at_most['EMA()'] / at_most['torch.empty']:.1f} times as many empty tensors of torch's (at most 3)"
+    each = {size: found[size]["update()"] / size for size in (least, largest)}
+    yield f"update() of {largest} tensors is {each[largest] / each[least]:.2f} times that of {least}, for each tensor (at most 2)"
+    for what in ("header read", "header written"):
+        yield f"{what}: {at_most[what] / at_most['json.loads']:.2f} times json.loads (at most 3)"
+    for size in found:
+        if size == 20_000:
+            yield f"a later plan of {size} tensors takes {1e3 * found[size]['later plan']:.1f} ms (at most 10)"
+
+
+if __name__ == "__main__":
+    print(json.dumps(at(int(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,0 +1,63 @@
+"""What callbacks have in common: averages of a model that a trainer makes, which follow its optimizers, and go on from its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from shardow.base.checks import one_of
+from shardow.base.warnings import warn
+from shardow.ema import EMA
+from shardow.errors import NotFoundError
+
+#: "error": what has no averages can't be resumed; "from_model": they begin anew there, with a warning.
+Missing = Literal["error", "from_model"]
+
+
+class Keeping:
+    """``ema``: from the beginning of training on. ``options``: EMA's, until then."""
+
+    ema: EMA | None = None
+    options: dict[str, Any]
+    use: Any  # which of several decays
+    missing: Missing
+    _handles: tuple[Any, ...] = ()
+
+    def keep(self, decay: Any, use: Any, missing: Missing, options: Mapping[str, Any]) -> None:
+        self.options, self.use = {"decay": decay, **options}, use
+        self.missing = one_of("missing", missing, ("error", "from_model"))
+
+    def follow(self, *optimizers: Any, samples: Any = None) -> None:
+        """One update after each step, until let_go()."""
+        assert self.ema is not None
+        self._handles = tuple(self.ema.attach(one, samples=samples) for one in optimizers)
+
+    def let_go(self) -> None:
+        for one in self._handles:
+            one.remove()
+        self._handles = ()
+
+    def begin_anew(self, lacking: str, instead: str = "") -> None:
+        """Raises where that was not asked for. ``lacking``: what the checkpoint has not."""
+        if self.missing == "error":
+            raise NotFoundError(
+                f"{lacking}, so the averages can't go on where this checkpoint was saved. {instead}To begin them from its weights: "
+                f"{type(self).__name__}(missing='from_model')"
+            )
+        warn(f"{lacking}: the averages begin anew from the checkpoint's weights")
+
+
+def averages_of(model: nn.Module, options: Mapping[str, Any]) -> EMA:
+    """On all ranks together, also of a plain model."""
+    return EMA(model, **{"group": dist.group.WORLD if dist.is_initialized() else None, **options})
+
+
+def newest_first(parent: str | Path, prefix: str = "") -> Iterator[tuple[int, Path]]:
+    """What is called ``prefix``NUMBER in ``parent``, by that number; without a prefix, what ends in one."""
+    found = [(one.name.removeprefix(prefix), one) for one in Path(parent).glob(f"{prefix or '[!.]'}*")]
+    digits = [(text if prefix else text[len(text.rstrip("0123456789")) :], one) for text, one in found]
+    yield from sorted(((int(text), one) for text, one in digits if text.isdecimal()), reverse=True)

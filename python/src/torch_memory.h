@@ -1,0 +1,42 @@
+// Where torch's tensors lie, asked by the thousand: torch answers through DLPack's exchange interface, which fills in a description without
+// making any object.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+namespace shardow::python {
+
+class TorchMemory {
+ public:
+  /// `tensor`, `parameter`: torch's types, whose instances have memory of their own.
+  TorchMemory(nanobind::type_object tensor, nanobind::type_object parameter) : tensor_(tensor), parameter_(parameter) {
+    const nanobind::object capsule = nanobind::getattr(tensor, "__dlpack_c_exchange_api__", nanobind::none());
+    if (capsule.is_none()) return;
+    const auto* found = static_cast<const DlpackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (found == nullptr) nanobind::raise_python_error();
+    if (found->major_version == 1) dlpack_ = found;
+  }
+
+  /// False where torch, or DLPack, does not know. The description borrows.
+  bool describe(nanobind::handle tensor, nanobind::dlpack::dltensor& found) const {
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
+    if (dlpack_ == nullptr || (type != tensor_.ptr() && type != parameter_.ptr())) return false;
+    if (dlpack_->describe(tensor.ptr(), &found) == 0) return true;
+    PyErr_Clear();
+    return false;
+  }
+
+ private:
+  /// Of DLPack's C exchange interface, version 1, what is used here.
+  struct DlpackApi {
+    uint32_t major_version, minor_version;
+    void *previous, *allocate, *from_object, *to_object;
+    int (*describe)(void* object, nanobind::dlpack::dltensor* out);  ///< 0: done; else an exception is set
+  };
+
+  nanobind::type_object tensor_, parameter_;
+  const DlpackApi* dlpack_ = nullptr;
+};
+
+}  // namespace shardow::python

@@ -1,0 +1,127 @@
+"""What rounds leave behind in the store and on its connections, also where they fail or somebody leaves them: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from emulated import Emulated, emulated, on_all
+
+import shardow
+from shardow import _core
+from shardow.ranks import rounds
+from shardow.ranks.waiting import Left, Overdue
+
+TIMEOUT = 60.0
+
+
+def leave(group: Emulated, why: BaseException, first: bool) -> None:
+    """In the round that follows: before it has begun, or when it is over and this rank does not know."""
+    take_turn = group._take_turn
+
+    def taken(*args: Any) -> None:
+        del group._take_turn
+        if not first:
+            take_turn(*args)
+        raise why
+
+    group._take_turn = taken  # type: ignore[method-assign]
+
+
+def refuse(_: list[bytes]) -> Any:
+    raise shardow.errors.make("corrupt", "words")
+
+
+def failing() -> None:
+    raise shardow.errors.make("io", "no disk")
+
+
+def odd_round(group: Emulated, kind: int, victim: bool) -> None:
+    if kind == 1:
+        _core.agree(group, "call()", TIMEOUT, failing if victim else lambda: None)
+    elif kind == 2:
+        group.decide(b"%d" % group.rank * 20_000, lambda everybody: (everybody[1], everybody), TIMEOUT)
+    elif kind == 3:
+        group.decide(b"%d" % group.rank, refuse, TIMEOUT)
+    elif kind == 4:
+        _core.agree(group, "other()" if victim else "call()", TIMEOUT, lambda: None)
+    elif kind == 5 and victim:
+        group.skip("call()")
+    elif kind == 6:
+        time.sleep(0.3 if victim else 0.0)
+        group.all_gather(b"%d" % group.rank, 0.05)
+    elif kind == 7:
+        group.mail({(group.rank + 1) % group.size: b"x" * 100}, [(group.rank - 1) % group.size], TIMEOUT)
+    elif kind == 8:
+        group.all_gather(b"%d" % group.rank * (5 << 20 if victim else 1), TIMEOUT)
+    else:
+        if kind >= 9 and victim:
+            leave(group, Left(KeyboardInterrupt()) if kind < 11 else Overdue(), first=kind % 2 == 1)
+        group.all_gather(b"%d" % group.rank, 0.1 if kind == 11 else TIMEOUT)
+
+
+def test_keys_stay_flat_over_a_thousand_rounds_of_which_many_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_LANE", 3)
+    size, keys = 8, []
+
+    def play(group: Emulated) -> None:
+        for number in range(1000):
+            group.begin("call()", TIMEOUT)
+            kind = number // 10 % 25 if number % 10 == 3 else 0  # each three or four times
+            if 0 < kind < 13:
+                victim = group.rank == number // 250 * 2
+                with contextlib.suppress(shardow.Error, KeyboardInterrupt):
+                    odd_round(group, kind, victim)
+                if kind == 10 and not victim:  # who was interrupted when it was over ended the next one too
+                    with contextlib.suppress(shardow.Error):
+                        group.all_gather(b"", TIMEOUT)
+            else:
+                assert group.all_gather(b"%d" % number, TIMEOUT) == [b"%d" % number] * size
+            if number % 250 == 249 and group.rank == 5:
+                keys.append(group.store.num_keys())
+
+    with emulated(size) as groups:
+        answers, _ = on_all(groups, play)
+        assert answers == [None] * size
+        assert max(keys) - min(keys) <= 6, keys  # of rounds that are under way
+        assert max(keys) < 20, keys
+
+
+def test_what_has_left_a_round_asks_the_store_nothing_more_and_keeps_its_connection() -> None:
+    with emulated(2) as groups:
+        assert on_all(groups, lambda group: group.all_gather(b"", TIMEOUT))[0] == [[b""] * 2] * 2
+        stalled, go_on = groups[0].store, threading.Event()
+        compare_set: Callable[..., Any] = stalled.compare_set
+
+        def stand_still(*args: Any) -> Any:
+            assert go_on.wait(TIMEOUT)
+            return compare_set(*args)
+
+        stalled.compare_set = stand_still
+        answers, _ = on_all(groups, lambda group: group.all_gather(b"%d" % group.rank, 0.1))
+        assert "did not answer" in str(answers[0])
+        assert "did not take part" in str(answers[1])
+        stalled.forget()
+
+        def go(group: Emulated) -> list[bytes]:
+            if group.rank == 0:
+                go_on.set()
+            return group.all_gather(b"later %d" % group.rank, TIMEOUT)
+
+        on_all(groups, lambda group: group.all_gather(b"", TIMEOUT))
+        for _ in range(3):
+            assert on_all(groups, go)[0] == [[b"later 0", b"later 1"]] * 2
+        assert groups[0].store is not stalled
+        assert dict(stalled.operations) == {"compare_set": 1}
+
+
+def test_an_interrupted_rank_waited_for_others_not_for_itself() -> None:
+    with emulated(3) as groups:
+        groups[1].begin("call()", TIMEOUT)
+        leave(groups[1], Left(KeyboardInterrupt()), first=True)
+        with pytest.raises(KeyboardInterrupt, match=r"waited for rank\(s\) \[0, 2\]"):
+            groups[1].all_gather(b"", TIMEOUT)

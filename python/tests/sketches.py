@@ -1,0 +1,37 @@
+"""The code in the comments of public headers: what is indented there and has statements."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+#: What a sketch may use without saying where it comes from.
+GIVEN = """\
+[[maybe_unused]] static void sketch_{number}(
+    [[maybe_unused]] std::vector<shardow::TensorView> views, [[maybe_unused]] shardow::Group& group,
+    [[maybe_unused]] shardow::Group& background, [[maybe_unused]] shardow::Average& ema,
+    [[maybe_unused]] const std::filesystem::path& path, [[maybe_unused]] const shardow::SaveOptions& options,
+    [[maybe_unused]] int argc, [[maybe_unused]] char** argv{more}) {{
+  {{
+{code}
+  }}
+}}
+"""
+
+#: What is the program's own.
+PROGRAM = "template <class... What>\nvoid evaluate(const What&...) {}\n"
+
+
+def blocks_of(text: str) -> list[str]:
+    """Each stretch of comment lines that are indented by three spaces, where one of them ends as a statement does."""
+    stretches = re.findall(r"(?:^ *///?   .*\n)+", text, re.MULTILINE)
+    codes = [re.sub(r"^ *///?   ", "", stretch, flags=re.MULTILINE) for stretch in stretches]
+    return [code for code in codes if re.search(r"[;{](?:\s*//.*)?$", code, re.MULTILINE)]
+
+
+def program_of(header: Path, more: str = "") -> str:
+    """A source of all sketches of an installed header, each a function's body; ``more`` declares what only these are given."""
+    codes = blocks_of(header.read_text())
+    needed = ["<future>", "<iostream>", "<shardow/average.h>", "<shardow/ema_file.h>", f"<shardow/{header.name}>"]
+    bodies = [GIVEN.format(number=number, more=more, code=code) for number, code in enumerate(codes)]
+    return "".join(f"#include {one}\n" for one in needed) + "using namespace shardow;\n" + PROGRAM + "".join(bodies)

@@ -1,0 +1,43 @@
+// What a face needs of an Average whose framework moves replicas' memory, frees weights as it likes and looks on without waiting: Python's.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+
+#include "average/counters.h"
+#include "shardow/average.h"
+
+namespace shardow::average {
+
+/// How far a swap has come: all that the way back needs to know, whatever interrupted it.
+struct SwapState {
+  std::optional<size_t> average;  ///< the one that is swapped in, or partly; none: the weights are where they belong
+  size_t exchanged = 0;           ///< views of which this rank's part holds averages, or some of them, the first ones
+  bool shared = false;            ///< parts that other replicas own may hold averages: the way back needs those replicas
+};
+
+struct [[gnu::visibility("hidden")]] Driver {
+  static SwapState swap_state(const Average& ema) noexcept;
+
+  /// swap_out() in steps, for callers who send replicas their parts themselves: share() before other replicas' memory is overwritten,
+  /// take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as in swap_in(), with the same
+  /// contents; their addresses may have changed. The last two do nothing where nothing is swapped in.
+  static void share(Average & ema);
+  static void take_back(Average & ema, std::span<const TensorView> weights);
+  static void settle(Average & ema);
+
+  /// From now on the end of `ema` leaves an open swap where it stands: the weights' memory keeps the averages, and is not touched.
+  static void abandon_swap(Average & ema) noexcept;
+
+  /// reset(), at step 0, with nothing counted or noted. Options stay.
+  static void restart(Average & ema);
+
+  /// At once, without waiting for an update under way.
+  static Counters counters(const Average& ema) noexcept;
+
+  /// Training samples seen at the next step, where each one since the last that changed the averages has `batch` of them.
+  static double samples_by(const Average& ema, double batch) noexcept;
+};
+
+}  // namespace shardow::average

@@ -1,0 +1,32 @@
+// For tests of files: a folder of the test's own.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+namespace shardow {
+
+namespace fs = std::filesystem;
+
+inline std::string bytes_of(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class InFolder : public testing::Test {
+ protected:
+  InFolder() {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  ~InFolder() override { fs::remove_all(folder_); }
+
+  fs::path folder_ = fs::path(testing::TempDir()) / ("shardow_test_" + std::to_string(::getpid()));
+};
+
+}  // namespace shardow

@@ -1,0 +1,244 @@
+// Room for whatever must be remembered when a call is left is made before the call is: there may be no memory by then.
+#include "base/timed_calls.h"
+
+#include <fcntl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+namespace shardow::base {
+namespace {
+
+constexpr std::chrono::milliseconds kMoment{500};  // for storage that did not answer before: it may be one call's matter
+constexpr size_t kMostRead = size_t{1} << 20;      // at a time: it is copied once more, while it is in the cache
+
+/// A share of an open file, for a call that may outlive the others.
+struct Descriptor {
+  int fd = -1;
+  Descriptor() = default;
+  ~Descriptor() {
+    if (fd >= 0) ::close(fd);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+};
+
+/// As a system call does.
+ssize_t told(const Caller::Returned& returned) noexcept {
+  errno = returned.error;
+  return returned.result;
+}
+
+/// What fn() says; where there is no memory to ask, a failure.
+template <class Fn>
+ssize_t with_memory(const Fn& fn) noexcept {
+  try {
+    return fn();
+  } catch (const std::exception&) {
+    errno = ENOMEM;
+    return -1;
+  }
+}
+
+}  // namespace
+
+TimedCalls::~TimedCalls() {
+  const Lock lock(mutex_);
+  for (const auto& one : free_) one->leave();
+}
+
+std::shared_ptr<Caller> TimedCalls::free_caller() {
+  const Lock lock(mutex_);
+  if (!free_.empty()) {
+    auto found = std::move(free_.back());
+    free_.pop_back();
+    return found;
+  }
+  free_.reserve(num_callers_ + 1);
+  auto made = Caller::start();
+  ++num_callers_;
+  return made;
+}
+
+TimedCalls::Returned TimedCalls::make(Call call, Caller::Late late) {
+  const std::chrono::milliseconds patience = patience_;
+  if (patience.count() <= 0) return {-1, ETIMEDOUT};
+  std::shared_ptr<Caller> caller;
+  try {
+    caller = free_caller();
+  } catch (const std::exception&) {  // the machine refuses a thread, or memory for it
+    const ssize_t result = call();
+    return {result, errno};
+  }
+  const Returned returned = caller->make(std::move(call), std::move(late), base::now() + patience);
+  const Lock lock(mutex_);
+  if (returned.left) {
+    --num_callers_;
+    left_one_ = true;
+    patience_ = patience > kMoment ? kMoment : std::chrono::milliseconds(0);
+  } else {
+    free_.push_back(std::move(caller));
+  }
+  return returned;
+}
+
+/// A call on a descriptor, whose number must not come to mean another file while the call may use it.
+ssize_t TimedCalls::on(int fd, Call call) {
+  return with_memory([&] {
+    {
+      const Lock lock(mutex_);
+      if (std::find(busy_.begin(), busy_.end(), fd) != busy_.end()) return told({-1, ETIMEDOUT});
+      busy_.reserve(busy_.size() + num_on_ + 1);
+      ++num_on_;
+    }
+    Returned returned{-1, ENOMEM};
+    try {
+      returned = make(std::move(call), [fd](ssize_t) { ::close(fd); });
+    } catch (const std::exception&) {  // said by `returned`
+    }
+    const Lock lock(mutex_);
+    --num_on_;
+    if (returned.left) busy_.push_back(fd);
+    return told(returned);
+  });
+}
+
+ssize_t TimedCalls::changing(std::string first, std::string second, Call call) {
+  const auto change = std::make_shared<NameChange>(std::move(first), std::move(second));
+  const Returned returned = make([change, call = std::move(call)] { return call(); });
+  if (returned.left) change->leave();
+  return told(returned);
+}
+
+int TimedCalls::open(const char* path, int flags, mode_t mode) {
+  return static_cast<int>(with_memory([&] {
+    const bool changes = (flags & (O_CREAT | O_TRUNC)) != 0;
+    const auto change = changes ? std::make_shared<NameChange>(path) : nullptr;
+    const auto open = [path = std::string(path), flags, mode, change] { return Syscalls().open(path.c_str(), flags, mode); };
+    const Returned returned = make(open, [](ssize_t fd) {
+      if (fd >= 0) ::close(static_cast<int>(fd));
+    });
+    if (returned.left && change) change->leave();
+    return told(returned);
+  }));
+}
+
+int TimedCalls::openat(int directory, const char* name, int flags, mode_t mode) {
+  return static_cast<int>(with_memory([&] {
+    const auto own = std::make_shared<Descriptor>();
+    own->fd = ::fcntl(directory, F_DUPFD_CLOEXEC, 0);
+    if (own->fd < 0) return told({-1, errno});
+    const auto open = [own, name = std::string(name), flags, mode] { return Syscalls().openat(own->fd, name.c_str(), flags, mode); };
+    return told(make(open, [](ssize_t fd) {
+      if (fd >= 0) ::close(static_cast<int>(fd));
+    }));
+  }));
+}
+
+int TimedCalls::close(int fd) {
+  {
+    const Lock lock(mutex_);
+    if (std::erase(busy_, fd) > 0) {
+      errno = ETIMEDOUT;
+      return -1;
+    }
+  }
+  const auto close = [fd] { return Syscalls().close(fd); };
+  if (patience_.load().count() > 0) return static_cast<int>(told(make(close)));
+  try {  // or what failed would keep its space until the process ends
+    free_caller()->make_last(close);
+  } catch (const std::exception&) {
+  }
+  errno = ETIMEDOUT;
+  return -1;
+}
+
+/// What is in memory by now is read at once; what is not, into memory that whoever is left has a share of.
+ssize_t TimedCalls::pread(int fd, void* data, size_t bytes, off_t offset) {
+  iovec into{data, bytes};
+  const ssize_t at_once = left_one_ ? 0 : ::preadv2(fd, &into, 1, offset, RWF_NOWAIT);
+  if (at_once > 0) return at_once;
+  return with_memory([&] {
+    const size_t most = std::min(bytes, kMostRead);
+    const std::shared_ptr<std::byte[]> found(new std::byte[most]);
+    const ssize_t done = on(fd, [=] { return Syscalls().pread(fd, found.get(), most, offset); });
+    if (done > 0) std::memcpy(data, found.get(), static_cast<size_t>(done));
+    return done;
+  });
+}
+ssize_t TimedCalls::pwrite(int fd, const void* data, size_t bytes, off_t offset) {
+  return with_memory([&] { return on(fd, [=] { return Syscalls().pwrite(fd, data, bytes, offset); }); });
+}
+int TimedCalls::ftruncate(int fd, off_t length) {
+  return static_cast<int>(with_memory([&] { return on(fd, [=] { return Syscalls().ftruncate(fd, length); }); }));
+}
+int TimedCalls::fsync(int fd) {
+  return static_cast<int>(with_memory([&] { return on(fd, [fd] { return Syscalls().fsync(fd); }); }));
+}
+int TimedCalls::flock(int fd, int operation) {
+  return static_cast<int>(with_memory([&] { return on(fd, [=] { return Syscalls().flock(fd, operation); }); }));
+}
+int TimedCalls::sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) {
+  return static_cast<int>(with_memory([&] { return on(fd, [=] { return Syscalls().sync_file_range(fd, offset, bytes, flags); }); }));
+}
+
+int TimedCalls::rename(const char* from, const char* to) {
+  return static_cast<int>(with_memory([&] {
+    return changing(from, to, [from = std::string(from), to = std::string(to)] { return Syscalls().rename(from.c_str(), to.c_str()); });
+  }));
+}
+int TimedCalls::rename_exchange(const char* a, const char* b) {
+  return static_cast<int>(with_memory([&] {
+    return changing(a, b, [a = std::string(a), b = std::string(b)] { return Syscalls().rename_exchange(a.c_str(), b.c_str()); });
+  }));
+}
+int TimedCalls::link(const char* from, const char* to) {
+  return static_cast<int>(with_memory([&] {
+    return changing(to, {}, [from = std::string(from), to = std::string(to)] { return Syscalls().link(from.c_str(), to.c_str()); });
+  }));
+}
+int TimedCalls::mkdir(const char* path, mode_t mode) {
+  return static_cast<int>(
+      with_memory([&] { return changing(path, {}, [path = std::string(path), mode] { return Syscalls().mkdir(path.c_str(), mode); }); }));
+}
+int TimedCalls::unlink(const char* path) {
+  return static_cast<int>(
+      with_memory([&] { return changing(path, {}, [path = std::string(path)] { return Syscalls().unlink(path.c_str()); }); }));
+}
+int TimedCalls::rmdir(const char* path) {
+  return static_cast<int>(
+      with_memory([&] { return changing(path, {}, [path = std::string(path)] { return Syscalls().rmdir(path.c_str()); }); }));
+}
+
+template <class Out>
+int TimedCalls::asked(int (Syscalls::*call)(const char*, Out*), const char* path, Out* out) {
+  return static_cast<int>(with_memory([&] {
+    const auto found = std::make_shared<Out>();
+    const ssize_t result = told(make([call, path = std::string(path), found]() -> ssize_t {
+      Syscalls own;
+      return (own.*call)(path.c_str(), found.get());
+    }));
+    if (result == 0) *out = std::move(*found);
+    return result;
+  }));
+}
+
+int TimedCalls::list(const char* path, std::vector<std::string>* names) {
+  return asked(&Syscalls::list, path, names);
+}
+int TimedCalls::statfs(const char* path, struct statfs* out) {
+  return asked(&Syscalls::statfs, path, out);
+}
+int TimedCalls::stat(const char* path, struct stat* out) {
+  return asked(&Syscalls::stat, path, out);
+}
+int TimedCalls::lstat(const char* path, struct stat* out) {
+  return asked(&Syscalls::lstat, path, out);
+}
+
+}  // namespace shardow::base

@@ -1,0 +1,71 @@
+#include "late_store.h"
+
+#include <algorithm>
+
+namespace shardow::simulated {
+
+void LateStore::set(const std::string& key, const std::string& value) {
+  const auto takes = transit_("set");
+  last_ = std::max(last_, simulation_.now() + takes);
+  shelf_->under_way.emplace(last_, std::pair(key, value));
+  arrive();
+  simulation_.notify(shelf_.get());  // who waits for something learns when the next message is due
+}
+
+std::string LateStore::set_first(const std::string& key, const std::string& value) {
+  reach("set_first");
+  const std::string& first = shelf_->values.try_emplace(key, value).first->second;
+  simulation_.notify(shelf_.get());
+  return takes_own_verdict_ ? value : first;
+}
+
+std::vector<std::string> LateStore::get(const std::vector<std::string>& keys) {
+  reach("get");
+  std::vector<std::string> values;
+  for (const std::string& key : keys) values.push_back(shelf_->values.at(key));
+  return values;
+}
+
+bool LateStore::has(const std::string& key) {
+  reach("has");
+  return shelf_->values.contains(key);
+}
+
+bool LateStore::wait(const std::vector<std::string>& keys, Deadline deadline) {
+  reach("wait");
+  for (;; arrive()) {
+    if (std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return shelf_->values.contains(key); })) return true;
+    if (simulation_.now() >= deadline) return false;
+    const auto next = shelf_->under_way.begin();
+    simulation_.wait(shelf_.get(), next == shelf_->under_way.end() ? deadline : std::min(deadline, next->first));
+  }
+}
+
+int64_t LateStore::add(const std::string& key) {
+  reach("add");
+  return ++shelf_->counts[key];
+}
+
+void LateStore::erase(const std::string& key) {
+  reach("erase");
+  shelf_->values.erase(key);
+}
+
+void LateStore::arrive() {
+  auto& under_way = shelf_->under_way;
+  bool any = false;
+  for (; !under_way.empty() && under_way.begin()->first <= simulation_.now(); any = true) {
+    shelf_->values[under_way.begin()->second.first] = std::move(under_way.begin()->second.second);
+    under_way.erase(under_way.begin());
+  }
+  if (any) simulation_.notify(shelf_.get());
+}
+
+void LateStore::reach(const char* what) {
+  const auto takes = transit_(what);
+  last_ = std::max(last_, simulation_.now() + takes);
+  if (last_ > simulation_.now()) simulation_.sleep(last_ - simulation_.now());
+  arrive();
+}
+
+}  // namespace shardow::simulated

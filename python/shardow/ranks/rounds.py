@@ -252,12 +252,12 @@ class Rounds:
             turn.answer = self._answer(store, turn, body_of(turn.said))
             for key in turn.old + self._behind(turn):
                 store.delete_key(key)
-            turn.old, turn.written, turn.is_over = turn.written, [], True
+            turn.is_over = True  # who was interrupted may end it once more: what is written stays until all have read it
 
     def left_by(self, turn: Turn) -> list[str]:
         """(5): what this rank is to delete, by and by, of a round that was not good for it, and of those before."""
         if turn.is_over:
-            return turn.old
+            return turn.written
         of_all = [f"{turn.number}/{what}" for what in ("words", "answer", "lanes", "asked")] + [f"{turn.number - 2}/verdict"]
         mine = [f"{turn.number}/for/{self._rank}", f"{turn.number}/{self._rank}/words"]
         lane = [f"{turn.number}/lane/{self._rank}"] if self._rank < self._lanes else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 import shardow
 from shardow.base.signals import Held
-from shardow.ranks import store_group
+from shardow.ranks import rounds, store_group
 from shardow.ranks.waiting import Left
 
 TIMEOUT = 20.0
@@ -49,9 +51,50 @@ def interrupted_when_over(held: bool) -> list[Any]:
 def test_where_signals_are_held_the_rank_goes_on_too_and_else_it_ends_the_next_round(held: bool) -> None:
     first, second, in_step = [b"0 of 0", b"0 of 1"], [b"1 of 0", b"1 of 1"], [b"in step", b"in step"]
     zero, one = ranks.run(2, interrupted_when_over, held)
-    if held:
-        assert zero == [first, second, in_step]
-        assert one == [first, second, "KeyboardInterrupt", in_step]
-    else:
+    if not held:
         assert zero == [first, "PeerFailedError", in_step]
         assert one == ["KeyboardInterrupt", in_step]
+    elif one == [first, "KeyboardInterrupt", in_step]:  # it had to wait for rank 0 in the next round, and was interrupted there
+        assert zero == [first, "PeerFailedError", in_step]
+    else:
+        assert zero == [first, second, in_step]
+        assert one == [first, second, "KeyboardInterrupt", in_step]
+
+
+def interrupted_before_the_other_reads() -> list[Any]:
+    """As above; rank 0 has the verdict, and reads everybody's words when rank 1 has seen to its interruption."""
+    group, wait_for, everybody = store_group.store_group(dist.group.WORLD), store_group.wait_for, rounds.Rounds.everybody
+    gate = store_group._connection()
+
+    def read_late(*args: Any) -> list[bytes]:
+        rounds.Rounds.everybody = everybody  # type: ignore[method-assign]
+        gate.wait(["seen to"])
+        return everybody(*args)
+
+    def too_late(fn: Callable[[], Any], seconds: float) -> Any:
+        store_group.wait_for = wait_for
+        wait_for(fn, seconds)
+        raise Left(KeyboardInterrupt())
+
+    if dist.get_rank() == 0:
+        rounds.Rounds.everybody = read_late  # type: ignore[method-assign]
+        return [group.all_gather(b"zero", TIMEOUT), *_until_in_step(group)]
+    while not gate.check([f"{group._prefix}/0/lane/0"]):  # rank 0 is first: this one gives the verdict, and has written the words
+        time.sleep(0.01)
+    store_group.wait_for = too_late
+    with pytest.raises(KeyboardInterrupt):
+        group.all_gather(b"one", TIMEOUT)
+    gate.set("seen to", "")
+    return _until_in_step(group)
+
+
+def _until_in_step(group: store_group.StoreGroup) -> list[Any]:
+    with contextlib.suppress(shardow.Error):
+        return [group.all_gather(b"in step", TIMEOUT)]
+    return [group.all_gather(b"in step", TIMEOUT)]
+
+
+def test_words_stay_until_the_others_have_read_them() -> None:
+    zero, one = ranks.run(2, interrupted_before_the_other_reads)
+    assert zero == [[b"zero", b"one"], [b"in step", b"in step"]]
+    assert one == [[b"in step", b"in step"]]

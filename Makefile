@@ -20,10 +20,10 @@ demo: build  ## train, average, swap, save, resume at another world size, report
 
 build: build/.installed  ## set-up and build
 
-test: build  ## every test; Python's, which wait more than they work, beside the sanitizers' builds
-	$(MAKE) -j3 test-python sanitizers test-cpp
+test: build  ## every test; Python's, which wait more than they work, beside the others
+	$(MAKE) -j2 test-python test-cpp
 
-test-all: test wheel  ## the tests and their full matrices; wheels, in bare roots
+test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R cuda_programs
 	SHARDOW_ALL=1 $(MAKE) test-python
 
@@ -68,7 +68,7 @@ wheel: build/.wheel build/.venv  ## wheels for any Linux, and the source distrib
 wheel-test: build/.wheel build/.venv  ## installs what `make wheel` made where nothing else is, and uses it there
 	SHARDOW_ALL=1 $(BIN)/python -m pytest tests/wheel/test_installed.py
 
-sanitizers:
+sanitizers:  ## asan, then tsan; CI runs them after `make test`, whose deadlines a compiler beside them would eat
 	$(MAKE) asan
 	$(MAKE) tsan
 

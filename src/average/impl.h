@@ -18,6 +18,7 @@
 #include "shardow/average.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
+#include "tensor/likeness.h"
 
 namespace shardow {
 
@@ -27,6 +28,7 @@ struct Average::Impl {
   AverageOptions options;
   average::Counters counters;
   std::vector<TensorView> whole;                  // parameters as bound
+  Likeness likeness;                              // of them
   std::vector<TensorView> parts;                  // what this rank averages of them
   std::vector<std::vector<TensorView>> averages;  // [k][parameter]
   kernels::Memory memory;                         // of the averages, where they are our own

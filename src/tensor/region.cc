@@ -53,12 +53,13 @@ Region::Grid::Grid(Shape shape_, std::vector<std::vector<Interval>> dims_) : sha
     dims[d] = normalised(dims[d], d, shape[d]);
     counts.push_back(num_indices(dims[d]));
   }
-  key = shape;
-  key.reserve(4 * shape.size());
+  std::vector<int64_t> numbers = shape;
+  numbers.reserve(4 * shape.size());
   for (const std::vector<Interval>& dim : dims) {
-    key.push_back(static_cast<int64_t>(dim.size()));
-    for (const auto& [begin, end] : dim) key.insert(key.end(), {begin, end});
+    numbers.push_back(static_cast<int64_t>(dim.size()));
+    for (const auto& [begin, end] : dim) numbers.insert(numbers.end(), {begin, end});
   }
+  key = GridKey(shape.size(), numbers);
   elements = base::checked_product(counts);
   if (elements == 0) return;
   strides.assign(shape.size(), 1);

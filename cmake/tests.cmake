@@ -59,7 +59,7 @@ add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/offload_failu
                      tests/cuda/offload_streams_test.cc tests/cuda/seeded_main.cc)
 
 # Saves on simulated ranks, clocks and disks.
-add_executable(simulate_test tests/simulate/simulate_test.cc tests/simulate/explore_test.cc tests/simulate/run.cc tests/simulate/simulation.cc tests/simulate/world.cc
+add_executable(simulate_test tests/simulate/simulate_test.cc tests/simulate/explore_test.cc tests/simulate/run.cc tests/simulate/simulation.cc tests/simulate/world.cc tests/simulate/world_disk.cc
                tests/simulate/late_store.cc tests/simulate/trained_state.cc tests/simulate/trainer.cc tests/simulate/training_run.cc)
 target_include_directories(simulate_test PRIVATE src tests/simulate)
 target_link_libraries(simulate_test PRIVATE shardow shardow_options fmt::fmt GTest::gtest_main Threads::Threads)

@@ -1,22 +1,17 @@
 #include "world.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/file.h>
 
 #include <cerrno>
 
 #include "file/environment.h"
 #include "late_store.h"
+#include "world_disk.h"
 
 namespace shardow::simulated {
 namespace {
 
 thread_local int this_rank = -1;
-
-std::string last(const std::string& path) {
-  return std::filesystem::path(path).filename().string();
-}
 
 }  // namespace
 
@@ -24,153 +19,6 @@ Fault::Kind some_fault(Simulation& seed, bool through_store) {
   if (through_store && seed.chance(2)) return Fault::Kind::kDelayed;
   return static_cast<Fault::Kind>(1 + seed.below(static_cast<int>(Fault::Kind::kInterrupted)));
 }
-
-/// The disk as all ranks see it. Each call is a step of its rank.
-class World::Disk final : public testing_disk::Recorder {
- public:
-  Disk(World& world, const std::filesystem::path& folder, bool can_exchange) : Recorder(folder, can_exchange), world_(world) {}
-
-  bool left_one() const noexcept override { return this_rank >= 0 && world_.here().left > 0; }
-  int open(const char* path, int flags, mode_t mode) override {
-    if (!fine("open", last(path)) || ((flags & O_CREAT) != 0 && full())) return -1;
-    const auto late = [path = std::string(path), flags, mode](Recorder& disk) {
-      const int fd = disk.Recorder::open(path.c_str(), flags, mode);
-      if (fd >= 0) disk.Recorder::close(fd);
-    };
-    if (world_.leaves((flags & O_CREAT) != 0 ? Late(late) : Late(), true)) return -1;
-    return Recorder::open(path, flags, mode);
-  }
-  int openat(int directory, const char* name, int flags, mode_t mode) override {
-    return fine("openat", name) && !world_.leaves({}, false) ? Recorder::openat(directory, name, flags, mode) : -1;
-  }
-  int close(int fd) override {
-    const bool well = world_.here().dead || fine("close", "");
-    const int result = Recorder::close(fd);  // whatever it says, the descriptor is gone
-    return well ? result : -1;
-  }
-  ssize_t pread(int fd, void* data, size_t bytes, off_t offset) override {
-    return fine("pread", "") && !world_.leaves({}, false) ? Recorder::pread(fd, data, some(bytes), offset) : -1;
-  }
-  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
-    if (!fine("pwrite", fmt::format("{} bytes at {}", bytes, offset)) || full()) return -1;
-    if (world_.may_leave()) {
-      const auto late = [share = share_of(fd), text = std::string(static_cast<const char*>(data), bytes), offset](Recorder& disk) {
-        disk.Recorder::pwrite(share->fd, text.data(), text.size(), offset);
-      };
-      if (world_.leaves(late, false)) return -1;
-    }
-    if (world_.mutant() == Mutant::kForgetsWrite && bytes > 1 && world_.simulation_.chance(3))
-      return Recorder::pwrite(fd, data, bytes / 2, offset) < 0 ? -1 : static_cast<ssize_t>(bytes);
-    return Recorder::pwrite(fd, data, some(bytes), offset);
-  }
-  int ftruncate(int fd, off_t length) override {
-    if (!fine("ftruncate", "") || full()) return -1;
-    if (world_.may_leave()) {
-      const auto late = [share = share_of(fd), length](Recorder& disk) { disk.Recorder::ftruncate(share->fd, length); };
-      if (world_.leaves(late, false)) return -1;
-    }
-    return Recorder::ftruncate(fd, length);
-  }
-  int fsync(int fd) override {
-    const bool hidden = world_.mutant() == Mutant::kHidesError;
-    if (!fine("fsync", "") || world_.leaves({}, false)) return hidden && !world_.here().dead ? 0 : -1;
-    struct stat found {};
-    ::fstat(fd, &found);
-    const size_t before = recording.calls.size();
-    if (world_.mutant() == (S_ISDIR(found.st_mode) ? Mutant::kNoNameFlush : Mutant::kNoDataFlush)) return 0;
-    const int result = Recorder::fsync(fd);
-    if (world_.mutant() == Mutant::kFlushesAfter && !S_ISDIR(found.st_mode) && recording.calls.size() > before) {
-      late_.push_back(std::move(recording.calls.back()));
-      recording.calls.pop_back();
-    }
-    return result;
-  }
-  int rename(const char* from, const char* to) override {
-    if (!fine("rename", last(from) + " to " + last(to))) return -1;
-    std::string aside = to;
-    if (world_.mutant() == Mutant::kMovesToDraft && aside.ends_with("-old.tmp")) aside.replace(aside.size() - 8, 8, ".tmp");
-    const auto late = [from = std::string(from), aside](Recorder& disk) { disk.Recorder::rename(from.c_str(), aside.c_str()); };
-    if (world_.leaves(late, true)) return -1;
-    if (world_.mutant() == Mutant::kInPlace && std::filesystem::is_regular_file(to)) return copy_over(from, to);
-    return published(Recorder::rename(from, to));
-  }
-  int rename_exchange(const char* a, const char* b) override {
-    if (!fine("exchange", last(a) + " and " + last(b))) return -1;
-    const auto late = [a = std::string(a), b = std::string(b)](Recorder& disk) { disk.Recorder::rename_exchange(a.c_str(), b.c_str()); };
-    if (world_.leaves(late, true)) return -1;
-    if (world_.mutant() != Mutant::kTwoRenames) return published(Recorder::rename_exchange(a, b));
-    const std::string aside = std::string(b) + ".aside";
-    if (Recorder::rename(b, aside.c_str()) != 0) return -1;
-    if (!fine("exchange", "its second half")) return -1;
-    return Recorder::rename(a, b) != 0 ? -1 : Recorder::rename(aside.c_str(), a);
-  }
-  int mkdir(const char* path, mode_t mode) override {
-    if (!fine("mkdir", last(path)) || full()) return -1;
-    const auto late = [path = std::string(path), mode](Recorder& disk) { disk.Recorder::mkdir(path.c_str(), mode); };
-    return world_.leaves(late, true) ? -1 : Recorder::mkdir(path, mode);
-  }
-  int link(const char* from, const char* to) override {
-    if (!fine("link", last(to))) return -1;
-    const auto late = [from = std::string(from), to = std::string(to)](Recorder& disk) { disk.Recorder::link(from.c_str(), to.c_str()); };
-    return world_.leaves(late, true) ? -1 : Recorder::link(from, to);
-  }
-  int unlink(const char* path) override {
-    if (world_.mutant() == Mutant::kKeepsLeftovers) return 0;
-    const auto late = [path = std::string(path)](Recorder& disk) { disk.Recorder::unlink(path.c_str()); };
-    return fine("unlink", last(path)) && !world_.leaves(late, true) ? Recorder::unlink(path) : -1;
-  }
-  int rmdir(const char* path) override {
-    if (world_.mutant() == Mutant::kKeepsLeftovers) return 0;
-    const auto late = [path = std::string(path)](Recorder& disk) { disk.Recorder::rmdir(path.c_str()); };
-    return fine("rmdir", last(path)) && !world_.leaves(late, true) ? Recorder::rmdir(path) : -1;
-  }
-  int flock(int fd, int operation) override {
-    if (world_.mutant() == Mutant::kNoLocks) return 0;
-    if ((operation & LOCK_UN) != 0) return Recorder::flock(fd, operation);  // the kernel does that for the dead, too
-    return fine("flock", "") && !world_.leaves({}, false) ? Recorder::flock(fd, operation) : -1;
-  }
-  int statfs(const char* path, struct statfs* out) override {
-    return fine("statfs", last(path)) && !world_.leaves({}, false) ? Recorder::statfs(path, out) : -1;
-  }
-
- private:
-  struct Share {
-    int fd = -1;
-    ~Share() { ::close(fd); }
-  };
-  std::shared_ptr<Share> share_of(int fd) {
-    const auto made = std::make_shared<Share>();
-    made->fd = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    take_for(made->fd, fd);
-    return made;
-  }
-
-  bool fine(const char* what, const std::string& on) { return world_.step(what, on); }
-  bool full() {
-    if (!world_.here().full) return false;
-    errno = ENOSPC;
-    return true;
-  }
-  size_t some(size_t bytes) { return bytes > 1 && world_.broken("short") ? bytes / 2 : bytes; }
-
-  int copy_over(const char* from, const char* to) {
-    std::ifstream file(from, std::ios::binary);
-    const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-    const int fd = Recorder::open(to, O_WRONLY | O_TRUNC | O_CLOEXEC, 0666);
-    const ssize_t done = fine("copy", last(to)) ? Recorder::pwrite(fd, bytes.data(), bytes.size(), 0) : -1;
-    Recorder::fsync(fd);
-    Recorder::close(fd);
-    return done == static_cast<ssize_t>(bytes.size()) ? Recorder::unlink(from) : -1;
-  }
-
-  int published(int result) {
-    for (auto& flush : std::exchange(late_, {})) recording.calls.push_back(std::move(flush));
-    return result;
-  }
-
-  World& world_;
-  std::vector<testing_disk::Call> late_;  ///< flushes, of kFlushesAfter
-};
 
 /// The ranks' Group: each call is a step.
 class World::Ranks final : public Group {
@@ -289,6 +137,10 @@ void World::leave(int rank) {
     if (!lane->in_use) lane->leave();
   }
   this_rank = before;
+}
+
+bool World::on_a_rank() {
+  return this_rank >= 0;
 }
 
 World::Rank& World::here() {

@@ -103,6 +103,7 @@ class World {
     std::vector<std::shared_ptr<Ranks>> lanes = {};
   };
 
+  static bool on_a_rank();  ///< this thread
   Rank& here();
   bool step(const char* what, const std::string& on);  ///< false: the disk fails now, with errno
   bool broken(const char* what);

@@ -19,6 +19,8 @@ using base::fail;
 namespace dom = simdjson::dom;
 
 constexpr int64_t kFormat = 2;
+constexpr size_t kMostText = size_t{8} << 20;  // bytes: what kMostStretches take; to parse them takes a dozen times as many
+constexpr size_t kMarked = 64;
 
 [[noreturn]] void corrupt(std::string_view why) {
   fail(Code::kCorrupt, "{} in a snapshot's metadata: {}", kRecordKey, why);
@@ -75,11 +77,13 @@ Segment segment_of(const dom::object& object) {
   if (object["packed"].get(packed) == simdjson::SUCCESS) {
     segment.updates = unpacked_from(packed);
   } else {
+    std::vector<Stretch> listed;
     for (const dom::element one : field<dom::array>(object, "updates")) {
       dom::array numbers;
       if (one.get(numbers) != simdjson::SUCCESS) corrupt("updates are lists of numbers");
-      segment.updates.push_back(stretch_of(numbers));
+      listed.push_back(stretch_of(numbers));
     }
+    segment.updates = std::move(listed);
   }
   if (segment.start_step < 0 || segment.start_step > kMostSteps) corrupt("start_step is out of range");
   return segment;
@@ -88,8 +92,11 @@ Segment segment_of(const dom::object& object) {
 /// Steps go up, and there are not too many of them.
 void check(const Record& record) {
   int64_t last = 0, count = 0;
+  size_t stretches = 0;
   for (const Segment& segment : record) {
-    for (const Stretch& one : segment.updates) {
+    stretches += segment.updates.size();
+    for (size_t k = 0; k < segment.updates.size(); ++k) {
+      const Stretch one = segment.updates[k];
       const bool fits = one.first > last && one.first < kMostSteps && one.every >= 1 && one.every < kMostSteps && one.count >= 1 &&
                         one.count <= kMostSteps && one.every <= (kMostSteps - one.first) / one.count;
       if (!fits) corrupt(fmt::format("updates [{}, {}, {}] after step {}", one.first, one.every, one.count, last));
@@ -98,6 +105,7 @@ void check(const Record& record) {
       if (count > kMostUpdates) fail(Code::kUnsupported, "{}: more than {} updates", kRecordKey, kMostUpdates);
     }
   }
+  check_stretches(stretches);
 }
 
 void drop_empty(Record& record) {
@@ -106,7 +114,19 @@ void drop_empty(Record& record) {
 
 }  // namespace
 
+void check_stretches(size_t count) {
+  if (count <= static_cast<size_t>(kMostStretches)) return;
+  fail(Code::kUnsupported,
+       "{}: {} stretches of updates at even distances, in steps and in samples; {} are gone through: update less often (update_every), or "
+       "by steps alone",
+       kRecordKey, count, kMostStretches);
+}
+
 Record record_from_json(std::string_view json) {
+  if (json.size() > kMostText) {
+    fail(Code::kUnsupported, "{} in a snapshot's metadata has {} bytes; {} are read, which tell some millions of updates", kRecordKey,
+         json.size(), kMostText);
+  }
   dom::parser parser;
   const auto object = average::object_in(parser, json);
   if (!object) corrupt("no JSON object");
@@ -141,27 +161,30 @@ Record record_from_state(std::string_view state) {
          made, counters.applied_step, every, options.start_step, samples ? " and a schedule in samples" : "");
   }
   if (made == 0) return {};
-  segment.updates.push_back({every, every, made});
+  segment.updates = {{every, every, made}};
   Record record{std::move(segment)};
   check(record);
   return record;
 }
 
 Record until(Record record, int64_t step) {
-  for (Segment& segment : record) {
-    std::erase_if(segment.updates, [&](const Stretch& one) { return one.first > step; });
-    for (Stretch& one : segment.updates) one.count = std::min(one.count, (step - one.first) / one.every + 1);
-  }
+  for (Segment& segment : record) segment.updates = segment.updates.until(step);
   drop_empty(record);
   return record;
 }
 
 bool same_past(const Record& a, const Record& b) {
-  const auto same = [](const Stretch& x, const Stretch& y) {
+  const auto same_stretch = [](const Stretch& x, const Stretch& y) {
     return x.first == y.first && x.count == y.count && (x.count == 1 || x.every == y.every);
   };
+  const auto same_updates = [&](const Stretches& x, const Stretches& y) {
+    if (x == y) return true;
+    bool same = x.size() == y.size();
+    for (size_t k = 0; same && k < x.size(); ++k) same = same_stretch(x[k], y[k]);
+    return same;
+  };
   return std::ranges::equal(a, b, [&](const Segment& x, const Segment& y) {
-    return x.run == y.run && x.start_step == y.start_step && std::ranges::equal(x.updates, y.updates, same);
+    return x.run == y.run && x.start_step == y.start_step && same_updates(x.updates, y.updates);
   });
 }
 
@@ -176,35 +199,50 @@ bool gives_up(const Record& later, const Record& record) {
 }
 
 Updates::Updates(Record record) : record_(std::move(record)) {
-  int64_t before = 0, counted = 0;
-  double samples = 0;
-  for (size_t s = 0; s < record_.size(); ++s) {
-    const int64_t start = record_[s].start_step;
-    for (size_t k = 0; k < record_[s].updates.size(); ++k) {
-      const Stretch& one = record_[s].updates[k];
-      rows_.push_back({s, k, size_, before, counted, samples});
-      size_ += one.count;
-      before = one.last();
-      counted += one.first > start ? one.count : one.count - std::min(one.count, (start - one.first) / one.every + 1);
-      samples = one.samples + one.samples_every * static_cast<double>(one.count - 1);
-    }
-  }
+  if (record_.empty()) return;
+  Row row{0, 0};
+  size_t passed = 0;
+  do {
+    if (passed++ % kMarked == 0) marks_.push_back(row);
+    size_ = row.begin + record_[row.segment].updates[row.stretch].count;
+  } while (go_on(row));
+}
+
+/// To the next stretch; false where it is the last.
+bool Updates::go_on(Row& row) const noexcept {
+  const Segment& segment = record_[row.segment];
+  const bool within = row.stretch + 1 < segment.updates.size();
+  if (!within && row.segment + 1 == record_.size()) return false;
+  const Stretch one = segment.updates[row.stretch];
+  const int64_t start = segment.start_step;
+  row.begin += one.count;
+  row.step_before = one.last();
+  row.counted += one.first > start ? one.count : one.count - std::min(one.count, (start - one.first) / one.every + 1);
+  row.samples_before = one.samples_at_last();
+  row.segment += within ? 0 : 1;
+  row.stretch = within ? row.stretch + 1 : 0;
+  return true;
+}
+
+/// The last mark that is not behind update `i`.
+const Updates::Row& Updates::mark_before(int64_t i) const {
+  return *(std::upper_bound(marks_.begin(), marks_.end(), i, [](int64_t index, const Row& row) { return index < row.begin; }) - 1);
 }
 
 int64_t Updates::until(int64_t step) const noexcept {
   int64_t made = 0;
-  for (const Row& row : rows_) {
-    const Stretch& one = record_[row.segment].updates[row.stretch];
-    if (one.first <= step) made = row.begin + std::min(one.count, (step - one.first) / one.every + 1);
+  for (const Segment& segment : record_) {
+    const Stretches cut = segment.updates.until(step);
+    for (size_t k = 0; k < cut.size(); ++k) made += cut[k].count;
   }
   return made;
 }
 
 Updates::Update Updates::at(int64_t i) const {
-  const auto after = std::upper_bound(rows_.begin(), rows_.end(), i, [](int64_t index, const Row& row) { return index < row.begin; });
-  const Row& row = *(after - 1);
+  Row row = mark_before(i);
+  while (i - row.begin >= record_[row.segment].updates[row.stretch].count) go_on(row);
   const Segment& segment = record_[row.segment];
-  const Stretch& one = segment.updates[row.stretch];
+  const Stretch one = segment.updates[row.stretch];
   const int64_t start = segment.start_step, k = i - row.begin, step = one.first + k * one.every;
   const int64_t before = k > 0 ? step - one.every : row.step_before;
   const int64_t copied = one.first > start ? 0 : std::min(k, (start - one.first) / one.every + 1);

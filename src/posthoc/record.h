@@ -23,13 +23,16 @@ struct Segment {
   std::vector<std::string> replaces = {};  ///< other runs, of which there were snapshots in the directory when this one came to it
   int64_t start_step = 0;
   std::map<std::string, Schedule, std::less<>> schedules;  ///< in force, by the key of the average
-  std::vector<Stretch> updates;                            ///< never empty
+  Stretches updates;                                       ///< never empty
 };
 
 using Record = std::vector<Segment>;
 
-/// Throws kCorrupt: no such record, or updates that no run can have made; kUnsupported: of a later version.
+/// Throws kCorrupt: no such record, or updates that no run can have made; kUnsupported: of a later version, or longer than any run's.
 Record record_from_json(std::string_view json);
+
+/// Throws kUnsupported where records tell more stretches than kMostStretches.
+void check_stretches(size_t count);
 
 /// Of an EMA that was saved without one, whose state tells enough where its updates were even: throws kUnsupported where they were not.
 Record record_from_state(std::string_view state);
@@ -61,14 +64,19 @@ class Updates {
   Update at(int64_t i) const;
 
  private:
+  /// A stretch, and what came before it.
   struct Row {
     size_t segment, stretch;
-    int64_t begin;                 // of its first update among all
-    int64_t step_before, counted;  // the update before it; how many came after start_step
-    double samples_before;
+    int64_t begin = 0;                     // of its first update among all
+    int64_t step_before = 0, counted = 0;  // the update before it; how many came after start_step
+    double samples_before = 0;
   };
+
+  const Row& mark_before(int64_t i) const;
+  bool go_on(Row& row) const noexcept;
+
   Record record_;
-  std::vector<Row> rows_;
+  std::vector<Row> marks_;  // every kMarked stretches
   int64_t size_ = 0;
 };
 

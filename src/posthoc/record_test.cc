@@ -45,6 +45,40 @@ TEST(Record, SaysEachUpdate) {
   EXPECT_FALSE(same_past(until(record, 10), until(record, 9)));
 }
 
+/// With what was before each, however many there are.
+TEST(Record, SaysEachUpdateOfManyStretches) {
+  std::vector<Stretch> all;
+  std::vector<int64_t> steps;
+  for (int64_t i = 0, step = 1; i < 1000; ++i, step = steps.back() + 5) {
+    all.push_back({step, 1 + i % 3, 1 + i % 4});
+    for (int64_t k = 0; k < all.back().count; ++k) steps.push_back(step + k * all.back().every);
+  }
+  const Updates updates(Record{{"a", {}, 0, {}, all}});
+  ASSERT_EQ(updates.size(), static_cast<int64_t>(steps.size()));
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const Progress progress = updates.at(static_cast<int64_t>(i)).progress;
+    EXPECT_EQ(progress.step, steps[i]) << i;
+    EXPECT_EQ(progress.delta, steps[i] - (i == 0 ? 0 : steps[i - 1])) << i;
+    EXPECT_EQ(progress.updates, static_cast<int64_t>(i)) << i;
+    EXPECT_EQ(updates.until(steps[i]), static_cast<int64_t>(i) + 1);
+  }
+}
+
+/// What a record may make a program ask memory for.
+TEST(Record, RefusesMoreThanMemoryIsMeantFor) {
+  const auto code_of = [](const auto& fn) {
+    try {
+      fn();
+    } catch (const Error& error) {
+      return error.code();
+    }
+    return Code::kInternal;
+  };
+  EXPECT_EQ(code_of([] { record_from_json(with_updates("[" + std::string(size_t{9} << 20, ' ') + "]")); }), Code::kUnsupported);
+  check_stretches(kMostStretches);
+  EXPECT_EQ(code_of([] { check_stretches(kMostStretches + 1); }), Code::kUnsupported);
+}
+
 TEST(Record, SaysSamples) {
   const Updates updates(record_from_json(with_updates("[[1,1,3,8,8],[5,2,2,40,16]]")));
   const std::vector<double> seen = {8, 16, 24, 40, 56}, since = {8, 8, 8, 16, 16};

@@ -90,10 +90,38 @@ std::optional<Saved> saved_in(const base::Path& path) {
   return Saved{path, found.counters.step, std::move(past), std::move(files), roundoff, least, found.options.dtype};
 }
 
+/// Of a run's snapshots each tells what the one before it told, and more: they share one memory.
+void share_updates(std::vector<Saved>& before, const Record& last) {
+  std::map<std::pair<size_t, const void*>, bool> begins;  // by segment and memory, from its last snapshot: whether `last` begins so
+  for (auto one = before.rbegin(); one != before.rend(); ++one) {
+    for (size_t s = 0; s < std::min(one->record.size(), last.size()); ++s) {
+      Segment& segment = one->record[s];
+      const Stretches same = last[s].updates.until(one->step);
+      const auto [known, is_new] = begins.try_emplace({s, segment.updates.memory()});
+      if (is_new) known->second = same == segment.updates;
+      if (known->second) segment.updates = same;
+    }
+  }
+}
+
+void check_memory(const std::vector<Saved>& saved) {
+  std::map<const void*, size_t> stretches;
+  for (const Saved& one : saved) {
+    for (const Segment& segment : one.record) stretches[segment.updates.memory()] = segment.updates.memory()->size();
+  }
+  size_t all = 0;
+  for (const auto& [memory, count] : stretches) all += count;
+  check_stretches(all);
+}
+
 std::vector<Saved> all_in(const base::Path& directory) {
   std::vector<Saved> found;
   for (const auto& [step, path] : directories_in(directory)) {
-    if (auto saved = saved_in(path)) found.push_back(std::move(*saved));
+    auto saved = saved_in(path);
+    if (!saved) continue;
+    share_updates(found, saved->record);
+    found.push_back(std::move(*saved));
+    check_memory(found);
   }
   std::stable_sort(found.begin(), found.end(), [](const Saved& a, const Saved& b) { return a.step < b.step; });
   if (found.empty())

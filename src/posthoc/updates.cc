@@ -120,6 +120,36 @@ class PackedReader {
 
 }  // namespace
 
+Stretch Stretch::until(int64_t step) const noexcept {
+  const int64_t left = std::min(count, (step - first) / every + 1);
+  if (left == 1) return {first, 1, 1, samples, 0};  // as it was told when it was alone
+  return {first, every, left, samples, samples_every};
+}
+
+Stretches::Stretches(std::vector<Stretch> all) : size_(all.size()) {
+  if (all.empty()) return;
+  last_ = all.back();
+  all_ = std::make_shared<const std::vector<Stretch>>(std::move(all));
+}
+
+Stretches Stretches::until(int64_t step) const {
+  Stretches cut = *this;
+  const auto begin = empty() ? std::vector<Stretch>::const_iterator() : all_->begin();
+  const auto end =
+      std::partition_point(begin, begin + static_cast<ptrdiff_t>(size_), [&](const Stretch& one) { return one.first <= step; });
+  cut.size_ = static_cast<size_t>(end - begin);
+  if (cut.empty()) return {};
+  cut.last_ = (*this)[cut.size_ - 1].until(step);
+  return cut;
+}
+
+bool Stretches::operator==(const Stretches& other) const noexcept {
+  if (size_ != other.size_) return false;
+  if (empty()) return true;
+  const size_t whole = size_ - 1;
+  return last_ == other.last_ && (all_ == other.all_ || std::equal(all_->data(), all_->data() + whole, other.all_->data()));
+}
+
 void add_update(std::vector<Stretch>& stretches, int64_t step, double samples) {
   if (!stretches.empty()) {
     Stretch& last = stretches.back();

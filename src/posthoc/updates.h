@@ -2,7 +2,10 @@
 // three bytes for each update. docs/posthoc.md has the format.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -10,8 +13,8 @@
 
 namespace shardow::posthoc {
 
-inline constexpr int64_t kMostUpdates = 100'000'000;   // more would take minutes to go through, and nobody has made as many
-inline constexpr int64_t kMostStretches = 10'000'000;  // more would take a gigabyte
+inline constexpr int64_t kMostUpdates = 100'000'000;  // more would take minutes to go through, and nobody has made as many
+inline constexpr int64_t kMostStretches = 1'000'000;  // of all that a directory's records tell: 40 MB
 inline constexpr int64_t kMostSteps = int64_t{1} << 53;
 
 /// Updates at even distances.
@@ -22,7 +25,29 @@ struct Stretch {
 
   int64_t last() const noexcept { return first + every * (count - 1); }
   double samples_at_last() const noexcept { return samples + samples_every * static_cast<double>(count - 1); }
+  Stretch until(int64_t step) const noexcept;  ///< without the updates after `step`, which is not before the first
   bool operator==(const Stretch&) const = default;
+};
+
+/// Stretches one after another. Immutable; copies, and those up to a step, share one memory.
+class Stretches {
+ public:
+  Stretches() = default;
+  Stretches(std::vector<Stretch> all);
+  Stretches(std::initializer_list<Stretch> all) : Stretches(std::vector(all)) {}
+
+  bool empty() const noexcept { return size_ == 0; }
+  size_t size() const noexcept { return size_; }
+  Stretch operator[](size_t i) const noexcept { return i + 1 == size_ ? last_ : (*all_)[i]; }
+  Stretches until(int64_t step) const;
+  bool operator==(const Stretches& other) const noexcept;
+
+  const std::vector<Stretch>* memory() const noexcept { return all_.get(); }  ///< that is shared; may hold more
+
+ private:
+  std::shared_ptr<const std::vector<Stretch>> all_;
+  size_t size_ = 0;
+  Stretch last_{};  // as far as it counts
 };
 
 /// Adds the update that comes next: to the last stretch where it goes on with that. Who adds the same updates has the same stretches.

@@ -98,6 +98,25 @@ TEST(RecordedUpdates, OfEpochsTakeAFewBytesEach) {
   EXPECT_EQ(record_from_json(record_of(updates))[0].updates, stretches_of(made));
 }
 
+TEST(Stretches, ShareTheirMemoryUpToAStep) {
+  const Stretches all = {{1, 1, 3, 8, 8}, {5, 2, 3, 40, 16}, {20, 1, 1, 90, 0}};
+  EXPECT_EQ(all.until(100), all);
+  EXPECT_EQ(all.until(8), Stretches({{1, 1, 3, 8, 8}, {5, 2, 2, 40, 16}}));
+  EXPECT_EQ(all.until(5), Stretches({{1, 1, 3, 8, 8}, {5, 1, 1, 40, 0}}));  // as an update is told that is alone
+  EXPECT_EQ(all.until(8).until(2), Stretches({{1, 1, 2, 8, 8}}));
+  EXPECT_TRUE(all.until(0).empty());
+  EXPECT_EQ(all.until(8).memory(), all.memory());
+  EXPECT_NE(all.until(8), all.until(6));
+  EXPECT_NE(all, Stretches({{1, 1, 3, 8, 8}, {5, 2, 3, 40, 17}, {20, 1, 1, 90, 0}}));
+}
+
+/// Each two updates of it are further apart than the last two.
+std::string of_stretches(int64_t count) {
+  PackedText text(1, std::nullopt);
+  for (int64_t i = 0, step = 1; i < count; ++i, step += 200) text.add({step, 1 + i % 100, 2});
+  return text.text();
+}
+
 Code code_of(const std::string& text) {
   try {
     unpacked(text);
@@ -137,6 +156,8 @@ TEST(Unpacked, RefusesWhatNoRunCanHaveMade) {
                                 "#CC=1e308;=1.7e308;*+C"})
     EXPECT_EQ(code_of(bad), Code::kCorrupt) << bad;
   EXPECT_EQ(code_of(".CAA*ggggggggC"), Code::kUnsupported);  // 2^39 of them
+  EXPECT_EQ(unpacked(of_stretches(1000)).size(), 1000U);
+  EXPECT_EQ(code_of(of_stretches(kMostStretches + 1)), Code::kUnsupported);
 }
 
 TEST(Record, NoticesWhatIsDamaged) {

@@ -199,7 +199,7 @@ def test_a_thousand_asynchronous_saves_hold_no_more_than_a_hundred(world: int, m
     saves = functools.partial(save_often, str(memory_folder), 1000)
     for first, last in [saves()] if world == 1 else ranks.run(world, saves, timeout=600.0):
         assert last["memory"] - first["memory"] < 8 << 20, (first, last)
-        for what in ("descriptors", "threads", "shared"):  # other tests have some of them too, by now or then; 900 saves would have hundreds
+        for what in ("descriptors", "threads", "shared"):  # other tests have some too; 900 saves would have hundreds
             assert last[what] < first[what] + 20, (first, last)
 
 

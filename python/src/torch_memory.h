@@ -7,6 +7,19 @@
 
 namespace shardow::python {
 
+/// The elements lie one after another, row-major.
+inline bool in_order(const nanobind::dlpack::dltensor& tensor) {
+  if (tensor.strides == nullptr) return true;
+  for (int32_t i = 0; i < tensor.ndim; ++i)
+    if (tensor.shape[i] == 0) return true;
+  int64_t expected = 1;
+  for (int32_t i = tensor.ndim - 1; i >= 0; --i) {
+    if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
+    expected *= tensor.shape[i];
+  }
+  return true;
+}
+
 class TorchMemory {
  public:
   /// `tensor`, `parameter`: torch's types, whose instances have memory of their own.

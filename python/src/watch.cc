@@ -49,14 +49,13 @@ class Marks {
 
 class Watch {
  public:
-  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks,
-        std::vector<std::pair<uintptr_t, uintptr_t>> hints)
+  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks, nb::callable hint)
       : dicts_(std::move(dicts)),
         whole_(std::move(whole)),
         sharded_(std::move(sharded)),
         local_("_local_tensor"),
         marks_(std::move(marks)),
-        hints_(std::move(hints)) {
+        hint_(std::move(hint)) {
     for (const nb::dict& dict : dicts_)
       for (auto [key, value] : dict) contents_.push_back(nb::borrow(value));
     recorded_.resize(whole_.size() + sharded_.size());
@@ -78,11 +77,24 @@ class Watch {
     return at == contents_.size();
   }
 
-  bool memory_same() const {
+  bool memory_same() {
+    if (!hinted_) find_hints();
     return visit([this](size_t i, uint64_t mark) { return recorded_[i] == mark; });
   }
 
  private:
+  // When they are first of use: asking takes half a microsecond each.
+  void find_hints() {
+    hinted_ = true;
+    try {
+      std::vector<std::pair<uintptr_t, uintptr_t>> hints;
+      for (const nb::object& tensor : whole_) hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(tensor)));
+      for (const nb::object& tensor : sharded_) hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(tensor.attr(local_))));
+      hints_ = std::move(hints);
+    } catch (const nb::python_error&) {  // a tensor that has become something else; memory_same() says so
+    }
+  }
+
   // f(index, mark) of every tensor, until it returns false.
   template <class F>
   bool visit(F f) const {
@@ -120,6 +132,8 @@ class Watch {
   std::vector<nb::object> sharded_;
   nb::str local_;
   Marks marks_;
+  nb::callable hint_;
+  bool hinted_ = false;
   std::vector<std::pair<uintptr_t, uintptr_t>> hints_;
   std::vector<uint64_t> recorded_;
 };
@@ -139,10 +153,9 @@ void bind_watch(nb::module_& m) {
           "tensors"_a);
   nb::class_<Watch>(m, "Watch",
                     "Remembers what the modules' dicts hold, and where and how whole tensors, and the _local_tensor of sharded ones, lie. "
-                    "hints: addresses that torch will read for each; wrong ones do no harm.")
-      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks,
-                    std::vector<std::pair<uintptr_t, uintptr_t>>>(),
-           "dicts"_a, "whole"_a, "sharded"_a, "marks"_a, "hints"_a)
+                    "hint(tensor): two addresses that torch will read for it; wrong ones do no harm.")
+      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable>(), "dicts"_a, "whole"_a,
+           "sharded"_a, "marks"_a, "hint"_a)
       .def("tree_same", &Watch::tree_same, "Every dict holds the very objects that it held.")
       .def("memory_same", &Watch::memory_same, "Every tensor lies where and as it lay.");
 }

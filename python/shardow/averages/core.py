@@ -23,7 +23,7 @@ from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track, views_of
+from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track, views_of, views_of_averages
 from shardow.base.checks import seconds, unsupported
 from shardow.base.collector import paused
 from shardow.base.warnings import warn
@@ -56,7 +56,8 @@ class Averages:
         built = self.team.agree("EMA(...)", lambda: self._build(make_options(decay=decay, **asked), source))
         self.options, self.keys, self.tracked, self._engine = built
         self.offloaded = any(one.is_offloaded for one in self.tracked)
-        self.streams = Streams((one.source for one in self.tracked), (average for one in self.tracked for average in one.averages))
+        arenas = {one.arena for one in self.tracked}
+        self.streams = Streams((one.source for one in self.tracked), (arena.on_device for arena in arenas if arena is not None))
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
         if self.team.size > 1:
             own = {"options": self.engine.state(), "replicas": self.options.replicas}
@@ -75,8 +76,8 @@ class Averages:
         self.view.reshard()
         tracked = track(options.chosen(self.view), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
-        averages = [views_of(tracked, [one.averages[k] for one in tracked]) for k in range(len(options.schedules))]
-        sources = views_of(tracked, [one.sources() for one in tracked])
+        averages = [views_of_averages(tracked, k) for k in range(len(options.schedules))]
+        sources = views_of(tracked, [one.memory() for one in tracked])
         chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
         return options, keys, tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
 

@@ -17,9 +17,10 @@ class Streams:
     """Which stream of each device the engine works on: the one that was current when somebody last asked for the engine. The device waits
     where they differ, never the host."""
 
-    def __init__(self, weights: Iterable[torch.Tensor], averages: Iterable[torch.Tensor]) -> None:
+    def __init__(self, weights: Iterable[torch.Tensor], averages: Iterable[torch.Tensor | None]) -> None:
+        """``averages``: allocations of devices'."""
         devices = dict.fromkeys(map(storage.device_of, weights))
-        self._memory = {tensor.device: tensor for tensor in averages if tensor.is_cuda}  # any tensor stands for its allocation
+        self._memory = {memory.device: memory for memory in averages if memory is not None and memory.is_cuda}
         self._last = {device: torch.cuda.current_stream(device).cuda_stream for device in devices if device.type == "cuda"}
 
     def follow(self, average: _core.Average) -> None:

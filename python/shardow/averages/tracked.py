@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardow import _core
+from shardow.averages.arena import Arena
 from shardow.averages.options import DTYPES, Options
 from shardow.averages.stretches import Stretch
 from shardow.base.checks import invalid, unsupported
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 #: Of `source=`: a tensor of the parameter's local shape, or what Stretch is made of.
 Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
 
-_ALIGN = 64  # bytes; the engine's kernels like averages to start there
-
 
 @dataclass(slots=True)
 class Tracked:
     """One averaged tensor on this rank. ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it
-    unless replicas split the work), which begins at element ``begin`` of the local memory; ``averages[k]`` are 1-D tensors of region.size
-    elements, views into the arena."""
+    unless replicas split the work), which begins at element ``begin`` of the local memory. Its averages are number ``place`` of
+    ``arena``."""
 
     local: LocalTensor
     region: _core.Region
     begin: int
-    source: torch.Tensor  # what is averaged, all of the local region: local.tensor, or what `source=` names; 1-D unless strided
+    source: torch.Tensor  # what is averaged, all of the local region: local.tensor, or what `source=` names, in its shape
     mastered: bool = False  # `source=` names it
     stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
     owners: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a stretched one: (begin, end) in local memory, by replica
-    averages: list[torch.Tensor] = field(default_factory=list)
+    arena: Arena | None = None
+    place: int = 0
+    is_offloaded: bool = False  # the averages are on the host, their weights on a device
     stage: torch.Tensor | None = None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
 
     def __post_init__(self) -> None:
@@ -53,9 +53,9 @@ class Tracked:
         return self.local.name
 
     @property
-    def is_offloaded(self) -> bool:
-        """The averages are on the host, their weights on a device."""
-        return storage.device_of(self.source).type == "cuda" and all(storage.device_of(one).type == "cpu" for one in self.averages)
+    def averages(self) -> list[torch.Tensor]:
+        """Of each decay, region.size elements, 1-D."""
+        return [] if self.arena is None else self.arena.tensors[self.place]
 
     @property
     def is_whole(self) -> bool:
@@ -73,8 +73,9 @@ class Tracked:
         if self.stretched and self.stage is not None:
             raise unsupported(f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first")
         if not self.mastered:
-            self.source = weights.view(-1) if self.stage is None else weights
-        self.gather()
+            self.source = weights
+        if self.stage is not None:
+            self.gather()
 
     def gather(self) -> None:
         if self.stage is not None:
@@ -90,9 +91,15 @@ class Tracked:
 
     def sources(self) -> torch.Tensor:
         """The same part of what is averaged."""
+        return self.memory().view(-1)
+
+    def memory(self) -> torch.Tensor:
+        """sources() in whatever shape: where the engine reads."""
         if self.stretched:
             return self.source
-        return self._part(self.source) if self.mastered or self.stage is None else self.stage
+        if self.stage is not None and not self.mastered:
+            return self.stage
+        return self.source if self.region.size == self.source.numel() else self._part(self.source.view(-1))
 
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
         """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""
@@ -125,10 +132,13 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     source = source or {}
     if unknown := set(source) - {local.name for local in locals_}:
         raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
-    tracked = [_tracked(local, options.replicas, source.get(local.name)) for local in locals_]
+    plain = storage.SURVEY.plain([local.tensor for local in locals_])
+    pairs = zip(locals_, plain, strict=True)
+    tracked = [_tracked(local, options.replicas, source.get(local.name), bool(usual)) for local, usual in pairs]
     homes = [_home(one, options.device) for one in tracked]
-    for device in dict.fromkeys(homes):
-        _allocate([one for one, home in zip(tracked, homes, strict=True) if home == device], device, options)
+    for device in (devices := dict.fromkeys(homes)):
+        there = tracked if len(devices) == 1 else [one for one, home in zip(tracked, homes, strict=True) if home == device]
+        _allocate(there, device, options)
     return tracked
 
 
@@ -136,6 +146,13 @@ def views_of(tracked: Sequence[Tracked], flats: list[torch.Tensor]) -> _core.Vie
     """The engine's descriptions of all of them in ``flats``."""
     made = storage.engine_views([one.local.name for one in tracked], flats, [one.region for one in tracked])
     return made if made is not None else _core.Views([one.view(flat) for one, flat in zip(tracked, flats, strict=True)])
+
+
+def views_of_averages(tracked: Sequence[Tracked], k: int) -> _core.Views:
+    """views_of() their averages number ``k``."""
+    arena = tracked[0].arena
+    made = arena.views(k) if arena is not None and len(arena) == len(tracked) else None
+    return made if made is not None else views_of(tracked, [one.averages[k] for one in tracked])
 
 
 def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
@@ -155,6 +172,7 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
     if wanted is None or wanted == there or (wanted.type == there.type and wanted.index is None):
         return there
     if wanted.type == "cpu":
+        one.is_offloaded = there.type == "cuda"
         return torch.device("cpu")
     raise unsupported(
         f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= out) or on the host "
@@ -162,9 +180,10 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
     )
 
 
-def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked:
-    """``given``: what `source=` says of it."""
-    refuse_unaverageable(local)
+def _tracked(local: LocalTensor, replicas: str, given: Source | None, plain: bool = False) -> Tracked:
+    """``given``: what `source=` says of it. ``plain``: it is known to lie in memory that averages can follow."""
+    if not plain:
+        refuse_unaverageable(local)
     if isinstance(given, tuple):
         stretch = Stretch(*given)
         if replicas == "copy" and local.replicas:
@@ -199,32 +218,11 @@ def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torc
 
 
 def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
-    """Memory for all averages on a device, every one 64-byte aligned."""
-    sizes = [-(-one.region.size * options.dtype.itemsize // _ALIGN) * _ALIGN for one in tracked]
-    count, total = len(options.schedules), sum(sizes)
-    stride = _core.arena_stride(total, count) if device.type == "cpu" else total
-    memory = _memory((count - 1) * stride + total, device)
-    for k in range(count):
-        at = k * stride
-        for one, size in zip(tracked, sizes, strict=True):
-            one.averages.append(_slice(memory, at, one.region.size, options.dtype))
-            at += size
-
-
-def _memory(size: int, device: torch.device) -> torch.Tensor | mmap.mmap:
-    """Bytes, uninitialised. On a CPU a mapping of its own, whose pages take memory when they are written first."""
-    if device.type == "cpu":
-        return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """``count`` elements. From a mapping, a tensor with a storage of just its size, so that torch.save() writes no more than that."""
-    if isinstance(memory, torch.Tensor):
-        return memory[begin : begin + count * dtype.itemsize].view(dtype)
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+    """Memory for all averages on a device."""
+    names, regions = [one.local.name for one in tracked], [one.region for one in tracked]
+    arena = Arena(names, regions, options.dtype, DTYPES[options.dtype], len(options.schedules), device)
+    for number, one in enumerate(tracked):
+        one.arena, one.place = arena, number
 
 
 _AT_ONCE = 8  # looked at in an update, whose time must not grow with what is frozen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,25 +15,26 @@ from shardow.base.checks import invalid
 from shardow.model import zero3
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
-from shardow.model.slots import Slot, slots
 
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
     DTensorAdapter(model, form="any").reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
-    return group_of_slots(model, [*slots(model)], given, Fsdp1Adapter(model))
+    places = [place for module in model.modules() for place in (module._parameters, module._buffers) if place]
+    tensors = [tensor for place in places for tensor in place.values() if tensor is not None]
+    return group_of_tensors(model, tensors, given, Fsdp1Adapter(model))
 
 
-def group_of_slots(
-    model: nn.Module, walked: Sequence[Slot], given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter
+def group_of_tensors(
+    model: nn.Module, tensors: Sequence[torch.Tensor], given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter
 ) -> dist.ProcessGroup | None:
-    """The same of a model whose slots are known."""
+    """The same of a model whose tensors are known."""
     groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return choose_group([*groups, *zero3.groups_of(walked)], meshes_of(walked), given, fsdp1.spans_world())
+    return choose_group([*groups, *zero3.groups_of(tensors)], meshes_of(tensors), given, fsdp1.spans_world())
 
 
-def meshes_of(walked: Iterable[Slot]) -> list[DeviceMesh]:
-    meshes = (slot.recorded.device_mesh for slot in walked if isinstance(slot.recorded, DTensor))
+def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return list({id(mesh): mesh for mesh in meshes}.values())
 
 

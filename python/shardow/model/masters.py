@@ -3,7 +3,6 @@ alone has filled nothing. Nothing is imported: parameters bear DeepSpeed's marks
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def fill_masters_too(held: Held) -> None:
             continue
         part, (master, first) = held.parts[number], found
         if is_partitioned(slot.recorded):
-            held.parts[number] = replace(part, flat=master)
+            held.parts[number] = part._replace(flat=master)
             held.copied.append((part.flat, master))
         else:
             weights = part.flat[first : first + master.numel()]

@@ -35,7 +35,8 @@ class PlainAdapter:
         tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
         shape = None if tensor.is_nested else tensor.shape
         region = self._regions.get(shape) or self._regions.setdefault(shape, _core.Region.whole(list(shape or ())))
-        return LocalTensor(slot.name, self.memory(slot), region, tensor.requires_grad, replicas, bool(replicas))
+        memory = tensor.detach() if slot.plain else self.memory(slot)
+        return LocalTensor(slot.name, memory, region, tensor.requires_grad, replicas, bool(replicas))
 
     def memory(self, slot: Slot) -> torch.Tensor:
         return memory_of(slot.name, slot.recorded, self._form)

@@ -27,6 +27,7 @@ class Slot:
     recorded: torch.Tensor
     kind: Kind
     module: nn.Module
+    plain: bool = False  # it was found to be one of torch's own tensors, in memory that can be read: there is nothing to look at
 
 
 def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:

@@ -15,12 +15,12 @@ from shardow.base.checks import invalid, unsupported
 from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
-from shardow.model.groups import group_of_slots
+from shardow.model.groups import group_of_tensors
 from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
 from shardow.model.names import walk
 from shardow.model.plain import PlainAdapter
-from shardow.model.slots import Slot, refuse_valueless, slots
-from shardow.model.storage import MARKS, address_of, objects_behind, overlaps
+from shardow.model.slots import Slot, refuse_valueless, slots, slots_of
+from shardow.model.storage import MARKS, SURVEY, address_of, objects_behind, overlaps
 from shardow.model.zero3 import Zero3Adapter
 
 
@@ -33,8 +33,11 @@ class ModelView:
         self.model, self._form = model, form
         self._dtensors = DTensorAdapter(model, form)
         self._show_shards()
-        walked = [*slots(model)]
-        refuse_valueless(walked)
+        modules = [*walk(model)]
+        walked = [slot for name, module in modules for slot in slots_of(module, name)]
+        for slot, plain in zip(walked, SURVEY.plain([slot.recorded for slot in walked]), strict=True):
+            slot.plain = bool(plain)
+        refuse_valueless(slot for slot in walked if not slot.plain)
         self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(walked)
         hidden: list[Adapter] = [one for one in (self._fsdp1, self._zero3) if one.is_needed]
         self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, PlainAdapter(model, group, form))
@@ -43,10 +46,10 @@ class ModelView:
         self._found, self._found_buffers = (self._collect(one for one in walked if one.kind == kind) for kind in ("parameter", "buffer"))
         self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]
-        self.parameters = _in_model_order([*found, *self._hidden], model)
+        self.parameters = _in_model_order(found, self._hidden, modules)
         self._buffers = [one.local for one in self._found_buffers if not one.tied]
         self._record(walked)
-        self.process_group = group_of_slots(model, walked, group, self._fsdp1)
+        self.process_group = group_of_tensors(model, [slot.recorded for slot in walked], group, self._fsdp1)
 
     @property
     def buffers(self) -> list[LocalTensor]:
@@ -77,6 +80,8 @@ class ModelView:
     def _tie_by_memory(self) -> None:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost."""
         found = [*self._found, *self._found_buffers]
+        if SURVEY.apart([one.local.tensor for one in found if not one.tied]):
+            return
         for first, second in overlaps(one.local for one in found if not one.tied and not oddity(one.local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
@@ -188,12 +193,13 @@ class ModelView:
         self._named = {slot.name: slot.recorded for slot in walked if slot.kind == "parameter"}
         modules = list(self.model.modules())
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
-        objects = [one.slot.recorded for one in self._found if not oddity(one.local.tensor)]
+        plain = SURVEY.plain([one.local.tensor for one in self._found])
+        pairs = zip(self._found, plain, strict=True)
+        objects = [one.slot.recorded for one, usual in pairs if usual or not oddity(one.local.tensor)]
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
-        self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
+        self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)] if self._sharded else objects
         watched = [*self._whole, *self._fsdp1.shown()]
-        hints = [objects_behind(tensor) for tensor in [*watched, *(tensor._local_tensor for tensor in self._sharded)]]
-        self._watch = _core.Watch(dicts, watched, self._sharded, MARKS, hints)
+        self._watch = _core.Watch(dicts, watched, self._sharded, MARKS, objects_behind)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.slot.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
 
@@ -240,12 +246,14 @@ def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool
     return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
 
 
-def _in_model_order(locals_: list[LocalTensor], model: nn.Module) -> list[LocalTensor]:
-    """By module, as named_parameters() goes: the kind of sharding must not show in the order."""
+def _in_model_order(found: list[LocalTensor], hidden: list[HiddenTensor], modules: list[tuple[str, nn.Module]]) -> list[LocalTensor]:
+    """By module, as named_parameters() goes: the kind of sharding must not show in the order. ``found`` came in that of ``modules``."""
     order: dict[str, int] = {}
-    for i, (name, _) in enumerate(walk(model)):
+    for i, (name, _) in enumerate(modules):
         order.setdefault(name, i)
-    return sorted(locals_, key=lambda local: order[local.name.rpartition(".")[0]])
+    if not hidden and len(order) == len(modules):
+        return found
+    return sorted([*found, *hidden], key=lambda local: order[local.name.rpartition(".")[0]])
 
 
 def _add_alias(local: LocalTensor, name: str) -> None:

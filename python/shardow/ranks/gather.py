@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,7 @@ _BLOCK = 16 << 20  # bytes of one message
 _REFUSED = b"!"  # begins what rank 0 says in place of orders
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What this rank holds of one global tensor: ``flat`` are region.size elements, 1-D."""
 
     name: str

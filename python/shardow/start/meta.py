@@ -112,7 +112,8 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
     if tables := {slot.name for where in known if all(one.kind == "table" for one in where) for slot in where}:
         lost = f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}"
         raise invalid(f"{lost}; build the model under shardow.meta_init()")
-    beside = device or next((mesh.device_type for mesh in meshes_of(slots(model))), "cpu")  # of what is not sharded, as persistent buffers
+    meshes = meshes_of(slot.recorded for slot in slots(model))
+    beside = device or next((mesh.device_type for mesh in meshes), "cpu")  # of what is not sharded, as persistent buffers
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -133,7 +134,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
 def move_tables(model: nn.Module, device: torch.device | str) -> None:
     """Buffers that no file has follow the weights to ``device``; two names of one table stay so. Of a sharded model, which moves them
     itself, they stay."""
-    if meshes_of(slots(model)):
+    if meshes_of(slot.recorded for slot in slots(model)):
         return
     for where in by_tensor(slots(model)).values():
         if where[0].kind == "table":

@@ -66,7 +66,7 @@ def wrap(
     """
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
-    team = Team(choose_group([], [mesh, *meshes_of(slots(model))], group), seconds(timeout))
+    team = Team(choose_group([], [mesh, *meshes_of(slot.recorded for slot in slots(model))], group), seconds(timeout))
     from_memory = source is None and memory_efficient_init
     team.agree("wrap()", lambda: kind_of(source))
     common_kind("wrap()", source, team)

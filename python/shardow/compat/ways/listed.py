@@ -13,7 +13,7 @@ from shardow.base.checks import invalid
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.model import origins
 from shardow.model.owners import resharded
-from shardow.model.storage import MARKS
+from shardow.model.storage import MARKS, objects_behind
 
 _requires_grad = operator.attrgetter("requires_grad")
 _OTHERS = "the state is another model's, or its parameters were in another order when it was saved"
@@ -72,7 +72,9 @@ class Listed:
         bound = Pairs(pairs, self._rule, **self._options)
         self._sharded = any(map(_is_sharded, parameters))
         self._shadows, self._marks = list(shadows), self._marks_of(parameters)
-        self._watch = _core.Watch([], [t for t in shadows if not _is_sharded(t)], [t for t in shadows if _is_sharded(t)], MARKS, [])
+        self._watch = _core.Watch(
+            [], [t for t in shadows if not _is_sharded(t)], [t for t in shadows if _is_sharded(t)], MARKS, objects_behind
+        )
         self._pairs = bound
 
     def _marks_of(self, parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import PrefixStore
 from shardow.ranks import waiting
 from shardow.ranks.store_group import StoreGroup
 from shardow.ranks.store_values import Connection
+
+T = TypeVar("T")
 
 _STACK = 512 << 10  # bytes of a thread's
 
@@ -56,14 +58,20 @@ def _bytes_in(value: Any) -> int:
 
 
 class Emulated(StoreGroup):
-    """One rank. ``store``: a CountedStore."""
+    """One rank. ``store``: a CountedStore. ``helped``: its waits are left to another thread, as those of a process are."""
 
-    def __init__(self, rank: int, size: int, store: Any, name: str) -> None:
+    def __init__(self, rank: int, size: int, store: Any, name: str, helped: bool = True) -> None:
+        self._helped = helped
         self._act_as(rank, list(range(size)), name)
         self.moves_blocks = False
         self._first = store
         self.store = CountedStore(PrefixStore(self._prefix, store))
         self._store = Connection(lambda: self.store)
+
+    def _on_connection(self, fn: Callable[[Connection], T], seconds: float) -> T:
+        if self._helped or self._store is None:
+            return super()._on_connection(fn, seconds)
+        return fn(self._store)
 
     def _connected(self) -> Any:
         """Another one, in place of one that was left."""
@@ -72,7 +80,9 @@ class Emulated(StoreGroup):
 
 
 @contextmanager
-def emulated(size: int) -> Iterator[list[Emulated]]:
+def emulated(size: int, helped: bool = True) -> Iterator[list[Emulated]]:
+    """``helped``: each rank has a second thread for its waits. Of thousands, which would have processors of their own, those threads take
+    most of the time on a few."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
     uv = {"use_libuv": True}
@@ -83,7 +93,7 @@ def emulated(size: int) -> Iterator[list[Emulated]]:
     try:
         with ThreadPoolExecutor(64) as pool:  # a connection is a name to look up, which takes seconds where there is nobody to ask
             stores = list(pool.map(lambda _: host.clone(), range(size)))
-        yield [Emulated(rank, size, store, "emulated") for rank, store in enumerate(stores)]
+        yield [Emulated(rank, size, store, "emulated", helped) for rank, store in enumerate(stores)]
     finally:
         waiting._MOST_IDLE = idle
         while waiting._idle:

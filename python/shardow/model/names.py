@@ -4,8 +4,10 @@ known prefixes go by their spelling."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -30,11 +32,19 @@ def wrapped_child(module: nn.Module) -> str | None:
     """The name of the child that ``module`` is only a wrapper of; None for an ordinary module."""
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"
-    for cls in type(module).__mro__:
-        child = "module" if cls.__name__ == "DeepSpeedEngine" else _WRAPPERS.get(cls.__name__)
-        if child is not None and child in module._modules:
+    cls: Any = type(module)
+    for child in _children_of(cls):
+        if child in module._modules:
             return child
     return None
+
+
+@functools.lru_cache(1024)
+def _children_of(cls: Any) -> tuple[str, ...]:
+    """What modules of a class may be only wrappers of."""
+    names = (base.__name__ for base in cls.__mro__)
+    children = ("module" if name == "DeepSpeedEngine" else _WRAPPERS.get(name) for name in names)
+    return tuple(child for child in children if child is not None)
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -40,10 +40,12 @@ class ModelView:
         refuse_valueless(slot for slot in walked if not slot.plain)
         self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(walked)
         hidden: list[Adapter] = [one for one in (self._fsdp1, self._zero3) if one.is_needed]
+        self._hides = bool(hidden)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, PlainAdapter(model, group, form))
         self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
         self.watch_buffers = False
-        self._found, self._found_buffers = (self._collect(one for one in walked if one.kind == kind) for kind in ("parameter", "buffer"))
+        self._found = self._collect([one for one in walked if one.kind == "parameter"])
+        self._found_buffers = self._collect([one for one in walked if one.kind == "buffer"])
         self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]
         self.parameters = _in_model_order(found, self._hidden, modules)
@@ -62,10 +64,9 @@ class ModelView:
         """Each tensor once; further names of it are aliases. ``before``: found already, by the tensors' ids."""
         known: dict[int, LocalTensor] = dict(before or {})
         found = []
+        *others, whole = self._adapters
         for slot in slots:
-            for adapter in self._adapters:
-                if adapter.claims(slot):
-                    break
+            adapter = next((one for one in others if one.claims(slot)), whole) if self._hides or not slot.plain else whole
             tied = known.get(id(slot.recorded))
             if tied is not None:
                 _add_alias(tied, slot.name)

@@ -148,15 +148,30 @@ struct Lane {
   std::vector<double> scratch = std::vector<double>(kScratch);
 };
 
-Deviation compute(const Files& files, const Stretch& stretch, Lane& lane) {
-  const Pair& pair = *stretch.pair;
-  const Side a(files, *pair.catalog_a, *pair.a, stretch, lane.a), b(files, *pair.catalog_b, *pair.b, stretch, lane.b);
-  const int64_t count = stretch.end - stretch.begin;
-  const DType dtype_a = pair.a->entry.dtype, dtype_b = pair.b->entry.dtype;
-  if (has_values(dtype_a)) return deviation(a.data(), dtype_a, b.data(), dtype_b, count, lane.scratch);
+bool can_be_equal(const Pair& pair) {
+  return pair.a->entry.dtype == pair.b->entry.dtype;
+}
+
+/// Of bytes that are equal: all that is known of them without their numbers.
+Deviation of_equal(const Stretch& stretch) {
+  Deviation none;
+  const DType dtype = stretch.pair->a->entry.dtype;
+  none.elements = has_values(dtype) ? (stretch.end - stretch.begin) * (dtype == DType::kC64 ? 2 : 1) : 0;
+  return none;
+}
+
+/// Of bytes that differ.
+Deviation of_differing(const Stretch& stretch, const Side& a, const Side& b, Lane& lane) {
+  const DType dtype_a = stretch.pair->a->entry.dtype, dtype_b = stretch.pair->b->entry.dtype;
+  if (has_values(dtype_a)) return deviation(a.data(), dtype_a, b.data(), dtype_b, stretch.end - stretch.begin, lane.scratch);
   Deviation bytes_alone;
-  bytes_alone.equal_bytes = std::memcmp(a.data(), b.data(), a.size()) == 0;
+  bytes_alone.equal_bytes = false;
   return bytes_alone;
+}
+
+Squares squares_of(const Stretch& stretch, const Side& side, Lane& lane) {
+  const DType dtype = stretch.pair->a->entry.dtype;
+  return deviation(side.data(), dtype, side.data(), dtype, stretch.end - stretch.begin, lane.scratch).squares_a;
 }
 
 /// Adds up parts in their order, whatever order they come in.
@@ -176,6 +191,83 @@ class InOrder {
   base::Mutex mutex_;
   std::map<int64_t, Deviation> waiting_ SHARDOW_GUARDED_BY(mutex_);
   int64_t next_ SHARDOW_GUARDED_BY(mutex_) = 0;
+};
+
+/// Most stretches are equal or all of them differ: of equal ones the squares are summed up once it is known that their tensor differs
+/// elsewhere, which |a - b| / |a| asks for. What was passed by then is read again, on one side.
+class Values {
+ public:
+  Values(Comparison& comparison, int lanes)
+      : pairs_(comparison.pairs.data()),
+        stretches_(stretches_of(comparison)),
+        files_(comparison, lanes),
+        memory_(static_cast<size_t>(lanes)),
+        equal_(stretches_.size()),
+        differs_(comparison.pairs.size()) {}
+
+  void compare(int lanes, const std::function<void(int64_t done, int64_t total)>& told) {
+    for (const Stretch& stretch : stretches_) total_ += stretch.bytes();
+    InOrder sums(stretches_);
+    const auto look = [&](int64_t number, int lane) {
+      sums.add(number, look_at(static_cast<size_t>(number), memory_[static_cast<size_t>(lane)]));
+    };
+    const auto tell = [&] { told(done_, total_); };
+    in_lanes(static_cast<int64_t>(stretches_.size()), lanes, look, tell);
+    const std::vector<size_t> left = left_out();
+    const auto sum_up = [&](int64_t i, int lane) {
+      const size_t number = left[static_cast<size_t>(i)];
+      Lane& own = memory_[static_cast<size_t>(lane)];
+      const Pair& pair = *stretches_[number].pair;
+      equal_[number].squares = squares_of(stretches_[number], Side(files_, *pair.catalog_a, *pair.a, stretches_[number], own.a), own);
+    };
+    in_lanes(static_cast<int64_t>(left.size()), lanes, sum_up, tell);
+    for (size_t number = 0; number < stretches_.size(); ++number) {
+      if (counts(number)) stretches_[number].pair->deviation.squares_a += equal_[number].squares;
+    }
+    files_.check_unchanged();
+  }
+
+ private:
+  struct Equal {
+    bool equal = false, summed = false;
+    Squares squares = {};
+  };
+
+  Deviation look_at(size_t number, Lane& lane) {
+    const Stretch& stretch = stretches_[number];
+    const Pair& pair = *stretch.pair;
+    const Side a(files_, *pair.catalog_a, *pair.a, stretch, lane.a), b(files_, *pair.catalog_b, *pair.b, stretch, lane.b);
+    std::atomic<bool>& differs = differs_[static_cast<size_t>(stretch.pair - pairs_)];
+    done_ += stretch.bytes();
+    if (!can_be_equal(pair) || std::memcmp(a.data(), b.data(), a.size()) != 0) {
+      differs = true;
+      return of_differing(stretch, a, b, lane);
+    }
+    equal_[number].equal = true;
+    equal_[number].summed = differs && has_values(pair.a->entry.dtype);
+    if (equal_[number].summed) equal_[number].squares = squares_of(stretch, a, lane);
+    return of_equal(stretch);
+  }
+
+  /// Whether the squares of an equal stretch bear on what is said.
+  bool counts(size_t number) const { return equal_[number].equal && !stretches_[number].pair->deviation.squares.zero(); }
+
+  std::vector<size_t> left_out() const {
+    std::vector<size_t> left;
+    for (size_t number = 0; number < stretches_.size(); ++number) {
+      if (counts(number) && !equal_[number].summed) left.push_back(number);
+    }
+    return left;
+  }
+
+  const Pair* pairs_;
+  std::vector<Stretch> stretches_;
+  Files files_;
+  std::vector<Lane> memory_;
+  std::vector<Equal> equal_;                // by stretch
+  std::vector<std::atomic<bool>> differs_;  // by pair: known by now
+  int64_t total_ = 0;
+  std::atomic<int64_t> done_{0};
 };
 
 }  // namespace
@@ -206,20 +298,7 @@ Comparison compare_names(const std::vector<Source>& a, const std::vector<Source>
 }
 
 void compare_values(Comparison& comparison, int lanes, const std::function<void(int64_t done, int64_t total)>& told) {
-  const std::vector<Stretch> stretches = stretches_of(comparison);
-  int64_t total = 0;
-  for (const Stretch& stretch : stretches) total += stretch.bytes();
-  const Files files(comparison, lanes);
-  std::atomic<int64_t> done{0};
-  std::vector<Lane> memory(static_cast<size_t>(lanes));
-  InOrder sums(stretches);
-  const auto work = [&](int64_t number, int lane) {
-    const Stretch& stretch = stretches[static_cast<size_t>(number)];
-    sums.add(number, compute(files, stretch, memory[static_cast<size_t>(lane)]));
-    done += stretch.bytes();
-  };
-  in_lanes(static_cast<int64_t>(stretches.size()), lanes, work, [&] { told(done, total); });
-  files.check_unchanged();
+  Values(comparison, lanes).compare(lanes, told);
 }
 
 }  // namespace shardow::cli

@@ -206,3 +206,14 @@ def test_trouble_is_more_than_one(tmp_path: Path) -> None:
     assert run("diff", path, tmp_path / "b.safetensors").returncode == 3
     (tmp_path / "b.safetensors").write_bytes(b"nothing")
     assert run("diff", path, tmp_path / "b.safetensors").returncode == 4
+
+
+@pytest.mark.parametrize("at", [0, 700_000, 1_999_999])
+def test_what_is_equal_counts_where_a_tensor_differs_elsewhere(tmp_path: Path, at: int) -> None:
+    values = {"x": torch.randn(2_000_000), "same": torch.randn(300_000)}
+    other = {"x": values["x"].clone(), "same": values["same"]}
+    other["x"][at] += 1
+    a, b = written(tmp_path / "a.safetensors", values), written(tmp_path / "b.safetensors", other)
+    agrees(values_of(a, b), values["x"], other["x"])
+    of_threads = [told_json("diff", a, b, "--threads", str(threads), status=1) for threads in (1, 4, 7, 1, 4, 7)]
+    assert all(one == of_threads[0] for one in of_threads)

@@ -14,6 +14,8 @@ namespace {
 constexpr int MADV_POPULATE_READ = 22;  // Linux 5.14; others answer EINVAL
 #endif
 
+constexpr size_t kTogether = size_t{1} << 20;  // bytes that are forgotten at once
+
 const uintptr_t kPageBytes = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
 
 /// The pages that bytes lie in.
@@ -58,6 +60,21 @@ void Mapped::forget(std::span<const std::byte> looked_at) const noexcept {
   const auto offset = static_cast<size_t>(looked_at.data() - bytes_.data());
   const auto pages = pages_of(bytes_.subspan(offset, looked_at.size()));
   ::madvise(pages.data(), pages.size(), MADV_DONTNEED);
+}
+
+void Forgetting::forget(const Mapped& of, std::span<const std::byte> looked_at) noexcept {
+  if (looked_at.empty()) return;
+  const bool goes_on = of_ == &of && bytes_.data() + bytes_.size() == looked_at.data();
+  if (!goes_on) now();
+  of_ = &of;
+  bytes_ = goes_on ? std::span(bytes_.data(), bytes_.size() + looked_at.size()) : looked_at;
+  if (bytes_.size() >= kTogether) now();
+}
+
+void Forgetting::now() noexcept {
+  if (of_ != nullptr) of_->forget(bytes_);
+  of_ = nullptr;
+  bytes_ = {};
 }
 
 }  // namespace shardow::base

@@ -32,4 +32,21 @@ class Mapped {
   std::span<std::byte> bytes_;
 };
 
+/// What one thread has looked at: neighbours are forgotten together, since every call interrupts the process's other threads.
+class Forgetting {
+ public:
+  Forgetting() = default;
+  Forgetting(const Forgetting&) = delete;
+  Forgetting& operator=(const Forgetting&) = delete;
+  ~Forgetting() { now(); }
+
+  /// Soon. `of` outlives it, or now() is called before.
+  void forget(const Mapped& of, std::span<const std::byte> looked_at) noexcept;
+  void now() noexcept;
+
+ private:
+  const Mapped* of_ = nullptr;
+  std::span<const std::byte> bytes_;
+};
+
 }  // namespace shardow::base

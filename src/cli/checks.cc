@@ -117,6 +117,7 @@ void run_checks(std::vector<FileCheck>& files, int lanes, const std::function<vo
     try {
       const auto handle = handle_of(*file);
       const base::Mapped mapped = lanes > kMostLooking ? base::Mapped() : base::Mapped(*handle);
+      base::Forgetting forgetting;
       std::optional<Sha256> hash;
       if (file->hashed) hash.emplace();
       for (int64_t at = begin; at < end; at += kReadBytes) {
@@ -126,7 +127,7 @@ void run_checks(std::vector<FileCheck>& files, int lanes, const std::function<vo
         const auto bytes = looked_at.empty() ? read(*handle, at, size, buffer) : looked_at;
         if (hash) hash->add(bytes);
         if (file->sums) file->sums->add(at, bytes);
-        mapped.forget(looked_at);
+        forgetting.forget(mapped, looked_at);
         done += size;
         if (lane == 0) told(done, total);
       }

@@ -120,31 +120,38 @@ class Files {
   std::map<file::Opened*, base::Mapped> mapped_;
 };
 
+/// What a lane has for one side.
+struct Room {
+  std::vector<std::byte> memory;
+  base::Forgetting forgetting;
+};
+
 /// Elements of one side of a pair, as long as this lives: where they are in memory they are looked at there.
 class Side {
  public:
-  Side(const Files& files, const file::Catalog& catalog, const file::Stored& stored, const Stretch& stretch, std::vector<std::byte>& memory)
-      : mapped_(files.of(catalog, stored)) {
+  Side(const Files& files, const file::Catalog& catalog, const file::Stored& stored, const Stretch& stretch, Room& room)
+      : mapped_(files.of(catalog, stored)), forgetting_(room.forgetting) {
     const int64_t begin = file::bytes_of(stretch.begin, stored.entry), bytes = file::bytes_of(stretch.end, stored.entry) - begin;
     looked_at_ = mapped_.look(catalog.files[stored.file].data_begin + stored.entry.begin + begin, bytes);
     const auto width = static_cast<uintptr_t>(std::max(1, dtype_bits(stored.entry.dtype) / 8));
     const bool aligned = reinterpret_cast<uintptr_t>(looked_at_.data()) % width == 0;  // of headers by others some are not
-    bytes_ = looked_at_.empty() || !aligned ? read_part(catalog, stored, begin, bytes, memory) : looked_at_;
+    bytes_ = looked_at_.empty() || !aligned ? read_part(catalog, stored, begin, bytes, room.memory) : looked_at_;
   }
   Side(const Side&) = delete;
   Side& operator=(const Side&) = delete;
-  ~Side() { mapped_.forget(looked_at_); }
+  ~Side() { forgetting_.forget(mapped_, looked_at_); }
 
   const std::byte* data() const { return bytes_.data(); }
   size_t size() const { return bytes_.size(); }
 
  private:
   const base::Mapped& mapped_;
+  base::Forgetting& forgetting_;
   std::span<const std::byte> looked_at_, bytes_;
 };
 
 struct Lane {
-  std::vector<std::byte> a, b;
+  Room a, b;
   std::vector<double> scratch = std::vector<double>(kScratch);
 };
 
@@ -208,11 +215,13 @@ class Values {
   void compare(int lanes, const std::function<void(int64_t done, int64_t total)>& told) {
     for (const Stretch& stretch : stretches_) total_ += stretch.bytes();
     InOrder sums(stretches_);
-    const auto look = [&](int64_t number, int lane) {
-      sums.add(number, look_at(static_cast<size_t>(number), memory_[static_cast<size_t>(lane)]));
+    const auto count = static_cast<int64_t>(stretches_.size());
+    const auto look = [&](int64_t group, int lane) {
+      for (int64_t n = kTogether * group; n < std::min(count, kTogether * (group + 1)); ++n)
+        sums.add(n, look_at(static_cast<size_t>(n), memory_[static_cast<size_t>(lane)]));
     };
     const auto tell = [&] { told(done_, total_); };
-    in_lanes(static_cast<int64_t>(stretches_.size()), lanes, look, tell);
+    in_lanes((count + kTogether - 1) / kTogether, lanes, look, tell);
     const std::vector<size_t> left = left_out();
     const auto sum_up = [&](int64_t i, int lane) {
       const size_t number = left[static_cast<size_t>(i)];
@@ -228,6 +237,8 @@ class Values {
   }
 
  private:
+  static constexpr int64_t kTogether = 4;  // stretches that a lane takes at once: neighbours are forgotten in one call
+
   struct Equal {
     bool equal = false, summed = false;
     Squares squares = {};

@@ -35,6 +35,33 @@ TEST_F(MappedFiles, AreLookedAtInAnyPart) {
     EXPECT_TRUE(mapped.look(begin, bytes).empty()) << begin;
 }
 
+int64_t mapped_kib() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    if (word == "RssFile:" && status >> word) return std::stoll(word);
+  }
+  return 0;
+}
+
+TEST_F(MappedFiles, AreForgottenTogetherSoonAndAtTheEnd) {
+  constexpr int64_t kAll = 16 << 20, kEach = 100'000;
+  const Path path = folder_ / "a";
+  write(path, kAll);
+  const Mapped mapped(File::open(path));
+  if (mapped.look(0, 1).empty()) GTEST_SKIP() << "this kernel or file system has no such mapping";
+  const int64_t before = mapped_kib();
+  {
+    Forgetting forgetting;
+    for (int64_t at = 0; at + kEach <= kAll; at += kEach) {
+      forgetting.forget(mapped, mapped.look(at, kEach));
+      EXPECT_LT(mapped_kib(), before + 4096) << at;
+    }
+    forgetting.forget(mapped, mapped.look(0, 2000));  // elsewhere
+    forgetting.forget(mapped, {});
+  }
+  EXPECT_LT(mapped_kib(), before + 4096);
+}
+
 /// Looking at what is not there would end the process.
 TEST_F(MappedFiles, AreNotLookedAtWhereTheyWereCutOff) {
   const Path path = folder_ / "a";

@@ -100,10 +100,13 @@ void clear_leftovers(const Path& target, const Path& draft, bool local) noexcept
     bool flushed = false;
     for (const Leftover& one : leftovers_of(target)) {
       if (one.path == draft) continue;
-      FileLock lock;
+      FileLock lock, of_maker;
       const FileLock::Result result = lock.take(one.path);
-      const bool dead = result == FileLock::Result::kHeld && local;
-      if (result == FileLock::Result::kOthers || result == FileLock::Result::kGone || (!dead && is_young(one.path, draft))) continue;
+      const bool made = one.kind != Temporary::kDraft;  // by a save whose draft is locked while it lives, and which needs this one too
+      const FileLock::Result maker = made ? of_maker.take(temporary_path(target, one.nonce, Temporary::kDraft)) : result;
+      const bool dead = result == FileLock::Result::kHeld && maker != FileLock::Result::kUnknown && local;
+      if (result == FileLock::Result::kOthers || result == FileLock::Result::kGone || maker == FileLock::Result::kOthers) continue;
+      if (!dead && is_young(one.path, draft)) continue;
       // Who died may have given it this name a moment ago, and the disk may still have it under the checkpoint's.
       if (!std::exchange(flushed, true)) base::sync(base::parent_of(target));
       const auto found = base::look_at_itself(one.path);

@@ -99,6 +99,40 @@ TEST_F(Saving, WhatDeadSavesLeftIsClearedAwayWithoutASaveAndWhatLivingOnesMakeIs
   EXPECT_EQ(bytes_of(replaced / "model.safetensors"), "the old one");
 }
 
+/// Leaves the question whether a draft lives without an answer, once.
+class FailingFlock : public base::Syscalls {
+ public:
+  int open(const char* path, int flags, mode_t mode) override {
+    const int fd = Syscalls::open(path, flags, mode);
+    if (std::string_view(path).ends_with(std::string(kNonce) + ".tmp") && left_ > 0) draft_ = fd;
+    return fd;
+  }
+  int flock(int fd, int operation) override {
+    return fd == draft_ && left_-- > 0 ? (draft_ = -1, errno = EIO, -1) : Syscalls::flock(fd, operation);
+  }
+
+ private:
+  int draft_ = -1, left_ = 1;
+};
+
+TEST_F(Saving, WhatALivingSaveMovesCheckpointsToStaysWithItsDraft) {
+  const auto path = folder_ / "model";
+  save_version(1, path);
+  const auto draft = file::temporary_path(path, kNonce, file::Temporary::kDraft);
+  const auto old = file::temporary_path(path, kNonce, file::Temporary::kOld);
+  for (const auto& directory : {draft, old}) fs::create_directory(directory);
+  write(old / "model.safetensors", "");
+  base::FileLock lock;
+  ASSERT_EQ(lock.take(draft), base::FileLock::Result::kHeld);
+  FailingFlock machine;
+  machine_.syscalls = &machine;
+  save_version(2, path);
+  machine_.syscalls = nullptr;
+  expect_version(2, path);
+  EXPECT_EQ(names(), (std::set<std::string>{"model", draft.filename().string(), old.filename().string()}));
+  EXPECT_TRUE(fs::exists(old / "model.safetensors"));
+}
+
 /// Storage of a kind that other machines may mount, without locks.
 class Network : public base::Syscalls {
  public:

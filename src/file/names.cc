@@ -111,7 +111,7 @@ std::vector<Leftover> leftovers_of(const Path& target) {
     const std::string_view rest = std::string_view(name).substr(prefix.size());
     const auto end = std::find(kEnds.begin(), kEnds.end(), rest.substr(kNonce));
     if (are_hex(rest.substr(0, kNonce)) && end != kEnds.end())
-      found.push_back({base::parent_of(target) / name, static_cast<Temporary>(end - kEnds.begin())});
+      found.push_back({base::parent_of(target) / name, static_cast<Temporary>(end - kEnds.begin()), std::string(rest.substr(0, kNonce))});
   }
   std::sort(found.begin(), found.end(), [](const Leftover& a, const Leftover& b) { return a.path < b.path; });
   return found;

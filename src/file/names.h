@@ -34,6 +34,7 @@ base::Path temporary_path(const base::Path& target, const std::string& nonce, Te
 struct Leftover {
   base::Path path;
   Temporary kind;
+  std::string nonce;
 };
 
 /// All that lie beside `target` now, of dead saves and of living ones.

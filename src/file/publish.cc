@@ -63,6 +63,17 @@ void check_target(const Draft& draft, const Sizes& files) {
   }
 }
 
+/// The checkpoint is at `aside`, and comes back; where another save has published meanwhile, what is others' in it.
+void move_back(const Draft& draft, const Path& aside) {
+  try {
+    base::rename(aside, draft.target);
+  } catch (const Error&) {
+    if (!base::leads_to_directory(draft.target)) throw;  // who looks for it finds it beside, and the next save puts it back
+    rescue(aside, draft.target, true);
+  }
+  base::sync(parent_of(draft.target));
+}
+
 /// Asks for something that file systems of this machine never do, a directory in place of one that is not empty, to learn whether it may be
 /// moved at all. Were it done hours later, by storage that stands still now, the checkpoint would be where an old one is looked for.
 void check_movable(Draft& draft) {
@@ -70,8 +81,10 @@ void check_movable(Draft& draft) {
   draft.tried = true;
   base::make_directory(full);
   base::File::create(full / kSingleName).close();  // which is never taken for somebody else's
+  bool moved = false;
   try {
     base::rename(draft.target, full);
+    moved = true;  // somebody who took this save for a dead one has removed `full`
   } catch (const Error& error) {
     if (base::syscalls().left_one()) throw;
     const int why = error.os_errno();
@@ -84,6 +97,10 @@ void check_movable(Draft& draft) {
            "{} belongs to a lower layer of an overlay (an image of a container) and cannot be replaced; save to another name",
            draft.target.string());
     }
+  }
+  if (moved) {
+    draft.tried = false;
+    return move_back(draft, full);
   }
   base::remove_file(full / kSingleName);
   base::remove_directory(full);

@@ -1,5 +1,7 @@
 // Saves where a rename fails, is not to be had, or where a dead one stopped between two of them.
 #include <cerrno>
+#include <functional>
+#include <utility>
 
 #include "file/publish.h"
 #include "file/saving_fixture.h"
@@ -42,6 +44,61 @@ TEST_F(Saving, WithoutAnExchangeGoesBackWhereARenameFails) {
   }
   EXPECT_GE(failures, 3);
   expect_version(2, path);
+}
+
+/// Somebody who takes this save for a dead one removes what it made, just before the checkpoint is asked to move there; and may publish
+/// before it is back.
+class Cleaner : public base::Syscalls {
+ public:
+  explicit Cleaner(std::function<void()> then) : then_(std::move(then)) {}
+  int rename(const char* from, const char* to) override {
+    const bool first = !cleaned && fs::path(from).filename() == "model";
+    if (first) fs::remove_all(to);
+    const int result = Syscalls::rename(from, to);
+    if (first) then_();
+    cleaned |= first;
+    return result;
+  }
+  bool cleaned = false;
+
+ private:
+  const std::function<void()> then_;
+};
+
+TEST_F(Saving, ACheckpointThatMovesWhereItIsAskedWhetherItMayComesBack) {
+  const auto path = folder_ / "model";
+  for (const bool published : {false, true}) {
+    save_version(1, path, kShards);
+    write(path / "config.json", "mine");
+    Cleaner machine([&] {
+      if (published) fs::create_directory(path), write(path / "model.safetensors", "another save's");
+    });
+    machine_.syscalls = &machine;
+    save_version(2, path, kShards);
+    machine_.syscalls = nullptr;
+    EXPECT_TRUE(machine.cleaned);
+    expect_version(2, path);
+    EXPECT_EQ(bytes_of(path / "config.json"), "mine");
+    EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+  }
+}
+
+TEST_F(Saving, WhereItCannotComeBackTheNextOneFindsIt) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  class Stuck : public Cleaner {
+   public:
+    Stuck() : Cleaner([] {}) {}
+    int rename(const char* from, const char* to) override { return cleaned ? (errno = EIO, -1) : Cleaner::rename(from, to); }
+  } machine;
+  machine_.syscalls = &machine;
+  version = 2;
+  EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));
+  machine_.syscalls = nullptr;
+  expect_version(1, path);
+  save_version(3, path, kShards);
+  expect_version(3, path);
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
 }
 
 TEST_F(Saving, ThatDiedBetweenTwoRenamesLeavesTheOldOneForTheNextLoadAndTheNextSave) {

@@ -104,7 +104,12 @@ class Rounds:
         messages."""
         for to, letter in turn.words.letters.items():
             put(store, f"{turn.number}/{self._rank}/to/{to}", letter, turn.written)
-        has_words = self._tell(store, turn)
+        if turn.before is None:
+            turn.before = self.verdict_of(store, turn.number - 1)
+            if turn.number > 0 and is_good(turn.before):  # for the others: this one goes on from its beginning, and they do not
+                turn.said = self.decide(store, turn.number, self._left())
+                return
+        has_words = self._tell(store, turn, turn.before)
         was_last, any_words = self._count(store, turn, has_words)
         if not was_last:
             turn.said = self._wait_long(store, turn, seconds)
@@ -117,14 +122,12 @@ class Rounds:
         if turn.said is None:
             self._sum_up(store, turn, any_words, weighs)
 
-    def _tell(self, store: Connection, turn: Turn) -> bool:
+    def _tell(self, store: Connection, turn: Turn, before: bytes) -> bool:
         """(1): whether this rank's words go beside what all have."""
-        if turn.before is None:
-            turn.before = self.verdict_of(store, turn.number - 1)
         text = turn.words.encode()
         if len(text) <= SHORT:
-            found = bytes(store.compare_set(f"{turn.number - 1}/verdict", turn.before, turn.before + text))
-            turn.common = found[len(turn.before) :]
+            found = bytes(store.compare_set(f"{turn.number - 1}/verdict", before, before + text))
+            turn.common = found[len(before) :]
             if turn.common == text:
                 return False
         if len(text) > _LONG:
@@ -226,8 +229,10 @@ class Rounds:
         """Of a round that this rank has left; bad, where it has none yet."""
         if number < 0:
             return b""
-        left = failure("timeout", f"rank {self._names[self._rank]} has left: it waited in vain for the store of the process group")
-        return as_given(self.decide(store, number, left))
+        return as_given(self.decide(store, number, self._left()))
+
+    def _left(self) -> bytes:
+        return failure("timeout", f"rank {self._names[self._rank]} has left: it waited in vain for the store of the process group")
 
     def tell_all(self, store: Connection, turn: Turn, body: bytes, letters: Sequence[bytes]) -> None:
         """(3): the verdict of who was last. What does not fit into it is there before it."""

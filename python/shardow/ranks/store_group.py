@@ -7,7 +7,8 @@ outcome: also where ranks made different calls.
 Rounds are counted for the life of a process group, not of whoever uses it: a rank that missed a call meets the verdict of that call next,
 and is then in step again. A rank that is interrupted while it waits proposes that as the verdict. Where the others had all they need by
 then, it goes on where its signals are held (base/signals.py), and ends the next round too where not, for those who would wait for it
-there. In both cases it is in step then.
+there. In both cases it is in step then. So is one that left a round without a verdict, since its store did not answer: where that was
+good for the others, its next one is ended for all.
 
 A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. While a thread has the connection
 nobody else does, and it comes back only when the thread is done: what somebody has left goes on with its own, asks nothing more, and its

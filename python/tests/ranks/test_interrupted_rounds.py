@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import shardow
 from shardow.base.signals import Held
-from shardow.ranks import rounds, store_group
+from shardow.ranks import rounds, store_group, store_values
 from shardow.ranks.waiting import Left
 
 TIMEOUT = 20.0
@@ -98,3 +98,37 @@ def test_words_stay_until_the_others_have_read_them() -> None:
     zero, one = ranks.run(2, interrupted_before_the_other_reads)
     assert zero == [[b"zero", b"one"], [b"in step", b"in step"]]
     assert one == [[b"in step", b"in step"]]
+
+
+def left_without_a_verdict() -> list[Any]:
+    """Rank 1 has told its words when its store does not answer any more, so that it leaves; rank 0 comes then, and finds all it needs."""
+    group, wait_long = store_group.store_group(dist.group.WORLD), rounds.Rounds._wait_long
+    gate, inside, answers = store_group._connection(), store_group._connection(), []
+
+    def silent(*args: Any) -> Any:
+        rounds.Rounds._wait_long = wait_long  # type: ignore[method-assign]
+        inside.wait(["rank 0 has it"])
+        raise store_values.Abandoned
+
+    if dist.get_rank() == 0:
+        gate.wait(["rank 1 has left"])
+    else:
+        rounds.Rounds._wait_long = silent  # type: ignore[method-assign]
+    for number in range(3):
+        group.begin("a call", TIMEOUT)
+        try:
+            answers.append(group.all_gather(b"%d of %d" % (number, dist.get_rank()), TIMEOUT if dist.get_rank() == 0 or number else 0.1))
+        except shardow.Error as error:
+            answers.append(str(error))
+        if number == 0:
+            gate.set(["rank 0 has it", "rank 1 has left"][dist.get_rank()], "")
+            gate.wait(["rank 0 has it"])
+    return answers
+
+
+def test_who_leaves_a_round_that_was_good_for_the_others_ends_the_next_one() -> None:
+    zero, one = ranks.run(2, left_without_a_verdict)
+    ended, in_step = "rank 1 has left: it waited in vain for the store of the process group", [b"2 of 0", b"2 of 1"]
+    assert zero == [[b"0 of 0", b"0 of 1"], ended, in_step]
+    assert one == [one[0], ended, in_step]
+    assert "did not answer within" in one[0]

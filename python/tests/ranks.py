@@ -19,9 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug as tensor_debug
@@ -128,7 +130,6 @@ def _collect(workers: list[_Worker], timeout: float, may_die: bool) -> list[Any]
 
 def _serve(pipe: Connection, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "2"
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning of a timeout looks up names too
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     while True:
@@ -170,6 +171,9 @@ _pool: Pool | None = None
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
     global _pool
     if _pool is None:
+        with pytest.MonkeyPatch.context() as patch:  # a warning of a timeout looks up names, for seconds; torch reads this at its import
+            patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+            forkserver.ensure_running()
         _pool = Pool()
         atexit.register(_pool.stop)
     return _pool.run(world, fn, *args, timeout=timeout, may_die=may_die)

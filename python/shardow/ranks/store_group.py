@@ -37,6 +37,7 @@ from shardow.base.signals import put_off
 from shardow.ranks.rounds import Answer, Rounds, Turn, Words
 from shardow.ranks.store_values import Connection, clone
 from shardow.ranks.transfers import begun, finish, has_cpu
+from shardow.ranks.tree import reduced
 from shardow.ranks.verdicts import as_given, failure, is_good, raise_for
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
@@ -46,7 +47,9 @@ Weigh = Callable[[list[bytes]], tuple[bytes, Sequence[bytes]]]  # everybody's wo
 ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 _LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
 _FIRST_TAG = 64  # smaller ones are channels
+_MANY = 512  # words that go along a tree of ranks
 _LATER = "a later step of "
+_NO_BLOCK = "a block between ranks"
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -227,16 +230,41 @@ class StoreGroup(_core.Group):
 
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
         """Combines 64-bit words in place: op is "sum", "max" or "xor". Not a collective call of torch's, even of many words: in the
-        background training's own would be taken for it, since torch pairs them in the order of the calls."""
+        background training's own would be taken for it, since torch pairs them in the order of the calls. Many words go along a tree of
+        ranks, through the process group where it moves blocks; else one rank reads those of all."""
         combine: Any = {"sum": operator.add, "max": np.maximum, "xor": operator.xor}[op]
-
-        def weigh(everybody: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
-            return functools.reduce(combine, (np.frombuffer(one, dtype=np.uint64) for one in everybody)).tobytes(), ()
-
-        if len(values):
-            np.frombuffer(values, dtype=np.uint64)[:] = np.frombuffer(self.decide(bytes(values), weigh, seconds)[0], dtype=np.uint64)
+        mine = np.frombuffer(values, dtype=np.uint64) if len(values) else np.empty(0, dtype=np.uint64)
+        if len(mine) >= _MANY and self.moves_blocks:
+            total = self._along_a_tree(mine, op, combine, seconds)
+        elif len(mine):
+            everybody = self.decide(bytes(values), lambda words: (_combined(words, combine), ()), seconds)[0]
+            total = np.frombuffer(everybody, dtype=np.uint64)
         else:
             self.all_gather(b"", seconds)
+            return
+        mine[:] = total
+
+    def _along_a_tree(self, mine: np.ndarray[Any, Any], op: str, combine: Any, seconds: float) -> np.ndarray[Any, Any]:
+        """Begins with a round, in which a rank that is late does no harm to the process group, and ends with one: who got no block, or
+        could not send one, ends it for all."""
+        until = time.monotonic() + seconds
+
+        def left() -> float:
+            return max(until - time.monotonic(), _LAST_WORDS)
+
+        what = b"%s of %d words" % (op.encode(), len(mine))
+        if any(theirs != what for theirs in self.all_gather(what, seconds)):
+            raise invalid(f"all_reduce({op}, {len(mine)} words), and other ranks have others")
+        total, wrong = mine, b""
+        try:
+            total = reduced(self, mine, combine, left)
+        except errors.Error as error:
+            wrong = f"{error.code} {error}".encode()
+        except BaseException:
+            self.skip(f"all_reduce({op})")
+            raise
+        self.decide(wrong, _refuse, left() + 2 * _LAST_WORDS)  # who waits for a block comes at the deadline
+        return total
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
         """Copies root's bytes into everybody's: through the process group, or its store where that has no way for CPU tensors."""
@@ -267,7 +295,7 @@ class StoreGroup(_core.Group):
         return _FIRST_TAG + self._round
 
     def _move(self, begin: Callable[[], dist.Work | None], seconds: float) -> None:
-        otherwise = f"a block between ranks {self.ranks} did not arrive"
+        otherwise = f"{_NO_BLOCK} {self.ranks} did not arrive"
         finish(begun(begin, otherwise), seconds, otherwise)
 
 
@@ -275,6 +303,18 @@ def _connection() -> Any:
     store: Any = dist.distributed_c10d._get_default_store()
     store.check(["shardow"])  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
     return clone(store)
+
+
+def _combined(words: list[bytes], combine: Any) -> bytes:
+    everybody = (np.frombuffer(one, dtype=np.uint64) for one in words)
+    return bytes(functools.reduce(combine, everybody).tobytes())
+
+
+def _refuse(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
+    """Raises what the first one says with whom something is wrong; those to whom another one's block did not come say the least."""
+    said = sorted((one for one in words if one), key=lambda one: _NO_BLOCK.encode() in one)
+    code, _, message = said[0].decode().partition(" ")
+    raise errors.make(code, message)
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import models
 import numpy as np
@@ -48,6 +49,60 @@ def reductions() -> bool:
     return True
 
 
+def long_reductions() -> bool:
+    """A rank's words of a checkpoint's checksums: along the tree, and through the store where no blocks move."""
+    group, rank, size = store_group.store_group(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
+    told: list[int] = []
+    decide = group.decide
+
+    def counted(mine: bytes, *rest: Any) -> tuple[bytes, bytes]:
+        told.append(len(mine))
+        return decide(mine, *rest)
+
+    group.decide = counted  # type: ignore[method-assign]
+    everybody = np.arange(5000, dtype=np.uint64) * np.array([[2**60 + 7 * one + 1] for one in range(size)], dtype=np.uint64)
+    for op, combine in [("sum", np.add), ("max", np.maximum), ("xor", np.bitwise_xor)]:
+        for moves_blocks in (True, False):
+            group.moves_blocks = moves_blocks
+            values = everybody[rank].copy()
+            group.all_reduce(memoryview(values), op, 60)  # type: ignore[arg-type]
+            assert (values == combine.reduce(everybody)).all(), (op, moves_blocks)
+    assert told == [0, values.nbytes] * 3
+    return True
+
+
+def a_block_that_fails(interrupted: bool) -> list[Any]:
+    """On rank 2. Its parent waits for it in vain."""
+    group, rank, found = store_group.store_group(dist.group.WORLD), dist.get_rank(), []
+    if rank == 2:
+
+        def send(data: memoryview, to: int, seconds: float) -> None:
+            raise KeyboardInterrupt if interrupted else shardow.errors.make("peer_failed", "rank 2 has no way to rank 0")
+
+        group.send = send  # type: ignore[method-assign]
+    values = np.full(1000, rank, dtype=np.uint64)
+    group.begin("a reduction", 2.0)
+    try:
+        group.all_reduce(memoryview(values), "sum", 2.0)  # type: ignore[arg-type]
+    except (shardow.Error, KeyboardInterrupt) as error:
+        found = [type(error).__name__, str(error)]
+    assert (values == rank).all()
+    return [*found, group.all_gather(b"in step", 60)]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_reduction_that_fails_on_one_rank_fails_on_all_and_changes_nothing(interrupted: bool) -> None:
+    answers = ranks.run(4, a_block_that_fails, interrupted, may_die=True)  # a process group is of no more use after it
+    if interrupted:
+        assert answers.pop(2)[:2] == ["KeyboardInterrupt", ""]
+    said = "rank 2 was interrupted in all_reduce(sum)" if interrupted else "rank 2 has no way to rank 0"
+    late = "did not take part within 2 s"  # who waits for a block comes at the deadline, and may come after it
+    for kind, message, together in answers:
+        assert (kind, message) == ("PeerFailedError", said) or (kind == "DeadlineError" and late in message)
+        assert [kind, message] == answers[0][:2]
+        assert together == [b"in step"] * 4
+
+
 def blocks_and_broadcasts() -> bool:
     rank = dist.get_rank()
     for channel in (0, 1):
@@ -86,7 +141,10 @@ def two_channels_at_once() -> bool:
     return done == [[b"x", b"x"]] * 2
 
 
-@pytest.mark.parametrize(("case", "world"), [(long_texts, 3), (reductions, 3), (blocks_and_broadcasts, 3), (two_channels_at_once, 2)])
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [(long_texts, 3), (reductions, 3), (long_reductions, 1), (long_reductions, 5), (blocks_and_broadcasts, 3), (two_channels_at_once, 2)],
+)
 def test_does_what_a_group_does(case: object, world: int) -> None:
     assert ranks.run(world, case) == [True] * world  # type: ignore[arg-type]
 

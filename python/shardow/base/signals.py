@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 _PATIENCE = 1.0  # seconds that a signal waits for other ranks
 _LOOK = 0.1  # seconds between two looks at the signals, in a wait
@@ -97,12 +97,7 @@ def impatient() -> bool:
     return any(time.monotonic() - came > _PATIENCE for held in _holding for came in list(held._pending.values()))
 
 
-class Event(Protocol):
-    def wait(self, seconds: float, /) -> bool:
-        """False where it has not happened within them."""
-
-
-def waited(event: Event, seconds: float) -> bool:
+def waited(event: threading.Event, seconds: float) -> bool:
     """``event.wait(seconds)``, in which signals that are held for waits are delivered. One that comes when the event is there is not."""
     if not _in_waits():
         return event.wait(seconds)

@@ -232,17 +232,16 @@ class StoreGroup(_core.Group):
         """Combines 64-bit words in place: op is "sum", "max" or "xor". Not a collective call of torch's, even of many words: in the
         background training's own would be taken for it, since torch pairs them in the order of the calls. Many words go along a tree of
         ranks, through the process group where it moves blocks; else one rank reads those of all."""
-        combine: Any = {"sum": operator.add, "max": np.maximum, "xor": operator.xor}[op]
-        mine = np.frombuffer(values, dtype=np.uint64) if len(values) else np.empty(0, dtype=np.uint64)
-        if len(mine) >= _MANY and self.moves_blocks:
-            total = self._along_a_tree(mine, op, combine, seconds)
-        elif len(mine):
-            everybody = self.decide(bytes(values), lambda words: (_combined(words, combine), ()), seconds)[0]
-            total = np.frombuffer(everybody, dtype=np.uint64)
-        else:
+        if not len(values):
             self.all_gather(b"", seconds)
             return
-        mine[:] = total
+        combine: Any = {"sum": operator.add, "max": np.maximum, "xor": operator.xor}[op]
+        mine = np.frombuffer(values, dtype=np.uint64)
+        if len(mine) >= _MANY and self.moves_blocks:
+            mine[:] = self._along_a_tree(mine, op, combine, seconds)
+        else:
+            everybody = self.decide(bytes(values), lambda words: (_combined(words, combine), ()), seconds)[0]
+            mine[:] = np.frombuffer(everybody, dtype=np.uint64)
 
     def _along_a_tree(self, mine: np.ndarray[Any, Any], op: str, combine: Any, seconds: float) -> np.ndarray[Any, Any]:
         """Begins with a round, in which a rank that is late does no harm to the process group, and ends with one: who got no block, or
@@ -306,8 +305,8 @@ def _connection() -> Any:
 
 
 def _combined(words: list[bytes], combine: Any) -> bytes:
-    everybody = (np.frombuffer(one, dtype=np.uint64) for one in words)
-    return bytes(functools.reduce(combine, everybody).tobytes())
+    total: np.ndarray[Any, Any] = functools.reduce(combine, (np.frombuffer(one, dtype=np.uint64) for one in words))
+    return total.tobytes()
 
 
 def _refuse(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:

@@ -29,29 +29,12 @@ class Left(BaseException):
         self.cause = cause
 
 
-class _Over:
-    """An event that happens once, for one that waits: a lock, which costs a tenth of threading.Event."""
-
-    def __init__(self) -> None:
-        self._held = threading.Lock()
-        self._held.acquire()
-
-    def set(self) -> None:
-        self._held.release()
-
-    def wait(self, seconds: float) -> bool:
-        happened = self._held.acquire(timeout=seconds)
-        if happened:
-            self._held.release()
-        return happened
-
-
 class _Job(Generic[T]):
     def __init__(self, fn: Callable[[], T]) -> None:
         self._fn = fn
         self._answer: list[T] = []
         self._error: BaseException | None = None
-        self.over = _Over()
+        self.over = threading.Event()
 
     def do(self) -> None:
         try:

@@ -19,23 +19,30 @@ from shardow.ranks.waiting import Left
 TIMEOUT = 20.0
 
 
-def interrupted_when_over(held: bool) -> list[Any]:
-    """On rank 1: the signal is delivered when the round is good, and the wait for it has not returned."""
-    group, rank, wait_for = store_group.store_group(dist.group.WORLD), dist.get_rank(), store_group.wait_for
-    group.begin("a call", TIMEOUT)
-    answers: list[Any] = []
+def interrupt_when_over() -> None:
+    """The next wait: a signal comes when it is over, and has not returned."""
+    wait_for = store_group.wait_for
 
     def too_late(fn: Callable[[], Any], seconds: float) -> Any:
         store_group.wait_for = wait_for
         wait_for(fn, seconds)
         raise Left(KeyboardInterrupt())
 
+    store_group.wait_for = too_late
+
+
+def interrupted_when_over(held: bool) -> list[Any]:
+    """On rank 1: the signal is delivered when the round is good, and the wait for it has not returned."""
+    group, rank = store_group.store_group(dist.group.WORLD), dist.get_rank()
+    group.begin("a call", TIMEOUT)
+    answers: list[Any] = []
+
     def rounds() -> None:
         for number in range(2):
             answers.append(group.all_gather(b"%d of %d" % (number, rank), TIMEOUT))
 
     if rank == 1:
-        store_group.wait_for = too_late
+        interrupt_when_over()
     try:
         if held:
             with Held(waits=True):
@@ -63,7 +70,7 @@ def test_where_signals_are_held_the_rank_goes_on_too_and_else_it_ends_the_next_r
 
 def interrupted_before_the_other_reads() -> list[Any]:
     """As above; rank 0 has the verdict, and reads everybody's words when rank 1 has seen to its interruption."""
-    group, wait_for, everybody = store_group.store_group(dist.group.WORLD), store_group.wait_for, rounds.Rounds.everybody
+    group, everybody = store_group.store_group(dist.group.WORLD), rounds.Rounds.everybody
     gate = store_group._connection()
 
     def read_late(*args: Any) -> list[bytes]:
@@ -71,17 +78,12 @@ def interrupted_before_the_other_reads() -> list[Any]:
         gate.wait(["seen to"])
         return everybody(*args)
 
-    def too_late(fn: Callable[[], Any], seconds: float) -> Any:
-        store_group.wait_for = wait_for
-        wait_for(fn, seconds)
-        raise Left(KeyboardInterrupt())
-
     if dist.get_rank() == 0:
         rounds.Rounds.everybody = read_late  # type: ignore[method-assign]
         return [group.all_gather(b"zero", TIMEOUT), *_until_in_step(group)]
     while not gate.check([f"{group._prefix}/0/lane/0"]):  # rank 0 is first: this one gives the verdict, and has written the words
         time.sleep(0.01)
-    store_group.wait_for = too_late
+    interrupt_when_over()
     with pytest.raises(KeyboardInterrupt):
         group.all_gather(b"one", TIMEOUT)
     gate.set("seen to", "")

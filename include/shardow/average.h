@@ -1,30 +1,28 @@
-// Average: exponential moving averages of the weights that this rank holds. Read this header first.
+// Average: exponential moving averages (EMA) of the weights that this rank holds.
 //
-//   shardow::Average ema(views, {.schedules = {Schedule::constant(0.9999)}});  // views of the weights' own memory: tensor_view.h
-//   ema.update();                                                              // after each optimizer step
-//   { const Swapped swapped(ema); evaluate(); }                                // inside, the weights are the averages
-//   save(group, ema, "run/ema.safetensors");                                   // ema_file.h
+//   Average ema(views, {.schedules = {Schedule::constant(0.9999)}});  // views of the weights' own memory
+//   ema.update();                                                     // after each optimizer step
+//   { const Swapped swapped(ema); evaluate(); }                       // inside, the weights are the averages
+//   save(group, ema, "run/ema.safetensors");
 //
-// An update is e <- e + w (p - e) with w = 1 - decay. It reads every weight once and reads and writes every average once. After the first
-// it allocates nothing and takes no lock. It needs no communication: ranks average what they hold, and the numbers are the same for any
-// division, thread count, instruction set and device.
+// Read this first, then tensor_view.h, region.h, schedule.h, ema_file.h; then average_options.h, error.h, group.h, checkpoint.h. The other
+// six are for special needs. docs/cpp.md has programs and, header by header, rare cases.
 //
-// Lifetimes. Views are copied. What they point at (weights, the caller's memory for averages, CUDA streams) is borrowed until the Average
-// ends or bind() names other memory, and so is options.replicas.
+// An update is e <- e + w (p - e), w = 1 - decay, in one pass over memory, without communication. Sharding, threads and device do not
+// change its numbers.
 //
-// Threads. One at a time uses an Average. A call that meets another thread's throws kInvalidArgument, but for noexcept ones.
-//
-// Errors. Where a call throws (error.h), nothing has changed, unless it says so.
-//
-// Then read average_options.h, tensor_view.h, schedule.h, ema_file.h; region.h where weights are sharded, and group.h, the ranks.
+// Memory and streams of views are borrowed until the Average ends or bind() names others. One thread at a time uses an Average. Calls throw
+// Error (error.h).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "shardow/average_options.h"
@@ -35,167 +33,143 @@
 namespace shardow {
 
 namespace average {
-struct Driver;  // src/average/driver.h
+struct Driver;
 }
 
 struct UpdateReport {
-  bool applied = false;    ///< the averages changed; false between the update_every-th steps
-  int64_t non_finite = 0;  ///< elements held; in the background: by updates that ended since the last report; CUDA: in stats() alone
+  bool applied = false;    ///< false where update_every skips a step
+  int64_t non_finite = 0;  ///< elements that had NaN or Inf; CUDA: in stats()
   int64_t bytes_moved = 0;
   Factors factors{1, 0};  ///< of the first schedule
 };
 
 struct AverageStats {
-  int64_t step = 0;                      ///< last one counted
-  int64_t updates = 0;                   ///< that averaged: copies up to start_step do not count
-  int64_t parameters = 0, elements = 0;  ///< that this rank averages
-  int64_t bytes = 0;                     ///< memory of all averages on this rank
+  int64_t step = 0;                      ///< the last one counted
+  int64_t updates = 0;                   ///< that averaged, not copied
+  int64_t parameters = 0, elements = 0;  ///< averaged by this rank
+  int64_t bytes = 0;                     ///< of all averages
   int64_t bytes_moved = 0;               ///< by the last update
-  double seconds = 0;                    ///< of the last update; CUDA: of its launch
-  int64_t offload_bytes = 0;             ///< of weights that were copied from devices to the host
-  double hidden_seconds = 0;             ///< of work in the background that nobody waited for
-  double waited_seconds = 0;             ///< of work in the background that somebody waited for
+  double seconds = 0;                    ///< of the last update (CUDA: its launch)
+  int64_t offload_bytes = 0;             ///< copied from devices to the host
+  double hidden_seconds = 0;             ///< of background work, not waited for
+  double waited_seconds = 0;             ///< of background work, waited for
   int64_t held_non_finite = 0;           ///< elements, since the start
-  int64_t table_bytes = 0;               ///< memory of the lists of what an update goes through
+  int64_t table_bytes = 0;               ///< of internal tables
 };
 
 struct NonFiniteReport {
-  int64_t step;        ///< of the update; CUDA: the last before the question
-  int64_t elements;    ///< of the update, on this rank; CUDA: since the last question
-  std::string tensor;  ///< the first that has one
+  int64_t step, elements;  ///< of the update
+  std::string tensor;      ///< the first that had one
 };
 
-/// Whose options an Average goes on with after set_state().
+/// Whose options hold after a load.
 enum class OptionsFrom {
-  kFile,  ///< those that the state was saved with: the run goes on bit-identically
-  kOwn,   ///< the Average's own, from the saved counters on
+  kFile,  ///< the saved ones: the run goes on bit-identically
+  kOwn,   ///< the Average's, from the saved counters on
 };
 
-/// An option that a saved state and an Average do not share, in their JSON's words: schedule (schedule/0, schedule/1, ... of several),
-/// schedules (how many), rule, rounding, update_every, start_step, seed, dtype.
+/// An option that a file has otherwise.
 struct OptionDifference {
   std::string name, file, own;
 };
 
 class Average {
  public:
-  /// Averages that begin equal to the weights, in memory of their own on the weights' device. All weights are on one. Throws
-  /// kInvalidArgument where two views share memory (weights or averages), a name comes twice, a dtype has no averages, `data` is null.
+  /// Averages begin as copies of the weights, on the weights' device. Views must not overlap.
   explicit Average(std::span<const TensorView> weights, AverageOptions options = {});
 
-  /// The same in the caller's memory, on the weights' device or on the host. `averages[k]` has a view for each weight, in the same order:
-  /// its name, its region (with options.replicas: this rank's part() of it), options.dtype; aligned to 64 bytes for full speed.
-  Average(std::span<const TensorView> weights, std::span<const std::vector<TensorView>> averages, AverageOptions options = {});
+  /// In the caller's memory, there or on the host: averages[k] has a view for each weight, in order, of its name and region (with
+  /// options.replicas this rank's part() of it) and options.dtype. A template, so that (weights, {}) is the constructor above.
+  template <int = 0>
+  Average(std::span<const TensorView> weights, std::span<const std::vector<TensorView>> averages, AverageOptions options = {})
+      : Average(weights, averages, std::move(options), nullptr) {}
 
   Average(Average&&) noexcept;
   Average& operator=(Average&&) noexcept;
 
-  /// Waits for work in the background. Takes an open swap back, so the weights' memory must be there still; with options.replicas this
-  /// rank's part alone, since a destructor waits for no other rank.
+  /// Waits for background work and takes an open swap back: the weights' memory must be there still.
   ~Average();
 
   // ---- Training
 
-  /// After an optimizer step. Without `step` it counts by itself; a given one must exceed the last. `samples`: training samples seen so
-  /// far, for schedules in samples. Of CUDA views it is enqueued on their stream, and nothing waits.
+  /// After an optimizer step. `step`: your own count, which must grow; else calls are counted. `samples`: training samples so far, for
+  /// schedules that ask. On CUDA it is enqueued on the views' stream.
   UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
 
-  /// update() after bind(weights).
+  /// After bind(weights).
   UpdateReport update(std::span<const TensorView> weights, std::optional<int64_t> step = std::nullopt, double samples = 0);
 
-  /// The weights have moved: the same views in the same order, with other addresses and streams. Where nothing moved it costs 7 us for
-  /// 2,000 views in a cache.
+  /// The weights have moved: the same views, in order, with other addresses or streams.
   void bind(std::span<const TensorView> weights);
 
-  /// update() by a schedule of the caller's: `factors`, one of each average, for where progress() says that the step stands.
+  /// By your own schedule: factors for each average, made of progress().
   UpdateReport update_by(std::span<const Factors> factors, std::optional<int64_t> step = std::nullopt);
 
-  /// The next step, as schedules will see it. `samples`: as update() will be told.
-  Progress progress(double samples = 0) const noexcept;
+  Progress progress(double samples = 0) const noexcept;  ///< of the next step
+  std::vector<double> decays() const;                    ///< of the next step, for logs
+  std::span<const Schedule> schedules() const noexcept;
 
-  /// Decay of the next step by itself, one of each average; NaN where a schedule has none. For logs: an update has the product of the
-  /// decays of update_every steps, and up to start_step it copies.
-  std::vector<double> decays() const;
-
-  std::span<const Schedule> schedules() const noexcept;  ///< in force
-
-  /// The averages become the weights; steps and counters stay.
-  void reset();
+  void reset();  ///< copies the weights to the averages; counters stay
 
   // ---- Evaluation
 
-  /// The k-th averages and the weights change places, without further memory where dtypes allow it; swap_out() undoes it bit for bit.
-  /// Weights of another dtype get rounded averages. All or nothing, on all of options.replicas, for whom it is collective. Only where the
-  /// way back fails too (a device is lost; a replica is gone, with its part of the weights) swapped() stays true: this rank's part is back
-  /// as far as it can be, update() is refused, and swap_out() tries again.
+  /// Exchanges the k-th averages and the weights, in place, all or nothing; swap_out() undoes it bit for bit. Weights of another dtype get
+  /// rounded averages. With options.replicas both are collective.
   void swap_in(size_t k = 0);
 
-  /// The same with other weights than the bound ones, where a master copy is averaged: same names, regions and order, of any dtype.
+  /// Into other weights of the same names, regions and order, any dtype, where a master copy is averaged.
   void swap_in(std::span<const TensorView> weights, size_t k = 0);
 
-  /// The weights back, from whatever point a swap has reached; where it throws, call it again. With options.replicas collective.
-  void swap_out();
-
-  bool swapped() const noexcept;  ///< weights' memory holds averages, or may
+  void swap_out();                ///< where it throws, call it again
+  bool swapped() const noexcept;  ///< update() and views() throw then
 
   // ---- What it holds
 
-  size_t size() const noexcept;                           ///< K, the number of averages of each weight
-  std::span<const TensorView> views(size_t k = 0) const;  ///< the k-th averages; valid until the end or a move. Throws while swapped
-  AverageStats stats() const;                             ///< CUDA: waits for the last update
+  size_t size() const noexcept;                           ///< averages of each weight
+  std::span<const TensorView> views(size_t k = 0) const;  ///< the k-th averages; until the end or a move
+  AverageStats stats() const;                             ///< CUDA: waits
 
-  /// The first update that met NaN or Inf since forget_non_finite(): so that ranks can tell each other. CUDA: waits as stats() does.
-  std::optional<NonFiniteReport> non_finite() const;
+  std::optional<NonFiniteReport> non_finite() const;  ///< the first meeting since forget_non_finite(); CUDA: waits
   void forget_non_finite() noexcept;
 
-  // ---- Its state, for files of one's own; ema_file.h does all of it
+  // ---- State, for files of your own; else ema_file.h does it all
 
-  /// Counters and options as JSON: with the averages all that is needed to go on bit-identically.
-  std::string state() const;
+  std::string state() const;  ///< counters and options, as JSON
 
-  /// Takes counters, and with kFile schedules, rule, rounding, update_every, start_step and seed. Throws kCorrupt, and kInvalidArgument
-  /// where the number of averages differs or the options do not go with the dtype.
+  /// Counters and, with kFile, options.
   void set_state(std::string_view json, OptionsFrom options = OptionsFrom::kFile);
 
-  /// What set_state(json) would change of the options, and the dtype where it differs. Throws kCorrupt.
-  std::vector<OptionDifference> differences(std::string_view json) const;
+  std::vector<OptionDifference> differences(std::string_view json) const;  ///< which options set_state() would change
 
   // ---- Updates in the background: options.overlap, or averages on the host of weights on devices
   //
   //   optimizer.step();  ema.update();  forward, backward;  ema.finish_reading();  optimizer.step();  ...
   //
-  // update() returns when its work has begun, and goes on reading the weights. Call finish_reading() before they are written: without it
-  // averages get values of two steps, and nobody finds out. What an update meets (NonFinite::kRaise, a lost device) is thrown by the next
-  // call that waits for it, by update() when its own work has begun. All other calls of the Average wait by themselves.
+  // update() returns while the weights are still being read. The next call throws its errors.
 
-  /// When it returns the weights may be written: those on the host at once; those on devices by work on their streams, which wait for the
-  /// copies that are under way (while a stream is captured, this call does).
+  /// Before weights are written: without it averages silently mix two steps.
   void finish_reading() const;
 
-  /// Until the update under way, if any, has ended. Where weights did not reach the host, the error says what became of the update: not
-  /// made (counters are as before it, and the next one makes up for it); stopped halfway (each call goes on with it, and throws until one
-  /// ends it); or stopped after the weights may have changed (all calls throw until reset()).
-  void wait() const;
+  void wait() const;  ///< until the update has ended
 
   // ---- CUDA streams and graphs
 
-  /// From here on all work on device `index` goes to `stream` (a cudaStream_t), behind what is under way on the last one.
+  /// Later work on device `index` goes to `stream`, a cudaStream_t.
   void set_stream(int index, void* stream);
 
-  /// An update() on a stream that is captured is recorded, not counted. Call this before each replay, on the same stream: it counts the
-  /// step and gives the replay its numbers; a replay without it repeats the last step's. Of views on a CPU it is the update.
+  /// Before each replay of a graph that captured update(), on its stream: counts the step.
   UpdateReport prepare_replay(std::optional<int64_t> step = std::nullopt, double samples = 0);
 
  private:
+  Average(std::span<const TensorView> weights, std::span<const std::vector<TensorView>> averages, AverageOptions options, std::nullptr_t);
+
   friend struct average::Driver;
   struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
-/// While it lives the weights are the averages. `ema` stays where it is meanwhile.
-///
-/// Its end throws nothing: where the way back fails, the swap stays open, update() says so, and ema.swap_out() tries again and tells why.
-/// With options.replicas both ends are collective.
+/// While it lives the weights are the averages; `ema` must not move. Its end throws nothing: where it fails ema.swapped() stays true, and
+/// ema.swap_out() tells why.
 class Swapped {
  public:
   [[nodiscard]] explicit Swapped(Average& ema, size_t k = 0) : ema_(ema) { ema_.swap_in(k); }

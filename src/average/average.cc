@@ -13,7 +13,8 @@ namespace shardow {
 
 using base::fail;
 
-Average::Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options)
+Average::Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options,
+                 std::nullptr_t)
     : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
   average::check_averages(impl_->parts, averages, impl_->options);
   average::check_apart(impl_->whole, averages);

@@ -37,6 +37,14 @@ TEST(Average, BeginsEqualToTheParameters) {
   EXPECT_EQ(copy_of(ema.views()[0]), p.values);
 }
 
+TEST(Average, EmptyBracesAreTheDefaultOptionsNotTheCallersMemory) {
+  OwnTensor p("p", {kRows, kColumns}, 1);
+  const Average ema(std::vector{p.view}, {});
+  ASSERT_EQ(ema.size(), 1u);
+  EXPECT_EQ(ema.schedules()[0], AverageOptions{}.schedules[0]);
+  EXPECT_EQ(copy_of(ema.views()[0]), p.values);
+}
+
 TEST(Average, FollowsTheRecursionBitForBit) {
   OwnTensor p("p", {kRows, kColumns}, 1);
   Average ema(std::vector{p.view}, with_decay(0.99));

@@ -23,6 +23,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(tmp_path_factory)
 
 
+def public(installed: Path) -> list[Path]:
+    """The headers that users read, by name."""
+    return sorted((installed / "include" / "shardow").glob("*.h"))
+
+
 def works(program: Path, tmp_path: Path) -> None:
     assert "/there/is/no.safetensors" in succeed(program, tmp_path / "ema.safetensors")
 
@@ -65,8 +70,9 @@ def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, t
     found = shutil.which(compiler) or shutil.which(f"{compiler}-14")
     if found is None:
         pytest.skip(f"no {compiler}: apt-get install {'clang-14' if 'clang' in compiler else compiler}")
-    headers = sorted(path.name for path in (installed / "include" / "shardow").iterdir())
+    headers = [path.name for path in public(installed)]
     assert len(headers) <= 15
+    assert {path.name for path in (installed / "include" / "shardow").iterdir()} == {*headers, "detail"}
     for header in sorted(set(headers) - NEED_MORE):
         source = tmp_path / "twice.cc"
         source.write_text(f"#include <shardow/{header}>\n" * 2)
@@ -74,7 +80,7 @@ def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, t
 
 
 def test_every_sketch_in_a_header_compiles(installed: Path, tmp_path: Path) -> None:
-    headers = sorted((installed / "include" / "shardow").iterdir())
+    headers = public(installed)
     sketched = {one.name for one in headers if blocks_of(one.read_text())}
     assert sketched == {one.name for one in headers} - {"schedule.h"}, "each begins with one; of schedules three are named"
     source = tmp_path / "sketches.cc"
@@ -86,6 +92,18 @@ def test_every_sketch_in_a_header_compiles(installed: Path, tmp_path: Path) -> N
     source.write_text(program_of(headers[0]).replace("ema.update()", "ema.no_such_call()"))
     told = run("g++", *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
     assert "no_such_call" in told.stderr, "and one that does not is found"
+
+
+def test_all_headers_are_read_at_one_sitting(installed: Path) -> None:
+    """At most 3,500 words of comments, sketches included, and 2,750 of code: what is rarer goes to docs/cpp.md."""
+    comments = code = 0
+    for line in "".join(header.read_text() for header in public(installed)).splitlines():
+        said = re.fullmatch(r'((?:[^"/]|"[^"]*"|/(?!/))*)(?://[/<]*(.*))?', line)
+        assert said is not None, line
+        code += len(said[1].split())
+        comments += len((said[2] or "").split())
+    assert 1_000 < comments <= 3_500
+    assert 1_000 < code <= 2_750
 
 
 def test_the_command_and_its_pages(installed: Path) -> None:
@@ -104,7 +122,7 @@ def test_nothing_of_what_it_is_built_on_shows(installed: Path) -> None:
     assert any(name.startswith("shardow::Average::update(") for name in exported)
     inner = re.compile(r"shardow::(base|tensor|kernels|average|comm|file|ema)::[\w~]|::(Impl|Plan)::")
     assert [name for name in exported if "shardow::" not in name or inner.match(name) or inner.search(name.split("(")[0])] == []
-    text = "".join(path.read_text() for path in (installed / "include" / "shardow").iterdir() if path.name not in NEED_MORE)
+    text = "".join(path.read_text() for path in public(installed) if path.name not in NEED_MORE)
     ours = [name for name in exported if name.startswith("shardow::") and "operator" not in name and " std::" not in name.split("<")[0]]
     named = {name.split("(")[0].split("[abi")[0] for name in ours}
     assert [name for name in sorted(named) if not re.search(rf"\b{re.escape(name.split('::')[-1].lstrip('~'))}\b", text)] == []

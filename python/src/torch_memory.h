@@ -20,6 +20,19 @@ inline bool in_order(const nanobind::dlpack::dltensor& tensor) {
   return true;
 }
 
+/// Where a tensor lies, with which dtype, sizes and strides, as one number: equal where all of them are, different otherwise, but for a
+/// chance of 2^-64.
+inline uint64_t mark_of(const nanobind::dlpack::dltensor& tensor) {
+  uint64_t mark = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+  const auto add = [&mark](uint64_t value) { mark = (mark ^ (mark >> 29) ^ value) * 0x9e3779b97f4a7c15; };
+  add(static_cast<uint64_t>(tensor.dtype.code) << 16 | tensor.dtype.bits);
+  for (int32_t i = 0; i < tensor.ndim; ++i) {
+    add(static_cast<uint64_t>(tensor.shape[i]));
+    if (tensor.strides != nullptr) add(static_cast<uint64_t>(tensor.strides[i]));
+  }
+  return mark;
+}
+
 class TorchMemory {
  public:
   /// `tensor`, `parameter`: torch's types, whose instances have memory of their own.

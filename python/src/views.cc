@@ -107,6 +107,21 @@ class ViewMaker {
     return made;
   }
 
+  /// Of host memory.
+  nb::object at(const nb::list& names, const nb::list& dtypes, const nb::list& addresses, const nb::list& regions) const {
+    Views made;
+    made.all.reserve(names.size());
+    for (size_t i = 0; i < names.size(); ++i) {
+      const nb::object name = names[i], dtype = dtypes[i], region = regions[i];
+      std::optional<std::string> text = text_of(name);
+      const auto known = known_.find(dtype.ptr());
+      if (!text || known == known_.end()) return nb::none();
+      made.all.push_back({std::move(*text), known->second, nb::cast<const Region&>(region),
+                          reinterpret_cast<void*>(nb::cast<uintptr_t>(nb::object(addresses[i])))});
+    }
+    return nb::cast(std::move(made));
+  }
+
  private:
   TorchMemory memory_;
   nb::dict dtypes_;  // so that they live
@@ -141,7 +156,10 @@ void bind_views(nb::module_& m) {
              bool reaches_cuda) -> nb::object { return or_none(self.of(names, flats, regions, reaches_cuda)); },
           "names"_a, "flats"_a, "regions"_a, "reaches_cuda"_a,
           nb::sig("def of(self, names: list[str], flats: Sequence[object], regions: list[Region], reaches_cuda: bool) -> Views | None"),
-          "None where one of them is something else, and each is to be looked at.");
+          "None where one of them is something else, and each is to be looked at.")
+      .def("at", &ViewMaker::at, "names"_a, "dtypes"_a, "addresses"_a, "regions"_a,
+           nb::sig("def at(self, names: list[str], dtypes: list[object], addresses: list[int], regions: list[Region]) -> Views | None"),
+           "Of contiguous tensors in host memory; None where a name is no text, or a dtype has no name.");
 }
 
 }  // namespace shardow::python

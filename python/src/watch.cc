@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core.h"
+#include "survey.h"
 #include "torch_memory.h"
 
 namespace nb = nanobind;
@@ -16,8 +17,7 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-/// Where tensors lie, with which dtype, sizes and strides, as one number each: equal where all of them are, different otherwise, but for a
-/// chance of 2^-64.
+/// The marks of tensors, whatever they are.
 class Marks {
  public:
   /// `data_ptr` tells of tensors that torch does not describe where they are, and no more.
@@ -25,31 +25,22 @@ class Marks {
 
   uint64_t of(nb::handle tensor) const {
     nb::dlpack::dltensor found;
-    if (memory_.describe(tensor, found)) return mark(found);
+    if (memory_.describe(tensor, found)) return mark_of(found);
     const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(data_ptr_.ptr(), tensor.ptr(), nullptr));
     if (!address.is_valid()) nb::raise_python_error();
     return nb::cast<uint64_t>(address);
   }
 
  private:
-  static uint64_t mark(const nb::dlpack::dltensor& tensor) {
-    uint64_t mark = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
-    const auto add = [&mark](uint64_t value) { mark = (mark ^ (mark >> 29) ^ value) * 0x9e3779b97f4a7c15; };
-    add(static_cast<uint64_t>(tensor.dtype.code) << 16 | tensor.dtype.bits);
-    for (int32_t i = 0; i < tensor.ndim; ++i) {
-      add(static_cast<uint64_t>(tensor.shape[i]));
-      if (tensor.strides != nullptr) add(static_cast<uint64_t>(tensor.strides[i]));
-    }
-    return mark;
-  }
-
   TorchMemory memory_;
   nb::object data_ptr_;
 };
 
 class Watch {
  public:
-  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks, nb::callable hint)
+  // `looked`: the whole ones, looked at just before; none is sharded.
+  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks, nb::callable hint,
+        const Looked* looked)
       : dicts_(std::move(dicts)),
         whole_(std::move(whole)),
         sharded_(std::move(sharded)),
@@ -59,6 +50,10 @@ class Watch {
     for (const nb::dict& dict : dicts_)
       for (auto [key, value] : dict) contents_.push_back(nb::borrow(value));
     recorded_.resize(whole_.size() + sharded_.size());
+    if (looked != nullptr && looked->size() == recorded_.size() && sharded_.empty()) {
+      for (size_t i = 0; i < recorded_.size(); ++i) recorded_[i] = looked->mark(i);
+      return;
+    }
     visit([this](size_t i, uint64_t mark) {
       recorded_[i] = mark;
       return true;
@@ -151,11 +146,13 @@ void bind_watch(nb::module_& m) {
             return marks;
           },
           "tensors"_a);
-  nb::class_<Watch>(m, "Watch",
-                    "Remembers what the modules' dicts hold, and where and how whole tensors, and the _local_tensor of sharded ones, lie. "
-                    "hint(tensor): two addresses that torch will read for it; wrong ones do no harm.")
-      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable>(), "dicts"_a, "whole"_a,
-           "sharded"_a, "marks"_a, "hint"_a)
+  nb::class_<Watch>(
+      m, "Watch",
+      "Remembers what the modules' dicts hold, and where and how whole tensors, and the _local_tensor of sharded ones, lie. "
+      "hint(tensor): two addresses that torch will read for it; wrong ones do no harm. looked: the whole ones, looked at just "
+      "before.")
+      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable, const Looked*>(),
+           "dicts"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a, "looked"_a.none() = nb::none())
       .def("tree_same", &Watch::tree_same, "Every dict holds the very objects that it held.")
       .def("memory_same", &Watch::memory_same, "Every tensor lies where and as it lay.");
 }

@@ -17,7 +17,7 @@ Average::Average(std::span<const TensorView> parameters, std::span<const std::ve
                  std::nullptr_t)
     : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
   average::check_averages(impl_->parts, averages, impl_->options);
-  average::check_apart(impl_->whole, averages);
+  average::check_apart(impl_->whole(), averages);
   impl_->averages.assign(averages.begin(), averages.end());
   impl_->bound = impl_->make_bound(impl_->parts);
   if (!impl_->options.keep_values) impl_->copy_parameters();
@@ -25,6 +25,7 @@ Average::Average(std::span<const TensorView> parameters, std::span<const std::ve
 
 Average::Average(std::span<const TensorView> parameters, AverageOptions options)
     : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
+  average::check_apart(impl_->whole());
   average::check_overlap(impl_->parts, impl_->parts, impl_->options);
   impl_->allocate();
   impl_->bound = impl_->make_bound(impl_->parts);

@@ -1,6 +1,7 @@
 // The memory that an Average works on: the parameters' parts on this rank, the averages, and a backend for each device. Everything that
 // could fail or allocate happens here, before an update.
 #include <algorithm>
+#include <tuple>
 
 #include "average/arena.h"
 #include "average/checks.h"
@@ -36,20 +37,38 @@ bool same_streams(std::span<const TensorView> a, std::span<const TensorView> b) 
 struct Place {
   Device device;
   bool offloaded;
-  std::vector<TensorView> parameters;
-  std::vector<std::vector<TensorView>> averages;  // [k], parallel to parameters
+  std::vector<TensorView> some;                        // where others are elsewhere
+  std::vector<std::vector<TensorView>> some_averages;  // [k], parallel to it
+  std::span<const TensorView> parameters;
+  std::span<const std::vector<TensorView>> averages;
 };
 
+/// All are in one place, as most often: nothing is copied.
+bool are_together(std::span<const TensorView> parameters, std::span<const TensorView> averages) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!same_device(parameters[i].device, parameters[0].device)) return false;
+    if (average::is_offloaded(parameters[i], averages[i]) != average::is_offloaded(parameters[0], averages[0])) return false;
+  }
+  return !parameters.empty();
+}
+
 std::vector<Place> places_of(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages) {
+  if (are_together(parameters, averages[0]))
+    return {{parameters[0].device, average::is_offloaded(parameters[0], averages[0][0]), {}, {}, parameters, averages}};
   std::vector<Place> places;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Device& device = parameters[i].device;
     const bool offloaded = average::is_offloaded(parameters[i], averages[0][i]);
     auto place = std::find_if(places.begin(), places.end(),
                               [&](const Place& one) { return same_device(one.device, device) && one.offloaded == offloaded; });
-    if (place == places.end()) place = places.insert(place, {device, offloaded, {}, std::vector<std::vector<TensorView>>(averages.size())});
-    place->parameters.push_back(parameters[i]);
-    for (size_t k = 0; k < averages.size(); ++k) place->averages[k].push_back(averages[k][i]);
+    if (place == places.end())
+      place = places.insert(place, {device, offloaded, {}, std::vector<std::vector<TensorView>>(averages.size()), {}, {}});
+    place->some.push_back(parameters[i]);
+    for (size_t k = 0; k < averages.size(); ++k) place->some_averages[k].push_back(averages[k][i]);
+  }
+  for (Place& place : places) {
+    place.parameters = place.some;
+    place.averages = place.some_averages;
   }
   return places;
 }
@@ -70,9 +89,8 @@ Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chose
   average::check_options(options);
   average::check_parameters(parameters);
   average::check_devices(parameters, options);
-  whole.assign(parameters.begin(), parameters.end());
-  likeness = Likeness(whole);
-  parts = divide(whole);
+  parts = divide(parameters);
+  if (options.replicas != nullptr) undivided.assign(parameters.begin(), parameters.end());
   for (const TensorView& part : parts) {
     elements += part.region.size();
     const auto averaged = static_cast<int64_t>(options.schedules.size());
@@ -93,12 +111,13 @@ void Average::Impl::make_background() {
 
 /// All that can fail is made first; then everything changes at once.
 void Average::Impl::bind(std::span<const TensorView> parameters) {
-  std::vector<TensorView> now(parameters.begin(), parameters.end()), divided = divide(now);
-  Likeness like(now);
+  std::vector<TensorView> divided = divide(parameters), now;
+  if (options.replicas != nullptr) now.assign(parameters.begin(), parameters.end());
+  Likeness like(options.replicas != nullptr ? now : divided);
   Bound made = make_bound(divided);
   read_counts();  // of tables that are about to go
   for (const auto& offload : bound.offloads) offload_bytes_before += offload->bytes();
-  whole.swap(now);
+  undivided.swap(now);
   std::swap(likeness, like);
   parts.swap(divided);
   std::swap(bound, made);
@@ -142,8 +161,9 @@ Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views
   for (const Place& place : places) whole_rings += place.offloaded ? average::whole_ring_bytes(place.parameters) : 0;
   const double share = std::min(1.0, static_cast<double>(options.ring_bytes) / static_cast<double>(std::max<size_t>(whole_rings, 1)));
   Bound made;
-  for (const auto& [device, offloaded, parameters, averaged] : places) {
-    if (offloaded) {
+  for (const Place& place : places) {
+    const auto& [device, parameters, averaged] = std::tie(place.device, place.parameters, place.averages);
+    if (place.offloaded) {
       std::shared_ptr<average::Ring> ring = ring_of(device.index);
       if (!ring) {
         const auto bytes = static_cast<double>(average::whole_ring_bytes(parameters)) * share;
@@ -171,11 +191,15 @@ void Average::Impl::copy_parameters() {
 
 void Average::bind(std::span<const TensorView> parameters) {
   const auto use = impl_->use("bind()");
-  if (impl_->likeness.holds(parameters) && (impl_->likeness.on_host() || same_streams(impl_->whole, parameters))) return;
-  average::check_same(impl_->whole, parameters);
+  const Likeness& likeness = impl_->likeness;
+  if (!likeness.empty() && likeness.holds(parameters) && (likeness.on_host() || same_streams(impl_->whole(), parameters))) return;
+  average::check_same(impl_->whole(), parameters);
   average::check_devices(parameters, impl_->options);
   impl_->follow_streams(parameters);
-  if (same_addresses(impl_->whole, parameters)) return;
+  if (same_addresses(impl_->whole(), parameters)) {
+    if (impl_->likeness.empty()) impl_->likeness = Likeness(impl_->whole());  // not before: most programs never bind
+    return;
+  }
   average::check_apart(parameters, impl_->averages);
   impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");

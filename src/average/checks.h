@@ -10,7 +10,7 @@ namespace shardow::average {
 
 void check_options(const AverageOptions& options);
 
-/// Names unique, dtypes averaged, memory there, each one's own.
+/// Names unique, dtypes averaged, memory there.
 void check_parameters(std::span<const TensorView> parameters);
 void check_devices(std::span<const TensorView> parameters, const AverageOptions& options);
 /// `averages` are one average of each.

@@ -21,7 +21,7 @@ void Driver::share(Average& ema) {
 
 void Driver::take_back(Average& ema, std::span<const TensorView> weights) {
   const auto use = ema.impl_->use("take_back()");
-  check_swappable(ema.impl_->whole, weights);
+  check_swappable(ema.impl_->whole(), weights);
   ema.impl_->take_back(weights);
 }
 

@@ -22,14 +22,15 @@
 
 namespace shardow {
 
-/// Invariants: parts and averages[k] are parallel and have equal regions; whole is parallel to parts, and equal to it without replicas.
+/// Invariants: parts and averages[k] are parallel and have equal regions; undivided is parallel to parts, and empty without
+/// replicas.
 struct Average::Impl {
   mutable average::OneUser user;
   AverageOptions options;
   average::Counters counters;
-  std::vector<TensorView> whole;                  // parameters as bound
-  Likeness likeness;                              // of them
-  std::vector<TensorView> parts;                  // what this rank averages of them
+  std::vector<TensorView> parts;                  // what this rank averages of the parameters as bound
+  std::vector<TensorView> undivided;              // the parameters, where replicas divide them
+  Likeness likeness;                              // of the parameters, once somebody has bound them again
   std::vector<std::vector<TensorView>> averages;  // [k][parameter]
   kernels::Memory memory;                         // of the averages, where they are our own
   std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU but updates in the background; never null
@@ -76,6 +77,8 @@ struct Average::Impl {
 
   /// First in each call of the face that reads or writes what another call may write.
   [[nodiscard]] average::OneUser::Use use(const char* call) const { return {user, call}; }
+
+  std::span<const TensorView> whole() const { return options.replicas != nullptr ? undivided : parts; }  ///< parameters as bound
 
   void allocate();
   void bind(std::span<const TensorView> parameters);

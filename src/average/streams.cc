@@ -19,7 +19,7 @@ void follow(std::vector<TensorView>& views, int index, void* stream) {
 void Average::Impl::set_stream(int index, void* stream) {
   for (const auto& backend : bound.backends) backend->set_stream(index, stream);
   for (const auto& offload : bound.offloads) offload->set_stream(index, stream);
-  follow(whole, index, stream);
+  follow(undivided, index, stream);
   follow(parts, index, stream);
   for (std::vector<TensorView>& average : averages) follow(average, index, stream);
   if (!swap) return;
@@ -31,7 +31,7 @@ void Average::Impl::set_stream(int index, void* stream) {
 void Average::Impl::follow_streams(std::span<const TensorView> views) {
   for (size_t i = 0; i < views.size(); ++i) {
     const Device& is = views[i].device;
-    if (is.kind == Device::Kind::kCuda && is.stream != whole[i].device.stream) set_stream(is.index, is.stream);
+    if (is.kind == Device::Kind::kCuda && is.stream != whole()[i].device.stream) set_stream(is.index, is.stream);
   }
 }
 

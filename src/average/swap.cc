@@ -39,7 +39,7 @@ void step_done() {
 
 void Average::swap_in(size_t k) {
   const auto use = impl_->use("swap_in()");
-  impl_->swap_in(impl_->whole, k);
+  impl_->swap_in(impl_->whole(), k);
 }
 
 void Average::swap_in(std::span<const TensorView> weights, size_t k) {
@@ -77,7 +77,7 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   std::optional<Swap> prepared;
   const auto prepare = [&] {
     if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
-    average::check_swappable(whole, weights);
+    average::check_swappable(whole(), weights);
     wait();
     if (swap) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, swap->k);
     prepared = prepare_swap(weights, k);
@@ -193,7 +193,7 @@ void Average::Impl::swap_out() {
   if (swap) exchange_out();
   step_done();
   if (shared && options.replicas != nullptr) {
-    const std::vector<TensorView>& all = swap ? swap->whole : whole;
+    const std::span<const TensorView> all = swap ? swap->whole : whole();
     average::all_gather_parts(*options.replicas, all, swap ? swap->steps : average::exchange_of(*options.replicas, all), deadline);
   }
   step_done();

@@ -22,6 +22,7 @@ class Likeness {
   /// The views that it was made of, or copies of them, live.
   bool holds(std::span<const TensorView> views) const noexcept;
 
+  bool empty() const noexcept { return rows_.empty(); }
   bool on_host() const noexcept { return on_host_; }  ///< all of them: none has a stream
 
  private:

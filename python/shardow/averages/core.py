@@ -23,7 +23,17 @@ from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track, views_of, views_of_averages
+from shardow.averages.tracked import (
+    Source,
+    Tracked,
+    Unfrozen,
+    common_weight,
+    facts_of,
+    follow_source,
+    track,
+    views_of_averages,
+    views_of_sources,
+)
 from shardow.base.checks import seconds, unsupported
 from shardow.base.collector import paused
 from shardow.base.warnings import warn
@@ -57,14 +67,16 @@ class Averages:
         self.options, self.keys, self.tracked, self._engine = built
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         arenas = {one.arena for one in self.tracked}
-        self.streams = Streams((one.source for one in self.tracked), (arena.on_device for arena in arenas if arena is not None))
+        seen = (one.source for one in self.tracked if one.local.batch is None)  # the others are the host's
+        self.streams = Streams(seen, (arena.on_device for arena in arenas if arena is not None))
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
         if self.team.size > 1:
             own = {"options": self.engine.state(), "replicas": self.options.replicas}
             self.team.same("EMA(...)", {**facts_of(self.tracked), **own}, "EMA")
         if any(one.stretched for one in self.tracked):
             share_out("EMA(...)", self.tracked, self.team)
-        check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
+        if self.team.size > 1:
+            check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
         self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
         self.snapshots: dict[Path, Any] = {}  # by directory: what goes on there, forgotten where the counters are replaced
@@ -77,7 +89,7 @@ class Averages:
         tracked = track(options.chosen(self.view), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
         averages = [views_of_averages(tracked, k) for k in range(len(options.schedules))]
-        sources = views_of(tracked, [one.memory() for one in tracked])
+        sources = views_of_sources(tracked)
         chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
         return options, keys, tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
 

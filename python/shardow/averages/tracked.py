@@ -36,8 +36,7 @@ class Tracked:
     local: LocalTensor
     region: _core.Region
     begin: int
-    source: torch.Tensor  # what is averaged, all of the local region: local.tensor, or what `source=` names, in its shape
-    mastered: bool = False  # `source=` names it
+    _master: torch.Tensor | None = None  # what `source=` names, in the shape of the local region
     stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
     owners: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a stretched one: (begin, end) in local memory, by replica
     arena: Arena | None = None
@@ -53,6 +52,16 @@ class Tracked:
         return self.local.name
 
     @property
+    def mastered(self) -> bool:
+        """`source=` names it."""
+        return self._master is not None
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What is averaged, all of the local region."""
+        return self.local.tensor if self._master is None else self._master
+
+    @property
     def averages(self) -> list[torch.Tensor]:
         """Of each decay, region.size elements, 1-D."""
         return [] if self.arena is None else self.arena.tensors[self.place]
@@ -61,6 +70,10 @@ class Tracked:
     def is_whole(self) -> bool:
         """No other rank averages a part of it."""
         return self.region == _core.Region.whole(list(self.region.shape))
+
+    def follow_source(self, master: torch.Tensor) -> None:
+        """After the memory of what `source=` names has moved."""
+        self._master = master
 
     def follow(self) -> None:
         """After the model's memory has moved."""
@@ -72,8 +85,6 @@ class Tracked:
         self.stage = None if weights.is_contiguous() else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
         if self.stretched and self.stage is not None:
             raise unsupported(f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first")
-        if not self.mastered:
-            self.source = weights
         if self.stage is not None:
             self.gather()
 
@@ -130,9 +141,11 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     """Everything that is averaged, with memory for the averages; nothing is copied yet."""
     locals_ = list(locals_)
     source = source or {}
-    if unknown := set(source) - {local.name for local in locals_}:
+    if source and (unknown := set(source) - {local.name for local in locals_}):
         raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
-    plain = storage.SURVEY.plain([local.tensor for local in locals_])
+    if not source and (usual := _usual(locals_, options)) is not None:
+        return usual
+    plain = storage.SURVEY.look([local.tensor for local in locals_]).plain()
     pairs = zip(locals_, plain, strict=True)
     tracked = [_tracked(local, options.replicas, source.get(local.name), bool(usual)) for local, usual in pairs]
     homes = [_home(one, options.device) for one in tracked]
@@ -140,6 +153,38 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
         there = tracked if len(devices) == 1 else [one for one, home in zip(tracked, homes, strict=True) if home == device]
         _allocate(there, device, options)
     return tracked
+
+
+_ROWS = _core.Rows(Tracked)
+
+
+def _usual(locals_: list[LocalTensor], options: Options) -> list[Tracked] | None:
+    """track() by the thousand, of whole tensors of one batch, averaged in the host's memory too; None: they have to be looked at."""
+    batch, device, places = storage.batch_of(locals_), torch.device("cpu"), [one.place for one in locals_]
+    divided = options.replicas == "split" and any(one.replicas for one in locals_)
+    if batch is None or divided or options.device not in (None, device) or not {batch.dtypes[i] for i in places} <= DTYPES.keys():
+        return None
+    regions = [one.region for one in locals_]
+    arena = Arena([one.name for one in locals_], regions, options.dtype, DTYPES[options.dtype], len(options.schedules), device)
+    same: dict[str, Sequence[object]] = {
+        "begin": (0,),
+        "_master": (None,),
+        "stretched": (False,),
+        "owners": ({},),
+        "arena": (arena,),
+        "is_offloaded": (False,),
+    }
+    return _ROWS.of(len(locals_), {**same, "stage": (None,), "local": locals_, "region": regions, "place": list(range(len(locals_)))})
+
+
+def views_of_sources(tracked: Sequence[Tracked]) -> _core.Views:
+    """The engine's descriptions of what is averaged."""
+    batch = storage.batch_of([one.local for one in tracked]) if not any(one.mastered for one in tracked) else None
+    if batch is None:
+        return views_of(tracked, [one.memory() for one in tracked])
+    names, places = [one.local.name for one in tracked], [one.local.place for one in tracked]
+    made = storage.host_views(names, batch, places, [one.region for one in tracked])
+    return made if made is not None else views_of(tracked, [one.memory() for one in tracked])
 
 
 def views_of(tracked: Sequence[Tracked], flats: list[torch.Tensor]) -> _core.Views:
@@ -189,12 +234,12 @@ def _tracked(local: LocalTensor, replicas: str, given: Source | None, plain: boo
         if replicas == "copy" and local.replicas:
             raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has: that takes replicas='split'")
         region, begin = stretch.placed(local)
-        return Tracked(local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True, True)
+        return Tracked(local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True)
     region, begin = divide(local, replicas)
-    found = local.tensor if given is None else _source(local, given, local.region.size, "of this rank's part")
-    if found.dtype not in DTYPES:
-        raise invalid(f"'{local.name}' is {found.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
-    return Tracked(local, region, begin, found, given is not None)
+    master = None if given is None else _source(local, given, local.region.size, "of this rank's part")
+    if master is None and local.tensor.dtype not in DTYPES:
+        raise invalid(f"'{local.name}' is {local.tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
+    return Tracked(local, region, begin, master)
 
 
 def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:
@@ -202,7 +247,7 @@ def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:
     now = _tracked(one.local, replicas, given)
     if not now.mastered or now.region != one.region or now.source.dtype != one.source.dtype:
         raise invalid(f"source= of '{one.name}' was {one.region} in {one.source.dtype}, and is not any more; make a new EMA")
-    one.source = now.source
+    one.follow_source(now.source)
 
 
 def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torch.Tensor:

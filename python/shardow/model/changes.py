@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardow import _core
 from shardow.model.local import Adapter, HiddenTensor, LocalTensor, oddity
 from shardow.model.slots import Slot, slots
 
@@ -20,18 +21,29 @@ WAY_OUT = (
 
 
 @dataclass(eq=False, slots=True)
-class Found:
-    """A slot's tensor. ``tied``: it is that of a slot that was found before, or lies on the same memory, and ``local`` bears that slot's
-    name."""
+class Found(Slot):
+    """A slot, and what lies there. ``tied``: it is the tensor of a slot that was found before, or lies on the same memory, and ``local``
+    bears that slot's name."""
 
-    slot: Slot
-    local: LocalTensor
-    adapter: Adapter
-    tied: bool = False
+    local: LocalTensor = field(kw_only=True)
+    adapter: Adapter = field(kw_only=True)
+    tied: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def at(cls, slot: Slot, local: LocalTensor, adapter: Adapter, tied: bool = False) -> Found:
+        held = (slot.name, slot.owner, slot.key, slot.recorded, slot.kind, slot.module, slot.plain)
+        return cls(*held, local=local, adapter=adapter, tied=tied)
+
+    def shown(self) -> torch.Tensor:
+        """Where its memory can be looked at just after it was found: where no view of it was needed so far, the model's own."""
+        return self.recorded if self.local.batch is not None else self.local.tensor
 
     def memory(self, now: torch.Tensor | None = None) -> torch.Tensor:
         """The plain local tensor as it is now; ``now``: with that one in the slot."""
-        return self.adapter.memory(self.slot if now is None else replace(self.slot, recorded=now))
+        return self.adapter.memory(self if now is None else replace(self, recorded=now))
+
+
+FOUND = _core.Rows(Found)
 
 
 def change(
@@ -59,16 +71,16 @@ def _of_parameters(found: list[Found]) -> Iterator[str]:
     for one in found:
         if odd := oddity(one.local.tensor):
             if oddity(one.memory()) != odd:
-                yield f"parameter '{one.slot.name}' {odd}; it is not any more"
+                yield f"parameter '{one.name}' {odd}; it is not any more"
             continue
-        if tuple(one.slot.recorded.shape) != tuple(one.local.region.shape):
-            now, made = tuple(one.slot.recorded.shape), tuple(one.local.region.shape)
-            yield f"parameter '{one.slot.name}' has shape {now}, it was {made} when this EMA was made"
+        if tuple(one.recorded.shape) != tuple(one.local.region.shape):
+            now, made = tuple(one.recorded.shape), tuple(one.local.region.shape)
+            yield f"parameter '{one.name}' has shape {now}, it was {made} when this EMA was made"
         memory = one.memory()
         if text := _difference(one.local, memory):
-            yield f"parameter '{one.slot.name}' {text}"
+            yield f"parameter '{one.name}' {text}"
         if one.tied and memory.data_ptr() != first[one.local].memory().data_ptr():
-            yield f"parameter '{one.slot.name}' no longer shares the memory of '{one.local.name}'"
+            yield f"parameter '{one.name}' no longer shares the memory of '{one.local.name}'"
 
 
 def _of_hidden(hidden: Iterable[HiddenTensor]) -> Iterator[str]:
@@ -79,9 +91,9 @@ def _of_hidden(hidden: Iterable[HiddenTensor]) -> Iterator[str]:
 
 def _of_buffers(buffers: Iterable[Found]) -> Iterator[str]:
     for one in buffers:
-        buffer = one.slot.owner.get(one.slot.key)
+        buffer = one.owner.get(one.key)
         if buffer is not None and (text := _difference(one.local, one.memory(buffer))):
-            yield f"buffer '{one.slot.name}' {text}"
+            yield f"buffer '{one.name}' {text}"
 
 
 def _difference(local: LocalTensor, memory: torch.Tensor) -> str | None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardow.base.warnings import warn
 from shardow.model.local import Form, LocalTensor, memory_of
+from shardow.model.names import modules_of
 from shardow.model.parents import fsdp2_around
 from shardow.model.regions import region_of, replicas_of
 from shardow.model.slots import Slot
@@ -26,7 +27,7 @@ def sharded_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 class DTensorAdapter:
     def __init__(self, model: nn.Module, form: Form) -> None:
         self._form: Form = form
-        self._modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)] + fsdp2_around(model)
+        self._modules: list[Any] = [module for module in modules_of(model) if isinstance(module, FSDPModule)] + fsdp2_around(model)
 
     def claims(self, slot: Slot) -> bool:
         return isinstance(slot.recorded, DTensor)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardow import _core
 from shardow.base.checks import invalid
 from shardow.model.local import HiddenAdapter, HiddenTensor, Replicas
-from shardow.model.names import join, walk
+from shardow.model.names import join, modules_of, walk
 from shardow.model.parents import fsdp1_around, owners
 
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
@@ -92,15 +92,10 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
 
 class Fsdp1Adapter(HiddenAdapter):
     def __init__(self, model: nn.Module) -> None:
-        names: dict[int, list[str]] = {}
-        wrappers: dict[int, Any] = {}
-        for name, module in walk(model):
-            names.setdefault(id(module), []).append(name)
-            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-                wrappers[id(module)] = module
-        inside = list(wrappers.values())
+        inside: list[Any] = [one for one in modules_of(model) if isinstance(one, FullyShardedDataParallel) and one._handle is not None]
         owned = {key for module in inside for key in owners(module._handle.flat_param)}
         self._wrappers = inside + fsdp1_around(model, owned, _parameters_of(inside))
+        names = _names_of_modules(model) if self._wrappers else {}
         self._locals = [local for module in self._wrappers for local in _flat_tensors(module, names)]
         self._owned = _parameters_of(self._wrappers)
 
@@ -138,6 +133,14 @@ class Fsdp1Adapter(HiddenAdapter):
     def _name(self, handle: Any, index: int) -> str:
         fqn: str = handle.flat_param._fqns[index]
         return next((one.name for one in self._locals if one.handle is handle and one.index == index), fqn)
+
+
+def _names_of_modules(model: nn.Module) -> dict[int, list[str]]:
+    """Clean ones, by the module's id: of each place where it stands."""
+    names: dict[int, list[str]] = {}
+    for name, module in walk(model):
+        names.setdefault(id(module), []).append(name)
+    return names
 
 
 def _parameters_of(wrappers: Sequence[Any]) -> set[int]:

@@ -15,12 +15,13 @@ from shardow.base.checks import invalid
 from shardow.model import zero3
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
+from shardow.model.names import modules_of
 
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
     DTensorAdapter(model, form="any").reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
-    places = [place for module in model.modules() for place in (module._parameters, module._buffers) if place]
+    places = [place for module in modules_of(model) for place in (module._parameters, module._buffers) if place]
     tensors = [tensor for place in places for tensor in place.values() if tensor is not None]
     return group_of_tensors(model, tensors, given, Fsdp1Adapter(model))
 
@@ -29,11 +30,14 @@ def group_of_tensors(
     model: nn.Module, tensors: Sequence[torch.Tensor], given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter
 ) -> dist.ProcessGroup | None:
     """The same of a model whose tensors are known."""
-    groups = fsdp1.groups() + [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    groups = fsdp1.groups() + [module.process_group for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
     return choose_group([*groups, *zero3.groups_of(tensors)], meshes_of(tensors), given, fsdp1.spans_world())
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+    tensors = list(tensors)
+    if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+        return []
     meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return list({id(mesh): mesh for mesh in meshes}.values())
 

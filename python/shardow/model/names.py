@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -67,6 +67,21 @@ def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
     for name, child in module._modules.items():
         if child is not None:
             yield from walk(child, prefix if name == wrapped else join(prefix, name))
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """model.modules(), each once, in that order; without the names that it makes for each."""
+    found = {id(model): model}
+
+    def add(children: Iterable[nn.Module | None]) -> None:
+        for child in children:
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                if child._modules:
+                    add(child._modules.values())
+
+    add(model._modules.values())
+    return [*found.values()]
 
 
 def join(prefix: str, name: str) -> str:

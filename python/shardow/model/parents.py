@@ -15,13 +15,17 @@ from torch.distributed._composable_state import _module_state_mapping  # private
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from shardow.base.checks import unsupported
+from shardow.model.names import modules_of
 from shardow.model.slots import slots
 
 
 def fsdp2_around(model: nn.Module) -> list[Any]:
     """FSDP modules that ``model``, or something in it, is a part of."""
-    inside = {id(module) for module in model.modules()}
-    outside = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule) and id(module) not in inside]
+    known = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+    if not known:
+        return []
+    inside = set(map(id, modules_of(model)))
+    outside = [module for module in known if id(module) not in inside]
     return [module for module in outside if any(id(one) in inside for one in module.modules())]
 
 

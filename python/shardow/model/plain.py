@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
+from shardow.model.batch import Batch
 from shardow.model.local import Form, LocalTensor, Replicas, memory_of
+from shardow.model.names import modules_of
 from shardow.model.slots import Slot
+
+_ROWS = _core.Rows(LocalTensor)
+_tensor: Any = torch.Tensor
+_requires_grad = _tensor.requires_grad.__get__
 
 
 class PlainAdapter:
@@ -23,7 +32,7 @@ class PlainAdapter:
         self._replicas: dict[int, Replicas] = {}
         if group is not None:
             self._replicas = dict.fromkeys(map(id, model.parameters()), _members(group))
-        for module in model.modules():
+        for module in modules_of(model):
             if isinstance(module, DistributedDataParallel):
                 kept_equal = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
                 self._replicas.update(dict.fromkeys(map(id, kept_equal), _members(module.process_group)))
@@ -37,6 +46,20 @@ class PlainAdapter:
         region = self._regions.get(shape) or self._regions.setdefault(shape, _core.Region.whole(list(shape or ())))
         memory = tensor.detach() if slot.plain else self.memory(slot)
         return LocalTensor(slot.name, memory, region, tensor.requires_grad, replicas, bool(replicas))
+
+    def locals(self, slots: Sequence[Slot], looked: _core.Looked) -> list[LocalTensor]:
+        """local() of plain tensors in the host's memory, no two of them the same, by the thousand. ``looked``: them."""
+        recorded = [slot.recorded for slot in slots]
+        batch = Batch(recorded, looked)
+        columns: dict[str, Sequence[object]] = {
+            "name": [slot.name for slot in slots], "region": batch.regions, "requires_grad": [*map(_requires_grad, recorded)],
+            "replicas": ((),), "sharded": (False,), "aliases": ((),),
+            "_tensor": (None,), "batch": (batch,), "place": list(range(len(slots))),
+        }  # fmt: skip
+        if self._replicas:
+            columns["replicas"] = replicas = [self._replicas.get(id(one), ()) for one in recorded]
+            columns["sharded"] = [*map(bool, replicas)]
+        return _ROWS.of(len(slots), columns)
 
     def memory(self, slot: Slot) -> torch.Tensor:
         return memory_of(slot.name, slot.recorded, self._form)

@@ -10,6 +10,7 @@ import torch
 
 from shardow import _core
 from shardow.model import dtypes
+from shardow.model.batch import Batch
 from shardow.model.local import LocalTensor, oddity
 
 #: How and where tensors lie, cheap enough to be asked before every update.
@@ -47,6 +48,17 @@ _MAKER = _core.ViewMaker(
 def engine_views(names: list[str], flats: list[torch.Tensor], regions: list[_core.Region]) -> _core.Views | None:
     """engine_view() of many that lie in plain memory; None where one of them does not."""
     return _MAKER.of(names, flats, regions, _core.cuda_available()) if device_of is _torchs else None
+
+
+def batch_of(locals_: Sequence[LocalTensor]) -> Batch | None:
+    """The batch whose tensors all of them are, none of which was asked for so far; None: they have to be looked at."""
+    batch = locals_[0].batch if locals_ else None
+    return batch if device_of is _torchs and all(one.batch is batch for one in locals_) else None
+
+
+def host_views(names: list[str], batch: Batch, places: list[int], regions: list[_core.Region]) -> _core.Views | None:
+    """engine_view() of tensors of a batch; None where they have to be looked at."""
+    return _MAKER.at(names, [batch.dtypes[i] for i in places], [batch.addresses[i] for i in places], regions)
 
 
 def laid_out(layout: _core.Layout, names: list[str], address: int) -> _core.Views | None:

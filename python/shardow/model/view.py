@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.changes import WAY_OUT, Found, change
+from shardow.model.changes import FOUND, WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
 from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
-from shardow.model.names import walk
+from shardow.model.names import modules_of, walk
 from shardow.model.plain import PlainAdapter
-from shardow.model.slots import Slot, refuse_valueless, slots, slots_of
+from shardow.model.slots import IN_HOST_MEMORY, Slot, buffer_slots, parameter_slots, refuse_valueless, slots
 from shardow.model.storage import MARKS, SURVEY, address_of, objects_behind, overlaps
 from shardow.model.zero3 import Zero3Adapter
 
@@ -34,24 +34,24 @@ class ModelView:
         self._dtensors = DTensorAdapter(model, form)
         self._show_shards()
         modules = [*walk(model)]
-        walked = [slot for name, module in modules for slot in slots_of(module, name)]
-        for slot, plain in zip(walked, SURVEY.plain([slot.recorded for slot in walked]), strict=True):
-            slot.plain = bool(plain)
-        refuse_valueless(slot for slot in walked if not slot.plain)
-        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(walked)
+        parameters, looked = parameter_slots(modules, SURVEY, FOUND)
+        buffers = buffer_slots(modules, SURVEY)
+        refuse_valueless(slot for slot in (*parameters, *buffers) if not slot.plain)
+        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
         hidden: list[Adapter] = [one for one in (self._fsdp1, self._zero3) if one.is_needed]
         self._hides = bool(hidden)
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, PlainAdapter(model, group, form))
+        self._plain = PlainAdapter(model, group, form)
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, self._plain)
         self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
         self.watch_buffers = False
-        self._found = self._collect([one for one in walked if one.kind == "parameter"])
-        self._found_buffers = self._collect([one for one in walked if one.kind == "buffer"])
-        self._tie_by_memory()
+        self._found, usual = self._collect_parameters(parameters, looked)
+        self._found_buffers = self._collect([one for one in buffers if one.kind == "buffer"])
+        self._tie_by_memory(None if self._found_buffers else usual)
         found = [one.local for one in self._found if not one.tied]
         self.parameters = _in_model_order(found, self._hidden, modules)
         self._buffers = [one.local for one in self._found_buffers if not one.tied]
-        self._record(walked)
-        self.process_group = group_of_tensors(model, [slot.recorded for slot in walked], group, self._fsdp1)
+        self._record(parameters, usual)
+        self.process_group = group_of_tensors(model, [slot.recorded for slot in (*parameters, *buffers)], group, self._fsdp1)
 
     @property
     def buffers(self) -> list[LocalTensor]:
@@ -60,9 +60,27 @@ class ModelView:
         self._take_in_buffers()
         return self._buffers
 
-    def _collect(self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None) -> list[Found]:
-        """Each tensor once; further names of it are aliases. ``before``: found already, by the tensors' ids."""
+    def _collect_parameters(self, slots: list[Found], looked: _core.Looked) -> tuple[list[Found], _core.Looked | None]:
+        """_collect(), with what there is nothing to look at of by the thousand. ``looked``: what the slots hold; returned where that is
+        all."""
+        if self._hides:
+            return self._collect(slots), None
+        if all(slot.plain == IN_HOST_MEMORY for slot in slots) and len({id(slot.recorded) for slot in slots}) == len(slots):
+            locals_ = self._plain.locals(slots, looked)
+            FOUND.put(slots, {"local": locals_, "adapter": (self._plain,), "tied": (False,)})
+            return slots, looked
+        first = {id(slot.recorded): slot for slot in reversed(slots) if slot.plain == IN_HOST_MEMORY}
+        usual = [*reversed(first.values())]
+        locals_ = self._plain.locals(usual, SURVEY.look([slot.recorded for slot in usual]))
+        return self._collect(slots, ready=dict(zip(reversed(first), locals_, strict=True))), None
+
+    def _collect(
+        self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None, ready: Mapping[int, LocalTensor] | None = None
+    ) -> list[Found]:
+        """Each tensor once; further names of it are aliases. By the tensors' ids, ``before``: found already; ``ready``: what plain ones
+        are."""
         known: dict[int, LocalTensor] = dict(before or {})
+        ready = ready or {}
         found = []
         *others, whole = self._adapters
         for slot in slots:
@@ -70,18 +88,21 @@ class ModelView:
             tied = known.get(id(slot.recorded))
             if tied is not None:
                 _add_alias(tied, slot.name)
-                found.append(Found(slot, tied, adapter, True))
+                found.append(Found.at(slot, tied, adapter, True))
                 continue
-            local = adapter.local(slot)
+            local = ready.get(id(slot.recorded)) or adapter.local(slot)
             if local is not None:
                 known[id(slot.recorded)] = local
-                found.append(Found(slot, local, adapter))
+                found.append(Found.at(slot, local, adapter))
         return found
 
-    def _tie_by_memory(self) -> None:
-        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost."""
+    def _tie_by_memory(self, looked: _core.Looked | None) -> None:
+        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost. ``looked``: all of
+        them, where they have been looked at."""
         found = [*self._found, *self._found_buffers]
-        if SURVEY.apart([one.local.tensor for one in found if not one.tied]):
+        if looked is None:
+            looked = SURVEY.look([one.shown() for one in found if not one.tied])
+        if looked.apart():
             return
         for first, second in overlaps(one.local for one in found if not one.tied and not oddity(one.local.tensor)):
             if (
@@ -93,7 +114,7 @@ class ModelView:
                 raise unsupported(f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of its own")
             for one in found:
                 if one.local is second:
-                    _add_alias(first, one.slot.name)
+                    _add_alias(first, one.name)
                     one.local, one.tied = first, True
 
     # ---- the model's state
@@ -110,11 +131,7 @@ class ModelView:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
         for adapter in self._adapters:
             adapter.reshard()
-        if (
-            self._sharded
-            and not self._watch.tree_same()
-            and any(one.slot.owner.get(one.slot.key) is not one.slot.recorded for one in self._found)
-        ):
+        if self._sharded and not self._watch.tree_same() and any(one.owner.get(one.key) is not one.recorded for one in self._found):
             self._dtensors.reset()
 
     def unchanged(self) -> bool:
@@ -139,7 +156,7 @@ class ModelView:
             hidden.tensor = hidden.memory()
         self._follow_buffers()
         bind()
-        self._record(slots(self.model))
+        self._record(slots(self.model, "parameter"))
         return True
 
     def as_it_is_now(self) -> list[LocalTensor]:
@@ -149,16 +166,17 @@ class ModelView:
 
     def versions(self) -> dict[str, int]:
         """Torch's counters of writes into parameters, of which FSDP1's flat ones have none that tells."""
-        return {one.slot.name: getattr(one.slot.recorded, "_local_tensor", one.slot.recorded)._version for one in self._found}
+        return {one.name: getattr(one.recorded, "_local_tensor", one.recorded)._version for one in self._found}
 
     def parameter_objects(self) -> list[torch.Tensor]:
         """Those that the model shows, and those that were recorded."""
-        return [*self.model.parameters(), *self._named.values()]
+        return [*self.model.parameters(), *(slot.recorded for slot in self._slots)]
 
     def _change(self) -> str | None:
         """None where nothing but addresses has changed."""
         buffers = self._found_buffers if self.watch_buffers else ()
-        return change(self.model, self._named, self._found, self._hidden, buffers)
+        named = {slot.name: slot.recorded for slot in self._slots}
+        return change(self.model, named, self._found, self._hidden, buffers)
 
     def explain_change(self) -> str:
         """Which tensor is not what it was when this view was made, and the way out."""
@@ -166,49 +184,51 @@ class ModelView:
 
     def _take_in_buffers(self) -> None:
         """Those that were registered since this view was made."""
-        known = {(id(one.slot.owner), one.slot.key) for one in self._found_buffers}
+        known = {(id(one.owner), one.key) for one in self._found_buffers}
         new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
         if new:
-            found = self._collect(new, {id(one.slot.recorded): one.local for one in self._found_buffers})
+            found = self._collect(new, {id(one.recorded): one.local for one in self._found_buffers})
             self._found_buffers += found
             self._buffers += [one.local for one in found if not one.tied]
-            self._recorded_buffers += [(one.slot.recorded, address_of(one.local.tensor)) for one in found]
+            self._recorded_buffers += [(one.recorded, address_of(one.local.tensor)) for one in found]
 
     def _follow_buffers(self) -> None:
         for one in self._found_buffers:
-            buffer = one.slot.owner.get(one.slot.key)
+            buffer = one.owner.get(one.key)
             if buffer is None or tuple(buffer.shape) != tuple(one.local.region.shape):
                 now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
-                raise invalid(f"buffer '{one.slot.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {WAY_OUT}")
-            one.slot.recorded = buffer
+                raise invalid(f"buffer '{one.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {WAY_OUT}")
+            one.recorded = buffer
             memory = one.memory()
             if one.tied and address_of(memory) != address_of(one.local.tensor):
-                raise invalid(f"buffer '{one.slot.name}' no longer shares the memory of '{one.local.name}'; {WAY_OUT}")
+                raise invalid(f"buffer '{one.name}' no longer shares the memory of '{one.local.name}'; {WAY_OUT}")
             one.local.tensor = memory
 
     # ---- identity
 
-    def _record(self, walked: Iterable[Slot]) -> None:
+    def _record(self, parameters: Iterable[Slot], looked: _core.Looked | None = None) -> None:
         """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the
         model."""
-        self._named = {slot.name: slot.recorded for slot in walked if slot.kind == "parameter"}
-        modules = list(self.model.modules())
+        self._slots = [*parameters]
+        modules = modules_of(self.model)
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
-        plain = SURVEY.plain([one.local.tensor for one in self._found])
-        pairs = zip(self._found, plain, strict=True)
-        objects = [one.slot.recorded for one, usual in pairs if usual or not oddity(one.local.tensor)]
-        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
+        objects = self._with_memory() if looked is None else [one.recorded for one in self._found]
+        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)] if looked is None else []
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)] if self._sharded else objects
-        watched = [*self._whole, *self._fsdp1.shown()]
-        self._watch = _core.Watch(dicts, watched, self._sharded, MARKS, objects_behind)
+        self._watch = _core.Watch(dicts, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind, looked)
         self._recorded_flat = self._flat_addresses()
-        self._recorded_buffers = [(one.slot.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
+        self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
+
+    def _with_memory(self) -> list[torch.Tensor]:
+        """What the model has in memory that can be looked at."""
+        plain = SURVEY.look([one.shown() for one in self._found]).plain()
+        return [one.recorded for one, usual in zip(self._found, plain, strict=True) if usual or not oddity(one.local.tensor)]
 
     def _flat_addresses(self) -> list[int]:
         return [*map(torch.Tensor.data_ptr, self._fsdp1.shards()), *map(torch.Tensor.data_ptr, self._zero3.shards())]
 
     def _buffers_same(self) -> bool:
-        now = [one.slot.owner.get(one.slot.key) for one in self._found_buffers]
+        now = [one.owner.get(one.key) for one in self._found_buffers]
         return all(
             buffer is was and address_of(one.memory(was)) == address
             for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
@@ -216,14 +236,14 @@ class ModelView:
 
     def by_parameter(self) -> dict[int, list[LocalTensor]]:
         """By the id of a parameter that the model shows, what it is here: one tensor, or all that FSDP1 made one flat parameter of."""
-        known = {id(one.slot.recorded): [one.local] for one in self._found}
+        known = {id(one.recorded): [one.local] for one in self._found}
         for flat in self._fsdp1.others():
             known.setdefault(id(flat.shown), []).append(flat)
         return known
 
     def frozen(self) -> list[tuple[str, torch.Tensor]]:
         """What had no gradient when this view was made, as the model shows it."""
-        slots = [(one.local.name, one.slot.recorded) for one in self._found if not one.tied and not one.local.requires_grad]
+        slots = [(one.local.name, one.recorded) for one in self._found if not one.tied and not one.local.requires_grad]
         return slots + [(one.name, one.shown) for one in self._hidden if not one.requires_grad]
 
     def bump_versions(self) -> None:

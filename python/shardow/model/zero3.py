@@ -7,6 +7,7 @@ read stretches nothing has to be freed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +45,15 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 def groups_of(tensors: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
     """Of the ranks that have stretches."""
+    if "deepspeed" not in sys.modules:
+        return []
     found = (tensor.ds_process_group for tensor in tensors if is_partitioned(tensor))  # type: ignore[attr-defined]
     return list({id(group): group for group in found}.values())
 
 
 class Zero3Adapter(HiddenAdapter):
     def __init__(self, walked: Iterable[Slot]) -> None:
-        found = by_tensor(slot for slot in walked if is_partitioned(slot.recorded))
+        found = by_tensor(slot for slot in walked if is_partitioned(slot.recorded)) if "deepspeed" in sys.modules else {}
         self._locals = [_partition(places) for places in found.values()]
         self._owned = set(found)
 

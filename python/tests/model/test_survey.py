@@ -46,24 +46,24 @@ ODD = {
 
 @pytest.mark.parametrize("what", USUAL)
 def test_a_usual_tensor_is_plain(what: str) -> None:
-    assert SURVEY.plain([USUAL[what]]) == b"\1"
+    assert SURVEY.look([USUAL[what]]).plain() == b"\1"
     assert USUAL[what].is_contiguous()
 
 
 @pytest.mark.parametrize("what", ODD)
 def test_whatever_else_has_to_be_looked_at(what: str) -> None:
-    assert SURVEY.plain([_BASE, ODD[what], _BASE]) == b"\1\0\1"
-    assert not SURVEY.apart([ODD[what]])
+    assert SURVEY.look([_BASE, ODD[what], _BASE]).plain() == b"\1\0\1"
+    assert not SURVEY.look([ODD[what]]).apart()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.float64])
 def test_tensors_that_share_a_byte_are_not_apart(dtype: torch.dtype) -> None:
     memory = torch.zeros(10, dtype=dtype)
-    assert SURVEY.apart([memory[5:], memory[:5], memory[3:3], torch.zeros(2)])
-    assert not SURVEY.apart([memory[5:], torch.zeros(2), memory[:6]])
-    assert not SURVEY.apart([memory, memory])
+    assert SURVEY.look([memory[5:], memory[:5], memory[3:3], torch.zeros(2)]).apart()
+    assert not SURVEY.look([memory[5:], torch.zeros(2), memory[:6]]).apart()
+    assert not SURVEY.look([memory, memory]).apart()
 
 
 def test_one_that_reaches_over_several_is_found_behind_a_small_one() -> None:
     memory = torch.zeros(30)
-    assert not SURVEY.apart([memory[:30], memory[2:3], memory[20:21]])
+    assert not SURVEY.look([memory[:30], memory[2:3], memory[20:21]]).apart()

@@ -207,7 +207,7 @@ def _warn_of(names: Unmatched) -> None:
 
 def weights_of(view: ModelView) -> dict[str, torch.Tensor]:
     """The modules' own parameters and buffers, by the names of view.parameters and view.buffers. FSDP1's have none."""
-    return {one.local.name: one.slot.recorded for one in [*view._found, *view._found_buffers] if not one.tied}
+    return {one.local.name: one.recorded for one in [*view._found, *view._found_buffers] if not one.tied}
 
 
 def look(weight: torch.Tensor | None, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:

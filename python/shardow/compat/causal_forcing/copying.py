@@ -67,4 +67,4 @@ class Copier:
         if wrong:
             raise invalid(f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}", KeyError)
         chosen = [there[name] for name in shapes]
-        return [Tracked(one, *divide(one, self._core.options.replicas), one.tensor.view(-1)) for one in chosen]
+        return [Tracked(one, *divide(one, self._core.options.replicas)) for one in chosen]

@@ -141,6 +141,11 @@ void flush_names(Draft& draft) noexcept {
   }
 }
 
+/// Of a directory that was to be put under a name: another one is there.
+bool is_taken(const Error& error) {
+  return error.os_errno() == ENOTEMPTY || error.os_errno() == EEXIST;
+}
+
 /// What fails is taken back, but where a call was left: it may be done yet, and in no order that is known with those that follow.
 void put_in_place(Draft& draft, Others& others, const Path& old) {
   const Path parent = parent_of(draft.target);
@@ -168,9 +173,14 @@ void put_in_place(Draft& draft, Others& others, const Path& old) {
       base::rename(draft.temporary, draft.target);
       there = true;
       base::sync(parent);
-    } catch (...) {
+    } catch (const Error& error) {
       draft.keep = true;
       if (base::syscalls().left_one()) throw;
+      if (!there && is_taken(error)) {  // another save has published meanwhile, and what is others' belongs there
+        rescue(old, draft.target, true);
+        draft.keep = false;
+        throw;
+      }
       if (there) base::rename(draft.target, draft.temporary);
       base::rename(old, draft.target);
       draft.keep = false;
@@ -181,16 +191,32 @@ void put_in_place(Draft& draft, Others& others, const Path& old) {
   others.move_from(old);
 }
 
-void replace_directory(Draft& draft) {
+/// `own`: names of the new checkpoint's files.
+void replace_directory(Draft& draft, const std::set<std::string>& own) {
   const Path old = temporary_path(draft.target, draft.nonce, Temporary::kOld);
   draft.locks.emplace_back().take(draft.target);  // so that nobody takes it for a leftover when it is the old one
   std::set<std::string> replaced = draft.hugging_face ? hugging_face_names(draft.target) : std::set<std::string>();
-  for (const std::string& name : base::names_in(draft.temporary)) replaced.insert(name);
+  replaced.insert(own.begin(), own.end());
   Others others(draft.target, draft.temporary, std::move(replaced));
   constexpr int kMostRounds = 10;  // of something that writes there all the time
   for (int round = 0; others.keep() && round < kMostRounds; ++round) {
   }
   put_in_place(draft, others, old);
+}
+
+/// What is there is replaced, or nothing is there.
+void put(Draft& draft, const std::set<std::string>& own) {
+  const Path parent = parent_of(draft.target);
+  if (draft.directory && look_at(draft.target)) {
+    try {
+      return replace_directory(draft, own);
+    } catch (const Error& error) {
+      if (error.code() != Code::kNotFound || look_at(draft.target)) throw;  // else somebody has removed it meanwhile
+    }
+  }
+  if (draft.directory) base::sync(draft.temporary);
+  base::rename(draft.temporary, draft.target);
+  base::sync(parent);
 }
 
 }  // namespace
@@ -267,17 +293,16 @@ void prepare_in_place(Draft& draft, const std::vector<std::string>& files, Until
 }
 
 void publish(Draft& draft) {
-  const Path parent = parent_of(draft.target);
-  if (draft.directory && look_at(draft.target)) {
+  std::set<std::string> own;
+  for (const std::string& name : base::names_in(draft.temporary)) own.insert(name);
+  constexpr int kMostTurns = 10;  // with other saves to this path, which publish between our look and our rename
+  for (int turn = 1;; ++turn) {
     try {
-      return replace_directory(draft);
+      return put(draft, own);
     } catch (const Error& error) {
-      if (error.code() != Code::kNotFound || look_at(draft.target)) throw;  // else somebody has removed it meanwhile
+      if (!draft.directory || !is_taken(error) || draft.keep || turn == kMostTurns) throw;
     }
   }
-  if (draft.directory) base::sync(draft.temporary);
-  base::rename(draft.temporary, draft.target);
-  base::sync(parent);
 }
 
 void remove_old(const Draft& draft) {

@@ -92,6 +92,47 @@ TEST_F(Saving, TakesThePlaceOfWhatIsRemovedMeanwhile) {
   }
 }
 
+/// Another save, which publishes just before this one would.
+class Publishing : public base::Syscalls {
+ public:
+  Publishing(fs::path directory, fs::path theirs, bool can_exchange)
+      : directory_(std::move(directory)), theirs_(std::move(theirs)), can_(can_exchange) {}
+  int rename_exchange(const char* a, const char* b) override { return can_ ? Syscalls::rename_exchange(a, b) : (errno = EINVAL, -1); }
+  int rename(const char* from, const char* to) override {
+    if (to == directory_.string() && fs::exists(theirs_)) fs::rename(theirs_, directory_);
+    return Syscalls::rename(from, to);
+  }
+
+ private:
+  fs::path directory_, theirs_;
+  bool can_;
+};
+
+TEST_F(Saving, TakesThePlaceOfWhatAnotherSavePublishesMeanwhile) {
+  const auto path = folder_ / "model", theirs = folder_ / "theirs";
+  for (const bool can_exchange : {true, false}) {
+    for (const bool is_first : {true, false}) {
+      if (can_exchange && !is_first) continue;  // there is no instant without a checkpoint
+      fs::remove_all(path);
+      if (!is_first) {
+        save_version(1, path);
+        write(path / "config.json", "of a user");
+      }
+      save_version(3, theirs);
+      write(theirs / "theirs.json", "of another user");
+      Publishing machine(path, theirs, can_exchange);
+      machine_.syscalls = &machine;
+      version = 2;
+      EXPECT_EQ(save_as(path, rows, 1), all(1, kFine)) << can_exchange << is_first;
+      machine_.syscalls = nullptr;
+      expect_version(2, path);
+      EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+      EXPECT_EQ(bytes_of(path / "theirs.json"), "of another user");
+      if (!is_first) EXPECT_EQ(bytes_of(path / "config.json"), "of a user");
+    }
+  }
+}
+
 /// Somebody who works in the directory at the instant of the exchange, before or after it.
 class Busy : public base::Syscalls {
  public:

@@ -18,7 +18,7 @@ namespace shardow::file {
 namespace {
 
 constexpr size_t kMostPlans = 8;            // of a rank
-constexpr size_t kMostTensors = 1'000'000;  // of all: what a rank holds, and what an arrangement has
+constexpr size_t kMostTensors = 4'000'000;  // of all: what a rank holds, and what an arrangement has
 
 /// What a plan follows from, but for other ranks.
 struct Request {

@@ -26,7 +26,7 @@ enum class Rule {
 };
 
 /// How results are rounded to the averages' dtype. kStochastic keeps the small increments of long decays, with noise that no topology
-/// changes. kAuto: where it is needed (docs/numerics.md).
+/// changes. kAuto: for 16-bit averages, and kF32 where w < 5e-5 (docs/numerics.md).
 enum class Rounding { kAuto, kNearest, kStochastic };
 
 /// What a NaN or Inf in a weight does to its average.

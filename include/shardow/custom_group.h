@@ -1,4 +1,5 @@
-// A Group of your own: write the smallest that fits, a Store, a Meeting or a Group. group_checks() is the judge, on each rank:
+// A Group of your own: write the smallest that fits, a Store, a Meeting or a Group. group_checks() is the judge; all ranks run this at
+// once:
 //
 //   for (const GroupCheck& check : group_checks()) {
 //     for (const std::string& wrong : check.run(group)) std::cerr << check.name << ": " << wrong << '\n';

@@ -21,7 +21,7 @@ namespace shardow {
 struct Placement {
   enum class Kind : uint8_t { kReplicate, kShard, kPartial } kind = Kind::kReplicate;
   int dim = 0;               ///< kShard: the tensor's dimension; -1 is the last
-  int64_t split_factor = 1;  ///< _StridedShard's
+  int64_t split_factor = 1;  ///< torch's _StridedShard; 1: an ordinary shard
 
   static Placement replicate() noexcept { return {}; }
   static Placement shard(int dim, int64_t split_factor = 1) noexcept { return {Kind::kShard, dim, split_factor}; }

@@ -42,7 +42,7 @@ class Numbers {
 
 }  // namespace
 
-Looked::Looked(const TorchMemory& memory, const nb::list& tensors) {
+Looked::Looked(const TorchMemory& memory, const nb::list& tensors) : memory_(memory) {
   Numbers<uint32_t> dtypes;
   Numbers<Shape> shapes;
   Shape shape;
@@ -62,6 +62,16 @@ Looked::Looked(const TorchMemory& memory, const nb::list& tensors) {
                           [&] { dtypes_.append(one.attr("dtype")); });
     row.shape = shapes.of(shape, [&] { regions_.append(nb::cast(Region::whole(shape))); });
   }
+}
+
+bool Looked::still(const nb::list& tensors) const {
+  if (tensors.size() != rows_.size()) return false;
+  nb::dlpack::dltensor found;
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (rows_[i].plain == kNo || !memory_.describe(tensors[i], found)) return false;
+    if (is_plain(found) != rows_[i].plain || found.device.device_id != rows_[i].index || mark_of(found) != rows_[i].mark) return false;
+  }
+  return true;
 }
 
 nb::bytes Looked::plain() const {
@@ -116,6 +126,8 @@ void bind_survey(nb::module_& m) {
           nb::sig("def look(self, tensors: list[object]) -> Looked"));
   nb::class_<Looked>(m, "Looked", "What many tensors are; as they were when they were looked at.")
       .def("__len__", &Looked::size)
+      .def("still", &Looked::still, "tensors"_a, nb::sig("def still(self, tensors: Sequence[object]) -> bool"),
+           "These are where and what those were that were looked at; False where any is not plain.")
       .def(
           "plain", &Looked::plain,
           "One byte for each: not 0 where it is a torch.Tensor or Parameter itself, dense, its elements in order in memory of the host (1) "

@@ -19,6 +19,9 @@ class Looked {
   size_t size() const noexcept { return rows_.size(); }
   uint64_t mark(size_t i) const { return rows_[i].mark; }
 
+  /// `tensors` are where and what these were; false where any is not plain.
+  bool still(const nanobind::list& tensors) const;
+
   /// One byte for each: not 0 where it is torch's own kind of tensor, dense, its elements in order in memory of the host (1) or of a CUDA
   /// device (2).
   nanobind::bytes plain() const;
@@ -42,6 +45,7 @@ class Looked {
 
   nanobind::list column(nanobind::object (*of)(const Looked&, const Row&)) const;
 
+  TorchMemory memory_;
   std::vector<Row> rows_;
   nanobind::list dtypes_, regions_;
 };

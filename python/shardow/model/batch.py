@@ -15,7 +15,7 @@ class Batch:
     kept, whatever they show by the time when a view is made (``p.data = other``)."""
 
     def __init__(self, recorded: list[torch.Tensor], looked: _core.Looked) -> None:
-        self._recorded = recorded
+        self._recorded, self._looked = recorded, looked
         self.regions, self.addresses = looked.regions(), looked.addresses()
         self.dtypes: list[torch.dtype] = looked.dtypes()
         self._storages: list[torch.UntypedStorage] = [*map(torch.Tensor.untyped_storage, recorded)]
@@ -24,9 +24,11 @@ class Batch:
     @torch.inference_mode(False)  # where they would become tensors that nobody may write
     def tensors(self) -> list[torch.Tensor]:
         """Without grad, on the parameters' memory."""
-        shapes = {id(region): torch.Size(region.shape) for region in self.regions}
-        rows = zip(self._recorded, self._storages, self.addresses, self.dtypes, (shapes[id(one)] for one in self.regions), strict=True)
         with _disable_current_modes():  # whatever somebody does with operations of his own when the first one is asked for
+            if self._looked.still(self._recorded):
+                return [one.detach() for one in self._recorded]
+            shapes = {id(region): torch.Size(region.shape) for region in self.regions}
+            rows = zip(self._recorded, self._storages, self.addresses, self.dtypes, (shapes[id(one)] for one in self.regions), strict=True)
             return [_view(*row) for row in rows]
 
 

@@ -37,9 +37,11 @@ class LocalTensor:
 
     @property
     def tensor(self) -> torch.Tensor:
-        if self._tensor is None:
-            assert self.batch is not None
-            self._tensor, self.batch = self.batch.tensors[self.place], None
+        batch = self.batch
+        if batch is not None:  # in this order, for others who ask meanwhile
+            self._tensor = batch.tensors[self.place]
+            self.batch = None
+        assert self._tensor is not None
         return self._tensor
 
     @tensor.setter

@@ -14,6 +14,7 @@ from torch import nn
 
 import shardow
 from shardow import _core
+from shardow.model import swap_guard
 from shardow.model import view as view_module
 from shardow.model.storage import SURVEY
 from shardow.model.view import ModelView, find
@@ -113,7 +114,19 @@ def test_averages_follow_weights_that_moved_before_anybody_asked_for_a_view() ->
         assert torch.equal(p, expected[name] + 1), name
 
 
-def test_an_ema_that_only_updates_makes_no_views() -> None:
+def test_a_view_that_is_made_later_is_in_memory_that_a_storage_has_moved_to() -> None:
+    model = nn.Linear(3, 4)
+    whole = torch.arange(40.0)
+    model.weight.data = whole[8:20].view(4, 3)
+    view = find(model)
+    model.share_memory()
+    there = {one.name: one.tensor for one in view.parameters}
+    assert all(there[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters())
+    assert torch.equal(there["weight"], torch.arange(8.0, 20.0).view(4, 3))
+
+
+def test_an_ema_that_only_updates_makes_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_guard, "_entered", set())  # others' views are compared with those of swaps that tests before left open
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     ema = shardow.EMA(model, 0.5)
     ema.update()

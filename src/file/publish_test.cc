@@ -128,7 +128,9 @@ TEST_F(Saving, TakesThePlaceOfWhatAnotherSavePublishesMeanwhile) {
       expect_version(2, path);
       EXPECT_EQ(names(), (std::set<std::string>{"model"}));
       EXPECT_EQ(bytes_of(path / "theirs.json"), "of another user");
-      if (!is_first) EXPECT_EQ(bytes_of(path / "config.json"), "of a user");
+      if (!is_first) {
+        EXPECT_EQ(bytes_of(path / "config.json"), "of a user");
+      }
     }
   }
 }

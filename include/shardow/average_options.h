@@ -1,11 +1,7 @@
-// What an Average computes, and how.
-//
-//   Average two(views, {.schedules = {Schedule::constant(0.999), Schedule::power(0.1)}, .update_every = 10});
+// What an Average computes, and how; formulas: docs/cpp_reference.md.
 #pragma once
 
 #include <chrono>
-#include <cstdint>
-#include <vector>
 
 #include "shardow/schedule.h"
 #include "shardow/tensor_view.h"
@@ -15,47 +11,46 @@ namespace shardow {
 
 class Group;  // group.h
 
-/// How average e takes in weight p, w = 1 - d; bit for bit as in its origin.
+/// How it is computed, bit for bit as in:
 enum class Rule {
-  kLerp,             ///< fma(w, p - e, e), for w >= 1/2 fma(w - 1, p - e, p): torch.lerp, the accurate one
-  kMulAdd,           ///< fma(p, 1-d, round(e d)): mul_().add_(), biased for long decays
-  kTwoProducts,      ///< round(e d) + round(p (1-d)): timm's ModelEma
-  kDifference,       ///< e - round(w (e - p)): torch-ema, diffusers
-  kFusedDifference,  ///< fma(w, p - e, e) for every w: diffusers with foreach
-  kQuotient,         ///< e + round((p - e) / D), D = 1 / w, whole where nearly so: torch's SWA
+  kLerp,             ///< torch.lerp: the accurate one
+  kMulAdd,           ///< mul_().add_(): biased for long decays
+  kTwoProducts,      ///< timm's ModelEma
+  kDifference,       ///< torch-ema, diffusers
+  kFusedDifference,  ///< diffusers with foreach
+  kQuotient,         ///< torch's SWA
 };
 
-/// How results are rounded to the averages' dtype. kStochastic keeps the small increments of long decays, with noise that no topology
-/// changes. kAuto: for 16-bit averages, and kF32 where w < 5e-5 (docs/numerics.md).
+/// kStochastic keeps the small increments of long decays; kAuto takes it for 16-bit averages, and for kF32 where 1 - decay < 5e-5.
 enum class Rounding { kAuto, kNearest, kStochastic };
 
-/// What a NaN or Inf in a weight does to its average.
+/// NaN or Inf in a weight.
 enum class NonFinite {
-  kHold,       ///< that element keeps its average and is counted
-  kPropagate,  ///< ordinary arithmetic
-  kRaise,      ///< as kHold, then throws; the update is made and counted
+  kHold,  ///< that element's average stays
+  kPropagate,
+  kRaise,  ///< as kHold, then throws, after the update
 };
 
 struct AverageOptions {
   // What is computed: the same on all ranks.
-  std::vector<Schedule> schedules = {Schedule::constant(0.9999)};  ///< 1 to 8: an average of each, in one pass
-  DType dtype = DType::kF32;                                       ///< kF32, kF64, kBF16 or kF16; weights have any of these
+  std::vector<Schedule> schedules = {Schedule::constant(0.9999)};  ///< 1 to 8: an average of each
+  DType dtype = DType::kF32;                                       ///< kF32, kF64, kBF16 or kF16
   Rule rule = Rule::kLerp;
   Rounding rounding = Rounding::kAuto;
   NonFinite non_finite = NonFinite::kHold;
-  int64_t update_every = 1;  ///< average every n-th step, by the product of n decays
-  int64_t start_step = 0;    ///< copy the weights up to this step
+  int64_t update_every = 1;  ///< steps, by the product of their decays
+  int64_t start_step = 0;    ///< up to it averages are copies
   uint64_t seed = 0;         ///< of stochastic rounding
-  bool keep_values = false;  ///< averages begin as the caller's memory holds them
+  bool keep_values = false;  ///< begin with the caller's averages
 
-  // How: no number depends on it.
+  // How: changes no numbers.
   int num_threads = 0;                      ///< 0: by OMP_NUM_THREADS and affinity
-  bool overlap = false;                     ///< of weights on the host: update() works in the background
-  int64_t ring_bytes = int64_t{128} << 20;  ///< pinned memory, for averages on the host of weights on devices
+  bool overlap = false;                     ///< update() in the background, of weights on the host
+  int64_t ring_bytes = int64_t{128} << 20;  ///< pinned, for averages on the host of CUDA weights
 
-  /// Borrowed: ranks with the same views, in host memory. Each averages 1/size() of them; swaps are collective.
+  /// Borrowed: ranks with the same views, in host memory. Each averages a part; swaps are collective.
   Group* replicas = nullptr;
-  std::chrono::milliseconds timeout{600'000};  ///< of their swaps
+  std::chrono::milliseconds timeout{600'000};  ///< of swaps
 };
 
 }  // namespace shardow

@@ -1,30 +1,22 @@
-// Copies between a region's memory, where elements lie one after another, and a tensor of the whole shape with any strides.
-//
-//   std::vector<float> matrix(128 * 512), rows(64 * 512);  // (128, 512), column by column; its upper half, row by row
-//   const TensorView upper{"weight", DType::kF32, Region::whole({128, 512}).part(0, 2), rows.data()};
-//   take({matrix.data(), DType::kF32, {1, 128}}, upper);
-//   place(upper, {matrix.data(), DType::kF32, {1, 128}});  // after a swap or a load
+// Copies between a region's memory and a tensor of its whole shape with any strides.
 #pragma once
 
-#include <cstdint>
-
-#include "shardow/region.h"
 #include "shardow/tensor_view.h"
 
 #pragma GCC visibility push(default)
 namespace shardow {
 
-/// Host memory: element (i, j, ...) lies i strides[0] + j strides[1] + ... elements from `data`.
+/// A tensor on the host; `data` is its element (0, 0, ...).
 struct StridedView {
   void* data;
   DType dtype;
-  Shape strides;  ///< in elements; any sign, 0 where elements share memory
+  Shape strides;  ///< in elements, of any sign
 };
 
-/// part = tensor[part.region]. Memories must not overlap. Throws kUnsupported for device memory and elements below 8 bits.
+/// part = tensor[part.region]; no overlap, no elements below 8 bits.
 void take(const StridedView& tensor, const TensorView& part);
 
-/// tensor[part.region] = part; not for strides of 0.
+/// tensor[part.region] = part; no strides of 0.
 void place(const TensorView& part, const StridedView& tensor);
 
 }  // namespace shardow

@@ -1,9 +1,11 @@
-"""The code in the comments of public headers: what is indented there and has statements."""
+"""The sketches of public headers: what is indented in their comments and has statements, and what docs/cpp_reference.md has of each."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "cpp_reference.md"
 
 #: What a sketch may use without saying where it comes from.
 GIVEN = """\
@@ -29,9 +31,15 @@ def blocks_of(text: str) -> list[str]:
     return [code for code in codes if re.search(r"[;{](?:\s*//.*)?$", code, re.MULTILINE)]
 
 
+def shown_of(header: str) -> list[str]:
+    """The blocks of C++ in a header's part of the reference."""
+    (part,) = re.findall(rf"^## {re.escape(header)}\n(.*?)(?=^## |\Z)", REFERENCE.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```cpp\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+
+
 def program_of(header: Path, more: str = "") -> str:
     """A source of all sketches of an installed header, each a function's body; ``more`` declares what only these are given."""
-    codes = blocks_of(header.read_text())
+    codes = blocks_of(header.read_text()) + shown_of(header.name)
     needed = ["<future>", "<iostream>", "<shardow/average.h>", "<shardow/ema_file.h>", f"<shardow/{header.name}>"]
     bodies = [GIVEN.format(number=number, more=more, code=code) for number, code in enumerate(codes)]
     return "".join(f"#include {one}\n" for one in needed) + "using namespace shardow;\n" + PROGRAM + "".join(bodies)

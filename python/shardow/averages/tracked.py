@@ -71,10 +71,6 @@ class Tracked:
         """No other rank averages a part of it."""
         return self.region == _core.Region.whole(list(self.region.shape))
 
-    def follow_source(self, master: torch.Tensor) -> None:
-        """After the memory of what `source=` names has moved."""
-        self._master = master
-
     def follow(self) -> None:
         """After the model's memory has moved."""
         refuse_unaverageable(self.local)
@@ -180,11 +176,12 @@ def _usual(locals_: list[LocalTensor], options: Options) -> list[Tracked] | None
 def views_of_sources(tracked: Sequence[Tracked]) -> _core.Views:
     """The engine's descriptions of what is averaged."""
     batch = storage.batch_of([one.local for one in tracked]) if not any(one.mastered for one in tracked) else None
-    if batch is None:
-        return views_of(tracked, [one.memory() for one in tracked])
-    names, places = [one.local.name for one in tracked], [one.local.place for one in tracked]
-    made = storage.host_views(names, batch, places, [one.region for one in tracked])
-    return made if made is not None else views_of(tracked, [one.memory() for one in tracked])
+    if batch is not None:
+        names, places = [one.local.name for one in tracked], [one.local.place for one in tracked]
+        made = storage.host_views(names, batch, places, [one.region for one in tracked])
+        if made is not None:
+            return made
+    return views_of(tracked, [one.memory() for one in tracked])
 
 
 def views_of(tracked: Sequence[Tracked], flats: list[torch.Tensor]) -> _core.Views:
@@ -247,7 +244,7 @@ def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:
     now = _tracked(one.local, replicas, given)
     if not now.mastered or now.region != one.region or now.source.dtype != one.source.dtype:
         raise invalid(f"source= of '{one.name}' was {one.region} in {one.source.dtype}, and is not any more; make a new EMA")
-    one.follow_source(now.source)
+    one._master = now.source
 
 
 def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torch.Tensor:

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/nonce.h"
 #include "base/paths.h"
 #include "base/turns.h"
 #include "file/others.h"
@@ -18,7 +17,7 @@ using base::FileLock;
 using base::Path;
 
 constexpr std::chrono::milliseconds kPause{20};
-constexpr std::chrono::seconds kGate{5};  // of waiting for the parent, which others may lock for reasons of their own
+constexpr std::chrono::seconds kGate{5};  // of waiting for the parent
 
 [[noreturn]] void fail_busy(const Path& target, const Path& draft) {
   base::fail(Code::kTimeout,
@@ -27,11 +26,18 @@ constexpr std::chrono::seconds kGate{5};  // of waiting for the parent, which ot
              target.string(), draft.string());
 }
 
-/// The draft of a save that lives.
+/// The draft of a save that lives, whatever its name is when it is asked.
 std::optional<Path> living(const Path& target) {
-  for (const Leftover& one : leftovers_of(target)) {
-    FileLock lock;
-    if (lock.take(one.path) == FileLock::Result::kOthers) return one.path;
+  constexpr int kMostTurns = 10;  // with names that go between our look and our lock
+  bool moved = true;
+  for (int turn = 0; moved && turn < kMostTurns; ++turn) {
+    moved = false;
+    for (const Leftover& one : leftovers_of(target)) {
+      FileLock lock;
+      const FileLock::Result result = lock.take(one.path);
+      if (result == FileLock::Result::kOthers) return one.path;
+      moved |= result == FileLock::Result::kGone;
+    }
   }
   return std::nullopt;
 }
@@ -39,26 +45,29 @@ std::optional<Path> living(const Path& target) {
 void put_back_old(const Path& target) {
   const std::optional<Path> old = old_of(target);
   if (!old || !base::leads_to_directory(*old)) return;
-  base::rename(*old, target);
+  try {
+    base::rename(*old, target);
+  } catch (const Error&) {
+    if (base::leads_to_directory(target)) return;  // a rename that a save gave up long ago was done this moment
+    throw;
+  }
   base::sync(base::parent_of(target));
-}
-
-/// Under a name that nobody knows, before it is emptied: a rename that the dead save asked for may be under way, and be done at any moment.
-Path set_aside(const Leftover& one, const Path& target) {
-  const Path aside = temporary_path(target, base::make_nonce(), one.kind);
-  base::rename(one.path, aside);
-  return aside;
 }
 
 }  // namespace
 
-FileLock claim(const Path& target, const Path& draft, const std::function<void()>& make, Until until) {
+FileLock gate_of(const Path& target, Until until) {
   const Path parent = base::parent_of(target);
+  FileLock gate;
+  const Until patience = std::min(until, base::now() + kGate);
+  while (gate.take(parent) == FileLock::Result::kOthers && base::now() < patience) base::sleep_for(kPause);
+  return gate;
+}
+
+FileLock claim(const Path& target, const Path& draft, const std::function<void()>& make, Until until) {
   for (std::optional<Path> other;;) {
     {
-      FileLock gate;  // between looking for others and being one
-      const Until patience = std::min(until, base::now() + kGate);
-      while (gate.take(parent) == FileLock::Result::kOthers && base::now() < patience) base::sleep_for(kPause);
+      const FileLock gate = gate_of(target, until);  // between looking for others and being one
       other = living(target);
       if (!other) {
         put_back_old(target);
@@ -112,9 +121,9 @@ void clear_leftovers(const Path& target, const Path& draft, bool local) noexcept
       const auto found = base::look_at_itself(one.path);
       const bool directory = found && found->directory();
       if (directory && base::leads_to_directory(target)) {
-        rescue(set_aside(one, target), target, one.kind == Temporary::kOld);
-      } else if (!directory || one.kind != Temporary::kOld) {
-        base::remove_tree(directory ? set_aside(one, target) : one.path);
+        rescue(one.path, target, one.kind);
+      } else if (!directory || !was_published(one.kind)) {
+        base::remove_tree(directory ? set_aside(one.path, target, one.kind) : one.path);
       }
     }
   } catch (const std::exception&) {  // it stays, and the next save tries again

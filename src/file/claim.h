@@ -12,6 +12,10 @@ namespace shardow::file {
 
 using Until = std::chrono::steady_clock::time_point;
 
+/// Locks the parent of `target` for a moment, without which nobody looks for living saves there: held also while a draft has another name.
+/// Others may lock it for reasons of their own: it is waited for a few seconds.
+base::FileLock gate_of(const base::Path& target, Until until);
+
 /// Puts back an old directory that stands beside a target that is missing. Then waits until no living save works on `target`, calls
 /// `make`, which makes the draft, and locks it. Throws kTimeout with the draft of the other save at `until`. Two processes that come at the
 /// same time are told apart where directories can be locked.

@@ -46,6 +46,59 @@ TEST_F(Saving, WaitsForALivingSaveToTheSamePathAndSaysSoWhereThatDoesNotEnd) {
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "b.safetensors"}));
 }
 
+/// Gives a living save's draft another name just before it is asked whether it lives, once, as its save does to see whether it can.
+class Renaming : public base::Syscalls {
+ public:
+  explicit Renaming(const fs::path& path)
+      : from_(file::temporary_path(path, kNonce, file::Temporary::kRenamed)),
+        to_(file::temporary_path(path, kNonce, file::Temporary::kDraft)) {}
+  int open(const char* path, int flags, mode_t mode) override {
+    if (path == from_ && fs::exists(from_)) fs::rename(from_, to_);
+    return Syscalls::open(path, flags, mode);
+  }
+
+ private:
+  const fs::path from_, to_;
+};
+
+TEST_F(Saving, WaitsForALivingSaveWhoseDraftIsRenamedWhileItLooks) {
+  const auto path = folder_ / "a.safetensors";
+  save_version(1, path);
+  const auto draft = file::temporary_path(path, kNonce, file::Temporary::kRenamed);
+  write(draft, "of a save that goes on");
+  base::FileLock living;
+  ASSERT_EQ(living.take(draft), base::FileLock::Result::kHeld);
+  Renaming machine(path);
+  machine_.syscalls = &machine;
+  version = 2;
+  EXPECT_EQ(save_as(path, rows, 2, {.timeout = std::chrono::milliseconds(100)}), all(2, static_cast<int>(Code::kTimeout)));
+  machine_.syscalls = nullptr;
+  expect_version(1, path);
+}
+
+/// Whether somebody could look for living saves while a draft has another name, and miss it.
+class Looking : public base::Syscalls {
+ public:
+  int rename(const char* from, const char* to) override {
+    const bool renamed = std::string_view(to).ends_with("-renamed.tmp") || std::string_view(from).ends_with("-renamed.tmp");
+    if (renamed) ++asked;
+    if (renamed && base::FileLock().take(fs::path(from).parent_path()) != base::FileLock::Result::kOthers) ++free;
+    return Syscalls::rename(from, to);
+  }
+  std::atomic<int> asked = 0, free = 0;
+};
+
+TEST_F(Saving, RenamesItsDraftWhileNobodyElseLooksForLivingOnes) {
+  for (const char* const name : {"a.safetensors", "model"}) {
+    Looking machine;
+    machine_.syscalls = &machine;
+    save_version(1, folder_ / name);
+    machine_.syscalls = nullptr;
+    EXPECT_EQ(machine.asked, 2);
+    EXPECT_EQ(machine.free, 0);
+  }
+}
+
 TEST_F(Saving, OfManyAtOnceToOnePathAreOneAfterTheOtherWhileReadersFindAWholeOne) {
   for (const char* const name : {"a.safetensors", "model"}) {
     SCOPED_TRACE(name);

@@ -16,9 +16,9 @@ namespace {
 using base::Path;
 
 constexpr size_t kNonce = 16;
-constexpr size_t kMostName = 255;                                                             // bytes that file systems take
-constexpr size_t kMostStem = kMostName - kNonce - std::string_view("..-renamed.tmp").size();  // of the longest temporary name
-constexpr std::array<const char*, 3> kEnds = {".tmp", "-renamed.tmp", "-old.tmp"};            // by Temporary
+constexpr size_t kMostName = 255;                                                                 // bytes that file systems take
+constexpr size_t kMostStem = kMostName - kNonce - std::string_view("..-renamed.tmp").size();      // of the longest temporary name
+constexpr std::array<const char*, 4> kEnds = {".tmp", "-renamed.tmp", "-old.tmp", "-spent.tmp"};  // by Temporary
 
 bool are_digits(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });

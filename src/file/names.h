@@ -24,7 +24,8 @@ std::set<std::string> hugging_face_names(const base::Path& directory);
 enum class Temporary {
   kDraft,    ///< .<name>.<nonce>.tmp: what is being written
   kRenamed,  ///< .<name>.<nonce>-renamed.tmp: the same for an instant, to see whether it can be renamed
-  kOld,      ///< .<name>.<nonce>-old.tmp: the directory that a new one has replaced, or is about to
+  kOld,      ///< .<name>.<nonce>-old.tmp: the directory that a new one has replaced, or is about to; whole
+  kSpent,  ///< .<name>.<nonce>-spent.tmp: the same once the new one is on the disk: it is emptied, and nobody looks for a checkpoint there
 };
 
 /// Beside `target`. The nonce has 16 hexadecimal digits. Of a long name only the beginning is there, and a checksum of it, so that every

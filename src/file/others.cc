@@ -5,7 +5,7 @@
 #include <system_error>
 
 #include "base/errors.h"
-#include "file/names.h"
+#include "base/nonce.h"
 
 namespace shardow::file {
 namespace {
@@ -141,9 +141,11 @@ void Others::move_from(const Path& old) noexcept {
   constexpr int kMostRounds = 10;  // of something that writes there all the time
   fresh_ = current_;
   try {
-    drop_gone(old);
+    const Path aside = temporary_path(current_, base::make_nonce(), Temporary::kSpent);
+    const Path& spent = move(old, aside) ? aside : old;
+    drop_gone(spent);
     for (int round = 0; round < kMostRounds; ++round) {
-      if (!move_in(old, {})) return;
+      if (!move_in(spent, {})) return;
     }
   } catch (const std::exception&) {  // the rest stays, for the next save
   }
@@ -170,9 +172,16 @@ bool Others::move_in(const Path& old, const Path& at) {
   return base::syscalls().rmdir((old / at).c_str()) != 0;
 }
 
-void rescue(const Path& leftover, const Path& current, bool old) noexcept {
+Path set_aside(const Path& leftover, const Path& target, Temporary kind) {
+  Path aside = temporary_path(target, base::make_nonce(), was_published(kind) ? Temporary::kSpent : kind);
+  base::rename(leftover, aside);
+  return aside;
+}
+
+void rescue(const Path& leftover, const Path& current, Temporary kind) noexcept {
   try {
-    rescue_in(leftover, current, hugging_face_names(leftover), old);
+    const Path aside = set_aside(leftover, current, kind);
+    rescue_in(aside, current, hugging_face_names(aside), was_published(kind));
   } catch (const std::exception&) {  // the rest stays, for the next save
   }
 }

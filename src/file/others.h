@@ -9,6 +9,7 @@
 
 #include "base/files.h"
 #include "base/paths.h"
+#include "file/names.h"
 
 namespace shardow::file {
 
@@ -23,8 +24,8 @@ class Others {
   /// Whether there was anything that was not there before.
   bool keep();
 
-  /// After the new one is in place: what appeared in the old directory, or was renamed into place there, moves to the current one; then the
-  /// old one is removed. What cannot be moved stays in the old one. Throws nothing.
+  /// After the new one is in place, and on the disk: what appeared in the old directory, or was renamed into place there, moves to the
+  /// current one; then the old one, which gets another name first, is removed. What cannot be moved stays in it. Throws nothing.
   void move_from(const base::Path& old) noexcept;
 
  private:
@@ -42,8 +43,17 @@ class Others {
   std::map<base::Path, base::Found> kept_;  ///< by path in the directory, as they were
 };
 
-/// A directory that a dead save left: what is in it and not in `current`, beside checkpoints, moves there. `old`: it is one that a new one
+/// Gives what lies beside `target`, and is about to be emptied, a name that nobody knows: a rename that a dead save asked for may be under
+/// way, and be done at any moment; and what is emptied must not be taken for a whole checkpoint. The new path.
+base::Path set_aside(const base::Path& leftover, const base::Path& target, Temporary kind);
+
+/// A directory that a dead save left: what is in it and not in `current`, beside checkpoints, moves there. `kind`: it is one that a new one
 /// had replaced, else an unpublished draft, whose files no reader has ever seen. Then it is removed. Throws nothing.
-void rescue(const base::Path& leftover, const base::Path& current, bool old) noexcept;
+void rescue(const base::Path& leftover, const base::Path& current, Temporary kind) noexcept;
+
+/// Whether it was a checkpoint under its name.
+inline bool was_published(Temporary kind) {
+  return kind == Temporary::kOld || kind == Temporary::kSpent;
+}
 
 }  // namespace shardow::file

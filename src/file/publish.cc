@@ -69,7 +69,7 @@ void move_back(const Draft& draft, const Path& aside) {
     base::rename(aside, draft.target);
   } catch (const Error&) {
     if (!base::leads_to_directory(draft.target)) throw;  // who looks for it finds it beside, and the next save puts it back
-    rescue(aside, draft.target, true);
+    rescue(aside, draft.target, Temporary::kOld);
   }
   base::sync(parent_of(draft.target));
 }
@@ -120,11 +120,12 @@ void make_draft(const Draft& draft) {
   }
 }
 
-Storage probe(const Draft& draft, const Sizes& files, bool merges) {
+Storage probe(const Draft& draft, const Sizes& files, bool merges, Until until) {
   Storage storage;
   storage.random_writes = merges && is_supported([&] { make_files(draft, files); });
   if (!storage.random_writes && !draft.directory) base::File::replace(draft.temporary).close();  // something to rename
   const Path renamed = temporary_path(draft.target, draft.nonce, Temporary::kRenamed);
+  const base::FileLock gate = gate_of(draft.target, until);
   storage.rename = is_supported([&] {
     base::rename(draft.temporary, renamed);
     base::rename(renamed, draft.temporary);
@@ -177,7 +178,7 @@ void put_in_place(Draft& draft, Others& others, const Path& old) {
       draft.keep = true;
       if (base::syscalls().left_one()) throw;
       if (!there && is_taken(error)) {  // another save has published meanwhile, and what is others' belongs there
-        rescue(old, draft.target, true);
+        rescue(old, draft.target, Temporary::kOld);
         draft.keep = false;
         throw;
       }
@@ -262,7 +263,7 @@ Storage prepare(Draft& draft, const Sizes& files, bool several_hosts, Until unti
     fail(Code::kOutOfSpace, "{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(), needed,
          space.free_bytes);
   }
-  const Storage storage = probe(draft, files, !(space.fuse && several_hosts));
+  const Storage storage = probe(draft, files, !(space.fuse && several_hosts), until);
   if (!storage.rename) {
     discard(draft);
   } else if (!storage.random_writes) {

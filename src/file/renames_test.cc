@@ -125,6 +125,75 @@ TEST_F(Saving, ThatDiedBetweenTwoRenamesLeavesTheOldOneForTheNextLoadAndTheNextS
   expect_version(3, path);
 }
 
+/// A rename that an earlier save gave up is done just before the old directory is put back.
+class Late : public base::Syscalls {
+ public:
+  explicit Late(const fs::path& path) : path_(path) {}
+  int rename(const char* from, const char* to) override {
+    if (to == path_ && !fs::exists(path_)) fs::rename(file::temporary_path(path_, kNonce, file::Temporary::kDraft), path_);
+    return Syscalls::rename(from, to);
+  }
+
+ private:
+  const fs::path path_;
+};
+
+TEST_F(Saving, GoesOnWhereALateRenameComesBeforeTheOldOneIsPutBack) {
+  const auto path = folder_ / "model", draft = file::temporary_path(path, kNonce, file::Temporary::kDraft);
+  save_version(1, path);
+  write(path / "config.json", "mine");
+  save_version(2, folder_ / "given up");
+  fs::rename(path, file::temporary_path(path, kNonce, file::Temporary::kOld));
+  fs::rename(folder_ / "given up", draft);
+  Late machine(path);
+  machine_.syscalls = &machine;
+  save_version(3, path);
+  machine_.syscalls = nullptr;
+  expect_version(3, path);
+  EXPECT_EQ(bytes_of(path / "config.json"), "mine");
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
+/// Without an exchange; what was replaced can be removed in part alone. From the rename number `last` to the checkpoint's name on, none is.
+class Crumbling : public FailingRename {
+ public:
+  Crumbling(fs::path path, int last) : FailingRename(1 << 20), path_(std::move(path)), left_(last) {}
+  int unlink(const char* path) override {
+    const bool shard = file::is_shard_name(fs::path(path).filename().string());
+    return shard && removed_++ > 0 ? (errno = EIO, -1) : Syscalls::unlink(path);
+  }
+  int rename(const char* from, const char* to) override {
+    if (to == path_ && left_-- <= 0) return (errno = EIO, -1);
+    return FailingRename::rename(from, to);
+  }
+
+ private:
+  const fs::path path_;
+  int left_;
+  std::atomic<int> removed_ = 0;
+};
+
+TEST_F(Saving, WhatIsHalfRemovedIsNeverTakenForTheCheckpoint) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  Crumbling machine(path, 1);
+  machine_.syscalls = &machine;
+  save_version(2, path, kShards);
+  ASSERT_EQ(names().size(), 2u);
+  EXPECT_TRUE(names().begin()->ends_with("-spent.tmp")) << *names().begin();  // were the new one removed, it would not be looked for here
+  version = 3;
+  EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));  // in between two renames, and cannot go back
+  machine_.syscalls = nullptr;
+  ASSERT_FALSE(fs::exists(path));
+  for (const std::string& name : names()) {
+    if (!name.ends_with("-old.tmp")) fs::last_write_time(folder_ / name, fs::file_time_type::clock::now() + std::chrono::hours(1));
+  }
+  expect_version(2, path);
+  save_version(4, path, kShards);
+  expect_version(4, path);
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
 TEST_F(Saving, FindsTheFilesOfAnOldDirectoryThatIsMissing) {
   version = 1;
   ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));

@@ -131,7 +131,7 @@ bool Others::is_kept(const Path& at, const Found& found) const {
 void Others::drop_gone(const Path& old) {
   for (auto one = kept_.begin(); one != kept_.end();) {
     const auto there = base::look_at_itself(fresh_ / one->first);
-    const bool gone = !base::look_at_itself(old / one->first);
+    const bool gone = !base::look_at_itself(old / one->first) && base::look_at_itself(old);  // else it is the directory that has gone
     if (gone && there && there->same(one->second)) base::remove_file(fresh_ / one->first);
     one = gone ? kept_.erase(one) : std::next(one);
   }
@@ -143,6 +143,7 @@ void Others::move_from(const Path& old) noexcept {
   try {
     const Path aside = temporary_path(current_, base::make_nonce(), Temporary::kSpent);
     const Path& spent = move(old, aside) ? aside : old;
+    if (base::syscalls().left_one()) return;  // it may be either, and be moved at any moment
     drop_gone(spent);
     for (int round = 0; round < kMostRounds; ++round) {
       if (!move_in(spent, {})) return;

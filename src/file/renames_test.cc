@@ -194,6 +194,28 @@ TEST_F(Saving, WhatIsHalfRemovedIsNeverTakenForTheCheckpoint) {
   EXPECT_EQ(names(), (std::set<std::string>{"model"}));
 }
 
+/// Somebody who clears away a directory that was replaced, just before its save does.
+class Tidy : public base::Syscalls {
+ public:
+  int rename(const char* from, const char* to) override {
+    if (std::string_view(to).ends_with("-spent.tmp")) fs::remove_all(from);
+    return Syscalls::rename(from, to);
+  }
+};
+
+TEST_F(Saving, WhoseOldDirectoryIsRemovedMeanwhileKeepsWhatIsOthersInTheNewOne) {
+  const auto path = folder_ / "model";
+  save_version(1, path);
+  write(path / "config.json", "mine");
+  Tidy machine;
+  machine_.syscalls = &machine;
+  save_version(2, path);
+  machine_.syscalls = nullptr;
+  expect_version(2, path);
+  EXPECT_EQ(bytes_of(path / "config.json"), "mine");
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
 TEST_F(Saving, FindsTheFilesOfAnOldDirectoryThatIsMissing) {
   version = 1;
   ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));

@@ -33,7 +33,7 @@ std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std
     const bool is_text = value.size() == kDigits && value.front() == '"' && value.back() == '"';
     if (!is_text || std::from_chars(value.data() + 1, value.data() + 9, crc, 16).ptr != value.data() + 9)
       fail(Code::kCorrupt, "{}: the checksum of '{}' is not 8 hexadecimal digits", where, members.key());
-    found.emplace(members.key(), crc);
+    found.emplace_hint(found.end(), members.key(), crc);  // they stand in order, mostly
   }
   if (!members.error().empty()) fail(Code::kCorrupt, "{}: {} is no JSON object: {}", where, kChecksums, members.error());
   return found;
@@ -51,16 +51,18 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
     const auto written_by = header.metadata.extract(kWrittenBy);
     catalog.files.push_back(
         {raw.opened[f], header.data_begin, std::move(header.metadata), written_by.empty() ? std::string() : written_by.mapped()});
+    auto crc = crcs.begin();
     for (Entry& entry : header.entries) {
       if (raw.weights) {
         const auto said = raw.weights->find(entry.name);
         if (said == raw.weights->end() || said->second != Path(file.path).filename().string())
           continue;  // the index does not name it: it is not there
       }
-      const auto crc = crcs.find(entry.name);
+      if (crc == crcs.end() || crc->first != entry.name) crc = crcs.find(entry.name);
       std::string name = entry.name;
-      const std::optional<uint32_t> sum = crc == crcs.end() ? std::nullopt : std::optional(crc->second);
-      catalog.tensors.emplace(std::move(name), Stored{f - begin, std::move(entry), sum});
+      const std::optional<uint32_t> sum =
+          crc == crcs.end() ? std::nullopt : std::optional((crc++)->second);  // the next one is next, mostly
+      catalog.tensors.emplace_hint(catalog.tensors.end(), std::move(name), Stored{f - begin, std::move(entry), sum});
     }
   }
   if (raw.weights) {

@@ -60,14 +60,15 @@ class FromFile:
     ``unexpected``: nobody here has them."""
 
     def __init__(self, wanted: Collection[str], catalog: Any) -> None:
-        self.keys = extra_in(catalog.tensors, wanted)
+        there = catalog.tensors  # made anew each time
+        self.keys = extra_in(there, wanted)
         said = json.loads(catalog.metadata.get(METADATA, "{}"))
         told = extra_in(said, wanted)
         self.unexpected = [key for key in said if key not in told]
         self.values: dict[str, Any] = {name: said[key] for key, name in told.items()}
         self.parts: list[Part] = []
         for key, name in self.keys.items():
-            dtype, shape = catalog.tensors[key]
+            dtype, shape = there[key]
             self.values[name] = torch.empty(tuple(shape), dtype=dtype_of(key, dtype))
             self.parts.append(Part(key, self.values[name].view(-1), _core.Region.whole(list(shape))))
 

@@ -89,5 +89,8 @@ def _alike(name: str, names: Collection[str], cleaned: Mapping[str, list[str]], 
 def unexpected(held: Held, keys: Mapping[str, str], available: Collection[str]) -> list[str]:
     """What is there and not here. A tied tensor may be there under all its names: one of them is read."""
     used = set(keys.values())
+    rest = [key for key in available if key not in used]
+    if not rest:
+        return []
     others = {clean_file_key(alias) for names in held.names.values() for alias in names} - set(map(clean_file_key, used))
-    return [key for key in available if key not in used and clean_file_key(key) not in others]
+    return [key for key in rest if clean_file_key(key) not in others]

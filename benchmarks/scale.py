@@ -1,7 +1,8 @@
 """What coordination costs against the number of ranks and of tensors: ``python -m benchmarks.scale [section ...] [--sizes n ...]``.
 
 Sections, all of them unless some are named: ``emulated`` (ranks that are threads, to 4,096), ``processes`` (to 32), ``tensors`` (to a
-million), ``paper`` (what follows for 16,384 ranks and 10 T parameters, from figures of this machine).
+million), ``work`` (the same in instructions, which valgrind counts), ``paper`` (what follows for 16,384 ranks and 10 T parameters, from
+figures of this machine).
 docs/scale.md is made of what it prints.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import scale_emulated, scale_paper, scale_processes, scale_tensors
+from benchmarks import scale_emulated, scale_paper, scale_processes, scale_tensors, scale_work
 
 SECTIONS = {
     "emulated": (scale_emulated, scale_emulated.RANKS),
     "processes": (scale_processes, scale_processes.SIZES),
     "tensors": (scale_tensors, scale_tensors.SIZES),
+    "work": (scale_work, scale_work.SIZES),
 }
 
 

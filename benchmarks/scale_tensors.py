@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -36,6 +36,12 @@ class Ten(nn.Module):
 
 def made(tensors: int) -> nn.Module:
     return nn.ModuleList(Ten() for _ in range(tensors // _EACH))
+
+
+class Cost(Protocol):
+    """Of a call; the quickest of several with ``again``."""
+
+    def __call__(self, call: Callable[[], Any], again: bool = True) -> float: ...
 
 
 def seconds_of(call: Callable[[], Any], again: bool = True) -> float:
@@ -63,46 +69,46 @@ def warm(folder: Path) -> None:
     of_an_empty_model(10 * _EACH, path)
 
 
-def at(tensors: int, folder: Path) -> dict[str, float]:
-    """Seconds, by call; and bytes."""
+def at(tensors: int, folder: Path, cost: Cost = seconds_of) -> dict[str, float]:
+    """What `cost` says, by call; and bytes."""
     warm(folder)
     model, path = made(tensors), folder / "model.safetensors"
     for one in model.parameters():
         nn.init.zeros_(one)
     return {
-        "torch.empty": seconds_of(lambda: [torch.empty(4) for _ in range(tensors)]),
-        **of_averages(model, folder / "averages.safetensors"),
-        "save()": seconds_of(lambda: shardow.save(model, path)),
-        "load()": seconds_of(lambda: shardow.load(model, path)),
-        **header(path),
-        **of_an_empty_model(tensors, path),
+        "torch.empty": cost(lambda: [torch.empty(4) for _ in range(tensors)]),
+        **of_averages(model, folder / "averages.safetensors", cost),
+        "save()": cost(lambda: shardow.save(model, path)),
+        "load()": cost(lambda: shardow.load(model, path)),
+        **header(path, cost),
+        **of_an_empty_model(tensors, path, cost),
         "bytes at the peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
     }
 
 
-def of_averages(model: nn.Module, path: Path) -> dict[str, float]:
-    found = {"EMA()": seconds_of(lambda: shardow.EMA(model, 0.99))}
+def of_averages(model: nn.Module, path: Path, cost: Cost = seconds_of) -> dict[str, float]:
+    found = {"EMA()": cost(lambda: shardow.EMA(model, 0.99))}
     before = resident()
     ema = shardow.EMA(model, 0.99)
     found["bytes of an EMA"] = resident() - before
     ema.update()
-    found["update()"] = seconds_of(ema.update)
-    found["state_dict()"] = seconds_of(ema.state_dict)
+    found["update()"] = cost(ema.update)
+    found["state_dict()"] = cost(ema.state_dict)
     state = ema.state_dict()
-    found["load_state_dict()"] = seconds_of(lambda: ema.load_state_dict(state))
-    found["swap and back"] = seconds_of(lambda: _swapped(ema))
-    found["EMA.save(), first"] = seconds_of(lambda: ema.save(path), again=False)
-    found["EMA.save()"] = seconds_of(lambda: ema.save(path))
-    found["EMA.load()"] = seconds_of(lambda: ema.load(path))
-    found["open()"] = seconds_of(lambda: shardow.open(path).close())
-    found["later plan"] = _later_plan(ema, path)
+    found["load_state_dict()"] = cost(lambda: ema.load_state_dict(state))
+    found["swap and back"] = cost(lambda: _swapped(ema))
+    found["EMA.save(), first"] = cost(lambda: ema.save(path), again=False)
+    found["EMA.save()"] = cost(lambda: ema.save(path))
+    found["EMA.load()"] = cost(lambda: ema.load(path))
+    found["open()"] = cost(lambda: shardow.open(path).close())
+    found["later plan"] = _later_plan(ema, path, cost)
     return found
 
 
-def of_an_empty_model(tensors: int, path: Path) -> dict[str, float]:
-    found = {"constructing it": seconds_of(lambda: made(tensors)), "meta_init()": seconds_of(lambda: _on_meta(tensors))}
+def of_an_empty_model(tensors: int, path: Path, cost: Cost = seconds_of) -> dict[str, float]:
+    found = {"constructing it": cost(lambda: made(tensors)), "meta_init()": cost(lambda: _on_meta(tensors))}
     empty = _on_meta(tensors)
-    return {**found, "materialize()": seconds_of(lambda: shardow.materialize(empty, path), again=False)}
+    return {**found, "materialize()": cost(lambda: shardow.materialize(empty, path), again=False)}
 
 
 def _swapped(ema: shardow.EMA) -> None:
@@ -115,7 +121,7 @@ def _on_meta(tensors: int) -> nn.Module:
         return made(tensors)
 
 
-def _later_plan(ema: shardow.EMA, path: Path) -> float:
+def _later_plan(ema: shardow.EMA, path: Path, cost: Cost) -> float:
     """From parts of tensors to who writes what."""
     parts = ema._core.parts(saving=True)
 
@@ -124,10 +130,10 @@ def _later_plan(ema: shardow.EMA, path: Path) -> float:
         assert views is not None
         return _core.Save(_core.solo(), [_core.SaveFile("", views)], str(path))
 
-    return seconds_of(plan)
+    return cost(plan)
 
 
-def header(path: Path) -> dict[str, float]:
+def header(path: Path, cost: Cost) -> dict[str, float]:
     """Of a file: written, and read strictly, beside Python's own parser of JSON."""
     with path.open("rb") as file:
         text = file.read(int.from_bytes(file.read(8), "little"))
@@ -135,9 +141,9 @@ def header(path: Path) -> dict[str, float]:
     entries, metadata = _core.parse_header(text, data)
     tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in entries]
     return {
-        "json.loads": seconds_of(lambda: json.loads(text)),
-        "header read": seconds_of(lambda: _core.parse_header(text, data)),
-        "header written": seconds_of(lambda: _core.header_of(tensors, metadata)),
+        "json.loads": cost(lambda: json.loads(text)),
+        "header read": cost(lambda: _core.parse_header(text, data)),
+        "header written": cost(lambda: _core.header_of(tensors, metadata)),
     }
 
 

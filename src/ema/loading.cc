@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 #include <utility>
 
 #include "average/counters.h"
@@ -85,8 +86,8 @@ const std::string& state_in(const Checkpoint& file, const std::string& where) {
 
 /// `names` that are not in `all` yet: of several files each has the same ones.
 void add(const std::vector<std::string>& names, std::vector<std::string>& all) {
-  std::copy_if(names.begin(), names.end(), std::back_inserter(all),
-               [&](const std::string& name) { return std::find(all.begin(), all.end(), name) == all.end(); });
+  const std::set<std::string> known(all.begin(), all.end());
+  std::copy_if(names.begin(), names.end(), std::back_inserter(all), [&](const std::string& name) { return !known.contains(name); });
 }
 
 }  // namespace

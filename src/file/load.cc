@@ -43,21 +43,34 @@ std::string difference(const Entry& entry, const Shape& shape, DType dtype) {
   return {};
 }
 
+/// What is there of each of `wanted`, or null; names of others are `unexpected`. Both have their tensors in the order of names.
+std::vector<const Stored*> stored_of(const Catalog& catalog, const std::vector<Shared>& wanted, std::vector<std::string>& unexpected) {
+  std::vector<const Stored*> found(wanted.size());
+  size_t at = 0;
+  for (const auto& [name, stored] : catalog.tensors) {
+    while (at < wanted.size() && wanted[at].name < name) ++at;
+    if (at < wanted.size() && wanted[at].name == name) {
+      found[at] = &stored;
+    } else {
+      unexpected.push_back(name);
+    }
+  }
+  return found;
+}
+
 /// Everything that does not fit, in one message, before anything is read. The same on every rank.
-LoadReport compare(const Catalog& catalog, const std::vector<Shared>& wanted, const LoadOptions& options) {
+LoadReport compare(const Catalog& catalog, const std::vector<Shared>& wanted, const std::vector<const Stored*>& there,
+                   std::vector<std::string> unexpected, const LoadOptions& options) {
   LoadReport report;
   std::vector<std::string> unfit;
-  for (const Shared& tensor : wanted) {
-    const auto found = catalog.tensors.find(tensor.name);
-    if (found == catalog.tensors.end()) {
-      report.missing.push_back(tensor.name);
-    } else if (std::string why = difference(found->second.entry, tensor.shape, tensor.dtype); !why.empty()) {
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (there[i] == nullptr) {
+      report.missing.push_back(wanted[i].name);
+    } else if (std::string why = difference(there[i]->entry, wanted[i].shape, wanted[i].dtype); !why.empty()) {
       unfit.push_back(std::move(why));
     }
   }
-  for (const auto& [name, stored] : catalog.tensors) {
-    if (!find(wanted, name)) report.unexpected.push_back(name);
-  }
+  report.unexpected = std::move(unexpected);
   if (options.strict && !report.missing.empty()) unfit.push_back("missing in the file: " + listed(report.missing));
   if (options.strict && !report.unexpected.empty()) unfit.push_back("unexpected in the file: " + listed(report.unexpected));
   if (!unfit.empty()) fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog.path, fmt::join(unfit, "; "));
@@ -100,13 +113,12 @@ std::string sum_up_words(const std::vector<std::string>& words) {
 }
 
 /// Bytes that all ranks together will read, as they are in the file.
-int64_t bytes_in_all(const Catalog& catalog, const std::vector<Shared>& wanted) {
+int64_t bytes_in_all(const std::vector<Shared>& wanted, const std::vector<const Stored*>& there) {
   int64_t total = 0;
-  for (const Shared& tensor : wanted) {
-    const auto found = catalog.tensors.find(tensor.name);
-    if (found == catalog.tensors.end()) continue;
-    for (const Shared::Piece& piece : tensor.pieces)
-      total += piece.region.size() * dtype_bits(found->second.entry.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (there[i] == nullptr) continue;
+    for (const Shared::Piece& piece : wanted[i].pieces)
+      total += piece.region.size() * dtype_bits(there[i]->entry.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
   }
   return total;
 }
@@ -119,18 +131,21 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
   const Asked asked = unpack(said);
   const std::vector<Shared> wanted = shared_from(group, mine, said.substr(kAskedBytes), options.timeout);
   options.strict = asked.strict;
-  LoadReport report = compare(catalog, wanted, options);
+  std::vector<std::string> unexpected;
+  const std::vector<const Stored*> there = stored_of(catalog, wanted, unexpected);
+  LoadReport report = compare(catalog, wanted, there, std::move(unexpected), options);
   if (asked.check_only) return report;
   std::optional<Sums> sums;
   if (asked.verify) sums.emplace(catalog, wanted);
   std::vector<Reader::Job> jobs;
+  size_t at = 0;
   for (const TensorView& view : views) {
-    const auto stored = catalog.tensors.find(view.name);
-    if (stored == catalog.tensors.end()) continue;
-    jobs.push_back({&view, &stored->second, sums && sums->of(*find(wanted, view.name))});
+    const bool is_next = at + 1 < wanted.size() && wanted[at + 1].name == view.name;  // as most are
+    at = is_next ? at + 1 : find(wanted, view.name).value();
+    if (there[at] != nullptr) jobs.push_back({&view, there[at], sums && sums->of(at)});
   }
   Reader reader(catalog, jobs);
-  comm::Parts parts(group, options.timeout, bytes_in_all(catalog, wanted), options.progress);
+  comm::Parts parts(group, options.timeout, bytes_in_all(wanted, there), options.progress);
   parts.run([&] { return reader.part(); });
   if (asked.told) agree(group, base::now() + options.timeout, [&] { parts.tell(); });
   if (sums) sums->check(group, jobs, reader.sums(), base::now() + options.timeout);

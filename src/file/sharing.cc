@@ -41,7 +41,7 @@ class PieceMaker {
     const auto [found, is_new] = known_.try_emplace(encoded_region, pieces_.size());
     if (is_new) found->second = index_of(Region::decode(encoded_region));
     auto& holders = pieces_[found->second].holders;
-    if (std::find(holders.rbegin(), holders.rend(), rank) == holders.rend()) {
+    if (!std::binary_search(holders.begin(), holders.end(), rank)) {
       holders.insert(std::upper_bound(holders.begin(), holders.end(), rank), rank);
     } else if (pieces_[found->second].region.size() > 0) {
       fail(Code::kInvalidArgument, "'{}' is there twice on rank {}", name, rank);
@@ -102,13 +102,15 @@ struct Listed {
 
 void add(std::map<std::string, Listed, std::less<>>& all, const std::string& list, size_t kind, int64_t rank) {
   Receiver in(list);
+  auto next = all.begin();  // lists are in the order of names
   while (!in.done()) {
     const std::string name = in.text();
     const auto dtype = static_cast<DType>(in.number());
     Shape shape(static_cast<size_t>(in.number()));
     for (int64_t& size : shape) size = in.number();
     const auto held_as = static_cast<size_t>(in.number());
-    const auto found = all.try_emplace(name, Listed{dtype, shape, {}}).first;
+    const auto found = all.try_emplace(next, name, Listed{dtype, shape, {}});
+    next = std::next(found);
     Listed& tensor = found->second;
     if (tensor.dtype != dtype) {
       fail(Code::kInvalidArgument, "'{}' is {} on rank {} and {} before it; every rank must hold the same tensors", name, dtype_name(dtype),

@@ -24,7 +24,7 @@ from shardow.model.storage import engine_views
 SIZES = (2_000, 20_000, 200_000, 1_000_000)
 _EACH = 10  # parameters of a module
 _BELOW = 0.5  # seconds, under which a call is made up to five times, else twice; the quickest counts
-FITTED = 20_000  # from here on: below it the constant parts of a call are seen
+FITTED = 20_000  # from here on too: below it the constant parts of a call are seen
 
 
 class Ten(nn.Module):
@@ -165,9 +165,11 @@ def run(sizes: list[int]) -> dict[int, dict[str, float]]:
 def lines(found: dict[int, dict[str, float]]) -> Iterator[str]:
     largest, least = max(found), min(found)
     for what in found[largest]:
-        points = [(size, found[size][what]) for size in found if size >= min(FITTED, largest)]
+        points = [(size, found[size][what]) for size in found]
+        later = [(size, seconds) for size, seconds in points if size >= min(FITTED, largest)]
+        powers = f"{scale_report.exponent(points):.2f} (at most 1.1), from {FITTED} on ^{scale_report.exponent(later):.2f}"
         if what != "later plan" or largest <= 400_000:
-            yield f"{what} ~ tensors^{scale_report.exponent(points):.2f} (at most 1.1)"
+            yield f"{what} ~ tensors^{powers}"
     at_most = found[largest]
     yield f"EMA() is {at_most['EMA()'] / at_most['torch.empty']:.1f} times as many empty tensors of torch's (at most 3)"
     each = {size: found[size]["update()"] / size for size in (least, largest)}

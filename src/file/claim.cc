@@ -104,7 +104,7 @@ bool is_young(const Path& path, const Path& reference) {
   return newest > now->changed_ns() - kHour;
 }
 
-void clear_leftovers(const Path& target, const Path& draft, bool local) noexcept {
+void clear_leftovers(const Path& target, const Path& draft, bool local, bool for_good) noexcept {
   try {
     bool flushed = false;
     for (const Leftover& one : leftovers_of(target)) {
@@ -122,7 +122,7 @@ void clear_leftovers(const Path& target, const Path& draft, bool local) noexcept
       const bool directory = found && found->directory();
       if (directory && base::leads_to_directory(target)) {
         rescue(one.path, target, one.kind);
-      } else if (!directory || !was_published(one.kind)) {
+      } else if (!directory || !was_published(one.kind) || (for_good && one.kind == Temporary::kSpent)) {
         base::remove_tree(directory ? set_aside(one.path, target, one.kind) : one.path);
       }
     }
@@ -136,7 +136,7 @@ void clear_dead(const Path& target) noexcept {
     FileLock gate;
     if (gate.take(parent) == FileLock::Result::kOthers || living(target)) return;
     put_back_old(target);
-    clear_leftovers(target, parent, base::space_at(parent).local);
+    clear_leftovers(target, parent, base::space_at(parent).local, true);
   } catch (const std::exception&) {
   }
 }

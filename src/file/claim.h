@@ -25,8 +25,8 @@ base::FileLock claim(const base::Path& target, const base::Path& draft, const st
 base::FileLock claim_directory(const base::Path& directory, Until until);
 
 /// Removes what dead saves to `target` left, after what is others' in it was moved to the target. On storage that other machines may write
-/// too, what is younger than an hour stays.
-void clear_leftovers(const base::Path& target, const base::Path& draft, bool local) noexcept;
+/// too, what is younger than an hour stays. `for_good`: also what was replaced of a target that is not there any more.
+void clear_leftovers(const base::Path& target, const base::Path& draft, bool local, bool for_good = false) noexcept;
 
 /// The same without a save, and puts back an old directory as claim() does: for a target that nobody may save to again. Throws nothing.
 void clear_dead(const base::Path& target) noexcept;

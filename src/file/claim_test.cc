@@ -140,13 +140,15 @@ TEST_F(Saving, OfManyAtOnceToOnePathAreOneAfterTheOtherWhileReadersFindAWholeOne
 }
 
 TEST_F(Saving, WhatDeadSavesLeftIsClearedAwayWithoutASaveAndWhatLivingOnesMakeIsNot) {
-  const auto gone = folder_ / "gone", replaced = folder_ / "replaced", living = folder_ / "living";
+  const auto gone = folder_ / "gone", replaced = folder_ / "replaced", living = folder_ / "living", removed = folder_ / "removed";
   for (const auto& target : {gone, living}) fs::create_directory(file::temporary_path(target, kNonce, file::Temporary::kDraft));
   fs::create_directory(file::temporary_path(replaced, kNonce, file::Temporary::kOld));
   write(file::temporary_path(replaced, kNonce, file::Temporary::kOld) / "model.safetensors", "the old one");
+  fs::create_directory(file::temporary_path(removed, kNonce, file::Temporary::kSpent));
+  write(file::temporary_path(removed, kNonce, file::Temporary::kSpent) / "model.safetensors", "half of what was replaced");
   base::FileLock lock;
   ASSERT_EQ(lock.take(file::temporary_path(living, kNonce, file::Temporary::kDraft)), base::FileLock::Result::kHeld);
-  for (const auto& target : {gone, replaced, living, folder_ / "none" / "at all"}) file::clear_dead(target);
+  for (const auto& target : {gone, replaced, removed, living, folder_ / "none" / "at all"}) file::clear_dead(target);
   EXPECT_EQ(names(),
             (std::set<std::string>{"replaced", file::temporary_path(living, kNonce, file::Temporary::kDraft).filename().string()}));
   EXPECT_EQ(bytes_of(replaced / "model.safetensors"), "the old one");

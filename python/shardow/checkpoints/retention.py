@@ -16,7 +16,7 @@ from shardow import _core, errors
 from shardow.base.warnings import warn
 from shardow.checkpoints import manifest
 
-_LEFT = re.compile(r"\.(step-\d{9,})\.[0-9a-f]{16}(-old|-renamed)?\.tmp")  # beside a step, while it is saved
+_LEFT = re.compile(r"\.(step-\d{9,})\.[0-9a-f]{16}(-old|-spent|-renamed)?\.tmp")  # beside a step, while it is saved
 
 
 def clear(directory: Path) -> None:

@@ -167,7 +167,8 @@ def test_a_step_that_a_dead_save_left_aside_is_put_back(tmp_path: Path) -> None:
 def test_what_dead_saves_left_is_cleared_away_by_a_save_of_another_step(tmp_path: Path) -> None:
     nonce = "0123456789abcdef"
     dead, living = tmp_path / f".step-000000009.{nonce}.tmp", tmp_path / f".step-000000008.{nonce}.tmp"
-    for one in (dead, living):
+    spent = tmp_path / f".step-000000007.{nonce}-spent.tmp"  # of a step that was replaced, and removed since
+    for one in (dead, living, spent):
         one.mkdir()
         (one / "model.safetensors").write_bytes(bytes(8))
     others = {f".step-9.{nonce}.tmp", f".model.{nonce}.tmp", ".step-000000009.tmp", ".step-000000009.notes.tmp"}

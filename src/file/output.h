@@ -11,8 +11,8 @@
 
 #include "base/files.h"
 #include "file/crc.h"
+#include "file/draft.h"
 #include "file/layout.h"
-#include "file/publish.h"
 
 namespace shardow::file {
 

@@ -4,9 +4,9 @@
 #include <map>
 #include <string>
 
+#include "file/draft.h"
 #include "file/header.h"
 #include "file/layout.h"
-#include "file/publish.h"
 
 namespace shardow::file {
 

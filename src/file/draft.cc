@@ -1,0 +1,228 @@
+#include "file/draft.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <span>
+#include <system_error>
+
+#include "base/errors.h"
+#include "base/left_names.h"
+#include "base/paths.h"
+#include "file/index.h"
+#include "file/others.h"
+
+namespace shardow::file {
+namespace {
+
+using base::fail;
+using base::look_at;
+using base::look_at_itself;
+using base::parent_of;
+using base::Path;
+namespace fs = std::filesystem;
+
+/// Calls `fn`; false where it fails because the storage does not know such a thing.
+template <class Fn>
+bool is_supported(Fn fn) {
+  try {
+    fn();
+    return true;
+  } catch (const Error& error) {
+    constexpr int kUnknown[] = {EINVAL, EOPNOTSUPP, ENOSYS, ESPIPE, EPERM, EXDEV};
+    if (std::find(std::begin(kUnknown), std::end(kUnknown), error.os_errno()) == std::end(kUnknown)) throw;
+    return false;
+  }
+}
+
+/// The files at their full length, which takes writing at their ends.
+void make_files(const Draft& draft, const Sizes& files) {
+  const std::byte zeros[8] = {};
+  for (const auto& [name, bytes] : files) {
+    base::File file = base::File::replace(draft.file(name));
+    file.set_size(bytes);
+    file.write(std::span(zeros).first(1), bytes - 1);
+    file.write(zeros, 0);
+    file.close();
+  }
+}
+
+void check_target(const Draft& draft, const Sizes& files) {
+  const auto found = look_at(draft.target);
+  if (!found) return;
+  const std::string path = draft.target.string();
+  if (!draft.directory && found->directory()) fail(Code::kInvalidArgument, "{} is a directory; a single file is to be written there", path);
+  if (!draft.directory && !found->regular())
+    fail(Code::kInvalidArgument, "{} is neither a file nor a directory (a pipe, a device?); save to another name", path);
+  if (!draft.directory) return;
+  if (!found->directory())
+    fail(Code::kInvalidArgument, "{} is a file; a directory is to be written there. Name it .safetensors for a single file", path);
+  for (const auto& [name, bytes] : files) {
+    if (base::leads_to_directory(draft.target / name))
+      fail(Code::kInvalidArgument, "{} has a directory {}, where a file is to be written", path, name);
+  }
+}
+
+/// The checkpoint is at `aside`, and comes back; where another save has published meanwhile, what is others' in it.
+void move_back(const Draft& draft, const Path& aside) {
+  try {
+    base::rename(aside, draft.target);
+  } catch (const Error&) {
+    if (!base::leads_to_directory(draft.target)) throw;  // who looks for it finds it beside, and the next save puts it back
+    rescue(aside, draft.target, Temporary::kOld);
+  }
+  base::sync(parent_of(draft.target));
+}
+
+/// Asks for something that file systems of this machine never do, a directory in place of one that is not empty, to learn whether it may be
+/// moved at all. Were it done hours later, by storage that stands still now, the checkpoint would be where an old one is looked for.
+void check_movable(Draft& draft) {
+  const Path full = temporary_path(draft.target, draft.nonce, Temporary::kOld);
+  draft.tried = true;
+  base::make_directory(full);
+  base::File::create(full / kSingleName).close();  // which is never taken for somebody else's
+  bool moved = false;
+  try {
+    base::rename(draft.target, full);
+    moved = true;  // somebody who took this save for a dead one has removed `full`
+  } catch (const Error& error) {
+    if (base::syscalls().left_one()) throw;
+    const int why = error.os_errno();
+    if (why == EBUSY) {
+      fail(Code::kUnsupported, "{} is a mount point, which no other directory can replace; save into a directory in it, {}",
+           draft.target.string(), (draft.target / "model").string());
+    }
+    if (why == EXDEV) {
+      fail(Code::kUnsupported,
+           "{} belongs to a lower layer of an overlay (an image of a container) and cannot be replaced; save to another name",
+           draft.target.string());
+    }
+  }
+  if (moved) {
+    draft.tried = false;
+    return move_back(draft, full);
+  }
+  base::remove_file(full / kSingleName);
+  base::remove_directory(full);
+  draft.tried = false;
+}
+
+/// Whether a shard may be of another save in place that goes on: no index names it, and it is young.
+bool is_anothers(const Draft& draft, const std::string& name) {
+  return is_shard_of_a_save(name) && !names_in_index(draft.target).contains(name) && is_young(draft.target / name, draft.target);
+}
+
+void make_draft(const Draft& draft) {
+  if (draft.directory) {
+    base::make_directory(draft.temporary);
+  } else {
+    base::File::create(draft.temporary).close();
+  }
+}
+
+Storage probe(const Draft& draft, const Sizes& files, bool merges, Until until) {
+  Storage storage;
+  storage.random_writes = merges && is_supported([&] { make_files(draft, files); });
+  if (!storage.random_writes && !draft.directory) base::File::replace(draft.temporary).close();  // something to rename
+  const Path renamed = temporary_path(draft.target, draft.nonce, Temporary::kRenamed);
+  const base::FileLock gate = gate_of(draft.target, until);
+  storage.rename = is_supported([&] {
+    base::rename(draft.temporary, renamed);
+    base::rename(renamed, draft.temporary);
+  });
+  return storage;
+}
+
+}  // namespace
+
+Draft draft_for(const Path& target, bool directory, bool hugging_face, const std::string& nonce) {
+  base::check_path(target);
+  const Path plain = target.has_filename() ? target : target.parent_path();  // "dir/" is "dir"
+  if (!plain.has_filename() || plain.filename() == "." || plain.filename() == "..")
+    fail(Code::kInvalidArgument, "'{}' is no name for a checkpoint", target.string());
+  const auto found = look_at_itself(plain);
+  if (directory && found && found->link()) {  // a link to a directory stays; one to a file is replaced, since blobs behind links are shared
+    std::error_code error;
+    const Path behind = fs::canonical(plain, error);
+    if (error) {
+      fail(Code::kInvalidArgument, "{} is a symbolic link to nothing, or to itself; remove it, or make its target ({})", plain.string(),
+           error.message());
+    }
+    return draft_for(behind, directory, hugging_face, nonce);
+  }
+  return {plain, temporary_path(plain, nonce, Temporary::kDraft), nonce, directory, hugging_face};
+}
+
+Storage prepare(Draft& draft, const Sizes& files, bool several_hosts, Until until) {
+  const Path parent = parent_of(draft.target);
+  if (base::may_still_change(draft.target)) {
+    fail(
+        Code::kIo,
+        "{}: an earlier save to this path was given up while the storage stood still, and what it asked for last is under way: done later, "
+        "it would undo this save. Save to another name, or in another process",
+        draft.target.string());
+  }
+  base::make_directories(parent);
+  check_target(draft, files);
+  const base::Space before = base::space_at(parent);
+  draft.locks.push_back(claim(
+      draft.target, draft.temporary, [&] { make_draft(draft); }, until));
+  if (draft.directory && look_at(draft.target) && before.local) check_movable(draft);
+  clear_leftovers(draft.target, draft.temporary, before.local);
+  int64_t needed = 0;
+  for (const auto& [name, bytes] : files) needed += bytes;
+  const base::Space space = base::space_at(parent);
+  if (space.free_bytes < needed) {
+    fail(Code::kOutOfSpace, "{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(), needed,
+         space.free_bytes);
+  }
+  const Storage storage = probe(draft, files, !(space.fuse && several_hosts), until);
+  if (!storage.rename) {
+    discard(draft);
+  } else if (!storage.random_writes) {
+    if (!draft.directory) base::remove_tree(draft.temporary);
+    for (const auto& [name, bytes] : files) base::remove_tree(draft.temporary / name);
+  }
+  return storage;
+}
+
+void prepare_in_place(Draft& draft, const std::vector<std::string>& files, Until until) {
+  if (!draft.directory) return;
+  if (!look_at(draft.target)) {
+    base::make_directory(draft.target);
+    base::sync(parent_of(draft.target));
+  }
+  draft.locks.push_back(claim_directory(draft.target, until));
+  for (const std::string& name : files) {
+    if (!look_at_itself(draft.target / name)) continue;
+    fail(Code::kUnsupported,
+         "{}: this storage cannot rename, so {} files could not take the place of those that are there ({}) at once; save to another "
+         "directory",
+         draft.target.string(), files.size(), name);
+  }
+  draft.made_here = files;
+  if (draft.hugging_face) draft.replaced = hugging_face_names(draft.target);
+  const bool alone = draft.locks.back().held() && base::space_at(draft.target).local;
+  std::erase_if(draft.replaced, [&](const std::string& name) { return name == kIndexName || (!alone && is_anothers(draft, name)); });
+}
+
+void release(Draft& draft) noexcept {
+  draft.locks.clear();
+}
+
+void discard(Draft& draft) noexcept {
+  if (draft.keep) return release(draft);
+  base::remove_tree(draft.temporary);
+  try {
+    base::remove_tree(temporary_path(draft.target, draft.nonce, Temporary::kRenamed));
+    if (draft.tried) base::remove_tree(temporary_path(draft.target, draft.nonce, Temporary::kOld));
+    if (draft.in_place) {
+      for (const std::string& name : draft.made_here) base::remove_tree(draft.target / name);
+    }
+  } catch (const std::exception&) {
+  }
+  draft.made_here.clear();
+  release(draft);
+}
+
+}  // namespace shardow::file

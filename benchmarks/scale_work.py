@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import scale_report, scale_tensors
 
-SIZES = (10_000, 50_000)
+SIZES = (5_000, 25_000)
 
 
 class Instructions:

@@ -126,6 +126,7 @@ Loading::Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std:
     check_same("load()", everybody);
     return std::string();
   });
+  wanted_.resize(files_.size());
   for (size_t k = 0; k < files_.size(); ++k) {
     const LoadReport one = read(k, true);
     add(one.missing, report_.missing);
@@ -137,7 +138,7 @@ LoadReport Loading::read(size_t k, bool check_only) {
   LoadOptions options = options_;
   options.check_only = check_only;
   if (check_only) options.progress = {};
-  return file::load_from(group_, ema_.views(k), file::Inside::of(files_[k]), options);
+  return file::load_from(group_, ema_.views(k), file::Inside::of(files_[k]), options, &wanted_[k]);
 }
 
 EmaLoadReport Loading::take() {

@@ -3,9 +3,11 @@
 
 #include <chrono>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "file/load.h"
 #include "shardow/average.h"
 #include "shardow/checkpoint.h"
 #include "shardow/ema_file.h"
@@ -44,7 +46,8 @@ class Loading {
   std::string where_;
   LoadOptions options_;
   OptionsFrom from_;
-  std::string state_;  ///< in the files
+  std::string state_;                                ///< in the files
+  std::vector<std::optional<file::Wanted>> wanted_;  ///< of each file, when it has been compared
   EmaLoadReport report_;
 };
 

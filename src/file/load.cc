@@ -43,34 +43,35 @@ std::string difference(const Entry& entry, const Shape& shape, DType dtype) {
   return {};
 }
 
-/// What is there of each of `wanted`, or null; names of others are `unexpected`. Both have their tensors in the order of names.
-std::vector<const Stored*> stored_of(const Catalog& catalog, const std::vector<Shared>& wanted, std::vector<std::string>& unexpected) {
-  std::vector<const Stored*> found(wanted.size());
+/// Both have their tensors in the order of names.
+Wanted wanted_of(const Catalog& catalog, std::vector<Shared> tensors, std::string said) {
+  Wanted wanted{std::move(said), std::move(tensors), {}, {}};
+  wanted.there.resize(wanted.tensors.size());
   size_t at = 0;
   for (const auto& [name, stored] : catalog.tensors) {
-    while (at < wanted.size() && wanted[at].name < name) ++at;
-    if (at < wanted.size() && wanted[at].name == name) {
-      found[at] = &stored;
+    while (at < wanted.tensors.size() && wanted.tensors[at].name < name) ++at;
+    if (at < wanted.tensors.size() && wanted.tensors[at].name == name) {
+      wanted.there[at] = &stored;
     } else {
-      unexpected.push_back(name);
+      wanted.unexpected.push_back(name);
     }
   }
-  return found;
+  return wanted;
 }
 
 /// Everything that does not fit, in one message, before anything is read. The same on every rank.
-LoadReport compare(const Catalog& catalog, const std::vector<Shared>& wanted, const std::vector<const Stored*>& there,
-                   std::vector<std::string> unexpected, const LoadOptions& options) {
+LoadReport compare(const Catalog& catalog, const Wanted& wanted, const LoadOptions& options) {
   LoadReport report;
   std::vector<std::string> unfit;
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    if (there[i] == nullptr) {
-      report.missing.push_back(wanted[i].name);
-    } else if (std::string why = difference(there[i]->entry, wanted[i].shape, wanted[i].dtype); !why.empty()) {
+  for (size_t i = 0; i < wanted.tensors.size(); ++i) {
+    const Shared& tensor = wanted.tensors[i];
+    if (wanted.there[i] == nullptr) {
+      report.missing.push_back(tensor.name);
+    } else if (std::string why = difference(wanted.there[i]->entry, tensor.shape, tensor.dtype); !why.empty()) {
       unfit.push_back(std::move(why));
     }
   }
-  report.unexpected = std::move(unexpected);
+  report.unexpected = wanted.unexpected;
   if (options.strict && !report.missing.empty()) unfit.push_back("missing in the file: " + listed(report.missing));
   if (options.strict && !report.unexpected.empty()) unfit.push_back("unexpected in the file: " + listed(report.unexpected));
   if (!unfit.empty()) fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog.path, fmt::join(unfit, "; "));
@@ -113,39 +114,43 @@ std::string sum_up_words(const std::vector<std::string>& words) {
 }
 
 /// Bytes that all ranks together will read, as they are in the file.
-int64_t bytes_in_all(const std::vector<Shared>& wanted, const std::vector<const Stored*>& there) {
+int64_t bytes_in_all(const Wanted& wanted) {
   int64_t total = 0;
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    if (there[i] == nullptr) continue;
-    for (const Shared::Piece& piece : wanted[i].pieces)
-      total += piece.region.size() * dtype_bits(there[i]->entry.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
+  for (size_t i = 0; i < wanted.tensors.size(); ++i) {
+    if (wanted.there[i] == nullptr) continue;
+    for (const Shared::Piece& piece : wanted.tensors[i].pieces)
+      total += piece.region.size() * dtype_bits(wanted.there[i]->entry.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
   }
   return total;
+}
+
+std::vector<Reader::Job> jobs_of(std::span<const TensorView> views, const Wanted& wanted, const std::optional<Sums>& sums) {
+  std::vector<Reader::Job> jobs;
+  size_t at = 0;
+  for (const TensorView& view : views) {
+    const bool is_next = at + 1 < wanted.tensors.size() && wanted.tensors[at + 1].name == view.name;  // as most are
+    at = is_next ? at + 1 : find(wanted.tensors, view.name).value();
+    if (wanted.there[at] != nullptr) jobs.push_back({&view, wanted.there[at], sums && sums->of(at)});
+  }
+  return jobs;
 }
 
 /// What every rank has said is known: it fits, or throws the same on all ranks; then each reads its own. One step, if all are done within
 /// the time of a part.
 LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog, const Holding& mine,
-                       const std::string& said, LoadOptions options) {
+                       const std::string& said, LoadOptions options, std::optional<Wanted>& wanted) {
   const auto begin = base::now();
   const Asked asked = unpack(said);
-  const std::vector<Shared> wanted = shared_from(group, mine, said.substr(kAskedBytes), options.timeout);
+  if (std::string held = said.substr(kAskedBytes); !wanted || wanted->said != held)
+    wanted = wanted_of(catalog, shared_from(group, mine, held, options.timeout), held);
   options.strict = asked.strict;
-  std::vector<std::string> unexpected;
-  const std::vector<const Stored*> there = stored_of(catalog, wanted, unexpected);
-  LoadReport report = compare(catalog, wanted, there, std::move(unexpected), options);
+  LoadReport report = compare(catalog, *wanted, options);
   if (asked.check_only) return report;
   std::optional<Sums> sums;
-  if (asked.verify) sums.emplace(catalog, wanted);
-  std::vector<Reader::Job> jobs;
-  size_t at = 0;
-  for (const TensorView& view : views) {
-    const bool is_next = at + 1 < wanted.size() && wanted[at + 1].name == view.name;  // as most are
-    at = is_next ? at + 1 : find(wanted, view.name).value();
-    if (there[at] != nullptr) jobs.push_back({&view, there[at], sums && sums->of(at)});
-  }
+  if (asked.verify) sums.emplace(catalog, wanted->tensors);
+  const std::vector<Reader::Job> jobs = jobs_of(views, *wanted, sums);
   Reader reader(catalog, jobs);
-  comm::Parts parts(group, options.timeout, bytes_in_all(wanted, there), options.progress);
+  comm::Parts parts(group, options.timeout, bytes_in_all(*wanted), options.progress);
   parts.run([&] { return reader.part(); });
   if (asked.told) agree(group, base::now() + options.timeout, [&] { parts.tell(); });
   if (sums) sums->check(group, jobs, reader.sums(), base::now() + options.timeout);
@@ -164,12 +169,14 @@ struct KeptOpen {
 
 }  // namespace
 
-LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options) {
+LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options,
+                     std::optional<Wanted>* kept) {
   const auto begin = base::now();
   const Holding mine(views);
   const auto decide = [](const auto& words) { return Group::Decision{sum_up_words(words)}; };
   const std::string said = group.decide(pack(Asked::by(options)) + mine.words(), decide, begin + options.timeout).common;
-  LoadReport report = load_agreed(group, views, catalog, mine, said, options);
+  std::optional<Wanted> own;
+  LoadReport report = load_agreed(group, views, catalog, mine, said, options, kept != nullptr ? *kept : own);
   report.seconds = base::seconds_since(begin);
   return report;
 }
@@ -189,7 +196,8 @@ LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choos
     return pack(Asked::by(options)) + mine->words();
   };
   const Discussed found = discuss_catalog(group, path, options.timeout, told, sum_up_words);
-  LoadReport report = load_agreed(group, chosen.views, *found.catalog, *mine, found.said, options);
+  std::optional<Wanted> wanted;
+  LoadReport report = load_agreed(group, chosen.views, *found.catalog, *mine, found.said, options, wanted);
   report.seconds = base::seconds_since(begin);
   return report;
 }

@@ -3,16 +3,29 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "file/catalog.h"
+#include "file/ownership.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow::file {
 
-/// As shardow::load(). The catalog is the same on every rank: share_catalog() gave it.
-LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options);
+/// What ranks want of a catalog, and what is there.
+struct Wanted {
+  std::string said;                     ///< by all ranks, of what they hold
+  std::vector<Shared> tensors;          ///< ascending by name
+  std::vector<const Stored*> there;     ///< of each, or null
+  std::vector<std::string> unexpected;  ///< names of what nobody wants
+};
+
+/// As shardow::load(). The catalog is the same on every rank: share_catalog() gave it. `kept`: what an earlier load from the same catalog
+/// has found out, so that it need not be found out again where the ranks hold the same; and then what this one has.
+LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options,
+                     std::optional<Wanted>* kept = nullptr);
 
 /// What a rank wants of a checkpoint. `strict`: as LoadOptions::strict, in place of it.
 struct Chosen {

@@ -69,6 +69,7 @@ void move_back(const Draft& draft, const Path& aside) {
     base::rename(aside, draft.target);
   } catch (const Error&) {
     if (!base::leads_to_directory(draft.target)) throw;  // who looks for it finds it beside, and the next save puts it back
+    base::sync(parent_of(draft.target));
     rescue(aside, draft.target, Temporary::kOld);
   }
   base::sync(parent_of(draft.target));

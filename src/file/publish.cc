@@ -61,6 +61,7 @@ void put_in_place(Draft& draft, Others& others, const Path& old) {
       draft.keep = true;
       if (base::syscalls().left_one()) throw;
       if (!there && is_taken(error)) {  // another save has published meanwhile, and what is others' belongs there
+        base::sync(parent);             // before the old one is emptied: the other's own flush may have failed, or not have come yet
         rescue(old, draft.target, Temporary::kOld);
         draft.keep = false;
         throw;

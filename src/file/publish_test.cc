@@ -99,13 +99,22 @@ class Publishing : public base::Syscalls {
       : directory_(std::move(directory)), theirs_(std::move(theirs)), can_(can_exchange) {}
   int rename_exchange(const char* a, const char* b) override { return can_ ? Syscalls::rename_exchange(a, b) : (errno = EINVAL, -1); }
   int rename(const char* from, const char* to) override {
-    if (to == directory_.string() && fs::exists(theirs_)) fs::rename(theirs_, directory_);
+    if (to == directory_.string() && fs::exists(theirs_)) {
+      fs::rename(theirs_, directory_);
+      flushed_ = false;
+    }
+    emptied_early |= !flushed_ && std::string_view(to).ends_with("-spent.tmp");
     return Syscalls::rename(from, to);
   }
+  int fsync(int fd) override {
+    flushed_ |= fs::read_symlink("/proc/self/fd/" + std::to_string(fd)) == directory_.parent_path();
+    return Syscalls::fsync(fd);
+  }
+  bool emptied_early = false;  ///< the old one, where the other's may not be on the disk
 
  private:
   fs::path directory_, theirs_;
-  bool can_;
+  bool can_, flushed_ = true;
 };
 
 TEST_F(Saving, TakesThePlaceOfWhatAnotherSavePublishesMeanwhile) {
@@ -125,6 +134,7 @@ TEST_F(Saving, TakesThePlaceOfWhatAnotherSavePublishesMeanwhile) {
       version = 2;
       EXPECT_EQ(save_as(path, rows, 1), all(1, kFine)) << can_exchange << is_first;
       machine_.syscalls = nullptr;
+      EXPECT_FALSE(machine.emptied_early);
       expect_version(2, path);
       EXPECT_EQ(names(), (std::set<std::string>{"model"}));
       EXPECT_EQ(bytes_of(path / "theirs.json"), "of another user");

@@ -13,21 +13,6 @@ void throw_if_ours(const nanobind::python_error& raised);
 /// "ValueError: decay=7.0". What python_error::what() says begins with the whole stack, and a status is cut at its end. The GIL is held.
 std::string without_stack(const nanobind::python_error& raised);
 
-/// Python's garbage collector, out of the way while objects are made for every tensor, through which it would look again and again. The GIL
-/// is held.
-class CollectorPause {
- public:
-  CollectorPause() : was_on_(PyGC_Disable() != 0) {}
-  ~CollectorPause() {
-    if (was_on_) PyGC_Enable();
-  }
-  CollectorPause(const CollectorPause&) = delete;
-  CollectorPause& operator=(const CollectorPause&) = delete;
-
- private:
-  const bool was_on_;
-};
-
 void bind_engine(nanobind::module_& m);  ///< all of them
 
 void bind_errors(nanobind::module_& m);

@@ -103,7 +103,6 @@ nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& c
 }
 
 nb::dict tensors_in(const Checkpoint& checkpoint) {
-  const CollectorPause pause;
   nb::dict tensors;
   for (const auto& [name, stored] : file::Inside::of(checkpoint).tensors)
     tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(stored.entry.dtype)), nb::tuple(nb::cast(stored.entry.shape)));
@@ -111,7 +110,6 @@ nb::dict tensors_in(const Checkpoint& checkpoint) {
 }
 
 nb::list entries_of(const std::vector<file::Entry>& entries) {
-  const CollectorPause pause;
   nb::list result;
   for (const file::Entry& entry : entries)
     result.append(nb::make_tuple(entry.name, std::string(dtype_name(entry.dtype)), entry.shape, entry.begin, entry.end));

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, unsupported
+from shardow.base.collector import paused
 from shardow.files import paths
 from shardow.files.decay_keys import choose
 from shardow.files.paths import StrPath
@@ -84,7 +85,8 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, catalog: _core.Checkpoint, path: str, framework: Framework) -> None:
         self.path = path
         self._engine: _core.Checkpoint | None = catalog
-        self._tensors = catalog.tensors
+        with paused():
+            self._tensors = catalog.tensors
         self._framework: Framework = framework
         self.metadata = catalog.metadata
 

@@ -68,7 +68,7 @@ class Average {
   /// part()s), in order, in options.dtype.
   template <int = 0>
   Average(std::span<const TensorView> weights, std::span<const std::vector<TensorView>> averages, AverageOptions options = {})
-      : Average(weights, averages, std::move(options), nullptr) {}
+      : Average({weights.begin(), weights.end()}, {averages.begin(), averages.end()}, std::move(options), nullptr) {}
 
   Average(Average&&) noexcept;
   Average& operator=(Average&&) noexcept;
@@ -124,7 +124,7 @@ class Average {
   UpdateReport prepare_replay(std::optional<int64_t> step = std::nullopt, double samples = 0);
 
  private:
-  Average(std::span<const TensorView> weights, std::span<const std::vector<TensorView>> averages, AverageOptions options, std::nullptr_t);
+  Average(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options, std::nullptr_t);
 
   friend struct average::Driver;
   struct [[gnu::visibility("hidden")]] Impl;

@@ -107,7 +107,7 @@ class EMA(Saved):
             "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         self._core = Averages(model, decay, asked, source, group, timeout)
-        self._attached = Attachments(self._update_attached, self._core.before_step)
+        self._attached = Attachments(self._core.update_attached, self._core.before_step)  # not of self: the last to let go frees it all
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -157,15 +157,6 @@ class EMA(Saved):
                 swapped.
         """
         return self._attached.add(optimizer, samples)
-
-    def _update_attached(self, samples: Samples | None) -> None:
-        if samples is None:
-            seen = 0.0
-        elif callable(samples):
-            seen = float(samples())
-        else:
-            seen = self._core.engine.samples_by(float(samples))
-        self._core.update(None, seen, attached=True)
 
     # ---- evaluation
 

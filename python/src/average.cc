@@ -162,7 +162,9 @@ void bind_average(nb::module_& m) {
       .def_ro("average", &SwapState::average)
       .def_ro("exchanged", &SwapState::exchanged)
       .def_ro("shared", &SwapState::shared);
-  nb::class_<Average>(m, "Average", "Exponential moving averages of the parameters that this rank holds, in the caller's memory.")
+  nb::class_<Average>(m, "Average",
+                      "Exponential moving averages of the parameters that this rank holds, in the caller's memory. Views that one is "
+                      "made of are its own from then on, and empty.")
       .def(
           "__init__",
           [](Average* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages,
@@ -173,10 +175,10 @@ void bind_average(nb::module_& m) {
           "parameters"_a, "averages"_a, "options"_a)
       .def(
           "__init__",
-          [](Average* self, const Views& parameters, const std::vector<const Views*>& averages, const AverageOptions& options) {
+          [](Average* self, Views& parameters, const std::vector<Views*>& averages, const AverageOptions& options) {
             std::vector<std::vector<TensorView>> all;
-            for (const Views* const one : averages) all.push_back(one->all);
-            new (self) Average(parameters.all, all, options);
+            for (Views* const one : averages) all.push_back(std::exchange(one->all, {}));
+            new (self) Average(Driver::make(std::exchange(parameters.all, {}), std::move(all), options));
             Driver::abandon_swap(*self);  // Python gives memory back in any order
           },
           "parameters"_a, "averages"_a, "options"_a)

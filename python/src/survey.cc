@@ -96,6 +96,12 @@ bool Looked::apart() const {
   return std::adjacent_find(some.begin(), some.end(), meet) == some.end();
 }
 
+bool Looked::alone() const {
+  const auto on_host = [](const Row& row) { return row.plain == kOnHost; };
+  const auto empty = [](const Row& row) { return row.bytes == 0; };
+  return std::all_of(rows_.begin(), rows_.end(), on_host) && std::count_if(rows_.begin(), rows_.end(), empty) < 2 && apart();
+}
+
 nb::list Looked::column(nb::object (*of)(const Looked&, const Row&)) const {
   nb::list made = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(rows_.size())));
   if (!made.is_valid()) nb::raise_python_error();
@@ -133,6 +139,9 @@ void bind_survey(nb::module_& m) {
           "One byte for each: not 0 where it is a torch.Tensor or Parameter itself, dense, its elements in order in memory of the host (1) "
           "or of a CUDA device (2). 0: it has to be looked at.")
       .def("apart", &Looked::apart, "All are plain, and no two have bytes in common. False: they have to be looked at.")
+      .def("alone", &Looked::alone,
+           "All are plain and in the host's memory, none of them twice, and no two have bytes in common. False: they have to be looked at, "
+           "also where two are empty.")
       .def("addresses", &Looked::addresses, nb::sig("def addresses(self) -> list[int]"), "Of plain ones.")
       .def("dtypes", &Looked::dtypes, nb::sig("def dtypes(self) -> list"), "Of plain ones.")
       .def("regions", &Looked::regions, nb::sig("def regions(self) -> list[Region]"), "All of each plain one; one object for each shape.");

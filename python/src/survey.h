@@ -29,6 +29,10 @@ class Looked {
   /// All are plain, and no two have bytes in common. Empty ones lie nowhere.
   bool apart() const;
 
+  /// All are plain and in the host's memory, none of them twice, and no two have bytes in common. False too where two are empty, which lie
+  /// nowhere and may be one.
+  bool alone() const;
+
   // Of plain ones; None for others.
   nanobind::list addresses() const;
   nanobind::list dtypes() const;   ///< torch's

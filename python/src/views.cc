@@ -158,7 +158,7 @@ void bind_views(nb::module_& m) {
           nb::sig("def of(self, names: list[str], flats: Sequence[object], regions: list[Region], reaches_cuda: bool) -> Views | None"),
           "None where one of them is something else, and each is to be looked at.")
       .def("at", &ViewMaker::at, "names"_a, "dtypes"_a, "addresses"_a, "regions"_a,
-           nb::sig("def at(self, names: list[str], dtypes: list[object], addresses: list[int], regions: list[Region]) -> Views | None"),
+           nb::sig("def at(self, names: list[str], dtypes: Sequence[object], addresses: list[int], regions: list[Region]) -> Views | None"),
            "Of contiguous tensors in host memory; None where a name is no text, or a dtype has no name.");
 }
 

@@ -13,18 +13,17 @@ namespace shardow {
 
 using base::fail;
 
-Average::Average(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, AverageOptions options,
-                 std::nullptr_t)
-    : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
+Average::Average(std::vector<TensorView> parameters, std::vector<std::vector<TensorView>> averages, AverageOptions options, std::nullptr_t)
+    : impl_(std::make_unique<Impl>(std::move(parameters), std::move(options))) {
   average::check_averages(impl_->parts, averages, impl_->options);
   average::check_apart(impl_->whole(), averages);
-  impl_->averages.assign(averages.begin(), averages.end());
+  impl_->averages = std::move(averages);
   impl_->bound = impl_->make_bound(impl_->parts);
   if (!impl_->options.keep_values) impl_->copy_parameters();
 }
 
 Average::Average(std::span<const TensorView> parameters, AverageOptions options)
-    : impl_(std::make_unique<Impl>(parameters, std::move(options))) {
+    : impl_(std::make_unique<Impl>(std::vector(parameters.begin(), parameters.end()), std::move(options))) {
   average::check_apart(impl_->whole());
   average::check_overlap(impl_->parts, impl_->parts, impl_->options);
   impl_->allocate();

@@ -84,13 +84,16 @@ std::string names_of(std::span<const TensorView> views) {
 
 }  // namespace
 
-Average::Impl::Impl(std::span<const TensorView> parameters, AverageOptions chosen)
-    : user(names_of(parameters)), options(std::move(chosen)) {
+Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen) : user(names_of(parameters)), options(std::move(chosen)) {
   average::check_options(options);
   average::check_parameters(parameters);
   average::check_devices(parameters, options);
-  parts = divide(parameters);
-  if (options.replicas != nullptr) undivided.assign(parameters.begin(), parameters.end());
+  if (options.replicas == nullptr) {
+    parts = std::move(parameters);
+  } else {
+    parts = divide(parameters);
+    undivided = std::move(parameters);
+  }
   for (const TensorView& part : parts) {
     elements += part.region.size();
     const auto averaged = static_cast<int64_t>(options.schedules.size());

@@ -1,5 +1,7 @@
 #include "average/driver.h"
 
+#include <utility>
+
 #include "average/checks.h"
 #include "average/impl.h"
 #include "base/errors.h"
@@ -11,6 +13,10 @@ using base::fail;
 SwapState Driver::swap_state(const Average& ema) noexcept {
   const auto& swap = ema.impl_->swap;
   return swap ? SwapState{swap->k, swap->exchanged, swap->shared} : SwapState{};
+}
+
+Average Driver::make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options) {
+  return {std::move(weights), std::move(averages), std::move(options), nullptr};
 }
 
 void Driver::share(Average& ema) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "average/counters.h"
 #include "shardow/average.h"
@@ -19,6 +20,9 @@ struct SwapState {
 
 struct [[gnu::visibility("hidden")]] Driver {
   static SwapState swap_state(const Average& ema) noexcept;
+
+  /// Of views that the caller needs no more: a million of them are 100 MB.
+  static Average make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options);
 
   /// swap_out() in steps, for callers who send replicas their parts themselves: share() before other replicas' memory is overwritten,
   /// take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as in swap_in(), with the same

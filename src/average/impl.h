@@ -72,7 +72,7 @@ struct Average::Impl {
   double seconds = 0;
   double hidden_seconds = 0, waited_seconds = 0;
 
-  Impl(std::span<const TensorView> parameters, AverageOptions chosen);
+  Impl(std::vector<TensorView> parameters, AverageOptions chosen);
   ~Impl();  ///< takes the weights back where a swap is open
 
   /// First in each call of the face that reads or writes what another call may write.

@@ -17,6 +17,7 @@ from torch import nn
 from shardow import _core, errors
 from shardow.averages import figures
 from shardow.averages import state as _state
+from shardow.averages.attach import Samples
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.lineage import Lineage
 from shardow.averages.options import Options, make_options
@@ -88,10 +89,13 @@ class Averages:
         self.view.reshard()
         tracked = track(options.chosen(self.view), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
-        averages = [views_of_averages(tracked, k) for k in range(len(options.schedules))]
-        sources = views_of_sources(tracked)
         chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
-        return options, keys, tracked, with_memory(lambda: _core.Average(sources, averages, chosen))
+
+        def make() -> _core.Average:  # the views are its own
+            averages = [views_of_averages(tracked, k) for k in range(len(keys))]
+            return _core.Average(views_of_sources(tracked), averages, chosen)
+
+        return options, keys, tracked, with_memory(make)
 
     @property
     def engine(self) -> _core.Average:
@@ -196,6 +200,16 @@ class Averages:
     def update(self, step: int | None, samples: float, attached: bool = False) -> None:
         """``attached``: the next step calls before_step(), so that weights may be read until then."""
         self._begin_update(lambda: self.engine.update(step, samples)[1], attached)
+
+    def update_attached(self, samples: Samples | None) -> None:
+        """After an optimizer's step. ``samples``: see EMA.attach()."""
+        if samples is None:
+            seen = 0.0
+        elif callable(samples):
+            seen = float(samples())
+        else:
+            seen = self.engine.samples_by(float(samples))
+        self.update(None, seen, attached=True)
 
     def _begin_update(self, update: Callable[[], int], attached: bool = False) -> None:
         """``update()`` tells how many weights were not finite. Buffers are written by the next forward, before any step."""

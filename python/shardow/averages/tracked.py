@@ -156,12 +156,15 @@ _ROWS = _core.Rows(Tracked)
 
 def _usual(locals_: list[LocalTensor], options: Options) -> list[Tracked] | None:
     """track() by the thousand, of whole tensors of one batch, averaged in the host's memory too; None: they have to be looked at."""
-    batch, device, places = storage.batch_of(locals_), torch.device("cpu"), [one.place for one in locals_]
+    batch, device = storage.batch_of(locals_), torch.device("cpu")
     divided = options.replicas == "split" and any(one.replicas for one in locals_)
-    if batch is None or divided or options.device not in (None, device) or not {batch.dtypes[i] for i in places} <= DTYPES.keys():
+    if batch is None or divided or options.device not in (None, device):
         return None
-    regions = [one.region for one in locals_]
-    arena = Arena([one.name for one in locals_], regions, options.dtype, DTYPES[options.dtype], len(options.schedules), device)
+    some = batch.some([one.place for one in locals_])
+    if not set(some.dtypes) <= DTYPES.keys():
+        return None
+    arena = Arena(some.names, some.regions, options.dtype, DTYPES[options.dtype], len(options.schedules), device)
+    places = batch.all.places[: len(locals_)]
     same: dict[str, Sequence[object]] = {
         "begin": (0,),
         "_master": (None,),
@@ -170,15 +173,14 @@ def _usual(locals_: list[LocalTensor], options: Options) -> list[Tracked] | None
         "arena": (arena,),
         "is_offloaded": (False,),
     }
-    return _ROWS.of(len(locals_), {**same, "stage": (None,), "local": locals_, "region": regions, "place": list(range(len(locals_)))})
+    return _ROWS.of(len(locals_), {**same, "stage": (None,), "local": locals_, "region": some.regions, "place": places})
 
 
 def views_of_sources(tracked: Sequence[Tracked]) -> _core.Views:
     """The engine's descriptions of what is averaged."""
     batch = storage.batch_of([one.local for one in tracked]) if not any(one.mastered for one in tracked) else None
     if batch is not None:
-        names, places = [one.local.name for one in tracked], [one.local.place for one in tracked]
-        made = storage.host_views(names, batch, places, [one.region for one in tracked])
+        made = storage.host_views(batch.some([one.local.place for one in tracked]))
         if made is not None:
             return made
     return views_of(tracked, [one.memory() for one in tracked])

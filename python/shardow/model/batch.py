@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -10,18 +11,36 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardow import _core
 
 
+@dataclass(frozen=True)
+class Columns:
+    """What tensors of a batch are, in parallel lists."""
+
+    names: list[str]
+    regions: list[_core.Region]
+    dtypes: list[torch.dtype]
+    addresses: list[int]
+    places: list[int]  # in the batch
+
+
 class Batch:
     """``recorded``: whole parameters, dense and in order, on the CPU; ``looked``: them. What they were then counts, and their storages are
     kept, whatever they show by the time when a view is made (``p.data = other``). Where a storage has moved by then (``share_memory_()``),
     views are there too."""
 
-    def __init__(self, recorded: list[torch.Tensor], looked: _core.Looked) -> None:
+    def __init__(self, names: list[str], recorded: list[torch.Tensor], looked: _core.Looked) -> None:
         self._recorded, self._looked = recorded, looked
-        self.regions, self.addresses = looked.regions(), looked.addresses()
-        self.dtypes: list[torch.dtype] = looked.dtypes()
+        self.all = Columns(names, looked.regions(), looked.dtypes(), looked.addresses(), list(range(len(names))))
         self._storages: list[torch.UntypedStorage] = [*map(torch.Tensor.untyped_storage, recorded)]
         begins = [*map(torch.UntypedStorage.data_ptr, self._storages)]
-        self._begins = self.addresses if begins == self.addresses else begins
+        self._begins = self.all.addresses if begins == self.all.addresses else begins
+
+    def some(self, places: list[int]) -> Columns:
+        if places == self.all.places:
+            return self.all
+        names, regions, dtypes, addresses = self.all.names, self.all.regions, self.all.dtypes, self.all.addresses
+        return Columns(
+            [names[i] for i in places], [regions[i] for i in places], [dtypes[i] for i in places], [addresses[i] for i in places], places
+        )
 
     @cached_property
     @torch.inference_mode(False)  # where they would become tensors that nobody may write
@@ -30,9 +49,9 @@ class Batch:
         with _disable_current_modes():  # whatever somebody does with operations of his own when the first one is asked for
             if self._looked.still(self._recorded):
                 return [one.detach() for one in self._recorded]
-            shapes = {id(region): torch.empty(region.shape, device="meta") for region in self.regions}
-            like = (shapes[id(region)] for region in self.regions)
-            rows = zip(self._storages, self._begins, self.addresses, self.dtypes, like, strict=True)
+            shapes = {id(region): torch.empty(region.shape, device="meta") for region in self.all.regions}
+            like = (shapes[id(region)] for region in self.all.regions)
+            rows = zip(self._storages, self._begins, self.all.addresses, self.all.dtypes, like, strict=True)
             return [_view(*row) for row in rows]
 
 

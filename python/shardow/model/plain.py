@@ -47,19 +47,18 @@ class PlainAdapter:
         memory = tensor.detach() if slot.plain else self.memory(slot)
         return LocalTensor(slot.name, memory, region, tensor.requires_grad, replicas, bool(replicas))
 
-    def locals(self, slots: Sequence[Slot], looked: _core.Looked) -> list[LocalTensor]:
+    def locals(self, names: list[str], recorded: list[torch.Tensor], looked: _core.Looked) -> list[LocalTensor]:
         """local() of plain tensors in the host's memory, no two of them the same, by the thousand. ``looked``: them."""
-        recorded = [slot.recorded for slot in slots]
-        batch = Batch(recorded, looked)
+        batch = Batch(names, recorded, looked)
         columns: dict[str, Sequence[object]] = {
-            "name": [slot.name for slot in slots], "region": batch.regions, "requires_grad": [*map(_requires_grad, recorded)],
+            "name": names, "region": batch.all.regions, "requires_grad": [*map(_requires_grad, recorded)],
             "replicas": ((),), "sharded": (False,), "aliases": ((),),
-            "_tensor": (None,), "batch": (batch,), "place": list(range(len(slots))),
+            "_tensor": (None,), "batch": (batch,), "place": batch.all.places,
         }  # fmt: skip
         if self._replicas:
             columns["replicas"] = replicas = [self._replicas.get(id(one), ()) for one in recorded]
             columns["sharded"] = [*map(bool, replicas)]
-        return _ROWS.of(len(slots), columns)
+        return _ROWS.of(len(names), columns)
 
     def memory(self, slot: Slot) -> torch.Tensor:
         return memory_of(slot.name, slot.recorded, self._form)

@@ -55,13 +55,25 @@ def slots_of(module: nn.Module, name: str = "", *kinds: Kind) -> Iterator[Slot]:
 IN_HOST_MEMORY = 1
 
 
-def parameter_slots(modules: Iterable[tuple[str, nn.Module]], survey: _core.Survey, kind: _core.Rows) -> tuple[list[Any], _core.Looked]:
-    """slots() of modules that walk() found, their parameters alone, by the thousand, as instances of a ``kind`` of Slot; and what they
-    hold."""
+@dataclass(frozen=True)
+class Surveyed:
+    """Slots found by the thousand, instances of some kind of Slot; what each is called and holds, and what that is."""
+
+    slots: list[Any]
+    names: list[str]
+    recorded: list[torch.Tensor]
+    looked: _core.Looked
+    alone: bool  # plain tensors of the host, none of them twice or on another one's memory: there is nothing to look at one by one
+
+
+def parameter_slots(modules: Iterable[tuple[str, nn.Module]], survey: _core.Survey, kind: _core.Rows) -> Surveyed:
+    """slots() of modules that walk() found, their parameters alone, as instances of a ``kind`` of Slot."""
     names, owners, keys, recorded, homes = _core.places([(join(name, ""), module) for name, module in modules], "_parameters")
     looked = survey.look(recorded)
-    columns = {"name": names, "owner": owners, "key": keys, "recorded": recorded, "module": homes, "plain": list(looked.plain())}
-    return kind.of(len(names), {**columns, "kind": ("parameter",)}), looked
+    alone = looked.alone()
+    columns = {"name": names, "owner": owners, "key": keys, "recorded": recorded, "module": homes, "kind": ("parameter",)}
+    plain = (IN_HOST_MEMORY,) if alone else list(looked.plain())
+    return Surveyed(kind.of(len(names), {**columns, "plain": plain}), names, recorded, looked, alone)
 
 
 def buffer_slots(modules: Iterable[tuple[str, nn.Module]], survey: _core.Survey) -> list[Slot]:

@@ -10,7 +10,7 @@ import torch
 
 from shardow import _core
 from shardow.model import dtypes
-from shardow.model.batch import Batch
+from shardow.model.batch import Batch, Columns
 from shardow.model.local import LocalTensor, oddity
 
 #: How and where tensors lie, cheap enough to be asked before every update.
@@ -56,9 +56,9 @@ def batch_of(locals_: Sequence[LocalTensor]) -> Batch | None:
     return batch if device_of is _torchs and all(one.batch is batch for one in locals_) else None
 
 
-def host_views(names: list[str], batch: Batch, places: list[int], regions: list[_core.Region]) -> _core.Views | None:
+def host_views(some: Columns) -> _core.Views | None:
     """engine_view() of tensors of a batch; None where they have to be looked at."""
-    return _MAKER.at(names, [batch.dtypes[i] for i in places], [batch.addresses[i] for i in places], regions)
+    return _MAKER.at(some.names, some.dtypes, some.addresses, some.regions)
 
 
 def laid_out(layout: _core.Layout, names: list[str], address: int) -> _core.Views | None:

@@ -19,7 +19,7 @@ from shardow.model.groups import group_of_tensors
 from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
 from shardow.model.names import modules_of, walk
 from shardow.model.plain import PlainAdapter
-from shardow.model.slots import IN_HOST_MEMORY, Slot, buffer_slots, parameter_slots, refuse_valueless, slots
+from shardow.model.slots import IN_HOST_MEMORY, Slot, Surveyed, buffer_slots, parameter_slots, refuse_valueless, slots
 from shardow.model.storage import MARKS, SURVEY, address_of, objects_behind, overlaps
 from shardow.model.zero3 import Zero3Adapter
 
@@ -34,24 +34,26 @@ class ModelView:
         self._dtensors = DTensorAdapter(model, form)
         self._show_shards()
         modules = [*walk(model)]
-        parameters, looked = parameter_slots(modules, SURVEY, FOUND)
-        buffers = buffer_slots(modules, SURVEY)
-        refuse_valueless(slot for slot in (*parameters, *buffers) if not slot.plain)
-        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
+        parameters, buffers = parameter_slots(modules, SURVEY, FOUND), buffer_slots(modules, SURVEY)
+        refuse_valueless(slot for slot in (*(() if parameters.alone else parameters.slots), *buffers) if not slot.plain)
+        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters.slots)
         hidden: list[Adapter] = [one for one in (self._fsdp1, self._zero3) if one.is_needed]
         self._hides = bool(hidden)
         self._plain = PlainAdapter(model, group, form)
         self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, self._plain)
         self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
         self.watch_buffers = False
-        self._found, usual = self._collect_parameters(parameters, looked)
+        usual = parameters if parameters.alone and not self._hides else None
+        self._found = self._collect_hosts(parameters) if usual is None else self._found_usual(usual)
         self._found_buffers = self._collect([one for one in buffers if one.kind == "buffer"])
-        self._tie_by_memory(None if self._found_buffers else usual)
+        if usual is None or self._found_buffers:
+            self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]
         self.parameters = _in_model_order(found, self._hidden, modules)
         self._buffers = [one.local for one in self._found_buffers if not one.tied]
-        self._record(parameters, usual)
-        self.process_group = group_of_tensors(model, [slot.recorded for slot in (*parameters, *buffers)], group, self._fsdp1)
+        self._record(parameters.slots, usual)
+        recorded = [*parameters.recorded, *(slot.recorded for slot in buffers)]
+        self.process_group = group_of_tensors(model, recorded, group, self._fsdp1)
 
     @property
     def buffers(self) -> list[LocalTensor]:
@@ -60,19 +62,20 @@ class ModelView:
         self._take_in_buffers()
         return self._buffers
 
-    def _collect_parameters(self, slots: list[Found], looked: _core.Looked) -> tuple[list[Found], _core.Looked | None]:
-        """_collect(), with what there is nothing to look at of by the thousand. ``looked``: what the slots hold; returned where that is
-        all."""
+    def _found_usual(self, usual: Surveyed) -> list[Found]:
+        """_collect() of tensors of which there is nothing to look at."""
+        locals_ = self._plain.locals(usual.names, usual.recorded, usual.looked)
+        FOUND.put(usual.slots, {"local": locals_, "adapter": (self._plain,), "tied": (False,)})
+        return usual.slots
+
+    def _collect_hosts(self, parameters: Surveyed) -> list[Found]:
+        """_collect(), with plain tensors of the host by the thousand."""
         if self._hides:
-            return self._collect(slots), None
-        if all(slot.plain == IN_HOST_MEMORY for slot in slots) and len({id(slot.recorded) for slot in slots}) == len(slots):
-            locals_ = self._plain.locals(slots, looked)
-            FOUND.put(slots, {"local": locals_, "adapter": (self._plain,), "tied": (False,)})
-            return slots, looked
-        first = {id(slot.recorded): slot for slot in reversed(slots) if slot.plain == IN_HOST_MEMORY}
-        usual = [*reversed(first.values())]
-        locals_ = self._plain.locals(usual, SURVEY.look([slot.recorded for slot in usual]))
-        return self._collect(slots, ready=dict(zip(reversed(first), locals_, strict=True))), None
+            return self._collect(parameters.slots)
+        first = {id(slot.recorded): slot for slot in reversed(parameters.slots) if slot.plain == IN_HOST_MEMORY}
+        names, recorded = [slot.name for slot in reversed(first.values())], [slot.recorded for slot in reversed(first.values())]
+        locals_ = self._plain.locals(names, recorded, SURVEY.look(recorded))
+        return self._collect(parameters.slots, ready=dict(zip(map(id, recorded), locals_, strict=True)))
 
     def _collect(
         self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None, ready: Mapping[int, LocalTensor] | None = None
@@ -96,13 +99,10 @@ class ModelView:
                 found.append(Found.at(slot, local, adapter))
         return found
 
-    def _tie_by_memory(self, looked: _core.Looked | None) -> None:
-        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost. ``looked``: all of
-        them, where they have been looked at."""
+    def _tie_by_memory(self) -> None:
+        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost."""
         found = [*self._found, *self._found_buffers]
-        if looked is None:
-            looked = SURVEY.look([one.shown() for one in found if not one.tied])
-        if looked.apart():
+        if SURVEY.look([one.shown() for one in found if not one.tied]).apart():
             return
         for first, second in overlaps(one.local for one in found if not one.tied and not oddity(one.local.tensor)):
             if (
@@ -206,15 +206,16 @@ class ModelView:
 
     # ---- identity
 
-    def _record(self, parameters: Iterable[Slot], looked: _core.Looked | None = None) -> None:
+    def _record(self, parameters: Iterable[Slot], usual: Surveyed | None = None) -> None:
         """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the
-        model."""
+        model. ``usual``: they are all that there is to compare."""
         self._slots = [*parameters]
         modules = modules_of(self.model)
         dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
-        objects = self._with_memory() if looked is None else [one.recorded for one in self._found]
-        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)] if looked is None else []
+        objects = self._with_memory() if usual is None else usual.recorded
+        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)] if usual is None else []
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)] if self._sharded else objects
+        looked = None if usual is None else usual.looked
         self._watch = _core.Watch(dicts, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind, looked)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]

@@ -67,3 +67,15 @@ def test_tensors_that_share_a_byte_are_not_apart(dtype: torch.dtype) -> None:
 def test_one_that_reaches_over_several_is_found_behind_a_small_one() -> None:
     memory = torch.zeros(30)
     assert not SURVEY.look([memory[:30], memory[2:3], memory[20:21]]).apart()
+
+
+def test_alone_is_what_nothing_has_to_be_looked_at_of() -> None:
+    memory, other = torch.zeros(10), torch.zeros(3)
+    assert SURVEY.look([]).alone()
+    assert SURVEY.look([memory[5:], other, memory[:5]]).alone()
+    assert SURVEY.look([memory, torch.empty(0)]).alone()
+    assert not SURVEY.look([memory, memory]).alone()
+    assert not SURVEY.look([memory[5:], memory[:6]]).alone()
+    nothing = torch.empty(0)
+    assert not SURVEY.look([nothing, memory, nothing]).alone()
+    assert not SURVEY.look([memory, ODD["transposed"]]).alone()

@@ -1,0 +1,97 @@
+"""An EMA, or a model, that nobody has any more gives its memory back at once: Python's collector, which may come much later, finds nothing
+left of it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardow
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+@pytest.fixture
+def left() -> Iterator[list[object]]:
+    """What the collector finds from here on."""
+    gc.collect()
+    gc.disable()
+    gc.garbage.clear()
+    yield gc.garbage
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+
+
+def test_a_dropped_ema_is_gone(left: list[object]) -> None:
+    model = _model()
+    ema = shardow.EMA(model, 0.9)
+    ema.update()
+    parts = [weakref.ref(one) for one in (ema, ema._core, ema._core.view, ema._core.swap, model)]
+    del ema
+    assert [one() is None for one in parts] == [True, True, True, True, False]
+    del model
+    assert parts[-1]() is None
+
+
+def test_one_that_was_attached_goes_with_its_optimizer(left: list[object]) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ema = shardow.EMA(model, 0.9, optimizer=optimizer)
+    core = weakref.ref(ema._core)
+    del ema
+    optimizer.step()
+    assert core() is not None
+    assert core().engine.stats()["step"] == 1  # type: ignore[union-attr]
+
+
+def _attached(model: nn.Module, path: Path) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with shardow.EMA(model, 0.9).attach(optimizer):
+        optimizer.step()
+
+
+def _swapped(model: nn.Module, path: Path) -> None:
+    with shardow.EMA(model, 0.9).swapped():
+        pass
+
+
+def _its_state(model: nn.Module, path: Path) -> None:
+    ema = shardow.EMA(model, 0.9)
+    ema.load_state_dict(ema.state_dict())
+    copy.deepcopy(ema)
+
+
+def _its_file(model: nn.Module, path: Path) -> None:
+    ema = shardow.EMA(model, 0.9)
+    ema.save(path)
+    ema.load(path)
+    with shardow.open(path) as file:
+        assert [file[name] for name in file]
+
+
+def _a_models_file(model: nn.Module, path: Path) -> None:
+    shardow.save(model, path)
+    shardow.load(model, path)
+    with shardow.meta_init():
+        empty = _model()
+    shardow.materialize(empty, path)
+
+
+@pytest.mark.parametrize("use", [_attached, _swapped, _its_state, _its_file, _a_models_file])
+def test_no_use_leaves_anything_for_the_collector(use: Callable[[nn.Module, Path], None], left: list[object], tmp_path: Path) -> None:
+    use(_model(), tmp_path / "warm.safetensors")  # what is imported, and kept, at the first call
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    use(_model(), tmp_path / "some.safetensors")
+    gc.collect()
+    assert [type(one) for one in left] == []

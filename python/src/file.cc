@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -104,8 +105,18 @@ nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& c
 
 nb::dict tensors_in(const Checkpoint& checkpoint) {
   nb::dict tensors;
-  for (const auto& [name, stored] : file::Inside::of(checkpoint).tensors)
-    tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(stored.entry.dtype)), nb::tuple(nb::cast(stored.entry.shape)));
+  std::map<std::pair<DType, Shape>, nb::object> known;  // one object for all that are alike
+  const file::Entry* last = nullptr;
+  nb::object* described = nullptr;
+  for (const file::Stored& stored : file::Inside::of(checkpoint).tensors) {
+    const file::Entry& entry = stored.entry;
+    if (last == nullptr || last->dtype != entry.dtype || last->shape != entry.shape) {
+      described = &known[{entry.dtype, entry.shape}];
+      if (!described->is_valid()) *described = nb::make_tuple(std::string(dtype_name(entry.dtype)), nb::tuple(nb::cast(entry.shape)));
+      last = &entry;
+    }
+    tensors[nb::cast(entry.name)] = *described;
+  }
   return tensors;
 }
 

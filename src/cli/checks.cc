@@ -72,7 +72,7 @@ std::span<const std::byte> read(const base::File& file, int64_t begin, int64_t b
 }  // namespace
 
 TensorSums::TensorSums(const Checkpoint& file) : data_begin_(file::Inside::of(file).files.at(0).data_begin) {
-  for (const auto& [name, stored] : file::Inside::of(file).tensors) {
+  for (const file::Stored& stored : file::Inside::of(file).tensors) {
     tensors_.push_back(&stored);
     if (stored.crc) ++known_;
   }

@@ -25,7 +25,7 @@ bool are_ambiguous(const std::vector<Source>& sources) {
   std::set<std::string_view> names;
   size_t count = 0;
   for (const Source& source : sources) {
-    for (const auto& [name, stored] : file::Inside::of(source.checkpoint).tensors) names.insert(name);
+    for (const file::Stored& one : file::Inside::of(source.checkpoint).tensors) names.insert(one.entry.name);
     count += file::Inside::of(source.checkpoint).tensors.size();
   }
   return names.size() < count;
@@ -34,8 +34,8 @@ bool are_ambiguous(const std::vector<Source>& sources) {
 std::map<std::string, Place> places(const std::vector<Source>& sources, bool with_labels) {
   std::map<std::string, Place> all;
   for (const Source& source : sources) {
-    for (const auto& [name, stored] : file::Inside::of(source.checkpoint).tensors)
-      all.emplace(with_labels ? full_name(source, name) : name, Place{&file::Inside::of(source.checkpoint), &stored});
+    for (const file::Stored& one : file::Inside::of(source.checkpoint).tensors)
+      all.emplace(with_labels ? full_name(source, one.entry.name) : one.entry.name, Place{&file::Inside::of(source.checkpoint), &one});
   }
   return all;
 }

@@ -1,5 +1,6 @@
 #include "file/catalog.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <span>
@@ -21,8 +22,36 @@ using base::Path;
 using comm::Receiver;
 using comm::Sender;
 
-std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std::string& where) {
-  std::map<std::string, uint32_t> found;
+using Checksum = std::pair<std::string, uint32_t>;
+
+std::string_view name_of(const Checksum& one) {
+  return one.first;
+}
+
+std::string_view name_of(const Stored& one) {
+  return one.entry.name;
+}
+
+/// By names. Of one name the first stays.
+template <class T>
+void order(std::vector<T>& all) {
+  const auto before = [](const T& a, const T& b) { return name_of(a) < name_of(b); };
+  const auto not_before = [&](const T& a, const T& b) { return !before(a, b); };
+  if (std::adjacent_find(all.begin(), all.end(), not_before) == all.end()) return;  // as most stand
+  std::stable_sort(all.begin(), all.end(), before);
+  const auto same = [](const T& a, const T& b) { return name_of(a) == name_of(b); };
+  all.erase(std::unique(all.begin(), all.end(), same), all.end());
+}
+
+/// The one of a name, null where there is none.
+template <class T>
+const T* find_in(const std::vector<T>& ordered, std::string_view name) {
+  const auto at = std::lower_bound(ordered.begin(), ordered.end(), name, [](const T& a, std::string_view b) { return name_of(a) < b; });
+  return at == ordered.end() || name_of(*at) != name ? nullptr : &*at;
+}
+
+std::vector<Checksum> checksums_in(const Metadata& metadata, const std::string& where) {
+  std::vector<Checksum> found;
   const auto text = metadata.find(kChecksums);
   if (text == metadata.end()) return found;
   constexpr size_t kDigits = 10;  // with their quotes
@@ -33,9 +62,10 @@ std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std
     const bool is_text = value.size() == kDigits && value.front() == '"' && value.back() == '"';
     if (!is_text || std::from_chars(value.data() + 1, value.data() + 9, crc, 16).ptr != value.data() + 9)
       fail(Code::kCorrupt, "{}: the checksum of '{}' is not 8 hexadecimal digits", where, members.key());
-    found.emplace_hint(found.end(), members.key(), crc);  // they stand in order, mostly
+    found.emplace_back(members.key(), crc);
   }
   if (!members.error().empty()) fail(Code::kCorrupt, "{}: {} is no JSON object: {}", where, kChecksums, members.error());
+  order(found);
   return found;
 }
 
@@ -43,31 +73,32 @@ std::map<std::string, uint32_t> checksums_in(const Metadata& metadata, const std
 Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t end) {
   Catalog catalog;
   catalog.path = path;
+  std::vector<Stored> tensors;
   for (size_t f = begin; f < end; ++f) {
     const Raw::Text& file = raw.files[f];
     Header header = parse_header(file.json, file.data_bytes, file.path);
-    const std::map<std::string, uint32_t> crcs = checksums_in(header.metadata, file.path);
+    const std::vector<Checksum> crcs = checksums_in(header.metadata, file.path);
     header.metadata.erase(kChecksums);
     const auto written_by = header.metadata.extract(kWrittenBy);
     catalog.files.push_back(
         {raw.opened[f], header.data_begin, std::move(header.metadata), written_by.empty() ? std::string() : written_by.mapped()});
-    auto crc = crcs.begin();
+    size_t next = 0;  // of the checksums: as most stand
+    if (f == begin) tensors.reserve(header.entries.size());
     for (Entry& entry : header.entries) {
       if (raw.weights) {
         const auto said = raw.weights->find(entry.name);
         if (said == raw.weights->end() || said->second != Path(file.path).filename().string())
           continue;  // the index does not name it: it is not there
       }
-      if (crc == crcs.end() || crc->first != entry.name) crc = crcs.find(entry.name);
-      std::string name = entry.name;
-      const std::optional<uint32_t> sum =
-          crc == crcs.end() ? std::nullopt : std::optional((crc++)->second);  // the next one is next, mostly
-      catalog.tensors.emplace_hint(catalog.tensors.end(), std::move(name), Stored{f - begin, std::move(entry), sum});
+      const Checksum* const crc = next < crcs.size() && crcs[next].first == entry.name ? &crcs[next] : find_in(crcs, entry.name);
+      if (crc != nullptr) next = static_cast<size_t>(crc - crcs.data()) + 1;
+      tensors.push_back({f - begin, std::move(entry), crc == nullptr ? std::nullopt : std::optional(crc->second)});
     }
   }
+  catalog.tensors = StoredTensors(std::move(tensors));
   if (raw.weights) {
     for (const auto& [tensor, file] : *raw.weights) {
-      if (!catalog.tensors.contains(tensor))
+      if (catalog.tensors.find(tensor) == nullptr)
         fail(Code::kCorrupt, "the index says that '{}' is in {}, which does not have it", tensor, file);
     }
   }
@@ -164,9 +195,17 @@ const Metadata& Catalog::metadata() const {
 }
 
 const Stored& Catalog::find(std::string_view name) const {
-  const auto found = tensors.find(name);
-  if (found == tensors.end()) fail(Code::kNotFound, "{} has no tensor '{}'", path, name);
-  return found->second;
+  const Stored* const found = tensors.find(name);
+  if (found == nullptr) fail(Code::kNotFound, "{} has no tensor '{}'", path, name);
+  return *found;
+}
+
+StoredTensors::StoredTensors(std::vector<Stored> all) : all_(std::move(all)) {
+  order(all_);
+}
+
+const Stored* StoredTensors::find(std::string_view name) const noexcept {
+  return find_in(all_, name);
 }
 
 Discussed discuss_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout,

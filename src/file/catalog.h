@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,6 +25,21 @@ struct Stored {
   std::optional<uint32_t> crc;  ///< where the file carries it
 };
 
+/// In the order of names.
+class StoredTensors {
+ public:
+  StoredTensors() = default;
+  explicit StoredTensors(std::vector<Stored> all);  ///< of one name the first stays
+
+  auto begin() const noexcept { return all_.begin(); }
+  auto end() const noexcept { return all_.end(); }
+  size_t size() const noexcept { return all_.size(); }
+  const Stored* find(std::string_view name) const noexcept;  ///< null: there is none
+
+ private:
+  std::vector<Stored> all_;
+};
+
 struct Catalog {
   struct Source {
     std::shared_ptr<Opened> file;
@@ -35,7 +49,7 @@ struct Catalog {
   };
   std::string path;  ///< for messages
   std::vector<Source> files;
-  std::map<std::string, Stored, std::less<>> tensors;
+  StoredTensors tensors;
 
   const Metadata& metadata() const;                 ///< of the first file; none where an index names no file
   const Stored& find(std::string_view name) const;  ///< throws kNotFound

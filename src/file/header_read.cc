@@ -7,7 +7,6 @@
 #include <limits>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -83,16 +82,20 @@ int64_t size_of(const Entry& entry, std::string_view where) {
   return static_cast<int64_t>(bits / 8);
 }
 
-Entry to_entry(std::string_view name, element value, std::string_view where) {
+/// `keys`: room for those of its description.
+Entry to_entry(std::string_view name, element value, std::string_view where, std::vector<std::string_view>& keys) {
   if (!value.is_object()) corrupt(where, "tensor '{}' is described by no object", name);
   std::optional<element> dtype, shape, offsets;
-  std::unordered_set<std::string_view> seen;
+  keys.clear();
   for (const auto& [key, field] : value.get_object()) {
-    if (!seen.insert(key).second) corrupt(where, "tensor '{}' has '{}' twice", name, key);
+    keys.push_back(key);
     if (key == "dtype") dtype = field;
     if (key == "shape") shape = field;
     if (key == "data_offsets") offsets = field;
   }
+  std::sort(keys.begin(), keys.end());
+  if (const auto twice = std::adjacent_find(keys.begin(), keys.end()); twice != keys.end())
+    corrupt(where, "tensor '{}' has '{}' twice", name, *twice);
   if (!dtype || !shape || !offsets) corrupt(where, "tensor '{}' lacks its {}", name, !dtype ? "dtype" : !shape ? "shape" : "data_offsets");
   if (!dtype->is_string()) corrupt(where, "tensor '{}': its dtype is no text", name);
   const std::string_view spelled = dtype->get_string();
@@ -162,6 +165,7 @@ Header parse_header(std::string_view json, int64_t data_bytes, std::string_view 
   Header header;
   header.data_begin = kLengthBytes + static_cast<int64_t>(json.size());
   bool has_metadata = false;
+  std::vector<std::string_view> keys;
   Members members(json, kMostDepth - 1);
   while (members.next()) {
     if (members.key() == "__metadata__") {
@@ -173,7 +177,7 @@ Header parse_header(std::string_view json, int64_t data_bytes, std::string_view 
       corrupt(where, "tensor '{}' is described by {} bytes; {} are the most", members.key(), members.text().size(), kMostEntryBytes);
     element value;
     if (!members.parse(value)) break;
-    header.entries.push_back(to_entry(members.key(), value, where));
+    header.entries.push_back(to_entry(members.key(), value, where, keys));
   }
   if (!members.error().empty()) corrupt(where, "its header is no JSON object: {}", members.error());
   refuse_twins(header.entries, where);

@@ -48,12 +48,13 @@ Wanted wanted_of(const Catalog& catalog, std::vector<Shared> tensors, std::strin
   Wanted wanted{std::move(said), std::move(tensors), {}, {}};
   wanted.there.resize(wanted.tensors.size());
   size_t at = 0;
-  for (const auto& [name, stored] : catalog.tensors) {
-    while (at < wanted.tensors.size() && wanted.tensors[at].name < name) ++at;
-    if (at < wanted.tensors.size() && wanted.tensors[at].name == name) {
+  for (const Stored& stored : catalog.tensors) {
+    int order = -1;  // of the wanted one beside this one
+    while (at < wanted.tensors.size() && (order = wanted.tensors[at].name.compare(stored.entry.name)) < 0) ++at;
+    if (at < wanted.tensors.size() && order == 0) {
       wanted.there[at] = &stored;
     } else {
-      wanted.unexpected.push_back(name);
+      wanted.unexpected.push_back(stored.entry.name);
     }
   }
   return wanted;

@@ -39,12 +39,12 @@ std::vector<Checkpoint> Checkpoint::open_files(Group& group, const std::filesyst
 
 std::vector<std::string> Checkpoint::names() const {
   std::vector<std::string> names;
-  for (const auto& [name, stored] : catalog_->tensors) names.push_back(name);
+  for (const file::Stored& one : catalog_->tensors) names.push_back(one.entry.name);
   return names;
 }
 
 bool Checkpoint::contains(std::string_view name) const {
-  return catalog_->tensors.contains(name);
+  return catalog_->tensors.find(name) != nullptr;
 }
 
 StoredTensor Checkpoint::tensor(std::string_view name) const {

@@ -62,7 +62,7 @@ class PowerCut : public Checkpoints {
       auto group = solo();
       const file::Catalog catalog = file::share_catalog(*group, path, std::chrono::seconds(10));
       std::vector<Held> held;
-      for (const auto& [name, stored] : catalog.tensors) held.emplace_back(name, stored.entry.dtype, Region::whole(stored.entry.shape));
+      for (const file::Stored& one : catalog.tensors) held.emplace_back(one.entry.name, one.entry.dtype, Region::whole(one.entry.shape));
       file::load_from(*group, views_of(held), catalog, {});
       return true;
     } catch (const Error&) {

@@ -127,8 +127,8 @@ std::vector<OwnPart> own_parts(int rank, const Arrangement& arrangement, const s
   std::vector<std::vector<std::pair<size_t, size_t>>> views(arrangement.tensors().size());  // (file, view)
   for (size_t f = 0; f < files.size(); ++f) {
     const auto& tensors = files[f].tensors;
-    for (size_t v = 0; v < tensors.size(); ++v)
-      views[arrangement.first_of(f) + *find(*sharings[f].tensors, tensors[v].name)].emplace_back(f, v);
+    Finder finder(*sharings[f].tensors);
+    for (size_t v = 0; v < tensors.size(); ++v) views[arrangement.first_of(f) + *finder.find(tensors[v].name)].emplace_back(f, v);
   }
   std::vector<OwnPart> own;
   for (size_t t = 0; t < views.size(); ++t) {

@@ -62,6 +62,7 @@ void Arrangement::add(size_t volume, const std::string& name, const std::vector<
   const size_t first_file = files_.size();
   files_.push_back({{}, volume, {}, {}});
   int64_t size = 0, text = 0, begin = 0;
+  Finder finder(tensors);
   for (Entry& entry : in_file_order(std::move(entries))) {
     const int64_t bytes = entry.end - entry.begin, described = about_text(entry);
     const bool full = size > 0 && size + bytes > options.max_shard_size;
@@ -71,7 +72,7 @@ void Arrangement::add(size_t volume, const std::string& name, const std::vector<
       begin = entry.begin;
     }
     File& file = files_.back();
-    const size_t tensor = first_[volume] + *find(tensors, entry.name);
+    const size_t tensor = first_[volume] + *finder.find(entry.name);
     places_[tensor] = {files_.size() - 1, file.entries.size()};
     file.tensors.push_back(tensor);
     entry.begin -= begin;

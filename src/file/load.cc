@@ -44,8 +44,8 @@ std::string difference(const Entry& entry, const Shape& shape, DType dtype) {
 }
 
 /// Both have their tensors in the order of names.
-Wanted wanted_of(const Catalog& catalog, std::vector<Shared> tensors, std::string said) {
-  Wanted wanted{std::move(said), std::move(tensors), {}, {}};
+Wanted wanted_of(const Catalog& catalog, std::vector<Shared> tensors, std::string told, std::string said) {
+  Wanted wanted{std::move(told), std::move(said), std::move(tensors), {}, {}};
   wanted.there.resize(wanted.tensors.size());
   size_t at = 0;
   for (const Stored& stored : catalog.tensors) {
@@ -127,28 +127,30 @@ int64_t bytes_in_all(const Wanted& wanted) {
 
 std::vector<Reader::Job> jobs_of(std::span<const TensorView> views, const Wanted& wanted, const std::optional<Sums>& sums) {
   std::vector<Reader::Job> jobs;
-  size_t at = 0;
+  jobs.reserve(views.size());
+  Finder finder(wanted.tensors);
   for (const TensorView& view : views) {
-    const bool is_next = at + 1 < wanted.tensors.size() && wanted.tensors[at + 1].name == view.name;  // as most are
-    at = is_next ? at + 1 : find(wanted.tensors, view.name).value();
+    const size_t at = finder.find(view.name).value();
     if (wanted.there[at] != nullptr) jobs.push_back({&view, wanted.there[at], sums && sums->of(at)});
   }
   return jobs;
 }
 
 /// What every rank has said is known: it fits, or throws the same on all ranks; then each reads its own. One step, if all are done within
-/// the time of a part.
-LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog, const Holding& mine,
+/// the time of a part. `mine`: of the views, made where it is missing.
+LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog, std::optional<Holding>& mine,
                        const std::string& said, LoadOptions options, std::optional<Wanted>& wanted) {
   const auto begin = base::now();
   const Asked asked = unpack(said);
-  if (std::string held = said.substr(kAskedBytes); !wanted || wanted->said != held)
-    wanted = wanted_of(catalog, shared_from(group, mine, held, options.timeout), held);
+  if (std::string held = said.substr(kAskedBytes); !wanted || wanted->said != held) {
+    if (!mine) mine.emplace(views);
+    wanted = wanted_of(catalog, shared_from(group, *mine, held, options.timeout), mine->words(), held);
+  }
   options.strict = asked.strict;
   LoadReport report = compare(catalog, *wanted, options);
   if (asked.check_only) return report;
   std::optional<Sums> sums;
-  if (asked.verify) sums.emplace(catalog, wanted->tensors);
+  if (asked.verify) sums.emplace(catalog.path, wanted->tensors, wanted->there);
   const std::vector<Reader::Job> jobs = jobs_of(views, *wanted, sums);
   Reader reader(catalog, jobs);
   comm::Parts parts(group, options.timeout, bytes_in_all(*wanted), options.progress);
@@ -173,11 +175,14 @@ struct KeptOpen {
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options,
                      std::optional<Wanted>* kept) {
   const auto begin = base::now();
-  const Holding mine(views);
-  const auto decide = [](const auto& words) { return Group::Decision{sum_up_words(words)}; };
-  const std::string said = group.decide(pack(Asked::by(options)) + mine.words(), decide, begin + options.timeout).common;
   std::optional<Wanted> own;
-  LoadReport report = load_agreed(group, views, catalog, mine, said, options, kept != nullptr ? *kept : own);
+  std::optional<Wanted>& wanted = kept != nullptr ? *kept : own;
+  std::optional<Holding> mine;
+  if (!wanted) mine.emplace(views);
+  const std::string told = pack(Asked::by(options)) + (wanted ? wanted->told : mine->words());
+  const auto decide = [](const auto& words) { return Group::Decision{sum_up_words(words)}; };
+  const std::string said = group.decide(told, decide, begin + options.timeout).common;
+  LoadReport report = load_agreed(group, views, catalog, mine, said, options, wanted);
   report.seconds = base::seconds_since(begin);
   return report;
 }
@@ -198,7 +203,7 @@ LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choos
   };
   const Discussed found = discuss_catalog(group, path, options.timeout, told, sum_up_words);
   std::optional<Wanted> wanted;
-  LoadReport report = load_agreed(group, chosen.views, *found.catalog, *mine, found.said, options, wanted);
+  LoadReport report = load_agreed(group, chosen.views, *found.catalog, mine, found.said, options, wanted);
   report.seconds = base::seconds_since(begin);
   return report;
 }

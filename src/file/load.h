@@ -16,14 +16,15 @@ namespace shardow::file {
 
 /// What ranks want of a catalog, and what is there.
 struct Wanted {
-  std::string said;                     ///< by all ranks, of what they hold
+  std::string told;                     ///< by this rank, of what it holds
+  std::string said;                     ///< by all ranks
   std::vector<Shared> tensors;          ///< ascending by name
   std::vector<const Stored*> there;     ///< of each, or null
   std::vector<std::string> unexpected;  ///< names of what nobody wants
 };
 
 /// As shardow::load(). The catalog is the same on every rank: share_catalog() gave it. `kept`: what an earlier load from the same catalog
-/// has found out, so that it need not be found out again where the ranks hold the same; and then what this one has.
+/// has found out of the same views, so that it need not be found out again; and then what this one has.
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options,
                      std::optional<Wanted>* kept = nullptr);
 

@@ -59,10 +59,13 @@ void check_whole(const std::vector<Shared>& tensors) {
   }
 }
 
-std::optional<size_t> find(const std::vector<Shared>& tensors, std::string_view name) {
-  const auto found = std::lower_bound(tensors.begin(), tensors.end(), name, [](const Shared& a, std::string_view b) { return a.name < b; });
-  if (found == tensors.end() || found->name != name) return std::nullopt;
-  return static_cast<size_t>(found - tensors.begin());
+std::optional<size_t> Finder::find(std::string_view name) {
+  if (next_ < tensors_.size() && tensors_[next_].name == name) return next_++;
+  const auto before = [](const Shared& a, std::string_view b) { return a.name < b; };
+  const auto found = std::lower_bound(tensors_.begin(), tensors_.end(), name, before);
+  if (found == tensors_.end() || found->name != name) return std::nullopt;
+  next_ = static_cast<size_t>(found - tensors_.begin()) + 1;
+  return next_ - 1;
 }
 
 std::vector<Owned> owners(const Shared& tensor, size_t turn, std::optional<int> rank) {

@@ -51,8 +51,17 @@ struct Shared {
 /// Throws kInvalidArgument where regions of a tensor overlap, or no rank holds some element.
 void check_whole(const std::vector<Shared>& tensors);
 
-/// The index of `name` in what share() gave, or nothing.
-std::optional<size_t> find(const std::vector<Shared>& tensors, std::string_view name);
+/// Finds names in what share() gave; quickly where they come in its order.
+class Finder {
+ public:
+  explicit Finder(const std::vector<Shared>& tensors) : tensors_(tensors) {}
+
+  std::optional<size_t> find(std::string_view name);  ///< its index, or nothing
+
+ private:
+  const std::vector<Shared>& tensors_;
+  size_t next_ = 0;
+};
 
 /// A part of a tensor that one rank writes: `region`, which begins at element `local_begin` of piece `piece`.
 struct Owned {

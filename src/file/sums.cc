@@ -11,22 +11,7 @@
 #include "tensor/coverage.h"
 
 namespace shardow::file {
-namespace {
-
-/// Which tensors' checksums can be compared: those of which the ranks together read everything, each element counted by one rank.
-std::vector<bool> verifiable(const Catalog& catalog, const std::vector<Shared>& wanted) {
-  std::vector<bool> result;
-  std::map<std::pair<const void*, Shape>, bool> whole;  // of tensors that are held alike
-  for (const Shared& tensor : wanted) {
-    const Stored* const found = catalog.tensors.find(tensor.name);
-    const auto [at, is_new] = whole.try_emplace({tensor.pieces.id(), tensor.shape});
-    if (is_new) at->second = covers_once(regions_of(tensor));
-    result.push_back(found != nullptr && found->crc && at->second);
-  }
-  return result;
-}
-
-}  // namespace
+namespace {}  // namespace
 
 std::string listed(const std::vector<std::string>& names) {
   constexpr size_t kMost = 20;
@@ -36,8 +21,16 @@ std::string listed(const std::vector<std::string>& names) {
   return out;
 }
 
-Sums::Sums(const Catalog& catalog, const std::vector<Shared>& wanted)
-    : catalog_(catalog), wanted_(wanted), verified_(verifiable(catalog, wanted)) {}
+Sums::Sums(std::string path, const std::vector<Shared>& wanted, const std::vector<const Stored*>& there)
+    : path_(std::move(path)), wanted_(wanted), there_(there) {
+  std::map<std::pair<const void*, Shape>, bool> whole;  // of tensors that are held alike
+  for (size_t t = 0; t < wanted.size(); ++t) {
+    const auto [at, is_new] = whole.try_emplace({wanted[t].pieces.id(), wanted[t].shape});
+    if (is_new) at->second = covers_once(regions_of(wanted[t]));
+    verified_.push_back(there[t] != nullptr && there[t]->crc && at->second);
+    firsts_.push_back(firsts_.back() + wanted[t].pieces.size());
+  }
+}
 
 /// Calls fn(tensor, piece) for what a rank holds of tensors whose checksums are compared.
 template <class Fn>
@@ -50,15 +43,16 @@ void Sums::for_each_of(int rank, Fn fn) const {
 }
 
 std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const {
-  std::vector<std::vector<uint64_t>> mine = by_piece();
+  std::vector<uint64_t> mine(firsts_.back(), 0);
+  Finder finder(wanted_);
   for (size_t j = 0; j < jobs.size(); ++j) {
-    const size_t t = *find(wanted_, jobs[j].view->name);
+    const size_t t = *finder.find(jobs[j].view->name);
     for (size_t p = 0; verified_[t] && p < wanted_[t].pieces.size(); ++p) {
-      if (wanted_[t].pieces[p].region == jobs[j].view->region) mine[t][p] = sums[j];
+      if (wanted_[t].pieces[p].region == jobs[j].view->region) mine[place(t, p)] = sums[j];
     }
   }
   comm::Sender out;
-  for_each_of(rank, [&](size_t t, size_t p) { out.number(static_cast<int64_t>(mine[t][p])); });
+  for_each_of(rank, [&](size_t t, size_t p) { out.number(static_cast<int64_t>(mine[place(t, p)])); });
   return out.bytes();
 }
 
@@ -72,26 +66,21 @@ void Sums::check(Group& group, std::span<const Reader::Job> jobs, const std::vec
 
 void Sums::compare(std::span<const std::string> words) const {
   std::vector<uint64_t> all(wanted_.size(), 0);
-  std::vector<std::vector<uint64_t>> by_first = by_piece();
+  std::vector<uint64_t> by_first(firsts_.back(), 0);
   std::set<size_t> wrong;
   for (size_t rank = 0; rank < words.size(); ++rank) {
     comm::Receiver in(words[rank]);
     for_each_of(static_cast<int>(rank), [&](size_t t, size_t p) {
       const auto sum = static_cast<uint64_t>(in.number());
-      if (wanted_[t].pieces[p].holders[0] == static_cast<int>(rank)) all[t] ^= by_first[t][p] = sum;  // before the others': ranks ascend
-      if (by_first[t][p] != sum) wrong.insert(t);
+      if (wanted_[t].pieces[p].holders[0] == static_cast<int>(rank))
+        all[t] ^= by_first[place(t, p)] = sum;  // before the others': ranks ascend
+      if (by_first[place(t, p)] != sum) wrong.insert(t);
     });
   }
   for (size_t t = 0; t < wanted_.size(); ++t) {
-    if (verified_[t] && *catalog_.tensors.find(wanted_[t].name)->crc != all[t]) wrong.insert(t);
+    if (verified_[t] && *there_[t]->crc != all[t]) wrong.insert(t);
   }
   if (!wrong.empty()) fail_changed(wrong);
-}
-
-std::vector<std::vector<uint64_t>> Sums::by_piece() const {
-  std::vector<std::vector<uint64_t>> found;
-  for (const Shared& tensor : wanted_) found.emplace_back(tensor.pieces.size(), 0);
-  return found;
 }
 
 void Sums::fail_changed(const std::set<size_t>& tensors) const {
@@ -100,7 +89,7 @@ void Sums::fail_changed(const std::set<size_t>& tensors) const {
   base::fail(
       Code::kCorrupt,
       "{}: the data of {} is not what was saved (checksums differ); the tensors that were loaded into hold it: load another checkpoint",
-      catalog_.path, listed(names));
+      path_, listed(names));
 }
 
 }  // namespace shardow::file

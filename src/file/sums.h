@@ -20,7 +20,8 @@ std::string listed(const std::vector<std::string>& names);
 /// with several holders what each of them read.
 class Sums {
  public:
-  Sums(const Catalog& catalog, const std::vector<Shared>& wanted);
+  /// `path`: for messages. `wanted`, and `there`, what the file has of each or null, outlive it.
+  Sums(std::string path, const std::vector<Shared>& wanted, const std::vector<const Stored*>& there);
 
   /// Whether a tensor's checksum can be compared: the file has it, and the ranks together read everything, each element counted once.
   bool of(size_t tensor) const { return verified_[tensor]; }
@@ -34,12 +35,14 @@ class Sums {
   void for_each_of(int rank, Fn fn) const;
   std::string words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const;
   void compare(std::span<const std::string> words) const;
-  std::vector<std::vector<uint64_t>> by_piece() const;
+  size_t place(size_t tensor, size_t piece) const { return firsts_[tensor] + piece; }
   [[noreturn]] void fail_changed(const std::set<size_t>& tensors) const;
 
-  const Catalog& catalog_;
+  const std::string path_;
   const std::vector<Shared>& wanted_;
-  const std::vector<bool> verified_;
+  const std::vector<const Stored*>& there_;
+  std::vector<bool> verified_;
+  std::vector<size_t> firsts_ = {0};  // of all tensors' pieces, one after another: each tensor's first, and the end
 };
 
 }  // namespace shardow::file

@@ -73,8 +73,9 @@ LoadReport compare(const Plan& plan, const std::vector<file::Shared>& wanted, bo
       unfit.push_back(fmt::format("'{}' is {} in the inputs and {} here", one.name, dtype_name(tensor.dtype), dtype_name(one.dtype)));
     }
   }
+  file::Finder finder(wanted);
   for (const Tensor& tensor : plan.tensors()) {
-    if (!file::find(wanted, tensor.name)) report.unexpected.push_back(tensor.name);
+    if (!finder.find(tensor.name)) report.unexpected.push_back(tensor.name);
   }
   if (strict && !report.missing.empty()) unfit.push_back("missing in the inputs: " + file::listed(report.missing));
   if (strict && !report.unexpected.empty()) unfit.push_back("unexpected in the inputs: " + file::listed(report.unexpected));
@@ -198,10 +199,11 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   }
   std::vector<TensorView> views;
   std::vector<bool> counted;
+  file::Finder finder(wanted);
   for (const TensorView& view : tensors) {
     const auto t = plan.find(view.name);
     if (!t) continue;
-    const file::Shared& one = wanted[*file::find(wanted, view.name)];
+    const file::Shared& one = wanted[*finder.find(view.name)];
     const auto piece = std::find_if(one.pieces.begin(), one.pieces.end(), [&](const auto& each) { return each.region == view.region; });
     views.push_back(view);
     counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());

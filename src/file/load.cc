@@ -131,7 +131,7 @@ std::vector<Reader::Job> jobs_of(std::span<const TensorView> views, const Wanted
   Finder finder(wanted.tensors);
   for (const TensorView& view : views) {
     const size_t at = finder.find(view.name).value();
-    if (wanted.there[at] != nullptr) jobs.push_back({&view, wanted.there[at], sums && sums->of(at)});
+    if (wanted.there[at] != nullptr) jobs.push_back({&view, wanted.there[at], sums && sums->of(at), at});
   }
   return jobs;
 }

@@ -28,7 +28,8 @@ class Reader {
   struct Job {
     const TensorView* view;
     const Stored* stored;
-    bool summed;  ///< its checksum is wanted
+    bool summed;        ///< its checksum is wanted
+    size_t number = 0;  ///< of the tensor, for whoever asks
   };
 
   Reader(const Catalog& catalog, std::vector<Job> jobs);

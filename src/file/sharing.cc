@@ -157,16 +157,22 @@ Holding::Holding(std::span<const TensorView> views) {
   std::vector<const TensorView*> ordered;
   for (const TensorView& view : views) ordered.push_back(&view);
   std::stable_sort(ordered.begin(), ordered.end(), [](const TensorView* a, const TensorView* b) { return a->name < b->name; });
+  const Region* last = nullptr;
+  int64_t class_of_last = 0;
   for (const TensorView* const one : ordered) {  // (1)
     const TensorView& view = *one;
-    const std::string region = view.region.encode();
-    const auto [found, is_new] = classes.try_emplace(region, static_cast<int64_t>(classes.size()));
-    if (is_new) regions.text(region);
+    if (last == nullptr || !(*last == view.region)) {
+      const std::string region = view.region.encode();
+      const auto [found, is_new] = classes.try_emplace(region, static_cast<int64_t>(classes.size()));
+      if (is_new) regions.text(region);
+      last = &view.region;
+      class_of_last = found->second;
+    }
     list.text(view.name);
     list.number(static_cast<int64_t>(view.dtype));
     list.number(static_cast<int64_t>(view.region.shape().size()));
     for (const int64_t size : view.region.shape()) list.number(size);
-    list.number(found->second);
+    list.number(class_of_last);
   }
   list_ = list.bytes();
   words_ = "+" + digest(list_) + packed(regions.bytes());

@@ -26,8 +26,8 @@ class Sums {
   /// Whether a tensor's checksum can be compared: the file has it, and the ranks together read everything, each element counted once.
   bool of(size_t tensor) const { return verified_[tensor]; }
 
-  /// Throws kCorrupt on every rank where bytes are not what was saved. `sums`: of this rank's jobs. Collective: one rank sees what all
-  /// tell.
+  /// Throws kCorrupt on every rank where bytes are not what was saved. `sums`: of this rank's jobs, whose numbers are those of the wanted.
+  /// Collective: one rank sees what all tell.
   void check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums, Deadline deadline) const;
 
  private:

@@ -78,7 +78,9 @@ class PieceStore {
   using Where = std::vector<std::pair<size_t, size_t>>;
 
   const Shared::Pieces& of(const Where& where, const std::string& name) {
+    if (last_ != made_.end() && last_->first == where) return last_->second;  // as most often
     const auto [found, is_new] = made_.try_emplace(where);
+    last_ = found;
     if (!is_new) return found->second;
     PieceMaker maker;
     for (const auto& [k, c] : where) {
@@ -91,36 +93,36 @@ class PieceStore {
  private:
   const std::vector<Kind>& kinds_;
   std::map<Where, Shared::Pieces> made_;
+  std::map<Where, Shared::Pieces>::const_iterator last_ = made_.end();
 };
 
-/// A tensor of one or more lists.
+/// A tensor as one list has it: its class of regions there.
 struct Listed {
+  std::string name;
   DType dtype;
   Shape shape;
-  PieceStore::Where where;
+  size_t kind, held_as;
 };
 
-void add(std::map<std::string, Listed, std::less<>>& all, const std::string& list, size_t kind, int64_t rank) {
-  Receiver in(list);
-  auto next = all.begin();  // lists are in the order of names
-  while (!in.done()) {
-    const std::string name = in.text();
+void add(std::vector<Listed>& all, const std::string& list, size_t kind) {
+  for (Receiver in(list); !in.done();) {
+    std::string name = in.text();
     const auto dtype = static_cast<DType>(in.number());
     Shape shape(static_cast<size_t>(in.number()));
     for (int64_t& size : shape) size = in.number();
-    const auto held_as = static_cast<size_t>(in.number());
-    const auto found = all.try_emplace(next, name, Listed{dtype, shape, {}});
-    next = std::next(found);
-    Listed& tensor = found->second;
-    if (tensor.dtype != dtype) {
-      fail(Code::kInvalidArgument, "'{}' is {} on rank {} and {} before it; every rank must hold the same tensors", name, dtype_name(dtype),
-           rank, dtype_name(tensor.dtype));
-    }
-    if (tensor.shape != shape) {
-      fail(Code::kInvalidArgument, "'{}' has shape [{}] on rank {} and [{}] before it; every rank must hold the same tensors", name,
-           fmt::join(shape, ", "), rank, fmt::join(tensor.shape, ", "));
-    }
-    tensor.where.emplace_back(kind, held_as);
+    all.push_back({std::move(name), dtype, std::move(shape), kind, static_cast<size_t>(in.number())});
+  }
+}
+
+/// `first`: of the same name.
+void check_same(const Listed& first, const Listed& one, int64_t rank) {
+  if (one.dtype != first.dtype) {
+    fail(Code::kInvalidArgument, "'{}' is {} on rank {} and {} before it; every rank must hold the same tensors", one.name,
+         dtype_name(one.dtype), rank, dtype_name(first.dtype));
+  }
+  if (one.shape != first.shape) {
+    fail(Code::kInvalidArgument, "'{}' has shape [{}] on rank {} and [{}] before it; every rank must hold the same tensors", one.name,
+         fmt::join(one.shape, ", "), rank, fmt::join(first.shape, ", "));
   }
 }
 
@@ -202,12 +204,24 @@ std::string sum_up(std::span<const std::string> everybody) {
 std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said, milliseconds timeout) {
   const std::vector<Kind> kinds = unpack(said);
   const std::vector<std::string> lists = lists_of(group, mine, kinds, timeout);
-  std::map<std::string, Listed, std::less<>> all;
-  for (size_t k = 0; k < kinds.size(); ++k) add(all, lists[k], k, kinds[k].ranks[0]);
+  std::vector<Listed> all;
+  for (size_t k = 0; k < kinds.size(); ++k) add(all, lists[k], k);
+  const auto before = [](const Listed& a, const Listed& b) { return a.name < b.name; };
+  if (!std::is_sorted(all.begin(), all.end(), before)) std::stable_sort(all.begin(), all.end(), before);  // one list is in order
   PieceStore pieces(kinds);
+  PieceStore::Where where;
   std::vector<Shared> tensors;
   tensors.reserve(all.size());
-  for (auto& [name, tensor] : all) tensors.push_back({name, tensor.dtype, std::move(tensor.shape), pieces.of(tensor.where, name)});
+  for (size_t first = 0, end = 0; first < all.size(); first = end) {
+    where.clear();
+    for (; end < all.size() && all[end].name == all[first].name; ++end) {
+      check_same(all[first], all[end], kinds[all[end].kind].ranks[0]);
+      where.emplace_back(all[end].kind, all[end].held_as);
+    }
+    auto& [name, dtype, shape, kind, held_as] = all[first];
+    const Shared::Pieces& held = pieces.of(where, name);
+    tensors.push_back({std::move(name), dtype, std::move(shape), held});
+  }
   return tensors;
 }
 

@@ -81,6 +81,7 @@ def at(tensors: int, folder: Path, cost: Cost = seconds_of) -> dict[str, float]:
         **of_averages(model, folder / "averages.safetensors", cost),
         "save()": cost(lambda: shardow.save(model, path)),
         "load()": cost(lambda: shardow.load(model, path)),
+        "bytes of an EMA": _bytes_of(lambda: shardow.EMA(model, 0.99), tensors),
         **header(path, cost),
         **of_an_empty_model(tensors, path, cost),
         "bytes at the peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
@@ -89,7 +90,6 @@ def at(tensors: int, folder: Path, cost: Cost = seconds_of) -> dict[str, float]:
 
 def of_averages(model: nn.Module, path: Path, cost: Cost = seconds_of) -> dict[str, float]:
     found = {"EMA()": cost(lambda: shardow.EMA(model, 0.99))}
-    found["bytes of an EMA"] = _bytes_of(lambda: shardow.EMA(model, 0.99), sum(1 for _ in model.parameters()))
     ema = shardow.EMA(model, 0.99)
     ema.update()
     found["update()"] = cost(ema.update)
@@ -106,10 +106,12 @@ def of_averages(model: nn.Module, path: Path, cost: Cost = seconds_of) -> dict[s
 
 
 def _bytes_of(make: Callable[[], Any], tensors: int) -> float:
-    """Of one, by as many at once as have 200,000 tensors: one would take what others have left, and count for little."""
+    """Of the later half of as many as have 400,000 tensors, of two at least: the first ones take what others have left."""
+    half = max(1, 200_000 // tensors)
+    kept = [make() for _ in range(half)]
     before = resident()
-    kept = [make() for _ in range(max(1, 200_000 // tensors))]
-    return (resident() - before) / len(kept)
+    kept += [make() for _ in range(half)]
+    return (resident() - before) / half
 
 
 def of_an_empty_model(tensors: int, path: Path, cost: Cost = seconds_of) -> dict[str, float]:

@@ -90,39 +90,43 @@ std::optional<Saved> saved_in(const base::Path& path) {
   return Saved{path, found.counters.step, std::move(past), std::move(files), roundoff, least, found.options.dtype};
 }
 
-/// Of a run's snapshots each tells what the one before it told, and more: they share one memory.
-void share_updates(std::vector<Saved>& before, const Record& last) {
-  std::map<std::pair<size_t, const void*>, bool> begins;  // by segment and memory, from its last snapshot: whether `last` begins so
-  for (auto one = before.rbegin(); one != before.rend(); ++one) {
-    for (size_t s = 0; s < std::min(one->record.size(), last.size()); ++s) {
-      Segment& segment = one->record[s];
-      const Stretches same = last[s].updates.until(one->step);
-      const auto [known, is_new] = begins.try_emplace({s, segment.updates.memory()});
-      if (is_new) known->second = same == segment.updates;
-      if (known->second) segment.updates = same;
-    }
+/// Of a run's snapshots each tells what the one before it told, and more: they share the memory of the last.
+class Told {
+ public:
+  /// From the last snapshot to the first.
+  void share(Saved& saved) {
+    last_.resize(std::max(last_.size(), saved.record.size()));
+    for (size_t s = 0; s < saved.record.size(); ++s) share(saved.record[s].updates, last_[s], saved.step);
+    check_stretches(all_);
   }
-}
 
-void check_memory(const std::vector<Saved>& saved) {
-  std::map<const void*, size_t> stretches;
-  for (const Saved& one : saved) {
-    for (const Segment& segment : one.record) stretches[segment.updates.memory()] = segment.updates.memory()->size();
+ private:
+  void share(Stretches& updates, std::vector<Stretches>& last, int64_t step) {
+    for (const Stretches& one : last) {
+      const Stretches same = one.until(step);
+      if (!(same == updates)) continue;
+      updates = same;
+      return;
+    }
+    all_ += updates.memory()->size();
+    last.push_back(updates);
   }
-  size_t all = 0;
-  for (const auto& [memory, count] : stretches) all += count;
-  check_stretches(all);
-}
+
+  std::vector<std::vector<Stretches>> last_;  ///< by segment: of each run that goes on beside others
+  size_t all_ = 0;
+};
 
 std::vector<Saved> all_in(const base::Path& directory) {
+  const std::map<int64_t, base::Path> directories = directories_in(directory);
   std::vector<Saved> found;
-  for (const auto& [step, path] : directories_in(directory)) {
-    auto saved = saved_in(path);
+  Told told;
+  for (auto one = directories.rbegin(); one != directories.rend(); ++one) {
+    auto saved = saved_in(one->second);
     if (!saved) continue;
-    share_updates(found, saved->record);
+    told.share(*saved);
     found.push_back(std::move(*saved));
-    check_memory(found);
   }
+  std::reverse(found.begin(), found.end());
   std::stable_sort(found.begin(), found.end(), [](const Saved& a, const Saved& b) { return a.step < b.step; });
   if (found.empty())
     fail(Code::kNotFound, "{} has no snapshots (snapshot-000001000/ema-*.safetensors); EMA.snapshot() saves them", directory.string());

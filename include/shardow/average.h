@@ -20,7 +20,7 @@
 namespace shardow {
 
 namespace average {
-struct Driver;
+struct [[gnu::visibility("hidden")]] Driver;
 }
 
 struct UpdateReport {

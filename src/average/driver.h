@@ -18,7 +18,7 @@ struct SwapState {
   bool shared = false;            ///< parts that other replicas own may hold averages: the way back needs those replicas
 };
 
-struct [[gnu::visibility("hidden")]] Driver {
+struct Driver {
   static SwapState swap_state(const Average& ema) noexcept;
 
   /// Of views that the caller needs no more: a million of them are 100 MB.
@@ -27,15 +27,15 @@ struct [[gnu::visibility("hidden")]] Driver {
   /// swap_out() in steps, for callers who send replicas their parts themselves: share() before other replicas' memory is overwritten,
   /// take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as in swap_in(), with the same
   /// contents; their addresses may have changed. The last two do nothing where nothing is swapped in.
-  static void share(Average & ema);
-  static void take_back(Average & ema, std::span<const TensorView> weights);
-  static void settle(Average & ema);
+  static void share(Average& ema);
+  static void take_back(Average& ema, std::span<const TensorView> weights);
+  static void settle(Average& ema);
 
   /// From now on the end of `ema` leaves an open swap where it stands: the weights' memory keeps the averages, and is not touched.
-  static void abandon_swap(Average & ema) noexcept;
+  static void abandon_swap(Average& ema) noexcept;
 
   /// reset(), at step 0, with nothing counted or noted. Options stay.
-  static void restart(Average & ema);
+  static void restart(Average& ema);
 
   /// At once, without waiting for an update under way.
   static Counters counters(const Average& ema) noexcept;

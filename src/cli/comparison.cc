@@ -48,6 +48,7 @@ bool has_a_model(const std::vector<Source>& sources) {
 void check_one_is_meant(const std::vector<Source>& sources) {
   if (has_a_model(sources)) return;
   std::vector<std::string> labels;
+  labels.reserve(sources.size());
   for (const Source& source : sources) labels.push_back(source.label);
   base::fail(Code::kInvalidArgument, "{} has {} files with the same names of tensors in them, {}; name one of them",
              sources[0].checkpoint.files()[0].path.parent_path().string(), labels.size(), fmt::join(labels, ", "));

@@ -11,6 +11,7 @@ using Page = std::string (*)(const CLI::App&);
 void add_pages(CLI::App& app, Action& chosen, CLI::App& verb, const std::map<std::string, Page>& pages, const char* what) {
   auto name = std::make_shared<std::string>();
   std::vector<std::string> names;
+  names.reserve(pages.size());
   for (const auto& [known, page] : pages) names.push_back(known);
   verb.add_option("WHICH", *name, what)->required()->check(CLI::IsMember(names))->option_text(CLI::detail::join(names, "|"));
   verb.callback([&app, &chosen, name, pages] {

@@ -88,7 +88,7 @@ std::optional<std::pair<std::string, std::string>> parse_line(std::string_view l
 fs::path manifest_of(const fs::path& path) {
   constexpr size_t kMostName = 255;  // bytes, of Linux's file systems
   if (base::leads_to_directory(path)) return path / "SHA256SUMS";
-  const fs::path beside(path.native() + ".sha256");
+  fs::path beside(path.native() + ".sha256");
   if (beside.filename().native().size() > kMostName) {
     base::fail(Code::kInvalidArgument,
                "{}: behind this name there is no room for .sha256; give the directory, whose manifest is SHA256SUMS", path.string());

@@ -59,6 +59,7 @@ int64_t OutputOptions::shard_bytes() const {
 
 std::vector<CLI::Option*> add_output(CLI::App& verb, OutputOptions& options, bool required) {
   std::vector<std::string> names;
+  names.reserve(std::size(kDTypes));
   for (const auto& [name, value] : kDTypes) names.push_back(name);
   std::vector<CLI::Option*> added;
   added.push_back(verb.add_option("-o,--output", options.path,

@@ -87,7 +87,7 @@ std::vector<Source> open_sources(const fs::path& path) {
     if (!taken.contains(name)) others.push_back(std::move(name));
   }
   std::vector<Checkpoint> opened = others.empty() ? std::vector<Checkpoint>() : Checkpoint::open_files(stands, others);
-  for (size_t i = 0; i < others.size(); ++i) found.push_back({others[i], std::move(opened[i])});
+  for (size_t i = 0; i < others.size(); ++i) found.push_back({others[i], opened[i]});
   if (found.empty()) find_nothing(path);
   return found;
 }

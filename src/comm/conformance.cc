@@ -92,6 +92,7 @@ void decide_tells_all_what_one_makes_of_everybodys_words(Group& group, Findings&
   };
   for (const auto& words : cases) {
     std::vector<std::string> all;
+    all.reserve(static_cast<size_t>(group.size()));
     for (int r = 0; r < group.size(); ++r) all.push_back(words(r));
     const std::string mine = words(group.rank());
     const Group::Answer answer = group.decide(mine, joined, far());

@@ -106,7 +106,7 @@ class StoreMeeting final : public Meeting {
 
   /// (3)
   std::string decide(const Round& round, const std::string& proposal) {
-    const std::string verdict = store_->set_first(round.verdict(), proposal);
+    std::string verdict = store_->set_first(round.verdict(), proposal);
     if (verdict == proposal && proposal != kAllThere) {
       for (const std::string& key : round.keys()) store_->set_first(key, "");
     }

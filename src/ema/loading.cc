@@ -66,6 +66,7 @@ Keys shared_keys(Group& group, const base::Path& path, const Keys& own, OptionsF
   };
   const std::string all = comm::agree_on(group, deadline, mine, [](const std::vector<std::string>& words) {
     std::vector<std::string> everybody;
+    everybody.reserve(words.size());
     for (const std::string& one : words) everybody.push_back(comm::Receiver(one).text());
     check_same("load()", everybody);
     return words[0];

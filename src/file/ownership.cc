@@ -86,7 +86,7 @@ std::vector<Owned> owners(const Shared& tensor, size_t turn, std::optional<int> 
       const int holder = holders[static_cast<size_t>(i)];
       Region part = region.part(i, count);
       const int64_t size = part.size();
-      if (!rank || *rank == holder) all.push_back({p, holder, std::move(part), begin});
+      if (!rank || *rank == holder) all.push_back({p, holder, part, begin});
       begin += size;
     }
   }

@@ -37,7 +37,7 @@ std::shared_ptr<const KeptPlan> plan_of(Group& group, std::span<const SaveFile> 
   for (size_t f = 0; f < files.size(); ++f) {
     const Sharing* const before = kept ? &kept->sharings[f] : nullptr;
     sharings.push_back(share(group, files[f].tensors, before, options.timeout));
-    as_before = as_before && sharings[f].tensors == before->tensors;
+    as_before = as_before && before != nullptr && sharings[f].tensors == before->tensors;
   }
   return as_before ? kept : new_plan(group, files, options, std::move(sharings));
 }

@@ -84,6 +84,7 @@ void Sums::compare(std::span<const std::string> words) const {
 
 void Sums::fail_changed(const std::set<size_t>& tensors) const {
   std::vector<std::string> names;
+  names.reserve(tensors.size());
   for (const size_t t : tensors) names.push_back("'" + wanted_[t].name + "'");
   base::fail(
       Code::kCorrupt,

@@ -67,6 +67,7 @@ std::vector<double> interval_means(DecayCurve curve, const std::vector<double>& 
 /// c_0 = 1 - f_1, c_j = f_j - f_{j+1}, c_n = f_n.
 std::vector<double> differences(const std::vector<double>& means) {
   std::vector<double> c;
+  c.reserve(means.size() + 1);
   double before = 1;
   for (const double mean : means) c.push_back(std::exchange(before, mean) - mean);
   c.push_back(before);

@@ -98,6 +98,7 @@ Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step,
   }
   const Snapshots all = snapshots_in(directory, step);
   std::vector<Profile> targets;
+  targets.reserve(sigma_rels.size());
   for (const double one : sigma_rels) targets.emplace_back(all.updates.record().size(), Schedule::power(one));
   const Products products = exact_products(all.updates, all.profiles, all.points, targets, poll);
   const std::vector<double> roundoffs = roundoffs_of(all);

@@ -168,6 +168,7 @@ std::vector<const Saved*> ends_of(const std::vector<Saved>& saved) {
 
 [[noreturn]] void fail_beside_each_other(const std::vector<const Saved*>& ends, const base::Path& directory) {
   std::vector<std::string> listed;
+  listed.reserve(ends.size());
   for (const Saved* end : ends) listed.push_back(fmt::format("step {} ({})", end->step, end->path.filename().string()));
   fail(Code::kInvalidArgument,
        "{} has snapshots of {} runs that went on beside each other, and which one is meant is not known: give the step, of one of their "

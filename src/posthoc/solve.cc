@@ -72,11 +72,13 @@ std::vector<double> Solver::solve(const Products::Target& target) const {
   const Vector beta = m.directions.transpose() * b.cwiseQuotient(m.scale);
   const Vector sigma = m.directions.transpose() * m.scale.cwiseInverse();
   const long double largest = m.eigenvalues[n - 1];
-  for (long double rho = kVanishing * largest * static_cast<long double>(n); rho < largest; rho *= 3) {
+  long double rho = kVanishing * largest * static_cast<long double>(n);
+  while (rho < largest) {
     const Vector inverse = (m.eigenvalues.array().max(0) + rho).inverse();
     const long double mu = (1 - sigma.cwiseProduct(inverse).dot(beta)) / sigma.cwiseProduct(inverse).dot(sigma);
     const Vector eta = (beta + mu * sigma).cwiseProduct(inverse);
     consider((m.directions * eta).cwiseQuotient(m.scale), target.norm - 2 * eta.dot(beta) + eta.cwiseProduct(m.eigenvalues).dot(eta));
+    rho *= 3;
   }
   if (best.size() == 0) base::fail(Code::kInvalidArgument, "profiles as narrow as these have inner products that no float64 holds");
   return {best.data(), best.data() + n};

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -17,7 +18,7 @@ class GridKey {
  public:
   GridKey() = default;
   GridKey(size_t num_dims, std::span<const int64_t> numbers)
-      : num_dims_(num_dims), rest_(numbers.begin() + std::min(numbers.size(), kInPlace), numbers.end()) {
+      : num_dims_(num_dims), rest_(numbers.begin() + static_cast<std::ptrdiff_t>(std::min(numbers.size(), kInPlace)), numbers.end()) {
     std::copy_n(numbers.begin(), std::min(numbers.size(), kInPlace), in_place_.begin());
   }
 

@@ -81,7 +81,6 @@ def at(tensors: int, folder: Path, cost: Cost = seconds_of) -> dict[str, float]:
         **of_averages(model, folder / "averages.safetensors", cost),
         "save()": cost(lambda: shardow.save(model, path)),
         "load()": cost(lambda: shardow.load(model, path)),
-        "bytes of an EMA": _bytes_of(lambda: shardow.EMA(model, 0.99), tensors),
         **header(path, cost),
         **of_an_empty_model(tensors, path, cost),
         "bytes at the peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
@@ -105,13 +104,14 @@ def of_averages(model: nn.Module, path: Path, cost: Cost = seconds_of) -> dict[s
     return found
 
 
-def _bytes_of(make: Callable[[], Any], tensors: int) -> float:
-    """Of the later half of as many as have 400,000 tensors, of two at least: the first ones take what others have left."""
-    half = max(1, 200_000 // tensors)
-    kept = [make() for _ in range(half)]
+def bytes_of(tensors: int, _folder: Path) -> dict[str, float]:
+    """Of the later half of a few: the first ones come with what is loaded. In a process of its own: what others leave costs nothing."""
+    model = made(tensors)
+    few = max(2, 100_000 // tensors)
+    kept = [shardow.EMA(model, 0.99) for _ in range(few)]
     before = resident()
-    kept += [make() for _ in range(half)]
-    return (resident() - before) / half
+    kept += [shardow.EMA(model, 0.99) for _ in range(few)]
+    return {"bytes of an EMA": (resident() - before) / few}
 
 
 def of_an_empty_model(tensors: int, path: Path, cost: Cost = seconds_of) -> dict[str, float]:
@@ -160,16 +160,20 @@ def header(path: Path, cost: Cost) -> dict[str, float]:
 def run(sizes: list[int]) -> dict[int, dict[str, float]]:
     found = {}
     for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.scale_tensors", str(size), folder]
-            answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        found[size] = json.loads(answer.stdout)
+        found[size] = {**_alone("at", size), **_alone("bytes_of", size)}
         for what, value in found[size].items():
             each = (
                 f"{value / size:.0f} bytes a tensor" if what.startswith("bytes") else f"{value:.3g} s, {1e6 * value / size:.3g} us a tensor"
             )
             print(f"{size:>9} tensors  {what:<18} {each}", flush=True)
     return found
+
+
+def _alone(what: str, size: int) -> dict[str, float]:
+    """In a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.scale_tensors", what, str(size), folder]
+        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def lines(found: dict[int, dict[str, float]]) -> Iterator[str]:
@@ -192,4 +196,4 @@ def lines(found: dict[int, dict[str, float]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(at(int(sys.argv[1]), Path(sys.argv[2]))))
+    print(json.dumps({"at": at, "bytes_of": bytes_of}[sys.argv[1]](int(sys.argv[2]), Path(sys.argv[3]))))

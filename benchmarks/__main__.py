@@ -1,4 +1,5 @@
-"""``python -m benchmarks``: side-by-side tables against the peers and the machine's own limit, and the bars that they must meet.
+"""``python -m benchmarks``: side-by-side tables against the peers and the machine's own limit, and the bars that they
+must meet.
 
 Speed is shown, never tested: the exit status is 0.
 """
@@ -71,7 +72,8 @@ def run(case: Case, rounds: int, notes: dict[str, str]) -> dict[str, Timing]:
 
 
 def check(model: torch.nn.Module, known: list[Candidate]) -> None:
-    """Nobody was timed doing something else: weights that move, then one more step, give the same averages everywhere."""
+    """Nobody was timed doing something else: weights that move, then one more step, give the same averages
+    everywhere."""
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)
@@ -81,7 +83,10 @@ def check(model: torch.nn.Module, known: list[Candidate]) -> None:
         moved = one.averages()[0].detach().float() - before.float()
         weight = moved.norm() / (next(iter(model.parameters())).detach().float() - before.float()).norm()
         if not one.note.startswith("averages in bf16") and not 0.5e-3 < float(weight) < 2e-3:
-            sys.exit(f"{one.name} moved its averages by {float(weight):.2e} of the way, not by 1e-3: it is not timed at the same work")
+            sys.exit(
+                f"{one.name} moved its averages by {float(weight):.2e} of the way, not by 1e-3: it is not timed at "
+                "the same work"
+            )
 
 
 def start_up(small: Case, tries: int) -> dict[str, float]:
@@ -95,8 +100,12 @@ def start_up(small: Case, tries: int) -> dict[str, float]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: shows that everything runs, not how fast")
-    parser.add_argument("--rounds", type=int, help="rounds of each table of large models; small ones run ten times as many")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes and few rounds: shows that everything runs, not how fast"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of each table of large models; small ones run ten times as many"
+    )
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave docs/performance.md as it is")
     options = parser.parse_args()

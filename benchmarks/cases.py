@@ -31,13 +31,16 @@ class Case:
 
     def model(self) -> nn.Module:
         generator = torch.Generator().manual_seed(0)
-        return nn.ParameterList([nn.Parameter(torch.randn(shape, generator=generator).mul_(0.02).to(self.dtype)) for shape in self.shapes])
+        return nn.ParameterList(
+            [nn.Parameter(torch.randn(shape, generator=generator).mul_(0.02).to(self.dtype)) for shape in self.shapes]
+        )
 
 
 def transformer(layers: int = 12, width: int = 768) -> list[tuple[int, ...]]:
     """The blocks of GPT-2 small: 85 M elements in 146 tensors."""
     block: list[tuple[int, ...]] = [
-        (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,), (4 * width, width),
+        (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,),
+        (4 * width, width),
         (4 * width,), (width, 4 * width), (width,),
     ]  # fmt: skip
     return block * layers + [(width,), (width,)]

@@ -42,9 +42,14 @@ class Training:
                 state["exp_avg"].fill_(value)
                 state["exp_avg_sq"].fill_(value)
             else:
-                state |= {"step": torch.tensor(float(value)), "exp_avg": torch.full_like(p, value), "exp_avg_sq": torch.full_like(p, value)}
+                state |= {
+                    "step": torch.tensor(float(value)),
+                    "exp_avg": torch.full_like(p, value),
+                    "exp_avg_sq": torch.full_like(p, value),
+                }
         for average in self.averages().values():
-            average.to_local().fill_(value) if hasattr(average, "to_local") else average.local.fill_(value)  # type: ignore[attr-defined]
+            # type: ignore[attr-defined]
+            average.to_local().fill_(value) if hasattr(average, "to_local") else average.local.fill_(value)
 
     def averages(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = self.ema.state_dict()["averages"]
@@ -60,7 +65,9 @@ class Training:
     def values(self) -> set[float]:
         """Of all that this rank holds."""
         tensors = [p.to_local() for p in self.model.parameters()]
-        tensors += [state[key].to_local() for state in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        tensors += [
+            state[key].to_local() for state in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
+        ]
         tensors += [average.local for average in self.averages().values()]  # type: ignore[attr-defined]
         return {value for tensor in tensors for value in tensor.unique().tolist()}
 
@@ -90,7 +97,9 @@ class Shardow(Way):
     asynchronous = False
 
     def save(self) -> Callable[[], object]:
-        found = self._checkpoints().save(1, self.training.model, self.training.ema, self.training.optimizer, asynchronous=self.asynchronous)
+        found = self._checkpoints().save(
+            1, self.training.model, self.training.ema, self.training.optimizer, asynchronous=self.asynchronous
+        )
         return found.wait if self.asynchronous else lambda: None
 
     def load(self) -> None:
@@ -119,7 +128,12 @@ class Dcp(Way):
 
         found = self.training.state_dict()
         dcp.load(found, checkpoint_id=self.path)
-        set_state_dict(self.training.model, self.training.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        set_state_dict(
+            self.training.model,
+            self.training.optimizer,
+            model_state_dict=found["model"],
+            optim_state_dict=found["optimizer"],
+        )
 
 
 class DcpAsync(Dcp):
@@ -131,14 +145,19 @@ class DcpAsync(Dcp):
 
 
 class DcpConsolidated(Way):
-    """Files that other tools read, as ours are: safetensors in global layout. Tensors alone; what is no tensor has no place there."""
+    """Files that other tools read, as ours are: safetensors in global layout. Tensors alone; what is no tensor has no
+    place there.
+    """
 
     def save(self) -> Callable[[], object]:
         import torch.distributed.checkpoint as dcp
 
         flat = self._flat()
         writer = dcp.HuggingFaceStorageWriter(
-            str(self.path), fqn_to_index_mapping=dict.fromkeys(flat, 1), save_distributed=True, enable_consolidation=True
+            str(self.path),
+            fqn_to_index_mapping=dict.fromkeys(flat, 1),
+            save_distributed=True,
+            enable_consolidation=True,
         )
         dcp.save(flat, storage_writer=writer)
         return lambda: None
@@ -156,13 +175,20 @@ class DcpConsolidated(Way):
 
     def _flat(self) -> dict[str, torch.Tensor]:
         found = self.training.state_dict()
-        states = {f"{name}.{key}": one for name, state in found["optimizer"]["state"].items() for key, one in state.items() if one.ndim}
+        states = {
+            f"{name}.{key}": one
+            for name, state in found["optimizer"]["state"].items()
+            for key, one in state.items()
+            if one.ndim
+        }
         parts = {"model": found["model"], "optimizer": states, "averages": found["averages"]}
         return {f"{part}.{name}": one for part, tensors in parts.items() for name, one in tensors.items()}
 
 
 class TorchCheckpointing(Way):
-    """As its page on machines without CUDA says; 0.1's direct writes fail on ext4. Training may change weights when the lock can be had."""
+    """As its page on machines without CUDA says; 0.1's direct writes fail on ext4. Training may change weights when the
+    lock can be had.
+    """
 
     manager: Any = None
 

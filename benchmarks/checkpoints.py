@@ -1,9 +1,10 @@
-"""``python -m benchmarks.checkpoints``: a whole training checkpoint on 2 ranks, side by side with torch's DCP and torch_checkpointing.
+"""``python -m benchmarks.checkpoints``: a whole training checkpoint on 2 ranks, side by side with torch's DCP and
+torch_checkpointing.
 
-Model, AdamW's two states and averages, all float32 and sharded by FSDP2, are ``--gib`` together. Measured are the seconds that training is
-blocked, the seconds until the checkpoint is durable (every file and its directory flushed, by the benchmark where a way does not), bytes
-written, memory at the peak; and how many of ``--kills`` kills -9 of all ranks, while one place is saved to again and again, leave there
-nothing that can be read.
+Model, AdamW's two states and averages, all float32 and sharded by FSDP2, are ``--gib`` together. Measured are the
+seconds that training is blocked, the seconds until the checkpoint is durable (every file and its directory flushed, by
+the benchmark where a way does not), bytes written, memory at the peak; and how many of ``--kills`` kills -9 of all
+ranks, while one place is saved to again and again, leave there nothing that can be read.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Results:
 
     def of(self, name: str, kind: str) -> list[float]:
         """By round, of the rank that has most."""
-        return [max(samples) for samples in zip(*([one[kind] for one in rank[name]] for rank in self.everybody), strict=True)]
+        return [
+            max(samples)
+            for samples in zip(*([one[kind] for one in rank[name]] for rank in self.everybody), strict=True)
+        ]
 
     def median(self, name: str, kind: str) -> float:
         return statistics.median(self.of(name, kind))
@@ -86,7 +90,9 @@ def rank_main(rank: int, port: int, folder: str, gib: float, rounds: int, result
     if rank == 0:
         results.put(everybody)
     dist.barrier()
-    os._exit(0)  # torch keeps the mesh's group, whose threads may meet the interpreter's end: docs/torch.md, "Ending a program"
+    os._exit(
+        0
+    )  # torch keeps the mesh's group, whose threads may meet the interpreter's end: docs/torch.md, "Ending a program"
 
 
 def all_rounds(training: Training, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
@@ -138,7 +144,9 @@ def flush(path: Path) -> None:
 
 
 def survives(name: str, folder: Path, seed: int) -> bool:
-    """Whether one version can be read after all ranks were killed, at a random instant of saves that replace one another."""
+    """Whether one version can be read after all ranks were killed, at a random instant of saves that replace one
+    another.
+    """
     place = folder / f"killed-{name.replace(' ', '_')}-{seed}"
     saved = CONTEXT.Value("q", 0, lock=False)
     processes, _store = started(save_for_ever, name, str(place), saved)
@@ -196,7 +204,9 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
     rivals = [name for name in WAYS if "asynchronous" in name and "shardow" not in name]
     ours = "shardow, asynchronous"
     blocked = max(results.median(ours, "blocked") / results.median(name, "blocked") for name in rivals)
-    durable, readable = (results.median("shardow", "durable") / results.median(name, "durable") for name in ("DCP", "DCP, consolidated"))
+    durable, readable = (
+        results.median("shardow", "durable") / results.median(name, "durable") for name in ("DCP", "DCP, consolidated")
+    )
     lost = results.kills["shardow"][1] + results.kills[ours][1]
     return [
         ("checkpoint: blocked, times the best asynchronous rival (at most)", blocked, 1.0, blocked <= 1.0),
@@ -209,10 +219,12 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
 def lines(results: Results) -> list[str]:
     rounds = len(next(iter(results.everybody[0].values())))
     found = [
-        f"Whole checkpoints: model, AdamW and averages, {results.gib:g} GiB over {WORLD} ranks, {rounds} rounds; bytes and peak memory "
+        f"Whole checkpoints: model, AdamW and averages, {results.gib:g} GiB over {WORLD} ranks, {rounds} rounds; "
+        "bytes and peak memory "
         "of the rank that has most; kills -9 of all ranks while one place is saved to again and again",
         "",
-        "| | seconds blocked, median (range) | seconds to durable | MiB written | MiB of memory | kills that left nothing to read |",
+        "| | seconds blocked, median (range) | seconds to durable | MiB written | MiB of memory | kills that left "
+        "nothing to read |",
         "|---|---|---|---|---|---|",
     ]
     for name in results.everybody[0]:
@@ -232,7 +244,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--folder", type=Path, default=None, help="where the files go; by default a temporary directory")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the files go; by default a temporary directory"
+    )
     options = parser.parse_args()
     results = run(options.gib, options.rounds, options.kills, options.folder)
     print("\n".join(lines(results)))

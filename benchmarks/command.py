@@ -1,7 +1,9 @@
-"""``python -m benchmarks.command``: the verbs of the command that read files, against ``cat`` of the same files, from memory and from disk.
+"""``python -m benchmarks.command``: the verbs of the command that read files, against ``cat`` of the same files, from
+memory and from disk.
 
-Two bfloat16 checkpoints of ``--gib`` each, which differ everywhere. ``convert`` is held against reading, writing and flushing the same
-bytes (``dd conv=fsync``). Each round runs every candidate once, in turn; ratios are of one round, and their median is shown.
+Two bfloat16 checkpoints of ``--gib`` each, which differ everywhere. ``convert`` is held against reading, writing and
+flushing the same bytes (``dd conv=fsync``). Each round runs every candidate once, in turn; ratios are of one round, and
+their median is shown.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Results:
     memory: dict[str, int]  # bytes at the peak beyond the program's own
 
     def ratio(self, name: str, warm: bool) -> float:
-        return statistics.median(a / b for a, b in zip(self.seconds[name, warm], self.seconds[OF[name], warm], strict=True))
+        return statistics.median(
+            a / b for a, b in zip(self.seconds[name, warm], self.seconds[OF[name], warm], strict=True)
+        )
 
 
 def candidates(folder: Path) -> dict[str, list[str]]:
@@ -105,7 +109,8 @@ def prepare(files: list[Path], warm: bool) -> None:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-#: Calls the program from a small process: a child begins with the peak of who started it, and this one has torch in memory.
+# :Calls the program from a small process: a child begins with the peak of who started it, and this one has torch in
+# memory.
 CALL = """
 import os, sys, time
 begin = time.perf_counter()
@@ -129,7 +134,8 @@ def measured(words: list[str]) -> tuple[float, int]:
 
 def lines(results: Results) -> list[str]:
     rows = [
-        f"The command, files of {results.gib:g} GiB bfloat16, 4 reads in flight: seconds, and times as long as what is in brackets",
+        f"The command, files of {results.gib:g} GiB bfloat16, 4 reads in flight: seconds, and times as long as what "
+        "is in brackets",
         "",
         "| | from memory | from disk | MiB beyond the program |",
         "|---|---|---|---|",
@@ -154,8 +160,17 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
             continue
         for warm in (True, False):
             ratio = results.ratio(what, warm)
-            found.append((f"{what}, from {'memory' if warm else 'disk'}: times {other} (at most)", ratio, BAR, ratio <= BAR))
-        found.append((f"{what}: MiB of memory (at most)", results.memory[what] / 2**20, MOST / 2**20, results.memory[what] <= MOST))
+            found.append(
+                (f"{what}, from {'memory' if warm else 'disk'}: times {other} (at most)", ratio, BAR, ratio <= BAR)
+            )
+        found.append(
+            (
+                f"{what}: MiB of memory (at most)",
+                results.memory[what] / 2**20,
+                MOST / 2**20,
+                results.memory[what] <= MOST,
+            )
+        )
     return found
 
 

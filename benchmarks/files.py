@@ -1,9 +1,10 @@
-"""``python -m benchmarks.files``: save and load of a sharded model on 2 ranks, side by side with what is used elsewhere.
+"""``python -m benchmarks.files``: save and load of a sharded model on 2 ranks, side by side with what is used
+elsewhere.
 
 Measured are seconds, bytes moved and memory at the peak.
 
-Every candidate saves the same FSDP2-sharded mapping, in an order drawn anew each round; reads come from the page cache for all.
-``--gib 1`` is the size of the bars.
+Every candidate saves the same FSDP2-sharded mapping, in an order drawn anew each round; reads come from the page cache
+for all. ``--gib 1`` is the size of the bars.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.files", description=__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where the files go; by default a temporary directory")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the files go; by default a temporary directory"
+    )
     options = parser.parse_args()
     results = run(options.gib, options.rounds, options.folder)
     print("\n".join(lines(results)))
@@ -53,7 +56,10 @@ def run(gib: float, rounds: int, folder: Path | None = None) -> Results:
     with tempfile.TemporaryDirectory(dir=folder) as path:
         context = multiprocessing.get_context("spawn")
         queue = context.SimpleQueue()
-        processes = [context.Process(target=rank_main, args=(rank, store.port, path, gib, rounds, queue)) for rank in range(WORLD)]
+        processes = [
+            context.Process(target=rank_main, args=(rank, store.port, path, gib, rounds, queue))
+            for rank in range(WORLD)
+        ]
         for process in processes:
             process.start()
         everybody = queue.get()
@@ -71,7 +77,10 @@ class Results:
 
     def seconds(self, name: str) -> list[float]:
         """By round, of the slowest rank."""
-        return [max(samples) for samples in zip(*([one["seconds"] for one in rank[name]] for rank in self.everybody), strict=True)]
+        return [
+            max(samples)
+            for samples in zip(*([one["seconds"] for one in rank[name]] for rank in self.everybody), strict=True)
+        ]
 
     def most(self, name: str, kind: str) -> float:
         """Bytes of the rank that has most, in its worst round."""
@@ -113,27 +122,36 @@ def lines(results: Results) -> list[str]:
     for name in results.everybody[0]:
         seconds = results.seconds(name)
         amounts = " | ".join(f"{results.most(name, kind) / 2**20:.0f}" for kind in ("written", "read", "memory"))
-        found.append(f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {amounts} |")
+        found.append(
+            f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {amounts} |"
+        )
     return found
 
 
 def rank_main(rank: int, port: int, folder: str, gib: float, rounds: int, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD
+    )
     everybody: list[Any] = [None] * WORLD
     dist.all_gather_object(everybody, all_rounds(sharded(gib), Path(folder), rounds))
     if rank == 0:
         results.put(everybody)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # torch keeps the mesh's group, whose threads may meet the interpreter's end: docs/torch.md, "Ending a program"
+    os._exit(
+        0
+    )  # torch keeps the mesh's group, whose threads may meet the interpreter's end: docs/torch.md, "Ending a program"
 
 
 def all_rounds(state: State, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
     found: dict[str, list[dict[str, float]]] = {}
     order = random.Random(0)
     for _ in range(rounds):
-        saves = [*SAVES, *["shardow", "raw pwrite, fsync"] * 2]  # a shared disk's speed varies most: these are compared closely
+        saves = [
+            *SAVES,
+            *["shardow", "raw pwrite, fsync"] * 2,
+        ]  # a shared disk's speed varies most: these are compared closely
         for name in order.sample(saves, len(saves)):
             path = folder / name.replace(" ", "_")
             found.setdefault(f"save: {name}", []).append(measured(partial(SAVES[name], state, path)))
@@ -147,7 +165,9 @@ def sharded(gib: float) -> State:
     width = 4096
     rows = int(gib * 2**30 / 4 / width / 16)
     return {
-        f"layers.{i}.weight": distribute_tensor(torch.full((rows, width), float(i)), mesh, [Shard(0)], src_data_rank=None)
+        f"layers.{i}.weight": distribute_tensor(
+            torch.full((rows, width), float(i)), mesh, [Shard(0)], src_data_rank=None
+        )
         for i in range(16)
     }
 
@@ -176,7 +196,9 @@ def shardow_save(state: State, path: Path) -> None:
 
 
 def raw(state: State, path: Path) -> None:
-    """The disk's own limit: each rank's bytes into its half of one new file, flushed, which takes the place of the old one."""
+    """The disk's own limit: each rank's bytes into its half of one new file, flushed, which takes the place of the old
+    one.
+    """
     new = path.with_suffix(".new")
     local = [_local(tensor).numpy() for tensor in state.values()]
     handle = os.open(new, os.O_WRONLY | os.O_CREAT, 0o666)

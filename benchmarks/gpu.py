@@ -26,7 +26,12 @@ from shardow import _core
 
 Step = Callable[[], object]
 BURST = 4  # steps
-BARS = {"fp32 <- fp32": 0.92, "fp32 <- bf16": 0.92, "4 decays, fp32": 0.92, "4 decays, bf16": 0.92}  # of the copy's bandwidth
+BARS = {
+    "fp32 <- fp32": 0.92,
+    "fp32 <- bf16": 0.92,
+    "4 decays, fp32": 0.92,
+    "4 decays, bf16": 0.92,
+}  # of the copy's bandwidth
 
 
 def main() -> int:
@@ -37,7 +42,10 @@ def main() -> int:
     if not (torch.cuda.is_available() and _core.cuda_available()):
         print("no CUDA device answers: nothing to measure")
         return 3
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {options.rounds} rounds [10th to 90th percentile]")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {options.rounds} rounds [10th to 90th "
+        "percentile]"
+    )
     for case in all_cases(options.quick):
         if case.threads == 1:
             _updates(case, options.rounds)
@@ -60,10 +68,16 @@ def _updates(case: Case, rounds: int) -> None:
         for decay, kept in zip(case.decays, averages, strict=True):
             torch._foreach_lerp_(kept, now, 1 - decay)
 
-    steps: dict[str, Step] = {"device copy": lambda: target.copy_(source), "shardow": ema.update, "torch foreach lerp": foreach}
+    steps: dict[str, Step] = {
+        "device copy": lambda: target.copy_(source),
+        "shardow": ema.update,
+        "torch foreach lerp": foreach,
+    }
     seconds = _interleaved(steps, rounds)
     limit = seconds["device copy"]
-    print(f"\n{case.name}: {len(weights)} tensors, {case.elements / 1e6:.1f} M elements, {moved / 1e6:.0f} MB an update")
+    print(
+        f"\n{case.name}: {len(weights)} tensors, {case.elements / 1e6:.1f} M elements, {moved / 1e6:.0f} MB an update"
+    )
     for name, own in seconds.items():
         ratios = sorted(a / b for a, b in zip(limit, own, strict=True))
         bar = f", asked {BARS[case.name]}" if name == "shardow" and case.name in BARS else ""
@@ -149,7 +163,9 @@ def _on_host(quick: bool, rounds: int) -> None:
         for name in (none, own, "shardow on the device", "as timm does", "as diffusers does")
     }
     ema = shardow.EMA(trainings[own].model, DECAYS[0], device="cpu", optimizer=trainings[own].optimizer)
-    shardow.EMA(trainings["shardow on the device"].model, DECAYS[0], optimizer=trainings["shardow on the device"].optimizer)
+    shardow.EMA(
+        trainings["shardow on the device"].model, DECAYS[0], optimizer=trainings["shardow on the device"].optimizer
+    )
     trainings["as timm does"].after = _as_timm(trainings["as timm does"].model)
     trainings["as diffusers does"].after = _as_diffusers(trainings["as diffusers does"].model)
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
@@ -165,10 +181,16 @@ def _on_host(quick: bool, rounds: int) -> None:
     print(f"\na training step, {stats['elements'] / 1e6:.0f} M bfloat16 weights, averages on the host in float32")
     for name, taken in seconds.items():
         ratios = sorted(a / b for a, b in zip(taken, seconds[none], strict=True))
-        print(f"  {name:<22} {1e3 * statistics.median(taken):8.2f} ms  {statistics.median(ratios):.3f} times a step without averages")
+        print(
+            f"  {name:<22} {1e3 * statistics.median(taken):8.2f} ms  {statistics.median(ratios):.3f} times a step "
+            "without averages"
+        )
     hidden, waited = (stats[f"offload/{one}_seconds"] / stats["updates"] for one in ("hidden", "waited"))
     crossed = stats["offload/bytes"] / stats["updates"] / stats["elements"]
-    print(f"  of averaging a step {1e3 * hidden:.2f} ms hidden, {1e3 * waited:.2f} ms waited for; {crossed:.2f} bytes a weight on the link")
+    print(
+        f"  of averaging a step {1e3 * hidden:.2f} ms hidden, {1e3 * waited:.2f} ms waited for; {crossed:.2f} bytes a "
+        "weight on the link"
+    )
 
 
 def _files(size: int) -> None:

@@ -1,10 +1,11 @@
-"""``python -m benchmarks.init``: how a model of 500 M parameters gets its weights on 4 ranks of FSDP2, beside what is used elsewhere.
+"""``python -m benchmarks.init``: how a model of 500 M parameters gets its weights on 4 ranks of FSDP2, beside what is
+used elsewhere.
 
 Measured are seconds, memory at the peak, and bytes read and received.
 
-Every candidate starts from the same safetensors file, in fresh processes, in an order drawn anew each round; the file is in the page cache
-for all. Ranks are forked from a process that has imported everything, so that their memory is what the start takes. Where weights are held
-on rank 0 first, that is counted apart, as ``source``.
+Every candidate starts from the same safetensors file, in fresh processes, in an order drawn anew each round; the file
+is in the page cache for all. Ranks are forked from a process that has imported everything, so that their memory is what
+the start takes. Where weights are held on rank 0 first, that is counted apart, as ``source``.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where the file goes; by default a temporary directory")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the file goes; by default a temporary directory"
+    )
     parser.add_argument("--only", default="", help="candidates whose name has this in it")
-    parser.add_argument("--picture", type=Path, default=None, help="where a picture of memory over time goes, from a round of its own")
+    parser.add_argument(
+        "--picture", type=Path, default=None, help="where a picture of memory over time goes, from a round of its own"
+    )
     options = parser.parse_args()
     results = run(options.width, options.layers, options.rounds, options.folder, options.only, options.picture)
     print("\n".join(lines(results)))
@@ -72,7 +77,9 @@ class Results:
         return max(float(rank[kind]) for one in self.samples[name] for rank in one[ranks])
 
 
-def run(width: int, layers: int, rounds: int, folder: Path | None = None, only: str = "", picture: Path | None = None) -> Results:
+def run(
+    width: int, layers: int, rounds: int, folder: Path | None = None, only: str = "", picture: Path | None = None
+) -> Results:
     model = on_meta(width, layers)
     results = Results(sum(p.numel() for p in model.parameters()), max(p.nbytes for p in model.parameters()))
     names, order = [name for name in WAYS if only in name], random.Random(0)
@@ -108,12 +115,17 @@ def _write(width: int, layers: int, path: Path) -> None:
     shardow.save(model, path)
 
 
-def _one_start(context: Any, name: str, width: int, layers: int, file: Path, sampled: bool = False) -> list[dict[str, Any]]:
+def _one_start(
+    context: Any, name: str, width: int, layers: int, file: Path, sampled: bool = False
+) -> list[dict[str, Any]]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     queue = context.Queue()
-    processes = [context.Process(target=_rank_main, args=(rank, port, name, width, layers, file, queue, sampled)) for rank in range(WORLD)]
+    processes = [
+        context.Process(target=_rank_main, args=(rank, port, name, width, layers, file, queue, sampled))
+        for rank in range(WORLD)
+    ]
     for process in processes:
         process.start()
     found = sorted((queue.get(timeout=600) for _ in processes), key=lambda one: float(one["rank"]))
@@ -127,7 +139,9 @@ def _one_start(context: Any, name: str, width: int, layers: int, file: Path, sam
 
 def _rank_main(rank: int, port: int, name: str, width: int, layers: int, file: Path, queue: Any, sampled: bool) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD
+    )
     sample = measured(lambda: {**WAYS, **RARE}[name](width, layers, file), sampled)
     queue.put({"rank": rank, **sample})
     queue.close()
@@ -165,7 +179,11 @@ def _is_right(i: int, param: torch.Tensor) -> bool:
     assert isinstance(param, DTensor)
     local = param.to_local().view(-1)
     begin = dist.get_rank() * -(-param.shape[0] // WORLD) * (param.numel() // param.shape[0])
-    return bool(torch.equal(local[-1000:], torch.arange(begin, begin + local.numel(), dtype=torch.float32)[-1000:].mul_(1e-3).add_(i)))
+    return bool(
+        torch.equal(
+            local[-1000:], torch.arange(begin, begin + local.numel(), dtype=torch.float32)[-1000:].mul_(1e-3).add_(i)
+        )
+    )
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
@@ -180,7 +198,9 @@ def _received() -> int:
             if os.readlink(f"/proc/self/fd/{handle}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(handle))) as one:
                     if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                        total += struct.unpack_from("Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 128)[0]
+                        total += struct.unpack_from("Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 128)[
+                            0
+                        ]
     return total
 
 
@@ -194,7 +214,11 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
     found = [
         ("init from a file: MiB of memory beyond the own shard", (results.most(file, "memory") - own) / MIB, 64),
         ("init from a file: bytes read, of the own ones", results.most(file, "read") / own, 1.02),
-        ("init from rank 0: MiB of memory beyond the own shard, others", (results.most(first, "memory", slice(1, None)) - own) / MIB, 64),
+        (
+            "init from rank 0: MiB of memory beyond the own shard, others",
+            (results.most(first, "memory", slice(1, None)) - own) / MIB,
+            64,
+        ),
         (
             "init from rank 0: MiB beyond own shard and source, rank 0",
             (results.most(first, "memory", slice(1)) - own - results.most(first, "source")) / MIB,

@@ -38,7 +38,9 @@ class Block(nn.Module):
 
 def build(width: int, layers: int) -> nn.Sequential:
     words = WORDS * width // WIDTH
-    return nn.Sequential(nn.Embedding(words, width), *(Block(width) for _ in range(layers)), nn.Linear(width, words, bias=False))
+    return nn.Sequential(
+        nn.Embedding(words, width), *(Block(width) for _ in range(layers)), nn.Linear(width, words, bias=False)
+    )
 
 
 def shard(model: nn.Module) -> nn.Module:
@@ -86,7 +88,9 @@ def set_model_state_dict(width: int, layers: int, path: Path) -> nn.Module:
     shard(model)
     model.to_empty(device="cpu")
     set_model_state_dict(
-        model, first_rank_loads(path) or {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        model,
+        first_rank_loads(path) or {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True),
     )
     return model
 
@@ -112,7 +116,8 @@ def everybody_loads(width: int, layers: int, path: Path) -> nn.Module:
 
 
 def everybody_maps(width: int, layers: int, path: Path) -> nn.Module:
-    """The whole model mapped into each rank, whose own part alone is touched; the file's tensors become the parameters."""
+    """The whole model mapped into each rank, whose own part alone is touched; the file's tensors become the
+    parameters."""
     from safetensors.torch import load_file
 
     model = on_meta(width, layers)
@@ -147,5 +152,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-RARE: dict[str, Way] = {"shardow: by initialisation, module by module": shardow_per_module}  # nobody to compare with: once is enough
+RARE: dict[str, Way] = {
+    "shardow: by initialisation, module by module": shardow_per_module
+}  # nobody to compare with: once is enough
 DRAWN = [*list(WAYS)[1::-1], *list(WAYS)[4:2:-1]]

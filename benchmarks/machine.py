@@ -20,7 +20,10 @@ def facts() -> list[tuple[str, str]]:
         ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"),
         ("instruction set in use", _core.simd_target()),
         ("system", f"{platform.system()}, Python {platform.python_version()}"),
-        ("versions", ", ".join(f"{name} {version(name)}" for name in ("torch", "timm", "diffusers", "ema-pytorch", "torch-ema"))),
+        (
+            "versions",
+            ", ".join(f"{name} {version(name)}" for name in ("torch", "timm", "diffusers", "ema-pytorch", "torch-ema")),
+        ),
     ]
 
 

@@ -1,4 +1,6 @@
-"""Interleaved timing: in every round each candidate runs once, in an order drawn anew, and is compared with the limit of the same round."""
+"""Interleaved timing: in every round each candidate runs once, in an order drawn anew, and is compared with the limit
+of the same round.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,14 @@ def interleaved(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, r
 
 
 def bursts(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, burst: int) -> dict[str, Timing]:
-    """The same of ``burst`` steps at a time, of which each begins with what the one before has left under way: one more goes before them,
-    untimed."""
+    """The same of ``burst`` steps at a time, of which each begins with what the one before has left under way: one more
+    goes before them, untimed."""
     return _rounds(steps, limit, rounds, lead=1, burst=burst)
 
 
-def _rounds(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, lead: int, burst: int) -> dict[str, Timing]:
+def _rounds(
+    steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, lead: int, burst: int
+) -> dict[str, Timing]:
     """``lead`` steps untimed, then ``burst`` timed, in each round."""
     for _, step in steps:
         step()

@@ -1,9 +1,10 @@
-"""``python -m benchmarks.merges``: the mean of K bfloat16 checkpoints in one process, beside reading the inputs once and writing the output
-once, and a plain torch script that does the same tensor by tensor; an average after the fact of them as snapshots, beside the same; and one
-tensor in eight of the mean, into memory, beside reading as many bytes.
+"""``python -m benchmarks.merges``: the mean of K bfloat16 checkpoints in one process, beside reading the inputs once
+and writing the output once, and a plain torch script that does the same tensor by tensor; an average after the fact of
+them as snapshots, beside the same; and one tensor in eight of the mean, into memory, beside reading as many bytes.
 
-Warm: the inputs are in the page cache. Cold: they are not. Each way works in a process of its own, whose memory at the peak counts from
-before its first byte; an order drawn anew each round. What is written is on the disk at the end, for all.
+Warm: the inputs are in the page cache. Cold: they are not. Each way works in a process of its own, whose memory at the
+peak counts from before its first byte; an order drawn anew each round. What is written is on the disk at the end, for
+all.
 """
 
 from __future__ import annotations
@@ -28,8 +29,17 @@ import shardow
 from benchmarks.process import status
 
 TENSORS = 16
-OURS, READ, WRITE, TORCH = "shardow.merge", "reading the inputs once (cat)", "writing the output once", "torch, tensor by tensor"
-AFTER, SOME, READ_SOME = "shardow.posthoc.synthesize, of the same as snapshots", "some tensors, into memory", "reading these once"
+OURS, READ, WRITE, TORCH = (
+    "shardow.merge",
+    "reading the inputs once (cat)",
+    "writing the output once",
+    "torch, tensor by tensor",
+)
+AFTER, SOME, READ_SOME = (
+    "shardow.posthoc.synthesize, of the same as snapshots",
+    "some tensors, into memory",
+    "reading these once",
+)
 EACH = 8  # of which SOME takes one
 Way = Callable[[list[Path], Path], object]
 
@@ -39,7 +49,9 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="of each input")
     parser.add_argument("--inputs", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where the files go; by default a temporary directory")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the files go; by default a temporary directory"
+    )
     options = parser.parse_args()
     results = run(options.mib, options.inputs, options.rounds, options.folder)
     print("\n".join(lines(results)))
@@ -63,7 +75,11 @@ class Results:
 def bars(results: Results) -> list[tuple[str, float, float, bool]]:
     names = {OURS: "merge", AFTER: "average after the fact"}
     found = [
-        (f"{name} of {results.inputs}, {cache}: times reading and writing once (at most)", results.ratio(way, cache), 1.15)
+        (
+            f"{name} of {results.inputs}, {cache}: times reading and writing once (at most)",
+            results.ratio(way, cache),
+            1.15,
+        )
         for cache in results.seconds
         for way, name in names.items()
     ]
@@ -93,7 +109,9 @@ def run(mib: int, inputs: int, rounds: int, folder: Path | None = None) -> Resul
             shardow.save(weights(mib, seed), path)
         snapshots(paths, Path(name) / "snapshots")
         workers = {way: Worker(way, paths, Path(name)) for way in WAYS}
-        results = Results(mib, inputs, {cache: {way: [] for way in WAYS} for cache in ("warm", "cold")}, dict.fromkeys(WAYS, 0.0))
+        results = Results(
+            mib, inputs, {cache: {way: [] for way in WAYS} for cache in ("warm", "cold")}, dict.fromkeys(WAYS, 0.0)
+        )
         order = random.Random(0)
         for cache in results.seconds:
             for way in order.sample([*WAYS] * rounds, len(WAYS) * rounds):
@@ -205,7 +223,9 @@ class Worker:
     def __init__(self, way: str, paths: list[Path], folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(way, paths, folder / f"{list(WAYS).index(way)}-out.safetensors", theirs))
+        self._process = context.Process(
+            target=serve, args=(way, paths, folder / f"{list(WAYS).index(way)}-out.safetensors", theirs)
+        )
         self._process.start()
         theirs.close()
 

@@ -1,8 +1,8 @@
 """How far float32 averages are from the exact recursion, by rule and rounding: the table of docs/numerics.md.
 
-Two weights' lives: "noisy" is 1 + 0.1 times fresh noise at every step, "quiet" moves from 1 to 1.01 in a straight line. The exact recursion
-is the same one in float64. Errors are root mean squares over 4096 weights after ten time constants of the decay, relative to the weights.
-Run: python -m benchmarks.numerics
+Two weights' lives: "noisy" is 1 + 0.1 times fresh noise at every step, "quiet" moves from 1 to 1.01 in a straight line.
+The exact recursion is the same one in float64. Errors are root mean squares over 4096 weights after ten time constants
+of the decay, relative to the weights. Run: python -m benchmarks.numerics
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def errors(decay: float, life: str) -> tuple[dict[str, float], int]:
             ema.update()
         exact.lerp_(weights.detach().double(), 1 - decay)
     found = {form: next(iter(ema.full_state_dict().values())).double() for form, ema in emas.items()}
-    return {form: math.sqrt(float(((average - exact) / exact).square().mean())) for form, average in found.items()}, steps
+    return {
+        form: math.sqrt(float(((average - exact) / exact).square().mean())) for form, average in found.items()
+    }, steps
 
 
 def main() -> None:
@@ -52,7 +54,9 @@ def main() -> None:
     for life in ("noisy", "quiet"):
         for decay in DECAYS:
             found, steps = errors(decay, life)
-            print(f"| {life} | {decay} | {steps:,} | {' | '.join(f'{found[form]:.1e}' for form in FORMS)} |", flush=True)
+            print(
+                f"| {life} | {decay} | {steps:,} | {' | '.join(f'{found[form]:.1e}' for form in FORMS)} |", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What the origins that no package installs do at an update, in a few lines of torch: the formula of each, on copies of the weights."""
+"""What the origins that no package installs do at an update, in a few lines of torch: the formula of each, on copies of
+the weights.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""``python -m benchmarks.overlap``: what averages cost a training step on a CPU, in the background and not, beside what is used elsewhere.
+"""``python -m benchmarks.overlap``: what averages cost a training step on a CPU, in the background and not, beside what
+is used elsewhere.
 
-Every candidate trains a model of its own, one thread at work and one processor idle. A burst of steps begins while the averages of the step
-before it are under way, as in a long run.
+Every candidate trains a model of its own, one thread at work and one processor idle. A burst of steps begins while the
+averages of the step before it are under way, as in a long run.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def lines(results: Results) -> list[str]:
     ]
     for name, timing in results.timings.items():
         low, high = timing.spread
-        rows.append(f"| {name} | {timing.median / BURST * 1e3:.1f} | {1 / timing.ratio:.3f} ({1 / high:.3f} to {1 / low:.3f}) |")
+        rows.append(
+            f"| {name} | {timing.median / BURST * 1e3:.1f} | {1 / timing.ratio:.3f} ({1 / high:.3f} to {1 / low:.3f}) |"
+        )
     return rows
 
 

@@ -21,7 +21,9 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class Candidate:
-    """``step`` updates the averages once; ``averages()`` are those of the first decay, to see that everybody did the same work."""
+    """``step`` updates the averages once; ``averages()`` are those of the first decay, to see that everybody did the
+    same work.
+    """
 
     name: str
     step: Callable[[], object]
@@ -59,7 +61,9 @@ def limit(case: Case, model: nn.Module) -> Callable[[], None]:
 
 def _shardow(case: Case, model: nn.Module) -> Candidate:
     ema = shardow.EMA(model, list(case.decays), threads=case.threads)
-    return Candidate("shardow", ema.update, lambda: [one.averages[0].view(one.local.tensor.shape) for one in ema._core.tracked])
+    return Candidate(
+        "shardow", ema.update, lambda: [one.averages[0].view(one.local.tensor.shape) for one in ema._core.tracked]
+    )
 
 
 def _torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:
@@ -68,7 +72,9 @@ def _torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:
 
     def foreach_lerp() -> None:
         for averages, decay in zip(lerped, case.decays, strict=True):
-            torch._foreach_lerp_(averages, parameters if case.dtype == torch.float32 else [p.float() for p in parameters], 1 - decay)
+            torch._foreach_lerp_(
+                averages, parameters if case.dtype == torch.float32 else [p.float() for p in parameters], 1 - decay
+            )
 
     def foreach_mul_add() -> None:
         for averages, decay in zip(added, case.decays, strict=True):
@@ -105,7 +111,9 @@ def _averaged_model(model: nn.Module, decay: float) -> Candidate:
 
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     ema.update_parameters(model)  # the first one copies
-    return Candidate("AveragedModel", lambda: ema.update_parameters(model), lambda: list(ema.module.parameters()), _narrow(model))
+    return Candidate(
+        "AveragedModel", lambda: ema.update_parameters(model), lambda: list(ema.module.parameters()), _narrow(model)
+    )
 
 
 def _narrow(model: nn.Module) -> str:
@@ -128,7 +136,9 @@ def timm_file() -> Any:
 
 def _timm_v3(model: nn.Module, decay: float) -> Candidate:
     ema = timm_file().ModelEmaV3(model, decay=decay, foreach=True)
-    return Candidate("timm ModelEmaV3", lambda: ema.update(model), lambda: list(ema.module.parameters()), _narrow(model))
+    return Candidate(
+        "timm ModelEmaV3", lambda: ema.update(model), lambda: list(ema.module.parameters()), _narrow(model)
+    )
 
 
 def _timm_v1(model: nn.Module, decay: float) -> Candidate:

@@ -14,11 +14,14 @@ def io() -> dict[str, int]:
 
 
 def status(name: str) -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return next(
+        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
 
 
 def settled() -> tuple[dict[str, int], int, float]:
-    """(this rank's bytes so far, its memory, the time), when nobody pays any more for what others have left unflushed."""
+    """(this rank's bytes so far, its memory, the time), when nobody pays any more for what others have left
+    unflushed."""
     if dist.get_rank() == 0:
         os.sync()
     dist.barrier()

@@ -18,13 +18,20 @@ Bar = tuple[str, float, float, bool]  # (what, measured, bar, met)
 
 
 def print_case(case: Case, timings: dict[str, Timing], notes: dict[str, str]) -> None:
-    table = Table(title=f"{case.name}: {case.elements / 1e6:.1f} M elements in {len(case.shapes)} tensors, {case.threads} thread(s)")
+    table = Table(
+        title=f"{case.name}: {case.elements / 1e6:.1f} M elements in {len(case.shapes)} tensors, {case.threads} "
+        "thread(s)"
+    )
     for heading in ("", "ms", "of the limit", "10 % to 90 %", ""):
         table.add_column(heading, justify="left" if heading == "" else "right")
     for name, timing in timings.items():
         low, high = timing.spread
         table.add_row(
-            name, f"{timing.median * 1e3:.3f}", f"{timing.ratio:.2f}", f"{low:.2f} to {high:.2f}", notes.get(f"{case.name}/{name}", "")
+            name,
+            f"{timing.median * 1e3:.3f}",
+            f"{timing.ratio:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            notes.get(f"{case.name}/{name}", ""),
         )
     Console().print(table)
 
@@ -36,17 +43,31 @@ def bars(results: Results, started: dict[str, float]) -> list[Bar]:
     def at_least(what: str, measured: float, bar: float) -> None:
         found.append((what, measured, bar, measured >= bar))
 
-    for case, fastest in [("fp32 <- fp32", 1.0), ("fp32 <- bf16", 2.0), ("4 decays, fp32", 1.5), ("4 decays, bf16", 3.0)]:
+    for case, fastest in [
+        ("fp32 <- fp32", 1.0),
+        ("fp32 <- bf16", 2.0),
+        ("4 decays, fp32", 1.5),
+        ("4 decays, bf16", 3.0),
+    ]:
         if case in results:
-            ours, ways = results[case]["shardow"], [t for name, t in results[case].items() if name.startswith(("torch foreach", "mul_()"))]
+            ours, ways = (
+                results[case]["shardow"],
+                [t for name, t in results[case].items() if name.startswith(("torch foreach", "mul_()"))],
+            )
             at_least(f"{case}: of the limit", ours.ratio, 0.95)
             at_least(f"{case}: times the best torch way", ours.ratio / max(way.ratio for way in ways), fastest)
     if (shared := results.get("fp32 <- fp32, 2 threads")) is not None:
-        ways = [timing.ratio for name, timing in shared.items() if name.startswith(("torch foreach", "mul_()", "AveragedModel"))]
+        ways = [
+            timing.ratio
+            for name, timing in shared.items()
+            if name.startswith(("torch foreach", "mul_()", "AveragedModel"))
+        ]
         at_least("fp32 <- fp32, 2 threads: times the best torch way", shared["shardow"].ratio / max(ways), 1.0)
     if (small := results.get("2000 small tensors")) is not None:
         at_least("2000 small tensors: of the limit", small["shardow"].ratio, 0.55)
-        at_least("2000 small tensors: times foreach lerp", small["shardow"].ratio / small["torch foreach lerp"].ratio, 2.5)
+        at_least(
+            "2000 small tensors: times foreach lerp", small["shardow"].ratio / small["torch foreach lerp"].ratio, 2.5
+        )
         at_least("2000 small tensors: times AveragedModel", small["shardow"].ratio / small["AveragedModel"].ratio, 10.0)
     for what, bar in [("import shardow", 0.2), ("of it beyond the copy", 0.05)]:
         found.append((f"{what}, seconds (at most)", started[what], bar, started[what] <= bar))
@@ -61,7 +82,12 @@ def print_bars(found: list[Bar]) -> None:
 
 
 def write(
-    facts: list[tuple[str, str]], results: Results, notes: dict[str, str], started: dict[str, float], saved: list[str], found: list[Bar]
+    facts: list[tuple[str, str]],
+    results: Results,
+    notes: dict[str, str],
+    started: dict[str, float],
+    saved: list[str],
+    found: list[Bar],
 ) -> None:
     lines = [BEGIN, "", *(f"* {name}: {value}" for name, value in facts), ""]
     names = list(dict.fromkeys(name for timings in results.values() for name in timings))
@@ -78,7 +104,9 @@ def write(
     ]
     lines += [*saved, ""]
     lines += ["| bar | measured | asked | met |", "|---|---|---|---|"]
-    lines += [f"| {what} | {measured:.3g} | {bar:g} | {'yes' if met else '**no**'} |" for what, measured, bar, met in found]
+    lines += [
+        f"| {what} | {measured:.3g} | {bar:g} | {'yes' if met else '**no**'} |" for what, measured, bar, met in found
+    ]
     text = PAGE.read_text() if PAGE.exists() else f"{BEGIN}\n{END}\n"
     PAGE.write_text(text[: text.index(BEGIN)] + "\n".join([*lines, "", END]) + text[text.index(END) + len(END) :])
 

@@ -1,8 +1,9 @@
-"""What coordination costs against the number of ranks and of tensors: ``python -m benchmarks.scale [section ...] [--sizes n ...]``.
+"""What coordination costs against the number of ranks and of tensors: ``python -m benchmarks.scale [section ...]
+[--sizes n ...]``.
 
-Sections, all of them unless some are named: ``emulated`` (ranks that are threads, to 4,096), ``processes`` (to 32), ``tensors`` (to a
-million), ``work`` (the same in instructions, which valgrind counts), ``paper`` (what follows for 16,384 ranks and 10 T parameters, from
-figures of this machine).
+Sections, all of them unless some are named: ``emulated`` (ranks that are threads, to 4,096), ``processes`` (to 32),
+``tensors`` (to a million), ``work`` (the same in instructions, which valgrind counts), ``paper`` (what follows for
+16,384 ranks and 10 T parameters, from figures of this machine).
 docs/scale.md is made of what it prints.
 """
 

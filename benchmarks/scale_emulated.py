@@ -1,8 +1,9 @@
-"""What coordination costs against the number of ranks: threads of this process with a connection each to one real store.
+"""What coordination costs against the number of ranks: threads of this process with a connection each to one real
+store.
 
-So what is seen is the store's part and the protocol's: the operations and bytes of a rank are exact, the seconds are those of this
-machine's few processors working for all of them. A rank of its own has a second thread, to which it leaves its waits; that one is left out
-here, as processors of its own would do its work.
+So what is seen is the store's part and the protocol's: the operations and bytes of a rank are exact, the seconds are
+those of this machine's few processors working for all of them. A rank of its own has a second thread, to which it
+leaves its waits; that one is left out here, as processors of its own would do its work.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _BLOCK = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008), (4096,), (40
 
 
 def shapes(tensors: int) -> list[tuple[str, tuple[int, ...]]]:
-    return [(f"model.layers.{i // len(_BLOCK)}.part{i % len(_BLOCK)}.weight", _BLOCK[i % len(_BLOCK)]) for i in range(tensors)]
+    return [
+        (f"model.layers.{i // len(_BLOCK)}.part{i % len(_BLOCK)}.weight", _BLOCK[i % len(_BLOCK)])
+        for i in range(tensors)
+    ]
 
 
 def held(rank: int, size: int, tensors: int) -> list[_core.TensorView]:
@@ -41,7 +45,8 @@ def held(rank: int, size: int, tensors: int) -> list[_core.TensorView]:
 
 
 def words_of(size: int, tensors: int) -> list[bytes]:
-    """By rank: the list's digest, which is everybody's, and the regions, which some tensors of each shape have all of."""
+    """By rank: the list's digest, which is everybody's, and the regions, which some tensors of each shape have all
+    of."""
     digest = 17  # bytes, with a sign before it
     whole = _core.holding_words(held(0, size, tensors))
     words = [whole[:digest] + _core.holding_words(held(rank, size, len(_BLOCK)))[digest:] for rank in range(size)]

@@ -1,7 +1,8 @@
-"""What follows on paper for more ranks and tensors than any machine here has: which part breaks first, and at what size.
+"""What follows on paper for more ranks and tensors than any machine here has: which part breaks first, and at what
+size.
 
-Bytes and operations are what benchmarks.scale counts; they follow from the protocol and are the same everywhere. The store's pace is
-that of one TCPStore on one processor of a small virtual machine.
+Bytes and operations are what benchmarks.scale counts; they follow from the protocol and are the same everywhere. The
+store's pace is that of one TCPStore on one processor of a small virtual machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ class Case:
         return f"{self.ranks} ranks, {self.tensors} tensors, {self.parameters / 1e12:g} T parameters"
 
 
-CASES = [Case(1_024, 2_000, 0.1e12), Case(4_096, 20_000, 1e12), Case(16_384, 200_000, 10e12), Case(16_384, 1_000_000, 10e12)]
+CASES = [
+    Case(1_024, 2_000, 0.1e12),
+    Case(4_096, 20_000, 1e12),
+    Case(16_384, 200_000, 10e12),
+    Case(16_384, 1_000_000, 10e12),
+]
 
 
 def costs(case: Case) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""The same between processes of their own, with gloo: agree(), the first and a later plan of a save, the save, the load."""
+"""The same between processes of their own, with gloo: agree(), the first and a later plan of a save, the save, the
+load.
+"""
 
 from __future__ import annotations
 
@@ -94,4 +96,7 @@ def run(sizes: list[int], rounds: int = 1) -> dict[int, dict[str, Figures]]:
 def lines(found: dict[int, dict[str, Figures]]) -> Iterator[str]:
     for what in next(iter(found.values())):
         for fact in ("seconds", "operations", "sent", "received"):
-            yield f"{what}: {fact} ~ processes^{scale_report.exponent([(size, found[size][what][fact]) for size in found]):.2f}"
+            yield (
+                f"{what}: {fact} ~ "
+                f"processes^{scale_report.exponent([(size, found[size][what][fact]) for size in found]):.2f}"
+            )

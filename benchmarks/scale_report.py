@@ -22,4 +22,7 @@ def number(value: float) -> str:
 def row(title: str, facts: Mapping[str, Mapping[str, float]]) -> None:
     """One line for each kind of call."""
     for what, figures in facts.items():
-        print(f"{title:>14}  {what:<14} " + "  ".join(f"{name} {number(value)}" for name, value in figures.items()), flush=True)
+        print(
+            f"{title:>14}  {what:<14} " + "  ".join(f"{name} {number(value)}" for name, value in figures.items()),
+            flush=True,
+        )

@@ -1,5 +1,5 @@
-"""What calls cost against the number of tensors, in seconds of processors, in one process for each number: CPU tensors of four elements, in
-modules of ten."""
+"""What calls cost against the number of tensors, in seconds of processors, in one process for each number: CPU tensors
+of four elements, in modules of ten."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def of_averages(model: nn.Module, path: Path, cost: Cost = seconds_of) -> dict[s
 
 
 def bytes_of(tensors: int, _folder: Path) -> dict[str, float]:
-    """Of the later half of a few: the first ones come with what is loaded. In a process of its own: what others leave costs nothing."""
+    """Of the later half of a few: the first ones come with what is loaded. In a process of its own: what others leave
+    costs nothing.
+    """
     model = made(tensors)
     few = max(2, 100_000 // tensors)
     kept = [shardow.EMA(model, 0.99) for _ in range(few)]
@@ -143,7 +145,9 @@ def _later_plan(ema: shardow.EMA, path: Path, cost: Cost) -> float:
 
 
 def header(path: Path, cost: Cost) -> dict[str, float]:
-    """Of a file: written, and read strictly, beside Python's own parser of JSON; all without the collector, as open() reads them."""
+    """Of a file: written, and read strictly, beside Python's own parser of JSON; all without the collector, as open()
+    reads them.
+    """
     with path.open("rb") as file:
         text = file.read(int.from_bytes(file.read(8), "little"))
         data = path.stat().st_size - 8 - len(text)
@@ -163,7 +167,9 @@ def run(sizes: list[int]) -> dict[int, dict[str, float]]:
         found[size] = {**_alone("at", size), **_alone("bytes_of", size)}
         for what, value in found[size].items():
             each = (
-                f"{value / size:.0f} bytes a tensor" if what.startswith("bytes") else f"{value:.3g} s, {1e6 * value / size:.3g} us a tensor"
+                f"{value / size:.0f} bytes a tensor"
+                if what.startswith("bytes")
+                else f"{value:.3g} s, {1e6 * value / size:.3g} us a tensor"
             )
             print(f"{size:>9} tensors  {what:<18} {each}", flush=True)
     return found
@@ -181,13 +187,18 @@ def lines(found: dict[int, dict[str, float]]) -> Iterator[str]:
     for what in found[largest]:
         points = [(size, found[size][what]) for size in found]
         later = [(size, seconds) for size, seconds in points if size >= min(FITTED, largest)]
-        powers = f"{scale_report.exponent(points):.2f} (at most 1.1), from {FITTED} on ^{scale_report.exponent(later):.2f}"
+        powers = (
+            f"{scale_report.exponent(points):.2f} (at most 1.1), from {FITTED} on ^{scale_report.exponent(later):.2f}"
+        )
         if what != "later plan" or largest <= 400_000:
             yield f"{what} ~ tensors^{powers}"
     at_most = found[largest]
     yield f"EMA() is {at_most['EMA()'] / at_most['torch.empty']:.1f} times as many empty tensors of torch's (at most 3)"
     each = {size: found[size]["update()"] / size for size in (least, largest)}
-    yield f"update() of {largest} tensors is {each[largest] / each[least]:.2f} times that of {least}, for each tensor (at most 2)"
+    yield (
+        f"update() of {largest} tensors is {each[largest] / each[least]:.2f} times that of {least}, for each "
+        "tensor (at most 2)"
+    )
     for what in ("header read", "header written"):
         yield f"{what}: {at_most[what] / at_most['json.loads']:.2f} times json.loads (at most 3)"
     for size in found:

@@ -1,5 +1,5 @@
-"""What calls cost against the number of tensors in instructions of this process, which valgrind counts: the same on every machine, whatever
-its caches, and whatever else it does. It takes a hundred times as long."""
+"""What calls cost against the number of tensors in instructions of this process, which valgrind counts: the same on
+every machine, whatever its caches, and whatever else it does. It takes a hundred times as long."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def run(sizes: list[int]) -> dict[int, dict[str, float]]:
 
 def lines(found: dict[int, dict[str, float]]) -> Iterator[str]:
     for what in found[max(found)] if found else ():
-        yield f"{what}: instructions ~ tensors^{scale_report.exponent([(size, found[size][what]) for size in found]):.2f} (at most 1.1)"
+        yield (
+            f"{what}: instructions ~ "
+            f"tensors^{scale_report.exponent([(size, found[size][what]) for size in found]):.2f} (at most 1.1)"
+        )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,10 @@ from benchmarks.cases import Case
 
 def import_seconds(tries: int) -> list[float]:
     code = "import time; began = time.perf_counter(); import shardow; print(time.perf_counter() - began)"
-    return [float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout) for _ in range(tries)]
+    return [
+        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+        for _ in range(tries)
+    ]
 
 
 def construction_seconds(case: Case, tries: int) -> tuple[list[float], list[float]]:

@@ -38,17 +38,22 @@ def surfaces() -> list[Surface]:
         *_both("timm ModelEma", timm_file, "timm", lambda lib, model: _updating(lib.ModelEma(model, DECAY), model)),
         *_both("timm ModelEmaV2", timm_file, "timm", lambda lib, model: _updating(lib.ModelEmaV2(model, DECAY), model)),
         *_both("timm ModelEmaV3", timm_file, "timm", lambda lib, model: _updating(lib.ModelEmaV3(model, DECAY), model)),
-        *_both("AveragedModel, EMA", _swa_utils, "swa_utils", lambda lib, model: _averaged(lib, model, lib.get_ema_multi_avg_fn(DECAY))),
+        *_both("AveragedModel, "
+               "EMA", _swa_utils, "swa_utils", lambda lib,
+               model: _averaged(lib, model, lib.get_ema_multi_avg_fn(DECAY))),
         *_both("AveragedModel, SWA", _swa_utils, "swa_utils", lambda lib, model: _averaged(lib, model, None)),
         *_both("torch-ema", _torch_ema, "torch_ema", _torch_ema_step),
         *_both("diffusers EMAModel", _diffusers, "diffusers", lambda lib, model: _diffusers_step(lib, model, False)),
-        *_both("diffusers EMAModel, foreach", _diffusers, "diffusers", lambda lib, model: _diffusers_step(lib, model, True)),
+        *_both("diffusers EMAModel, "
+               "foreach", _diffusers, "diffusers", lambda lib, model: _diffusers_step(lib, model, True)),
         *_both("ema-pytorch EMA", _ema_pytorch, "ema_pytorch", lambda lib, model: _ema_pytorch_step(lib, model, False)),
-        *_both("ema-pytorch EMA, foreach", _ema_pytorch, "ema_pytorch", lambda lib, model: _ema_pytorch_step(lib, model, True)),
+        *_both("ema-pytorch EMA, "
+               "foreach", _ema_pytorch, "ema_pytorch", lambda lib, model: _ema_pytorch_step(lib, model, True)),
         Surface("Causal-Forcing EMA_FSDP", lambda model: origins.ema_fsdp(model, DECAY), _ema_fsdp),
         Surface("DistEMA", lambda model: origins.dist_ema(model, DECAY), _dist_ema),
         Surface("Automodel EMAManager", lambda model: origins.ema_manager(model, DECAY), _ema_manager),
-        Surface("Automodel ShardedModelEMAManager", lambda model: origins.sharded_model_ema(model, DECAY), _sharded_model_ema),
+        Surface("Automodel ShardedModelEMAManager", lambda model: origins.sharded_model_ema(model, DECAY),
+         _sharded_model_ema),
         Surface("Bagel fsdp_ema_update", lambda model: origins.fsdp_ema_update(model, DECAY), _bagel),
     ]  # fmt: skip
 
@@ -77,7 +82,9 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
     found = []
     for case, timings in results.items():
         name, slowest = min(timings.items(), key=lambda item: item[1].ratio)
-        found.append((f"surfaces, {case}: the slowest ({name}), times its origin", slowest.ratio, 1.0, slowest.ratio >= 1.0))
+        found.append(
+            (f"surfaces, {case}: the slowest ({name}), times its origin", slowest.ratio, 1.0, slowest.ratio >= 1.0)
+        )
     return found
 
 
@@ -96,7 +103,9 @@ def _compared(surface: Surface, case: Case, rounds: int) -> Timing:
     return timings["ours"]
 
 
-def _both(name: str, origin: Callable[[], ModuleType], ours: str, step: Callable[[ModuleType, nn.Module], Step]) -> list[Surface]:
+def _both(
+    name: str, origin: Callable[[], ModuleType], ours: str, step: Callable[[ModuleType, nn.Module], Step]
+) -> list[Surface]:
     """An origin that is installed: the same lines use either."""
     return [Surface(name, lambda model: step(origin(), model), lambda model: step(_compat(ours), model))]
 
@@ -152,7 +161,15 @@ def _diffusers_step(lib: ModuleType, model: nn.Module, foreach: bool) -> Step:
 
 
 def _ema_pytorch_step(lib: ModuleType, model: nn.Module, foreach: bool) -> Step:
-    ema = lib.EMA(model, beta=DECAY, min_value=DECAY, update_after_step=-1, update_every=1, include_online_model=False, use_foreach=foreach)
+    ema = lib.EMA(
+        model,
+        beta=DECAY,
+        min_value=DECAY,
+        update_after_step=-1,
+        update_every=1,
+        include_online_model=False,
+        use_foreach=foreach,
+    )
     ema.update()  # the first one copies
     step: Step = ema.update
     return step

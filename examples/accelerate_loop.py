@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --steps 300 --out out/accelerate
 
-`accelerate launch` starts it as well, with whatever `accelerate config` says: DDP, FSDP2, mixed precision. The same command goes on from
-the last whole state. In the end out/accelerate/model is the averaged model, for inference.
+`accelerate launch` starts it as well, with whatever `accelerate config` says: DDP, FSDP2, mixed precision. The same
+command goes on from the last whole state. In the end out/accelerate/model is the averaged model, for inference.
 """
 
 from __future__ import annotations
@@ -27,14 +27,23 @@ def train(steps: int, out: Path, save_every: int = 100) -> dict[str, float]:
     images, labels = torch.tensor(digits.images / 8 - 1).float(), torch.tensor(digits.target)
     images, labels = images[:, None].to(accelerator.device), labels.to(accelerator.device)
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(576, 10)]
+    layers = [
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.GELU(),
+        nn.Conv2d(32, 64, 3, stride=2),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(576, 10),
+    ]
     network = nn.Sequential(*layers)
     model, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-3))
     ema = average(accelerator, model, optimizer, 0.99)
     if (state := last_state(out)) is not None:
         accelerator.load_state(state)
     for step in range(ema.step + 1, steps + 1):  # the averages know how far they are
-        generator = torch.Generator().manual_seed(1_000_003 * step + accelerator.process_index)  # a resume draws the same batches
+        generator = torch.Generator().manual_seed(
+            1_000_003 * step + accelerator.process_index
+        )  # a resume draws the same batches
         batch = torch.randint(300, len(images), (64,), generator=generator)
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
         accelerator.backward(loss)

@@ -1,8 +1,10 @@
-"""Averages in torch.distributed.checkpoint, written while training goes on: a small network under FSDP2 learns scikit-learn's digits.
+"""Averages in torch.distributed.checkpoint, written while training goes on: a small network under FSDP2 learns
+scikit-learn's digits.
 
     torchrun --standalone --nproc-per-node 2 examples/dcp_async.py --steps 300 --out out/dcp
 
-The same command goes on from the last checkpoint, on any number of ranks. In the end out/dcp/model is the averaged model, for inference.
+The same command goes on from the last checkpoint, on any number of ranks. In the end out/dcp/model is the averaged
+model, for inference.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def train(steps: int, out: Path) -> dict[str, float]:
     digits = load_digits()
     images, labels = torch.tensor(digits.images / 8 - 1).float().to(DEVICE), torch.tensor(digits.target).to(DEVICE)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)).to(DEVICE)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)
+    ).to(DEVICE)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ema = shardow.EMA(model, decay=0.99)
@@ -39,7 +43,9 @@ def train(steps: int, out: Path) -> dict[str, float]:
     if whole := sorted(out.glob("step-*/.metadata")):  # which torch writes last
         saved = state(0, model, optimizer, ema)
         dcp.load(saved, checkpoint_id=whole[-1].parent)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])  # the EMA has loaded itself
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )  # the EMA has loaded itself
     for step in range(saved["step"] + 1, steps + 1):
         torch.manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
         batch = torch.randint(300, len(images), (64,))

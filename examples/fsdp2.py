@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --steps 300 --out out/fsdp2
 
-Killed at any moment, the same command goes on from the last whole checkpoint, on any number of ranks. In the end out/fsdp2/model is the
-averaged model, for inference.
+Killed at any moment, the same command goes on from the last whole checkpoint, on any number of ranks. In the end
+out/fsdp2/model is the averaged model, for inference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def train(steps: int, out: Path) -> dict[str, float]:
     digits = load_digits()
     images, labels = torch.tensor(digits.images / 8 - 1).float().to(DEVICE), torch.tensor(digits.target).to(DEVICE)
     with shardow.meta_init():
-        blocks = [nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True) for _ in range(4)]
+        blocks = [
+            nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True) for _ in range(4)
+        ]
         model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Flatten(), nn.LayerNorm(8 * 64), nn.Linear(8 * 64, 10))
     for module in (*blocks, model):
         fully_shard(module)

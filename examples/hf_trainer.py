@@ -1,8 +1,10 @@
-"""Averages under Hugging Face's Trainer: the callback keeps and saves them; the Trainer evaluates with them in the model.
+"""Averages under Hugging Face's Trainer: the callback keeps and saves them; the Trainer evaluates with them in the
+model.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --steps 400 --out out/hf_trainer
 
-The same command goes on from the last whole checkpoint. In the end out/hf_trainer/model is the averaged model, for from_pretrained().
+The same command goes on from the last whole checkpoint. In the end out/hf_trainer/model is the averaged model, for
+from_pretrained().
 """
 
 from __future__ import annotations
@@ -32,10 +34,14 @@ def windows() -> list[dict[str, torch.Tensor]]:
 
 def train(steps: int, out: Path, save_every: int = 100, **options: object) -> dict[str, float]:
     """The Trainer's metrics, of the averages. ``options``: more of TrainingArguments."""
-    config = LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4
+    )
     arguments = TrainingArguments(
-        str(out), max_steps=steps, eval_strategy="steps", eval_steps=save_every, save_steps=save_every, save_total_limit=2,
-        learning_rate=1e-3, lr_scheduler_type="constant", per_device_train_batch_size=16, use_cpu=not torch.cuda.is_available(),
+        str(out), max_steps=steps, eval_strategy="steps", eval_steps=save_every, save_steps=save_every,
+        save_total_limit=2,
+        learning_rate=1e-3, lr_scheduler_type="constant", per_device_train_batch_size=16,
+        use_cpu=not torch.cuda.is_available(),
         ddp_find_unused_parameters=False, **options,
     )  # fmt: skip
     torch.manual_seed(0)

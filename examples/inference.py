@@ -1,11 +1,12 @@
-"""Inference with averages: names handwritten digits with the model that examples/ddp.py exported, or saved at any of its steps.
+"""Inference with averages: names handwritten digits with the model that examples/ddp.py exported, or saved at any of
+its steps.
 
     python examples/inference.py out/ddp/model
     python examples/inference.py out/ddp/step-000600/averages.safetensors --dtype bfloat16
     torchrun --standalone --nproc-per-node 2 examples/inference.py out/ddp/model
 
-An export is complete: weights that were averaged, all others, buffers. A training run's own file of averages has what was averaged. On
-several ranks the model is sharded, and each rank reads its own bytes.
+An export is complete: weights that were averaged, all others, buffers. A training run's own file of averages has what
+was averaged. On several ranks the model is sharded, and each rank reads its own bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ from torch.distributed.fsdp import fully_shard
 import shardow
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
-DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+DEVICE = (
+    torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+)
 
 
 def opened(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """The averaged model, of which no rank ever holds more than its own shards."""
     with shardow.meta_init():  # no memory yet
-        layers = [nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(576, 10)]
+        layers = [
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(32, 64, 3, stride=2),
+            nn.GELU(),
+            nn.Flatten(),
+            nn.Linear(576, 10),
+        ]
         model = nn.Sequential(*layers)
     if dist.is_initialized():
         fully_shard(model, mesh=dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)))

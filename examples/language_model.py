@@ -1,8 +1,10 @@
-"""Averages of a language model: a transformer of 10.8 M parameters learns Python's language reference, byte by byte, sharded by FSDP2.
+"""Averages of a language model: a transformer of 10.8 M parameters learns Python's language reference, byte by byte,
+sharded by FSDP2.
 
     torchrun --standalone --nproc-per-node 2 examples/language_model.py --steps 2000 --out out/language_model
 
-The text is what help("assert") and the like show. Killed at any moment, the same command goes on from the last checkpoint.
+The text is what help("assert") and the like show. Killed at any moment, the same command goes on from the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ DEVICE = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_avail
 
 class Block(nn.TransformerEncoderLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # the causal mask is all that tells it where a byte stands
-        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device), is_causal=True)
+        return super().forward(
+            x, nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device), is_causal=True
+        )
 
 
 def bits_per_byte(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
@@ -38,7 +42,9 @@ def train(steps: int, out: Path, context: int = 256) -> dict[str, float]:
     torch.manual_seed(0)
     blocks = [Block(384, 6, 4 * 384, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(6)]
     model = nn.Sequential(nn.Embedding(256, 384), *blocks, nn.LayerNorm(384), nn.Flatten(0, 1), nn.Linear(384, 256))
-    shardow.wrap(model, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)))  # on CUDA also: mixed_precision=torch.bfloat16
+    shardow.wrap(
+        model, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    )  # on CUDA also: mixed_precision=torch.bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     ema = shardow.EMA(model, decay=shardow.schedules.debiased(0.995))
     checkpoints = shardow.Checkpoints(out, keep=2)

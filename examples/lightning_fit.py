@@ -54,10 +54,14 @@ def train(epochs: int, out: Path, **options: object) -> float:
     averages = EMACallback(0.98)
     world = int(os.environ["WORLD_SIZE"])
     trainer = Trainer(
-        max_epochs=epochs, devices=world, strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
-        callbacks=[averages, ModelCheckpoint(out, "{epoch}", save_top_k=-1)], num_sanity_val_steps=0, logger=False, **options,
+        max_epochs=epochs, devices=world,
+        strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
+        callbacks=[averages, ModelCheckpoint(out, "{epoch}", save_top_k=-1)], num_sanity_val_steps=0, logger=False,
+        **options,
     )  # fmt: skip
-    last = max(out.glob("epoch=*.ckpt/meta.pt"), key=lambda one: int(one.parent.stem[6:]), default=None)  # Lightning writes meta.pt last
+    last = max(
+        out.glob("epoch=*.ckpt/meta.pt"), key=lambda one: int(one.parent.stem[6:]), default=None
+    )  # Lightning writes meta.pt last
     trainer.fit(Digits(), DataLoader(rest, 32), DataLoader(held_out, 150), ckpt_path=last and last.parent)
     averages.ema.export(out / "model")
     return float(trainer.callback_metrics["accuracy"])

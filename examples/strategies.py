@@ -1,4 +1,5 @@
-"""Draws the memory of two ranks while a model starts under twinkle's two strategies, and under accelerate's own loading.
+"""Draws the memory of two ranks while a model starts under twinkle's two strategies, and under accelerate's own
+loading.
 
 Run: python -m examples.strategies PICTURE [MILLIONS OF PARAMETERS].
 
@@ -38,21 +39,30 @@ def main(picture: Path, millions: int) -> None:
     timelines = {name: shardow.memory.Timeline(launch.run(RANKS, _start, name, blocks)) for name in STARTS}
     shardow.memory.draw(timelines, picture)
     for name, timeline in timelines.items():
-        print(name, {key: f"{value / 2**20:.0f} MiB" for key, value in timeline.peaks().items() if key.endswith("above")})
+        print(
+            name, {key: f"{value / 2**20:.0f} MiB" for key, value in timeline.peaks().items() if key.endswith("above")}
+        )
 
 
 def _start(name: str, blocks: int) -> Any:
     """What all ranks' memory did."""
     rank = dist.get_rank()
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true"
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+        ACCELERATE_USE_CPU="true",
     )
     warnings.simplefilter("ignore")
     strategy = _strategy(name, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",)))
     with shardow.memory.timeline() as timeline:
         with torch.device("meta"):
             model = nn.Sequential(*[Block() for _ in range(blocks)])
-        model.to_empty(device="cpu")  # as from_pretrained() in pretrained_load_context(): on rank 0 alone there will be something
+        model.to_empty(
+            device="cpu"
+        )  # as from_pretrained() in pretrained_load_context(): on rank 0 alone there will be something
         if rank == 0:
             for parameter in model.parameters():
                 nn.init.normal_(parameter)

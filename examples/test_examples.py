@@ -35,7 +35,9 @@ def start(script: str, *flags: object) -> subprocess.Popen[str]:
     """As its first lines say."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [*command, str(HERE / script), *map(str, flags)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def finish(run: subprocess.Popen[str]) -> str:
@@ -120,11 +122,17 @@ def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straigh
 
 
 def in_two_parts(script: str, train: Train, steps: int, out: Path, **options: object) -> dict[str, float]:
-    """The results of a run that nothing stops. A second one, stopped halfway, goes on as a program of its own to the same averages."""
+    """The results of a run that nothing stops. A second one, stopped halfway, goes on as a program of its own to the
+    same averages.
+    """
     found: dict[str, float] = ranks.run(2, partial(train, steps, out / "straight", **options))[0]
     ranks.run(2, partial(train, steps // 2, out / "parts", **options))
     halfway = exported(out / "parts")
-    finish(start(script, "--steps", steps, "--out", out / "parts", *(f"--{name}={value}" for name, value in options.items())))
+    finish(
+        start(
+            script, "--steps", steps, "--out", out / "parts", *(f"--{name}={value}" for name, value in options.items())
+        )
+    )
     assert equal(exported(out / "parts"), exported(out / "straight"))
     assert not equal(halfway, exported(out / "straight"))
     return found
@@ -177,4 +185,6 @@ def test_the_trainer_evaluates_its_averages_and_goes_on_after_a_stop(tmp_path: P
         held_out = torch.stack([window["input_ids"] for window in hf_trainer.windows()[:64]])
         with torch.no_grad():
             found[name] = float(model(input_ids=held_out, labels=held_out).loss)
-    assert found["model"] == pytest.approx(losses["straight"], abs=1e-3) != pytest.approx(found["checkpoint-4"], abs=1e-3)
+    assert (
+        found["model"] == pytest.approx(losses["straight"], abs=1e-3) != pytest.approx(found["checkpoint-4"], abs=1e-3)
+    )

@@ -1,9 +1,11 @@
 """Averages in torchtitan: any of its configurations, with averages, under its own Trainer.
 
-    torchrun --nproc-per-node 8 examples/torchtitan_run.py --model llama3 --config llama3_debugmodel --steps 200 --out out/torchtitan
+    torchrun --nproc-per-node 8 examples/torchtitan_run.py --model llama3 --config llama3_debugmodel --steps 200 --out
+    out/torchtitan
 
-It wants CUDA devices and, for debug models, the data of torchtitan's repository. The same command goes on from the last checkpoint, on any
-number of ranks. In the end out/torchtitan/model has the averages under torchtitan's names, and out/torchtitan/hf under Hugging Face's.
+It wants CUDA devices and, for debug models, the data of torchtitan's repository. The same command goes on from the last
+checkpoint, on any number of ranks. In the end out/torchtitan/model has the averages under torchtitan's names, and
+out/torchtitan/hf under Hugging Face's.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def train(base: Trainer.Config, steps: int, out: Path, save_every: int = 100) ->
     """What a logger takes of the averages."""
     base.dump_folder, base.training.steps = str(out), steps
     base.checkpoint.enable, base.checkpoint.interval, base.checkpoint.last_save_model_only = True, save_every, False
-    config = averaged(base, EMAWeights.Config(enable=True, half_life_fraction=0.05))  # or decay=0.999; validation sees them
+    config = averaged(
+        base, EMAWeights.Config(enable=True, half_life_fraction=0.05)
+    )  # or decay=0.999; validation sees them
     trainer = config.build()
     try:
         trainer.train()  # loads the last checkpoint first, averages too
@@ -37,7 +41,9 @@ def train(base: Trainer.Config, steps: int, out: Path, save_every: int = 100) ->
         trainer.close()
     averages = trainer.ema.averages
     averages.export(out / "model", max_shard_size="5GB")  # every rank writes its own bytes
-    if (names := trainer.checkpointer.sd_adapter) is not None:  # whole on rank 0, which is all that torchtitan's adapter takes
+    if (
+        names := trainer.checkpointer.sd_adapter
+    ) is not None:  # whole on rank 0, which is all that torchtitan's adapter takes
         whole = averages.full_state_dict()
         if dist.get_rank() == 0:
             shardow.save(names.to_hf(whole), out / "hf", max_shard_size="5GB")

@@ -24,14 +24,20 @@ def configure(build: Path, *options: str, path: str = "/usr/bin:/bin") -> str:
 
 def test_all_missing_libraries_are_named_by_their_packages(tmp_path: Path) -> None:
     hidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("hwy", "fmt")]
-    assert "apt-get install libhwy-dev libfmt-dev" in configure(tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", *hidden)
+    assert "apt-get install libhwy-dev libfmt-dev" in configure(
+        tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", *hidden
+    )
 
 
 def test_without_a_compiler_all_packages_are_named(tmp_path: Path) -> None:
     """Without one nothing can be looked for, so none is known to be there."""
     told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", path="")
     named = set(told.split("apt-get install ")[1].split(" CMake")[0].split(" Call")[0].split())
-    of_libraries = set(re.findall(r"\w+:(lib\S+-dev|zlib1g-dev)|APPEND missing (\S+-dev)", (ROOT / "cmake/dependencies.cmake").read_text()))
+    of_libraries = set(
+        re.findall(
+            r"\w+:(lib\S+-dev|zlib1g-dev)|APPEND missing (\S+-dev)", (ROOT / "cmake/dependencies.cmake").read_text()
+        )
+    )
     assert {"g++", "python3-dev", *(one or other for one, other in of_libraries)} <= named
 
 
@@ -53,9 +59,13 @@ def test_missing_headers_of_python_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torchs_cuda", ["None", "'13.0'"])
 def test_cuda_is_compiled_where_torch_has_it(tmp_path: Path, torchs_cuda: str) -> None:
     (tmp_path / "packages/torch").mkdir(parents=True)
-    (tmp_path / "packages/torch/version.py").write_text(f"debug = False\ncuda: Optional[str] = {torchs_cuda}\nhip: Optional[str] = None\n")
+    (tmp_path / "packages/torch/version.py").write_text(
+        f"debug = False\ncuda: Optional[str] = {torchs_cuda}\nhip: Optional[str] = None\n"
+    )
     python = tmp_path / "python"  # an interpreter whose packages are those above
-    python.write_text(f'#!/bin/sh\ncase "$2" in *platlib*) echo {tmp_path}/packages;; *) exec {sys.executable} "$@";; esac\n')
+    python.write_text(
+        f'#!/bin/sh\ncase "$2" in *platlib*) echo {tmp_path}/packages;; *) exec {sys.executable} "$@";; esac\n'
+    )
     python.chmod(0o755)
     told = configure(tmp_path / "build", "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=TORCH", f"-DPython_EXECUTABLE={python}")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin:/usr/local/cuda-13.0/bin")

@@ -42,7 +42,8 @@ Network::Network(MPI_Comm comm) : comm_(comm) {
   MPI_Comm_size(comm, &size);
   const auto add = [&](const char* name, int64_t rows, int64_t columns) {
     Rows mine{name, rows, columns, rows * rank / size, rows * (rank + 1) / size, {}, {}};
-    for (int64_t i = mine.begin * columns; i < mine.end * columns; ++i) mine.values.push_back(columns > 1 ? first_value(i, columns) : 0);
+    for (int64_t i = mine.begin * columns; i < mine.end * columns; ++i)
+      mine.values.push_back(columns > 1 ? first_value(i, columns) : 0);
     mine.momentum.resize(mine.values.size());
     tensors_.push_back(std::move(mine));
   };
@@ -62,12 +63,14 @@ std::vector<float> Network::gather(const std::vector<float>& mine, const Rows& o
     counts.push_back(static_cast<int>(of.rows * (rank + 1) / size) * columns - begins.back());
   }
   std::vector<float> all(static_cast<size_t>(of.rows * columns));
-  MPI_Allgatherv(mine.data(), static_cast<int>(mine.size()), MPI_FLOAT, all.data(), counts.data(), begins.data(), MPI_FLOAT, comm_);
+  MPI_Allgatherv(mine.data(), static_cast<int>(mine.size()), MPI_FLOAT, all.data(), counts.data(), begins.data(),
+                 MPI_FLOAT, comm_);
   return all;
 }
 
 /// (units, count): each unit's value for each sample. `in` is (count, weight.columns).
-std::vector<float> Network::layer(const std::vector<float>& in, int count, const Rows& weight, const Rows& bias, bool squash) const {
+std::vector<float> Network::layer(const std::vector<float>& in, int count, const Rows& weight, const Rows& bias,
+                                  bool squash) const {
   std::vector<float> mine;
   for (size_t row = 0; row < bias.values.size(); ++row) {
     for (int n = 0; n < count; ++n) {
@@ -84,13 +87,15 @@ std::vector<float> Network::layer(const std::vector<float>& in, int count, const
 static std::vector<float> transposed(const std::vector<float>& matrix, int rows, int columns) {
   std::vector<float> out(matrix.size());
   for (int r = 0; r < rows; ++r) {
-    for (int c = 0; c < columns; ++c) out[static_cast<size_t>(c * rows + r)] = matrix[static_cast<size_t>(r * columns + c)];
+    for (int c = 0; c < columns; ++c)
+      out[static_cast<size_t>(c * rows + r)] = matrix[static_cast<size_t>(r * columns + c)];
   }
   return out;
 }
 
 void Network::train(const Sample* samples, int count, float rate) {
-  Rows &hidden_weight = tensors_[0], &hidden_bias = tensors_[1], &output_weight = tensors_[2], &output_bias = tensors_[3];
+  Rows &hidden_weight = tensors_[0], &hidden_bias = tensors_[1], &output_weight = tensors_[2],
+       &output_bias = tensors_[3];
   const std::vector<float> in = pixels_of(samples, count);
   const std::vector<float> hidden = transposed(layer(in, count, hidden_weight, hidden_bias, true), kHidden, count);
   std::vector<float> error = transposed(layer(hidden, count, output_weight, output_bias, false), kDigits, count);
@@ -99,18 +104,21 @@ void Network::train(const Sample* samples, int count, float rate) {
     const float top = *std::max_element(row, row + kDigits);
     float sum = 0;
     for (int d = 0; d < kDigits; ++d) sum += row[d] = std::exp(row[d] - top);
-    for (int d = 0; d < kDigits; ++d) row[d] = (row[d] / sum - (d == samples[n].label ? 1.0f : 0.0f)) / static_cast<float>(count);
+    for (int d = 0; d < kDigits; ++d)
+      row[d] = (row[d] / sum - (d == samples[n].label ? 1.0f : 0.0f)) / static_cast<float>(count);
   }
   const std::vector<float> output = gather(output_weight.values, output_weight, kHidden);
   std::vector<float> hidden_error(hidden.size());
   for (int n = 0; n < count; ++n) {
     for (int h = 0; h < kHidden; ++h) {
       float sum = 0;
-      for (int d = 0; d < kDigits; ++d) sum += error[static_cast<size_t>(n * kDigits + d)] * output[static_cast<size_t>(d * kHidden + h)];
+      for (int d = 0; d < kDigits; ++d)
+        sum += error[static_cast<size_t>(n * kDigits + d)] * output[static_cast<size_t>(d * kHidden + h)];
       hidden_error[static_cast<size_t>(n * kHidden + h)] = hidden[static_cast<size_t>(n * kHidden + h)] > 0 ? sum : 0;
     }
   }
-  const auto descend = [&](Rows& weight, Rows& bias, const std::vector<float>& errors, const std::vector<float>& inputs) {
+  const auto descend = [&](Rows& weight, Rows& bias, const std::vector<float>& errors,
+                           const std::vector<float>& inputs) {
     std::vector<float> of_weight(weight.values.size()), of_bias(bias.values.size());
     for (int n = 0; n < count; ++n) {
       for (int64_t row = weight.begin; row < weight.end; ++row) {
@@ -136,7 +144,8 @@ void Network::step(Rows& tensor, const std::vector<float>& gradient, float rate)
 }
 
 double Network::accuracy(const Sample* samples, int count) const {
-  const std::vector<float> hidden = transposed(layer(pixels_of(samples, count), count, tensors_[0], tensors_[1], true), kHidden, count);
+  const std::vector<float> hidden =
+      transposed(layer(pixels_of(samples, count), count, tensors_[0], tensors_[1], true), kHidden, count);
   const std::vector<float> digits = transposed(layer(hidden, count, tensors_[2], tensors_[3], false), kDigits, count);
   int right = 0;
   for (int n = 0; n < count; ++n) {

@@ -1,7 +1,7 @@
 // A network of two layers, each rank with some rows of every tensor: 64 pixels, 32 hidden units, 10 digits.
 //
-// A rank computes the units whose rows it has, for all samples, and MPI gathers what the others computed. So every number is computed by
-// one rank, in one order: training is the same, bit for bit, on any number of ranks.
+// A rank computes the units whose rows it has, for all samples, and MPI gathers what the others computed. So every
+// number is computed by one rank, in one order: training is the same, bit for bit, on any number of ranks.
 #pragma once
 
 #include <mpi.h>
@@ -40,7 +40,8 @@ class Network {
 
  private:
   std::vector<float> gather(const std::vector<float>& mine, const Rows& of, int columns) const;
-  std::vector<float> layer(const std::vector<float>& in, int count, const Rows& weight, const Rows& bias, bool squash) const;
+  std::vector<float> layer(const std::vector<float>& in, int count, const Rows& weight, const Rows& bias,
+                           bool squash) const;
   void step(Rows& tensor, const std::vector<float>& gradient, float rate);
 
   MPI_Comm comm_;

@@ -1,7 +1,8 @@
 // A trainer in plain C++ on MPI ranks, with averages: mpirun -n 2 trainer digits.bin run
 //
-// Each rank holds some rows of every tensor, and their averages. Two decays are kept in one pass. A run that was stopped or killed goes on
-// from its last checkpoint, on any number of ranks, and ends with the very bits of a run that was not.
+// Each rank holds some rows of every tensor, and their averages. Two decays are kept in one pass. A run that was
+// stopped or killed goes on from its last checkpoint, on any number of ranks, and ends with the very bits of a run that
+// was not.
 #include <shardow/average.h>
 #include <shardow/ema_file.h>
 #include <shardow/error.h>
@@ -17,8 +18,10 @@ namespace {
 
 constexpr int kSteps = 300, kSaveEvery = 50, kBatch = 64, kHeldOut = 297;
 
-/// What the engine is told of this rank's part of the tensors: name, type, which elements of the whole, and where they are.
-std::vector<shardow::TensorView> views_of(std::vector<Rows>& tensors, std::vector<float> Rows::*memory, const std::string& suffix = "") {
+/// What the engine is told of this rank's part of the tensors: name, type, which elements of the whole, and where they
+/// are.
+std::vector<shardow::TensorView> views_of(std::vector<Rows>& tensors, std::vector<float> Rows::*memory,
+                                          const std::string& suffix = "") {
   std::vector<shardow::TensorView> views;
   for (Rows& one : tensors) {
     const auto whole = shardow::Region::whole({one.rows, one.columns});
@@ -29,7 +32,8 @@ std::vector<shardow::TensorView> views_of(std::vector<Rows>& tensors, std::vecto
 }
 
 /// Weights, momentum and averages, which appear together or not at all.
-void save(shardow::Group& group, const shardow::Average& ema, std::vector<shardow::TensorView> training, const std::string& run, bool die) {
+void save(shardow::Group& group, const shardow::Average& ema, std::vector<shardow::TensorView> training,
+          const std::string& run, bool die) {
   std::vector<shardow::SaveFile> files = shardow::ema_files(group, ema);
   files.push_back({"training.safetensors", std::move(training)});
   shardow::SaveOptions options;
@@ -37,8 +41,10 @@ void save(shardow::Group& group, const shardow::Average& ema, std::vector<shardo
   shardow::save(group, files, run, options);
 }
 
-/// Weights, momentum and averages of the last checkpoint, where there is one. Each rank reads its own rows, whoever wrote them.
-void resume(shardow::Group& group, shardow::Average& ema, const std::vector<shardow::TensorView>& training, const std::string& run) {
+/// Weights, momentum and averages of the last checkpoint, where there is one. Each rank reads its own rows, whoever
+/// wrote them.
+void resume(shardow::Group& group, shardow::Average& ema, const std::vector<shardow::TensorView>& training,
+            const std::string& run) {
   try {
     shardow::load(group, ema, run);
   } catch (const shardow::Error& error) {
@@ -75,8 +81,9 @@ void train(const std::string& data, const std::string& run, int until, int die_a
     const double averaged = network.accuracy(held_out, kHeldOut);
     ema.swap_out();
     if (group->rank() == 0)
-      std::printf("step %lld on %d ranks: accuracy %.4f, of averages (%s) %.4f\n", static_cast<long long>(ema.stats().step), group->size(),
-                  plain, ema.schedules()[k].key().c_str(), averaged);
+      std::printf("step %lld on %d ranks: accuracy %.4f, of averages (%s) %.4f\n",
+                  static_cast<long long>(ema.stats().step), group->size(), plain, ema.schedules()[k].key().c_str(),
+                  averaged);
   }
 }
 

@@ -1,4 +1,5 @@
-"""Shardow's demo: a small diffusion transformer learns digits on several ranks; its averages are kept, judged, saved and resumed.
+"""Shardow's demo: a small diffusion transformer learns digits on several ranks; its averages are kept, judged, saved
+and resumed.
 
 Read __main__.py first, then train.py.
 """

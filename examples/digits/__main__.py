@@ -48,14 +48,22 @@ def _run(options: Options, command: str) -> int:
 
     begin = time.monotonic()
     kept = f"averages of decay {' and '.join(map(str, options.decays))}" if options.use_ema else "no averages"
-    print(f"A small diffusion transformer learns 1,797 handwritten digits: {text.ranks(options.ranks)}, {options.shard}, {kept}.")
+    print(
+        f"A small diffusion transformer learns 1,797 handwritten digits: {text.ranks(options.ranks)}, "
+        f"{options.shard}, {kept}."
+    )
     usual = USUAL if replace(options, out=Options.out) == Options() else {}
     run: dict[str, Any] = {"options": options, "command": command, "real_images": data.load().of_each_class(KEPT)}
     with stage("1 of 3, training", usual):
         run["train"] = launch.run(options.ranks, train.run, options)
-    print(f"Checkpoint at step {options.steps}. {text.ranks(options.resume_ranks).capitalize()} in fresh processes go on from it:")
+    print(
+        f"Checkpoint at step {options.steps}. {text.ranks(options.resume_ranks).capitalize()} in fresh processes go "
+        "on from it:"
+    )
     with stage("2 of 3, resuming", usual):
-        run["resume"] = launch.run(options.resume_ranks, train.resume, options, run["train"]["classifier"], run["train"]["judge"])
+        run["resume"] = launch.run(
+            options.resume_ranks, train.resume, options, run["train"]["classifier"], run["train"]["judge"]
+        )
     equal = text.is_equal(run)
     what = "averages" if options.use_ema else "weights"
     print(f"  {what} after the resume: {'bit for bit those that were saved' if equal else 'NOT those that were saved'}")

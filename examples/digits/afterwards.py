@@ -1,5 +1,5 @@
-"""Averages that nobody tracked: made after training from snapshots of two others, beside the same ones tracked (docs/posthoc.md), and from
-raw checkpoints (docs/merging.md)."""
+"""Averages that nobody tracked: made after training from snapshots of two others, beside the same ones tracked
+(docs/posthoc.md), and from raw checkpoints (docs/merging.md)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ARITHMETIC = 2e-6  # of averages in float32, in parts of the largest weight
 
 @dataclass
 class Width:
-    """Of one average: what its plan promises; how far it is from the tracked one, at most over all weights, and in parts of what is
-    promised there; Frechet distances."""
+    """Of one average: what its plan promises; how far it is from the tracked one, at most over all weights, and in
+    parts of what is promised there; Frechet distances."""
 
     sigma_rel: float
     residual: float
@@ -58,7 +58,8 @@ class Afterwards:
             shutil.rmtree(self.out, ignore_errors=True)
         dist.barrier()
         self.snapped, self.tracked = (
-            shardow.EMA(model, decay=list(map(shardow.schedules.power, widths)), group=self.group) for widths in (SNAPPED, TRACKED)
+            shardow.EMA(model, decay=list(map(shardow.schedules.power, widths)), group=self.group)
+            for widths in (SNAPPED, TRACKED)
         )
         self.least, self.most = _weights(model), _weights(model)
 
@@ -106,7 +107,9 @@ class Afterwards:
 
     def _off(self, tracked: list[torch.Tensor], plan: posthoc.Plan) -> tuple[float, float]:
         largest = torch.zeros(2)
-        for made, wanted, least, most in zip(_weights(self.model, copied=False), tracked, self.least, self.most, strict=True):
+        for made, wanted, least, most in zip(
+            _weights(self.model, copied=False), tracked, self.least, self.most, strict=True
+        ):
             size = torch.maximum(most.abs(), least.abs())
             promised = plan.variation * (most - least) + (plan.rounding + ARITHMETIC * plan.size) * size
             off = (made - wanted).abs()
@@ -117,6 +120,8 @@ class Afterwards:
 
 
 def _weights(model: torch.nn.Module, copied: bool = True) -> list[torch.Tensor]:
-    """This rank's, of a model that has not been called since its weights were last written: FSDP keeps the root whole after a call."""
+    """This rank's, of a model that has not been called since its weights were last written: FSDP keeps the root whole
+    after a call.
+    """
     local = [shard.local(p.detach()) for p in model.parameters()]
     return [one.clone() for one in local] if copied else local

@@ -1,4 +1,6 @@
-"""The checkpoint: model, optimizer and averages through torch.distributed.checkpoint, sharded; and the averages as files of their own."""
+"""The checkpoint: model, optimizer and averages through torch.distributed.checkpoint, sharded; and the averages as
+files of their own.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ import shardow
 from . import averages, shard
 from .options import Options
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # nested, FSDP1 param_groups get a key on some ranks that other ranks lack
+_FLAT = StateDictOptions(
+    flatten_optimizer_state_dict=True
+)  # nested, FSDP1 param_groups get a key on some ranks that other ranks lack
 FOLDERS = ("checkpoint", "averages", "exported")
 
 
-def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA | None, step: int, options: Options) -> dict[str, int]:
-    """{folder below --out: bytes}. What an earlier run left there goes. Without averages the weights are exported. Collective."""
+def save(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA | None, step: int, options: Options
+) -> dict[str, int]:
+    """{folder below --out: bytes}. What an earlier run left there goes. Without averages the weights are exported.
+    Collective.
+    """
     if dist.get_rank() == 0:
         for name in FOLDERS:
             shutil.rmtree(options.out / name, ignore_errors=True)
@@ -42,7 +50,9 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.
     weights, state = get_state_dict(model, optimizer, options=_FLAT)
     found = _everything(weights, state, ema, 0)
     dcp.load(found, checkpoint_id=options.out / "checkpoint")
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=_FLAT)
+    set_state_dict(
+        model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=_FLAT
+    )
     return int(found["step"])
 
 

@@ -1,4 +1,6 @@
-"""The judge: a small convolutional classifier of the real digits. Samples are compared with them in the space of its last hidden layer."""
+"""The judge: a small convolutional classifier of the real digits. Samples are compared with them in the space of its
+last hidden layer.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Classifier(nn.Module):
 
 
 def train(digits: data.Digits, epochs: int, seed: int, batch: int = 64) -> tuple[Classifier, float]:
-    """(classifier, its accuracy on the fifth of the digits that it was not trained on). The global random state stays as it was."""
+    """(classifier, its accuracy on the fifth of the digits that it was not trained on). The global random state stays
+    as it was.
+    """
     held_out = len(digits) // 5
     test, rest = digits.take(torch.arange(held_out)), digits.take(torch.arange(held_out, len(digits)))
     with torch.random.fork_rng():

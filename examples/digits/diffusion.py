@@ -1,7 +1,8 @@
-"""Rectified flow (Liu et al., arXiv 2209.03003): on a straight path x_t = (1 - t) image + t noise, the velocity is learned.
+"""Rectified flow (Liu et al., arXiv 2209.03003): on a straight path x_t = (1 - t) image + t noise, the velocity is
+learned.
 
-On this path an Euler step of the sampling equation is a step of DDIM (Song et al., arXiv 2010.02502): deterministic, the same noise gives
-the same image.
+On this path an Euler step of the sampling equation is a step of DDIM (Song et al., arXiv 2010.02502): deterministic,
+the same noise gives the same image.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def inputs(batch: data.Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def error(velocity: torch.Tensor, batch: data.Batch, world: int) -> torch.Tensor:
-    """Squared error per pixel. Its mean over the ranks is the mean over the global batch, also where the ranks' parts are uneven."""
+    """Squared error per pixel. Its mean over the ranks is the mean over the global batch, also where the ranks' parts
+    are uneven.
+    """
     errors = (velocity - (batch.noise - batch.images)).square().mean(dim=(1, 2, 3))
     return errors.sum() * (world / batch.size)
 

@@ -22,7 +22,9 @@ STRIP = 10  # samples of every evaluation that it shows over training
 
 @dataclass
 class Evaluation:
-    """By name: Frechet distance; share of samples that the classifier names as asked; distance of an average from the weights; samples."""
+    """By name: Frechet distance; share of samples that the classifier names as asked; distance of an average from the
+    weights; samples.
+    """
 
     step: int
     frechet: dict[str, float] = field(default_factory=dict)
@@ -40,7 +42,9 @@ class Evaluation:
 
 
 class Judge:
-    """Samples with all ranks, judges on rank 0. The same noise each time, so that differences come from the weights alone."""
+    """Samples with all ranks, judges on rank 0. The same noise each time, so that differences come from the weights
+    alone.
+    """
 
     def __init__(self, classifier: Classifier, accuracy: float, digits: data.Digits, options: Options) -> None:
         self.classifier, self.accuracy, self.digits, self.options = classifier, accuracy, digits, options
@@ -62,7 +66,9 @@ class Judge:
         return found
 
     def sample(self, model: torch.nn.Module) -> torch.Tensor | None:
-        """Every rank makes its part; rank 0 gets all. Each rank calls the model equally often: under FSDP a call is collective."""
+        """Every rank makes its part; rank 0 gets all. Each rank calls the model equally often: under FSDP a call is
+        collective.
+        """
         rank, world = dist.get_rank(), dist.get_world_size()
         model.eval()
         noise, labels = self.noise.tensor_split(world)[rank], self.labels.tensor_split(world)[rank]
@@ -86,7 +92,9 @@ class Judge:
         found.images[name] = images[:kept].clone()
 
     def real_against_real(self, draws: int = 20) -> dict[str, float]:
-        """The scale of the distance: as many real digits of the same classes, drawn as a sampler draws them, against all."""
+        """The scale of the distance: as many real digits of the same classes, drawn as a sampler draws them, against
+        all.
+        """
         generator = torch.Generator().manual_seed(1)
         of_class = [torch.nonzero(self.digits.labels == c).flatten() for c in range(data.CLASSES)]
         members = [of_class[label] for label in self.labels.tolist()]

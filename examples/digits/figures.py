@@ -21,7 +21,9 @@ def frechet(run: Run, theme: Theme) -> Figure:
     for name in run["train"]["evaluations"][0].frechet:
         for part, inside in (("train", None), ("resume", theme.ground)):
             points = [(e.step, e.frechet[name]) for e in run[part]["evaluations"]]
-            (line,) = axes.plot(*zip(*points, strict=True), "o-", color=theme.colour(name, run["options"]), ms=4, mfc=inside)
+            (line,) = axes.plot(
+                *zip(*points, strict=True), "o-", color=theme.colour(name, run["options"]), ms=4, mfc=inside
+            )
             line.set_label(name if part == "train" else "")
     axes.axhline(real["mean"], color=theme.faint, linewidth=1, label="real digits, drawn again")
     axes.set_yscale("log")
@@ -72,14 +74,23 @@ def decay(run: Run, theme: Theme) -> Figure:
 
 
 def afterwards(run: Run, theme: Theme) -> Figure:
-    """The distance over the width of averages that were made after training; of those that were tracked too, beside it."""
+    """The distance over the width of averages that were made after training; of those that were tracked too, beside
+    it."""
     found, figure = run["train"]["afterwards"], Figure()
     axes = figure.add_subplot(xlabel="width of the average, sigma_rel", ylabel="Fréchet distance (log scale)")
     made = sorted({**{one["sigma_rel"]: one["made"] for one in found["widths"]}, **found["more"]}.items())
     axes.axhline(run["train"]["evaluations"][-1].frechet[RAW], color=theme.raw, label="the weights themselves")
     axes.plot(*zip(*made, strict=True), "o-", color=theme.averages[0], ms=4, label="made from snapshots")
     tracked = [(one["sigma_rel"], one["tracked"]) for one in found["widths"]]
-    axes.plot(*zip(*tracked, strict=True), "o", color=theme.averages[3], ms=11, mfc="none", mew=1.5, label="tracked in training")
+    axes.plot(
+        *zip(*tracked, strict=True),
+        "o",
+        color=theme.averages[3],
+        ms=11,
+        mfc="none",
+        mew=1.5,
+        label="tracked in training",
+    )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
@@ -95,7 +106,12 @@ def merges(run: Run, theme: Theme) -> Figure:
     rows = {"the last weights": (run["train"]["evaluations"][-1].frechet[RAW], theme.raw)}
     rows |= {f"merged: {name}": (value, theme.averages[0]) for name, value in found["merges"].items()}
     rows[f"tracked average, sigma_rel {best['sigma_rel']:g}"] = (best["tracked"], theme.other)
-    bars = axes.barh(range(len(rows)), [value for value, _ in rows.values()], color=[colour for _, colour in rows.values()], height=0.6)
+    bars = axes.barh(
+        range(len(rows)),
+        [value for value, _ in rows.values()],
+        color=[colour for _, colour in rows.values()],
+        height=0.6,
+    )
     axes.bar_label(bars, [f"{value:.3f}" for value, _ in rows.values()], fontsize=9, padding=3)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_xlim(0, 1.15 * max(value for value, _ in rows.values()))
@@ -107,9 +123,13 @@ def merges(run: Run, theme: Theme) -> Figure:
 def memory(run: Run, theme: Theme) -> Figure:
     """A bar for each rank, of the training and of the resume, before a bar for a full copy."""
     full, figure = run["train"]["costs"]["full_copy"] / 1e6, Figure()
-    axes = figure.add_subplot(xlabel="rank, of the training and of the resume", ylabel="memory of the averages, MB", ylim=(0, 1.25 * full))
+    axes = figure.add_subplot(
+        xlabel="rank, of the training and of the resume", ylabel="memory of the averages, MB", ylim=(0, 1.25 * full)
+    )
     parts = (run["train"]["costs"]["bytes"], run["resume"]["bytes"])
-    labels, held = zip(*((f"{rank} of {len(part)}", count / 1e6) for part in parts for rank, count in enumerate(part)), strict=True)
+    labels, held = zip(
+        *((f"{rank} of {len(part)}", count / 1e6) for part in parts for rank, count in enumerate(part)), strict=True
+    )
     places = [place + 0.6 * (place >= len(parts[0])) for place in range(len(held))]
     axes.bar(places, full, width=0.72, color=theme.other, alpha=0.55, label="a full copy on every rank")
     bars = axes.bar(places, held, width=0.72, color=theme.averages[0], label="Shardow: what the rank holds")
@@ -136,7 +156,14 @@ def update_time(run: Run, theme: Theme) -> Figure:
         low, middle, high = (1e3 * s for s in seconds[name])
         axes.barh(place, middle, height=0.6, color=theme.averages[0] if name == SHARDOW else theme.other)
         axes.plot([low, high], [place, place], color=theme.ink, linewidth=1.5, solid_capstyle="butt")
-        axes.annotate(f"{middle:.3f}", (max(middle, high), place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(
+            f"{middle:.3f}",
+            (max(middle, high), place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     axes.set_yticks(range(3), ["mul_().add_()\nper tensor", "torch\nforeach lerp", "Shardow"])
     axes.set_xlim(0, 1.18e3 * max(high for *_, high in seconds.values()))
     axes.xaxis.set_major_locator(MaxNLocator(5))

@@ -25,7 +25,9 @@ def fit(points: torch.Tensor) -> Gaussian:
 
 
 def distance(a: Gaussian, b: Gaussian) -> float:
-    """The trace of (C1 C2)^(1/2) is that of the symmetric (C1^(1/2) C2 C1^(1/2))^(1/2), which needs no complex arithmetic."""
+    """The trace of (C1 C2)^(1/2) is that of the symmetric (C1^(1/2) C2 C1^(1/2))^(1/2), which needs no complex
+    arithmetic.
+    """
     values, vectors = torch.linalg.eigh(a.covariance)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     cross = torch.linalg.eigvalsh(root @ b.covariance @ root).clamp(min=0).sqrt().sum()

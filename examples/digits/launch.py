@@ -22,14 +22,22 @@ class RankError(RuntimeError):
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)`` in ``world`` fresh processes that share a gloo process group: rank 0's result. The first that fails ends all."""
+    """``fn(*args)`` in ``world`` fresh processes that share a gloo process group: rank 0's result. The first that fails
+    ends all.
+    """
     import torch.distributed as dist
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of the ranks, too: no chatter of C++ libraries on the terminal
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardow", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"])  # for all ranks
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's, so that it outlives every rank
-    job = pickle.dumps((fn, args))  # in plain bytes: torch would share tensors through files that end with their process
+    context.set_forkserver_preload(
+        ["shardow", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
+    )  # for all ranks
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # the launcher's, so that it outlives every rank
+    job = pickle.dumps(
+        (fn, args)
+    )  # in plain bytes: torch would share tensors through files that end with their process
     pipes: dict[Any, int] = {}
     processes = []
     results: dict[int, Any] = {}
@@ -62,13 +70,17 @@ def _answer(pipe: Connection, rank: int) -> Any:
 
 
 def _rank(pipe: Connection, rank: int, world: int, port: int, job: bytes) -> None:
-    """One rank's life. Ctrl-C is the launcher's to handle. Nothing distributed may live at interpreter exit, or torch sometimes aborts."""
+    """One rank's life. Ctrl-C is the launcher's to handle. Nothing distributed may live at interpreter exit, or torch
+    sometimes aborts.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         import torch
         import torch.distributed as dist
 
-        warnings.filterwarnings("ignore", module=r"torch\.")  # its notes to itself about gloo, FSDP on a CPU and checkpoints
+        warnings.filterwarnings(
+            "ignore", module=r"torch\."
+        )  # its notes to itself about gloo, FSDP on a CPU and checkpoints
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=world)

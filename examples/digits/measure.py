@@ -24,7 +24,9 @@ SHARDOW, FOREACH, SOURCES = "shardow", "torch foreach lerp", "mul_().add_() per 
 
 
 def costs(model: torch.nn.Module, ema: shardow.EMA | None, options: Options) -> dict[str, Any]:
-    """Collective. Bytes are what EMA.stats() reports on each rank; a full copy is float32 for every parameter and decay."""
+    """Collective. Bytes are what EMA.stats() reports on each rank; a full copy is float32 for every parameter and
+    decay.
+    """
     parameters = sum(p.numel() for p in _on_meta(options).parameters())
     return {
         "bytes": bytes_per_rank(ema),
@@ -41,7 +43,11 @@ def bytes_per_rank(ema: shardow.EMA | None) -> list[int]:
 
 
 def planned_and_measured(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA | None, batch: data.Batch, options: Options
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ema: shardow.EMA | None,
+    batch: data.Batch,
+    options: Options,
 ) -> dict[str, dict[str, int]]:
     """Bytes on the fullest rank by what takes them. Collective.
 
@@ -59,7 +65,11 @@ def planned_and_measured(
     )  # fmt: skip
     everywhere = _from_all(shardow.memory.measure(model, optimizer, diffusion.inputs(batch), ema=ema, loss=error))
     first = _from_all(plan)[0]  # whose batch is the largest
-    return {key: {"planned": first[key], "measured": max(found[key] for found in everywhere)} for key in first if key != "saves"}
+    return {
+        key: {"planned": first[key], "measured": max(found[key] for found in everywhere)}
+        for key in first
+        if key != "saves"
+    }
 
 
 def _on_meta(options: Options) -> DiT:
@@ -93,7 +103,9 @@ def update_seconds(model: torch.nn.Module, options: Options) -> dict[str, list[f
 
 @torch.no_grad()
 def _in_turn(ways: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Lower quartile, median and upper quartile of each, in seconds. What disturbs one disturbs all, and none is always first."""
+    """Lower quartile, median and upper quartile of each, in seconds. What disturbs one disturbs all, and none is always
+    first.
+    """
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     dist.barrier()

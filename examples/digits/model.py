@@ -1,4 +1,6 @@
-"""A small diffusion transformer (DiT; Peebles and Xie, arXiv 2212.09748): patches, adaLN-zero conditioning on time and class."""
+"""A small diffusion transformer (DiT; Peebles and Xie, arXiv 2212.09748): patches, adaLN-zero conditioning on time and
+class.
+"""
 
 from __future__ import annotations
 
@@ -72,4 +74,6 @@ class DiT(nn.Module):
         return self.unpatch(self.head(modulate(F.layer_norm(h, h.shape[-1:]), shift, scale)))
 
     def unpatch(self, h: torch.Tensor) -> torch.Tensor:
-        return F.pixel_shuffle(h.transpose(1, 2).unflatten(2, (data.SIDE // self.patch, data.SIDE // self.patch)), self.patch)
+        return F.pixel_shuffle(
+            h.transpose(1, 2).unflatten(2, (data.SIDE // self.patch, data.SIDE // self.patch)), self.patch
+        )

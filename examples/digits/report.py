@@ -1,4 +1,5 @@
-"""The report: one HTML file that needs nothing beside it; the pictures as files, too, and every number in results.json."""
+"""The report: one HTML file that needs nothing beside it; the pictures as files, too, and every number in
+results.json."""
 
 from __future__ import annotations
 
@@ -37,15 +38,19 @@ def compose(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
     shown = {name: figure(name, *pictures[name], caption) for name, caption in text.captions(run).items()}
     memory = [[key, f"{one['planned']:,}", f"{one['measured']:,}"] for key, one in run["train"]["memory"].items()]
     parts = {
-        **dict.fromkeys(("distance", "decay", "memory", "update_time", "afterwards", "merges"), ""),  # where there are no averages
+        # where there are no averages
+        **dict.fromkeys(("distance", "decay", "memory", "update_time", "afterwards", "merges"), ""),
         **shown, **text.words(run), "samples": "".join(shown[name] for name in shown if name.startswith("samples_")),
-        "tiles": "".join(f'<div class="tile {kind}"><b>{number}</b><span>{words}</span></div>' for number, words, kind in text.tiles(run)),
+        "tiles": "".join('<div class="tile '
+                         f'{kind}"><b>{number}</b><span>{words}</span></div>' for number, words,
+                         kind in text.tiles(run)),
         "evaluations": table(*text.evaluations(run)),
         "afterwards_table": table(*text.afterwards(run)) if run["options"].use_ema else "",
         "plan_table": table(["bytes of", "planned", "measured"], memory),
         "resume_table": table(*text.comparisons(run)),
         "command": html.escape(run["command"]),
-        "options": table(["option", "value"], [[f"--{name}", html.escape(value)] for name, value in run["options"].as_text().items()]),
+        "options": table(["option", "value"], [[f"--{name}", html.escape(value)] for name,
+         value in run["options"].as_text().items()]),
         "machine": table(["machine", ""], [[name, html.escape(value)] for name, value in machine().items()]),
     }  # fmt: skip
     return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(parts)
@@ -57,12 +62,17 @@ def figure(name: str, light: bytes, dark: bytes, caption: str) -> str:
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{on_dark}">'
         f'<img src="{on_light}" alt="{html.escape(name.replace("_", " "))}"></picture>'
     )
-    return f'<figure class="{"wide" if name in WIDE else ""}" id="{name}">{picture}<figcaption>{caption}</figcaption></figure>'
+    return (
+        f'<figure class="{"wide" if name in WIDE else ""}" '
+        f'id="{name}">{picture}<figcaption>{caption}</figcaption></figure>'
+    )
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Columns whose cells are numbers stand to the right."""
-    style = ['class="number"' if all(re.fullmatch(r"[\d.,% ]+", row[i]) for row in rows) else "" for i in range(len(head))]
+    style = [
+        'class="number"' if all(re.fullmatch(r"[\d.,% ]+", row[i]) for row in rows) else "" for i in range(len(head))
+    ]
 
     def line(cells: list[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag} {s}>{cell}</{tag}>" for cell, s in zip(cells, style, strict=True)) + "</tr>"
@@ -77,7 +87,9 @@ def machine() -> dict[str, str]:
 
     import shardow
 
-    processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    processor = (
+        re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    )
     return {
         "processor": processor[1] if processor else platform.processor() or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -92,10 +104,15 @@ def numbers(run: Run) -> dict[str, Any]:
     """Everything but the pictures, as JSON takes it."""
     starts = run["starts"]
     above = {name: [one.peak - one.before for one in ranks] for name, ranks in starts["timelines"].items()}
-    parts = {name: {key: value for key, value in run[name].items() if key != "classifier"} for name in ("train", "resume")}
+    parts = {
+        name: {key: value for key, value in run[name].items() if key != "classifier"} for name in ("train", "resume")
+    }
     for part in parts.values():
-        part["evaluations"] = [{key: value for key, value in vars(e).items() if key != "images"} for e in part["evaluations"]]
+        part["evaluations"] = [
+            {key: value for key, value in vars(e).items() if key != "images"} for e in part["evaluations"]
+        ]
     return {
-        "command": run["command"], "options": run["options"].as_text(), "machine": machine(), "seconds": run["seconds"], **parts,
+        "command": run["command"], "options": run["options"].as_text(), "machine": machine(), "seconds": run["seconds"],
+        **parts,
         "starts": {"parameters": starts["parameters"], "above": above},
     }  # fmt: skip

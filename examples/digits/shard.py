@@ -21,14 +21,17 @@ def wrap(model: DiT, how: str) -> torch.nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     names = ("replicate", "shard") if how == "hsdp" else ("shard",)
-    mesh = init_device_mesh("cpu", (world // shards(how, world), shards(how, world)) if how == "hsdp" else (world,), mesh_dim_names=names)
+    mesh = init_device_mesh(
+        "cpu", (world // shards(how, world), shards(how, world)) if how == "hsdp" else (world,), mesh_dim_names=names
+    )
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 def shards(how: str, world: int) -> int:
-    """Of each parameter, where ranks hold different ones; HSDP has two copies of the model on an even number of ranks."""
+    """Of each parameter, where ranks hold different ones; HSDP has two copies of the model on an even number of
+    ranks."""
     return world // 2 if how == "hsdp" and world % 2 == 0 else world
 
 

@@ -1,4 +1,5 @@
-"""How a larger model of the same kind gets its weights: whole on every rank and then sharded, or without memory, each rank reading its own.
+"""How a larger model of the same kind gets its weights: whole on every rank and then sharded, or without memory, each
+rank reading its own.
 
 Each way runs in fresh processes, whose memory is sampled.
 """

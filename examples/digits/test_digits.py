@@ -23,12 +23,18 @@ ALL = bool(os.environ.get("SHARDOW_ALL"))
 SHARDINGS = [("fsdp2", 2), ("fsdp1", 2), ("hsdp", 4), ("ddp", 2), ("plain", 1)] if ALL else [("fsdp2", 2)]
 
 
-def demo(*flags: str, timeout: float = 280, start: tuple[str, ...] = ("-m", "examples.digits"), cwd: Path = ROOT) -> Any:
-    return subprocess.run([sys.executable, *start, *flags], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+def demo(
+    *flags: str, timeout: float = 280, start: tuple[str, ...] = ("-m", "examples.digits"), cwd: Path = ROOT
+) -> Any:
+    return subprocess.run(
+        [sys.executable, *start, *flags], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 @pytest.fixture(scope="module", params=SHARDINGS, ids=lambda p: p[0])
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     shard, ranks = request.param
     out = tmp_path_factory.mktemp(shard)
     return demo("--quick", "--shard", shard, "--ranks", str(ranks), "--out", str(out)), out
@@ -65,7 +71,9 @@ def test_results_hold_what_the_report_claims(finished: tuple[subprocess.Complete
     assert max(train["costs"]["bytes"]) <= 2 * 4 * parameters / sharing * 1.3 + 64 * 120
 
 
-def test_averages_made_afterwards_are_as_near_as_promised(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_averages_made_afterwards_are_as_near_as_promised(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
     made = json.loads((finished[1] / "results.json").read_text())["train"]["afterwards"]
     widths = made["widths"]
     assert [one["sigma_rel"] for one in widths] == [0.07, 0.15, 0.2]
@@ -105,12 +113,19 @@ def test_the_pages_commands_work_on_the_demos_checkpoints(
     (tmp_path / "out").mkdir()
     shutil.copytree(finished[1], tmp_path / "out" / "demo")
     text = (ROOT / "docs" / page).read_text()
-    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "out/demo" in block for line in block.splitlines()]
+    commands = [
+        line
+        for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        if "out/demo" in block
+        for line in block.splitlines()
+    ]
     assert len(commands) >= 2
     environment = {**os.environ, "PATH": f"{ROOT / 'build' / 'release'}:{os.environ['PATH']}"}
     for command in commands:
         done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == (1 if command.startswith("shardow diff") else 0), command + done.stderr  # 1: they differ
+        assert done.returncode == (1 if command.startswith("shardow diff") else 0), (
+            command + done.stderr
+        )  # 1: they differ
     for name in re.findall(r"`out/demo/(figures/.*?)`", text):
         assert (finished[1] / name).is_file()
         assert (ROOT / "docs" / "pictures" / f"demo_{Path(name).name}").is_file()
@@ -138,7 +153,17 @@ def test_a_rank_that_fails_ends_the_demo_with_its_message(tmp_path: Path) -> Non
     (tmp_path / "checkpoint").write_text("a file where the demo wants a directory")
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "__init__.py").touch()
-    done = demo("--quick", "--steps", "2", "--shard", "ddp", "--out", ".", start=(str(ROOT / "examples" / "digits"),), cwd=tmp_path)
+    done = demo(
+        "--quick",
+        "--steps",
+        "2",
+        "--shard",
+        "ddp",
+        "--out",
+        ".",
+        start=(str(ROOT / "examples" / "digits"),),
+        cwd=tmp_path,
+    )
     assert done.returncode == 1
     assert "The demo stopped: rank" in done.stderr
     assert "Traceback" in (tmp_path / "error.txt").read_text()

@@ -22,19 +22,47 @@ from .options import QUICK, Options, boolean, parse
 from .test_digits import demo
 from .train import Trainer
 
-SHORT = ("--quick", "--resume-ranks", "1", "--steps", "6", "--eval-every", "3", "--samples", "64", "--epochs", "1", "--resume-steps", "1")
+SHORT = (
+    "--quick",
+    "--resume-ranks",
+    "1",
+    "--steps",
+    "6",
+    "--eval-every",
+    "3",
+    "--samples",
+    "64",
+    "--epochs",
+    "1",
+    "--resume-steps",
+    "1",
+)
 SMALL = replace(Options(), **{**QUICK, "batch": 8})
 
 
 def test_words_for_true_and_false() -> None:
     assert all(boolean(word) for word in ("true", "True", "yes", "T", "y", "1"))
     assert not any(boolean(word) for word in ("false", "FALSE", "no", "f", "N", "0"))
-    given = parse(["--use_bf16", "yes", "--use_activation_checkpointing", "1", "--use_ema", "true", "--ema_device", "cpu"])
-    assert (given.use_bf16, given.use_activation_checkpointing, given.use_ema, given.ema_device) == (True, True, True, "cpu")
+    given = parse(
+        ["--use_bf16", "yes", "--use_activation_checkpointing", "1", "--use_ema", "true", "--ema_device", "cpu"]
+    )
+    assert (given.use_bf16, given.use_activation_checkpointing, given.use_ema, given.ema_device) == (
+        True,
+        True,
+        True,
+        "cpu",
+    )
     assert given.as_text()["use_bf16"] == "true"
     plain = parse([])
-    assert (plain.use_bf16, plain.use_activation_checkpointing, plain.use_ema, plain.ema_device) == (False, False, True, "")
-    assert plain == parse(["--use_bf16", "no", "--use_activation_checkpointing", "0", "--use_ema", "yes", "--ema_device", ""])
+    assert (plain.use_bf16, plain.use_activation_checkpointing, plain.use_ema, plain.ema_device) == (
+        False,
+        False,
+        True,
+        "",
+    )
+    assert plain == parse(
+        ["--use_bf16", "no", "--use_activation_checkpointing", "0", "--use_ema", "yes", "--ema_device", ""]
+    )
 
 
 @pytest.mark.parametrize("flag", ["--use_bf16", "--use_activation_checkpointing", "--use_ema"])
@@ -56,8 +84,12 @@ def few_steps(choices: list[Options]) -> list[dict[str, Any]]:
         trainer = Trainer(options, data.load(), seed=0)
         for _ in range(3):
             trainer.step()
-        device = None if trainer.ema is None else {tensor.device.type for tensor in trainer.ema._core.averages().values()}
-        found.append({"weights": averages.weights_hash(trainer.model, options), "device": device, "steps": trainer.steps_done})
+        device = (
+            None if trainer.ema is None else {tensor.device.type for tensor in trainer.ema._core.averages().values()}
+        )
+        found.append(
+            {"weights": averages.weights_hash(trainer.model, options), "device": device, "steps": trainer.steps_done}
+        )
     return found
 
 
@@ -93,7 +125,8 @@ def finishes(out: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_without_averages_everything_runs_to_the_end(tmp_path: Path) -> None:
-    """Training, evaluations, saving, the resume and the report; the scripts that the flag is from stop at an unbound name.
+    """Training, evaluations, saving, the resume and the report; the scripts that the flag is from stop at an unbound
+    name.
 
     Both other switches are on.
     """
@@ -107,10 +140,14 @@ def test_without_averages_everything_runs_to_the_end(tmp_path: Path) -> None:
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert sum(tensor.numel() for tensor in exported.values()) == train["costs"]["parameters"]
     assert all(torch.isfinite(tensor).all() for tensor in exported.values())
-    assert "averages" not in (tmp_path / "report.html").read_text().split("<main>")[1].split("</h1>")[0].replace("without averages", "")
+    assert "averages" not in (tmp_path / "report.html").read_text().split("<main>")[1].split("</h1>")[0].replace(
+        "without averages", ""
+    )
 
 
-@pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="of the wider matrix: SHARDOW_ALL=1, as make test-all sets it")
+@pytest.mark.skipif(
+    not os.environ.get("SHARDOW_ALL"), reason="of the wider matrix: SHARDOW_ALL=1, as make test-all sets it"
+)
 @pytest.mark.parametrize(
     ("shard", "bf16", "again", "ema"),
     [
@@ -120,5 +157,14 @@ def test_without_averages_everything_runs_to_the_end(tmp_path: Path) -> None:
     ],
 )
 def test_combinations_run_to_the_end(tmp_path: Path, shard: str, bf16: str, again: str, ema: str) -> None:
-    flags = ("--use_bf16", bf16, "--use_activation_checkpointing", again, "--use_ema", ema, "--ema_device", "cpu" if ema == "true" else "")
+    flags = (
+        "--use_bf16",
+        bf16,
+        "--use_activation_checkpointing",
+        again,
+        "--use_ema",
+        ema,
+        "--ema_device",
+        "cpu" if ema == "true" else "",
+    )
     finishes(tmp_path, *flags, "--shard", shard)

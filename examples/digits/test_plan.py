@@ -15,7 +15,16 @@ from examples.digits.model import DiT
 
 CASES = [("plain", 1), ("ddp", 2), ("fsdp2", 2)]
 if os.environ.get("SHARDOW_ALL"):
-    CASES += [("plain", 2), ("fsdp2", 1), ("fsdp2", 3), ("fsdp2", 4), ("ddp", 4), ("hsdp", 4), ("fsdp1", 2), ("fsdp1", 4)]
+    CASES += [
+        ("plain", 2),
+        ("fsdp2", 1),
+        ("fsdp2", 3),
+        ("fsdp2", 4),
+        ("ddp", 4),
+        ("hsdp", 4),
+        ("fsdp1", 2),
+        ("fsdp1", 4),
+    ]
 
 
 def make(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:

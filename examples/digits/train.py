@@ -1,7 +1,9 @@
-"""The main job, as each rank runs it: train, average, judge the averages, write a checkpoint; later, in other processes, go on from it.
+"""The main job, as each rank runs it: train, average, judge the averages, write a checkpoint; later, in other
+processes, go on from it.
 
-What has to do with Shardow: Trainer makes the averages in one line and updates them in one line after the optimizer's step; evaluate.py
-puts them into the model for a block; checkpoint.py saves and loads them. With --use_ema false there are none, anywhere.
+What has to do with Shardow: Trainer makes the averages in one line and updates them in one line after the optimizer's
+step; evaluate.py puts them into the model for a block; checkpoint.py saves and loads them. With --use_ema false there
+are none, anywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(seed)
         self.model = shard.wrap(DiT(options.width, options.depth), options.shard)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), options.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True
+        )
         if switches := options.switches():
             shardow.memory.apply(self.model, **switches)  # for good
         self.ema = averages.make(self.model, options) if options.use_ema else None
@@ -77,7 +81,10 @@ def run(options: Options) -> dict[str, Any]:
     result |= {"judge": judge.accuracy, "real": judge.real_against_real(), "classifier": judge.classifier.state_dict()}
     result["costs"] = measure.costs(trainer.model, trainer.ema, options)
     result["swap"] = swap_is_exact(trainer)
-    result |= {"hashes": averages.hashes(trainer.ema, options), "weights": averages.weights_hash(trainer.model, options)}
+    result |= {
+        "hashes": averages.hashes(trainer.ema, options),
+        "weights": averages.weights_hash(trainer.model, options),
+    }
     result["files"] = checkpoint.save(trainer.model, trainer.optimizer, trainer.ema, trainer.steps_done, options)
     del trainer
     gc.collect()
@@ -94,9 +101,14 @@ def resume(options: Options, judge_state: dict[str, torch.Tensor], accuracy: flo
     model.load_state_dict(judge_state)
     judge = Judge(model, accuracy, digits, options)
     trainer = Trainer(options, digits, options.seed + 1)
-    result: dict[str, Any] = {"before": [*averages.hashes(trainer.ema, options), averages.weights_hash(trainer.model, options)]}
+    result: dict[str, Any] = {
+        "before": [*averages.hashes(trainer.ema, options), averages.weights_hash(trainer.model, options)]
+    }
     trainer.steps_done = checkpoint.load(trainer.model, trainer.optimizer, trainer.ema, options)
-    result |= {"hashes": averages.hashes(trainer.ema, options), "weights": averages.weights_hash(trainer.model, options)}
+    result |= {
+        "hashes": averages.hashes(trainer.ema, options),
+        "weights": averages.weights_hash(trainer.model, options),
+    }
     result |= {"step": trainer.steps_done, "bytes": measure.bytes_per_rank(trainer.ema)}
     result["file_hashes"] = checkpoint.hashes_of_files(trainer.model, options)
     first = judge.evaluate(trainer.model, trainer.ema, trainer.steps_done)
@@ -108,7 +120,9 @@ def resume(options: Options, judge_state: dict[str, torch.Tensor], accuracy: flo
 
 
 def _train(trainer: Trainer, judge: Judge, steps: int, evaluations: Sequence[Evaluation] = ()) -> dict[str, Any]:
-    """``steps`` steps with an evaluation soon after the start, every so often, and at the end. The curves of the report."""
+    """``steps`` steps with an evaluation soon after the start, every so often, and at the end. The curves of the
+    report.
+    """
     options = trainer.options
     curves: dict[str, list[Any]] = {"evaluations": [*evaluations], "loss": [], "decay": [], "step_seconds": []}
     for i in trange(1, steps + 1, desc="  Training", leave=False, disable=None if trainer.rank == 0 else True):
@@ -130,7 +144,9 @@ def _train(trainer: Trainer, judge: Judge, steps: int, evaluations: Sequence[Eva
 
 
 def swap_is_exact(trainer: Trainer) -> bool | None:
-    """True if the weights are, bit for bit, what they were before a swap. Known on rank 0; None where there are no averages."""
+    """True if the weights are, bit for bit, what they were before a swap. Known on rank 0; None where there are no
+    averages.
+    """
     if trainer.ema is None:
         return None
     before = averages.weights_hash(trainer.model, trainer.options)

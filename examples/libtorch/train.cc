@@ -1,6 +1,8 @@
-// Trains a small network with LibTorch and keeps two averages of its weights; stops and goes on from its last checkpoint, bit for bit.
+// Trains a small network with LibTorch and keeps two averages of its weights; stops and goes on from its last
+// checkpoint, bit for bit.
 //
-//   train OUT STEPS      OUT/checkpoint: all that a run goes on from; OUT/model.safetensors: the averages, for inference
+//   train OUT STEPS      OUT/checkpoint: all that a run goes on from; OUT/model.safetensors: the averages, for
+//   inference
 #include <shardow/average.h>
 #include <shardow/checkpoint.h>
 #include <shardow/ema_file.h>
@@ -25,7 +27,9 @@ struct NetImpl : torch::nn::Module {
     register_module("head", head);
   }
 
-  torch::Tensor forward(const torch::Tensor& images) { return head(torch::max_pool2d(torch::relu(norm(conv(images))), 2).flatten(1)); }
+  torch::Tensor forward(const torch::Tensor& images) {
+    return head(torch::max_pool2d(torch::relu(norm(conv(images))), 2).flatten(1));
+  }
 };
 TORCH_MODULE(Net);
 
@@ -89,7 +93,8 @@ int main(int argc, char** argv) {
   torch::manual_seed(0);
   Net net;
   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-  shardow::Average ema(lt::parameters(*net), {.schedules = {shardow::Schedule::warmup(0.95), shardow::Schedule::constant(0.8)}});
+  shardow::Average ema(lt::parameters(*net),
+                       {.schedules = {shardow::Schedule::warmup(0.95), shardow::Schedule::constant(0.8)}});
   const std::vector<shardow::TensorView> model = lt::state(*net), momentum = lt::views(momentum_of(net, optimizer));
 
   if (resume(*group, ema, model, momentum, checkpoint)) lt::written(*net);
@@ -99,7 +104,8 @@ int main(int argc, char** argv) {
     torch::nn::functional::cross_entropy(net(batch.images), batch.labels).backward();
     optimizer.step();
     ema.update();
-    if (step % 20 == 0 || step == steps) {  // one directory, whole or not there: averages, weights and momentum of one step
+    if (step % 20 == 0 ||
+        step == steps) {  // one directory, whole or not there: averages, weights and momentum of one step
       std::vector<shardow::SaveFile> files = shardow::ema_files(*group, ema);
       files.push_back({"model.safetensors", model});
       files.push_back({"momentum.safetensors", momentum});

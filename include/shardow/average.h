@@ -5,10 +5,11 @@
 //   { const Swapped swapped(ema); evaluate(); }                       // inside, the weights are the averages
 //   save(group, ema, "run/ema.safetensors");
 //
-// Read this first, then tensor_view.h, region.h, schedule.h, ema_file.h. Programs: docs/cpp.md; rare cases: docs/cpp_reference.md.
+// Read this first, then tensor_view.h, region.h, schedule.h, ema_file.h. Programs: docs/cpp.md; rare cases:
+// docs/cpp_reference.md.
 //
-// An update is e += (1 - decay) (p - e), without communication. Views' memory and streams are borrowed until the Average ends or bind()
-// names others. One thread at a time. Calls throw Error (error.h).
+// An update is e += (1 - decay) (p - e), without communication. Views' memory and streams are borrowed until the
+// Average ends or bind() names others. One thread at a time. Calls throw Error (error.h).
 #pragma once
 
 #include <optional>
@@ -64,10 +65,11 @@ class Average {
   /// Averages begin as copies, on the weights' device.
   explicit Average(std::span<const TensorView> weights, AverageOptions options = {});
 
-  /// In the caller's memory, there or on the host: averages[k] has the weights' names and regions (with options.replicas this rank's
-  /// part()s), in order, in options.dtype.
+  /// In the caller's memory, there or on the host: averages[k] has the weights' names and regions (with
+  /// options.replicas this rank's part()s), in order, in options.dtype.
   template <int = 0>
-  Average(std::span<const TensorView> weights, std::span<const std::vector<TensorView>> averages, AverageOptions options = {})
+  Average(std::span<const TensorView> weights, std::span<const std::vector<TensorView>> averages,
+          AverageOptions options = {})
       : Average({weights.begin(), weights.end()}, {averages.begin(), averages.end()}, std::move(options), nullptr) {}
 
   Average(Average&&) noexcept;
@@ -76,10 +78,11 @@ class Average {
   /// Takes an open swap back: the weights' memory must still be there.
   ~Average();
 
-  /// After an optimizer step. `step`: your own growing count; else calls are counted. `samples`: of training so far. CUDA: enqueued on the
-  /// views' streams.
+  /// After an optimizer step. `step`: your own growing count; else calls are counted. `samples`: of training so far.
+  /// CUDA: enqueued on the views' streams.
   UpdateReport update(std::optional<int64_t> step = std::nullopt, double samples = 0);
-  UpdateReport update(std::span<const TensorView> weights, std::optional<int64_t> step = std::nullopt, double samples = 0);
+  UpdateReport update(std::span<const TensorView> weights, std::optional<int64_t> step = std::nullopt,
+                      double samples = 0);
 
   /// The same views at other addresses or on other streams.
   void bind(std::span<const TensorView> weights);
@@ -124,7 +127,8 @@ class Average {
   UpdateReport prepare_replay(std::optional<int64_t> step = std::nullopt, double samples = 0);
 
  private:
-  Average(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options, std::nullptr_t);
+  Average(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options,
+          std::nullptr_t);
 
   friend struct average::Driver;
   struct [[gnu::visibility("hidden")]] Impl;
@@ -135,7 +139,9 @@ class Average {
 class Swapped {
  public:
   [[nodiscard]] explicit Swapped(Average& ema, size_t k = 0) : ema_(ema) { ema_.swap_in(k); }
-  [[nodiscard]] Swapped(Average& ema, std::span<const TensorView> weights, size_t k = 0) : ema_(ema) { ema_.swap_in(weights, k); }
+  [[nodiscard]] Swapped(Average& ema, std::span<const TensorView> weights, size_t k = 0) : ema_(ema) {
+    ema_.swap_in(weights, k);
+  }
   ~Swapped();
 
   Swapped(const Swapped&) = delete;

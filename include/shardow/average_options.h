@@ -21,7 +21,8 @@ enum class Rule {
   kQuotient,         ///< torch's SWA
 };
 
-/// kStochastic keeps the small increments of long decays; kAuto takes it for 16-bit averages, and for kF32 where 1 - decay < 5e-5.
+/// kStochastic keeps the small increments of long decays; kAuto takes it for 16-bit averages, and for kF32 where 1 -
+/// decay < 5e-5.
 enum class Rounding { kAuto, kNearest, kStochastic };
 
 /// NaN or Inf in a weight.

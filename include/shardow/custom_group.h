@@ -1,4 +1,5 @@
-// A Group of your own, of a Store, a Meeting or your own calls; group_checks() judges it. The rules: docs/cpp.md, "A Group of your own".
+// A Group of your own, of a Store, a Meeting or your own calls; group_checks() judges it. The rules: docs/cpp.md, "A
+// Group of your own".
 #pragma once
 
 #include <compare>
@@ -46,8 +47,8 @@ class Meeting {
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
 
-  /// The lane's next round; it ends alike for all, late ones too: with what all brought, or kTimeout or kPeerFailed naming who did not
-  /// come.
+  /// The lane's next round; it ends alike for all, late ones too: with what all brought, or kTimeout or kPeerFailed
+  /// naming who did not come.
   virtual std::shared_ptr<const Bytes> meet(const Lane& lane, Offer offer, Deadline deadline) = 0;
 };
 

@@ -19,7 +19,8 @@ struct EmaLoadReport {
   double seconds = 0;
 };
 
-/// Collective. The run goes on as if it had not stopped, its schedules() as saved. Where reading fails halfway averages may be the file's.
+/// Collective. The run goes on as if it had not stopped, its schedules() as saved. Where reading fails halfway averages
+/// may be the file's.
 EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path, const LoadOptions& options = {},
                    OptionsFrom from = OptionsFrom::kFile);
 
@@ -28,7 +29,8 @@ EmaLoadReport load(Group& group, Average& ema, const Checkpoint& checkpoint, con
                    OptionsFrom from = OptionsFrom::kFile);
 
 /// Collective: what save() writes, to be saved with more or by StagedSave. No update until it is written or staged.
-std::vector<SaveFile> ema_files(Group& group, const Average& ema, std::chrono::milliseconds timeout = std::chrono::milliseconds(600'000));
+std::vector<SaveFile> ema_files(Group& group, const Average& ema,
+                                std::chrono::milliseconds timeout = std::chrono::milliseconds(600'000));
 
 /// Of several: "ema-0.999.safetensors".
 std::string ema_file_name(std::string_view key);

@@ -1,7 +1,7 @@
 // LibTorch, which you link: views of a module's weights, named as Python's state_dict(), and the Group of a c10d store.
 //
-// After module.to(...) make views anew and ema.bind() them. `stream`: the cudaStream_t. Throws kUnsupported for strides that are not
-// row-major, sparse tensors and overlaps.
+// After module.to(...) make views anew and ema.bind() them. `stream`: the cudaStream_t. Throws kUnsupported for strides
+// that are not row-major, sparse tensors and overlaps.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -17,14 +17,16 @@ namespace shardow::libtorch {
 enum class Params { kTrainable, kAll };  ///< kTrainable: requires_grad
 
 /// For an Average; tied weights by their first name.
-std::vector<TensorView> parameters(const torch::nn::Module& module, Params which = Params::kTrainable, void* stream = nullptr);
+std::vector<TensorView> parameters(const torch::nn::Module& module, Params which = Params::kTrainable,
+                                   void* stream = nullptr);
 
 /// To save, not to average: some are integers.
 std::vector<TensorView> buffers(const torch::nn::Module& module, void* stream = nullptr);
 
-/// Parameters and buffers, with `averages` in place of their weights. `others` gets further names of tied weights, with the first.
-std::vector<TensorView> state(const torch::nn::Module& module, std::span<const TensorView> averages = {}, void* stream = nullptr,
-                              std::map<std::string, std::string>* others = nullptr);
+/// Parameters and buffers, with `averages` in place of their weights. `others` gets further names of tied weights, with
+/// the first.
+std::vector<TensorView> state(const torch::nn::Module& module, std::span<const TensorView> averages = {},
+                              void* stream = nullptr, std::map<std::string, std::string>* others = nullptr);
 
 /// As shardow::Swapped; calls written().
 class Swapped {
@@ -48,7 +50,8 @@ std::unique_ptr<Group> group(c10::intrusive_ptr<c10d::Store> store, int rank, in
 
 /// Of a torch::OrderedDict.
 template <typename Named>
-std::vector<TensorView> views(const Named& tensors, void* stream = nullptr, std::map<std::string, std::string>* others = nullptr);
+std::vector<TensorView> views(const Named& tensors, void* stream = nullptr,
+                              std::map<std::string, std::string>* others = nullptr);
 
 TensorView view(const std::string& name, const at::Tensor& tensor, void* stream = nullptr);
 

@@ -1,4 +1,5 @@
-// Weighted sums of checkpoints, in float64, rounded once: the same bytes on any ranks and threads. Formulas: docs/merging.md.
+// Weighted sums of checkpoints, in float64, rounded once: the same bytes on any ranks and threads. Formulas:
+// docs/merging.md.
 #pragma once
 
 #include <variant>
@@ -28,7 +29,8 @@ struct MergeInput {
 };
 
 /// Of metadata, else of its path: step-100.
-std::optional<int64_t> step_of(const std::filesystem::path& path, const std::map<std::string, std::string>& metadata = {});
+std::optional<int64_t> step_of(const std::filesystem::path& path,
+                               const std::map<std::string, std::string>& metadata = {});
 
 /// Of the learning rate, from the first step to the last.
 enum class DecayCurve : uint8_t { kLinear, kCosine, kInvSqrt, kOneMinusSqrt };
@@ -87,11 +89,13 @@ struct MergeReport {
   double seconds = 0;
 };
 
-/// Collective, with the same inputs on every rank; saves as save(). Throws where a finite sum becomes infinite, and for floats below 16
-/// bits.
-MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::filesystem::path& path, const MergeOptions& options = {});
+/// Collective, with the same inputs on every rank; saves as save(). Throws where a finite sum becomes infinite, and for
+/// floats below 16 bits.
+MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::filesystem::path& path,
+                  const MergeOptions& options = {});
 
-LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::vector<MergeInput> inputs, const LoadOptions& options = {});
+LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::vector<MergeInput> inputs,
+                       const LoadOptions& options = {});
 
 }  // namespace shardow
 #pragma GCC visibility pop

@@ -17,8 +17,8 @@
 #pragma GCC visibility push(default)
 namespace shardow {
 
-/// Collective, without a deadline: duplicates `comm`. For this thread; with MPI_THREAD_MULTIPLE for any, one at a time. Destroy it here,
-/// before MPI_Finalize().
+/// Collective, without a deadline: duplicates `comm`. For this thread; with MPI_THREAD_MULTIPLE for any, one at a time.
+/// Destroy it here, before MPI_Finalize().
 std::unique_ptr<Group> mpi(MPI_Comm comm);
 
 }  // namespace shardow

@@ -24,7 +24,8 @@ struct MeshDim {
 };
 
 /// placements[i] is what mesh[i] does, left to right, as torch.chunk() cuts.
-Region region_of(std::string_view name, const Shape& shape, std::span<const MeshDim> mesh, std::span<const Placement> placements);
+Region region_of(std::string_view name, const Shape& shape, std::span<const MeshDim> mesh,
+                 std::span<const Placement> placements);
 
 }  // namespace shardow
 #pragma GCC visibility pop

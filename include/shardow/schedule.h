@@ -50,19 +50,20 @@ class Schedule {
   static Schedule half_life_fraction(double fraction, double max_steps);  ///< half-life min(max_steps, fraction n)
 
   /// k-diffusion's EMAWarmup: 1 - (1 + (n - 1 - start) / inv_gamma)^-power.
-  static Schedule inverse_gamma(double inv_gamma, double power, double min_decay = 0, double max_decay = 1, double start = 0);
+  static Schedule inverse_gamma(double inv_gamma, double power, double min_decay = 0, double max_decay = 1,
+                                double start = 0);
 
   // Other projects', off-by-ones included.
 
   static Schedule tf_warmup(double decay);
-  static Schedule timm(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_warmup = false, double gamma = 1,
-                       double power = 2.0 / 3);
-  static Schedule dist_ema(double decay, bool warmup = false, double power = 2.0 / 3, double min_decay = 0, double inv_gamma = 1,
-                           int64_t update_after_step = 0);
-  static Schedule diffusers(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_ema_warmup = false,
-                            double inv_gamma = 1, double power = 2.0 / 3);
-  static Schedule ema_pytorch(double beta = 0.9999, int64_t update_after_step = 100, double inv_gamma = 1, double power = 2.0 / 3,
-                              double min_value = 0);
+  static Schedule timm(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_warmup = false,
+                       double gamma = 1, double power = 2.0 / 3);
+  static Schedule dist_ema(double decay, bool warmup = false, double power = 2.0 / 3, double min_decay = 0,
+                           double inv_gamma = 1, int64_t update_after_step = 0);
+  static Schedule diffusers(double decay, double min_decay = 0, int64_t update_after_step = 0,
+                            bool use_ema_warmup = false, double inv_gamma = 1, double power = 2.0 / 3);
+  static Schedule ema_pytorch(double beta = 0.9999, int64_t update_after_step = 100, double inv_gamma = 1,
+                              double power = 2.0 / 3, double min_value = 0);
 
   std::string key() const;  ///< in file names: "0.9999", "power(sigma_rel=0.1)"
 

@@ -1,7 +1,7 @@
 """Shardow: the averaged (EMA) weights of models that train on many ranks; sharded, exact, resumable.
 
-``shardow.EMA`` keeps the averages of a PyTorch model; ``shardow.schedules`` says how much of the old average survives each step. Importing
-this package imports neither torch nor CUDA.
+``shardow.EMA`` keeps the averages of a PyTorch model; ``shardow.schedules`` says how much of the old average survives
+each step. Importing this package imports neither torch nor CUDA.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ __all__ = [
 _HOMES = {
     "Handle": "averages.attach", "Checkpoints": "checkpoints.face", "EMA": "ema", "SaveHandle": "files.background",
     "Checkpoint": "files.reading", "Slice": "files.reading",
-    "async_save": "files.checkpoint", "full_state_dict": "files.checkpoint", "save": "files.checkpoint", "load": "start.materialize",
+    "async_save": "files.checkpoint", "full_state_dict": "files.checkpoint", "save": "files.checkpoint",
+    "load": "start.materialize",
     "merge": "merging.face", "merged": "merging.face",
     "materialize": "start.materialize", "meta_init": "start.meta", "to_empty": "start.meta", "wrap": "start.wrap",
 }  # fmt: skip

@@ -27,45 +27,54 @@ from shardow.files.decay_keys import choose
 
 
 class EMA(Saved):
-    """Exponential moving averages of ``model``'s parameters: e <- decay * e + (1 - decay) * p after every optimizer step.
+    """Exponential moving averages of ``model``'s parameters: e <- decay * e + (1 - decay) * p after every optimizer
+    step.
 
-    Each rank averages what it holds, in place, in one pass, with no communication: 4 P / N bytes a rank. The averages are bit-identical at
-    any world size, sharding and thread count. Finds plain, DDP, FSDP1, FSDP2, HSDP and TP parameters by itself, through torch.compile and
-    checkpoint wrappers.
+    Each rank averages what it holds, in place, in one pass, with no communication: 4 P / N bytes a rank. The averages
+    are bit-identical at any world size, sharding and thread count. Finds plain, DDP, FSDP1, FSDP2, HSDP and TP
+    parameters by itself, through torch.compile and checkpoint wrappers.
 
-    Construction is collective over the ranks that share the model, after it has been wrapped and its weights are in place; the averages
-    begin equal to the weights.
+    Construction is collective over the ranks that share the model, after it has been wrapped and its weights are in
+    place; the averages begin equal to the weights.
 
     Args:
         model: any module. Names are those of the unwrapped model.
-        decay: weight kept on the old average per step, in [0, 1]; a Schedule of shardow.schedules; or a list of up to 8, all averaged in
-            one pass.
+        decay: weight kept on the old average per step, in [0, 1]; a Schedule of shardow.schedules; or a list of up to
+            8, all averaged in one pass.
         dtype: of the averages; float32 whatever the weights are.
-        device: where the averages live; None: with their weights. "cpu" with weights on CUDA devices: in host memory. Weights cross the
-            link once per update, in their own dtype, and are averaged in the background. With attach() or ``optimizer=`` that optimizer's
-            next step waits for the copies, on the device; else update() makes torch's current stream wait for them.
-        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide work and memory; "copy": each averages everything it holds.
+        device: where the averages live; None: with their weights. "cpu" with weights on CUDA devices: in host memory.
+            Weights cross the link once per update, in their own dtype, and are averaged in the background. With
+            attach() or ``optimizer=`` that optimizer's next step waits for the copies, on the device; else update()
+            makes torch's current stream wait for them.
+        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide work and memory; "copy": each averages
+            everything it holds.
         params: "trainable", "all", or a predicate of (name, parameter).
-        buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves them out. Integer
-            buffers are only copied.
-        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p), "difference"
-            (e.sub_((1-d)*(e-p))), "fused_difference" (e.sub_(e-p, alpha=1-d)) or "quotient" (e + (p-e) / (1/(1-d))): bit-equal to those
-            forms.
-        stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would lose it.
-        nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise": held, then ValueError, with
-            several ranks at the next collective call of this EMA and on all of them; the update is made and counted by then.
+        buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves
+            them out. Integer buffers are only copied.
+        rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p),
+            "difference" (e.sub_((1-d)*(e-p))), "fused_difference" (e.sub_(e-p, alpha=1-d)) or "quotient" (e + (p-e) /
+            (1/(1-d))): bit-equal to those forms.
+        stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would
+            lose it.
+        nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise": held,
+            then ValueError, with several ranks at the next collective call of this EMA and on all of them; the update
+            is made and counted by then.
         update_every: average every n-th step, with decay^n.
         start_step: an update at a step <= start_step copies the weights, the next one averages.
         seed: of stochastic rounding.
-        source: {name: tensor} averaged in a parameter's place (an optimizer's float32 master copy), same local shape. Where an optimizer
-            divides its masters among replicas: {name: (tensor, first)}, the parameter's elements from ``first`` on, row-major; or
-            (tensor, first, "local") of those that this rank holds. Together ranks have each element once; an empty tensor says none.
-        group: process group of ranks that hold replicas of a plain model, or share one whose groups can't be told from its meshes.
+        source: {name: tensor} averaged in a parameter's place (an optimizer's float32 master copy), same local shape.
+            Where an optimizer divides its masters among replicas: {name: (tensor, first)}, the parameter's elements
+            from ``first`` on, row-major; or (tensor, first, "local") of those that this rank holds. Together ranks have
+            each element once; an empty tensor says none.
+        group: process group of ranks that hold replicas of a plain model, or share one whose groups can't be told from
+            its meshes.
         threads: CPU threads; 0: what OMP_NUM_THREADS and the affinity mask allow, at most 4.
-        overlap: average weights on the CPU in the background, on ``threads`` threads (one by default), while training goes on. Needs
-            attach() or ``optimizer=``: the optimizer's next step waits, as do all calls that read averages. What else writes into weights
-            meanwhile (``p.data.mul_()``, ``load_state_dict()``) would be averaged half old, half new: call stats() first, which waits.
-        ring_bytes: pinned host memory through which weights on devices reach averages on the host; shared by this rank's devices.
+        overlap: average weights on the CPU in the background, on ``threads`` threads (one by default), while training
+            goes on. Needs attach() or ``optimizer=``: the optimizer's next step waits, as do all calls that read
+            averages. What else writes into weights meanwhile (``p.data.mul_()``, ``load_state_dict()``) would be
+            averaged half old, half new: call stats() first, which waits.
+        ring_bytes: pinned host memory through which weights on devices reach averages on the host; shared by this
+            rank's devices.
         optimizer: attach() to it.
         timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
         momentum: refused: it would be 1 - decay in one library, and decay in another.
@@ -103,11 +112,14 @@ class EMA(Saved):
     ) -> None:
         asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
-            "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step, "seed": seed,
+            "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
+            "seed": seed,
             "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         self._core = Averages(model, decay, asked, source, group, timeout)
-        self._attached = Attachments(self._core.update_attached, self._core.before_step)  # not of self: the last to let go frees it all
+        self._attached = Attachments(
+            self._core.update_attached, self._core.before_step
+        )  # not of self: the last to let go frees it all
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -118,7 +130,8 @@ class EMA(Saved):
         """After an optimizer step: one pass over this rank's weights; no communication.
 
         Args:
-            step: optimizer steps taken so far; None: one more than before. A step is counted once; skipped ones are made up for by decay^n.
+            step: optimizer steps taken so far; None: one more than before. A step is counted once; skipped ones are
+                made up for by decay^n.
             samples: training samples seen so far, for schedules in samples.
         """
         self._attached.refuse_update(self._core.options.overlap)
@@ -126,35 +139,41 @@ class EMA(Saved):
 
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
-        """Before each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the replay its numbers.
-        Local; nothing waits.
+        """Before each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the
+        replay its numbers. Local; nothing waits.
 
-        An update() that is captured is recorded and not counted. Call this on the stream of the replay; a replay without it repeats the
-        step before, and does nothing the first time. Weights that moved need a new capture.
+        An update() that is captured is recorded and not counted. Call this on the stream of the replay; a replay
+        without it repeats the step before, and does nothing the first time. Weights that moved need a new capture.
 
         Args: as update().
 
         Raises:
-            ValueError: the weights are not those of the capture, or the step draws noise that the captured launch can't.
+            ValueError: the weights are not those of the capture, or the step draws noise that the captured launch
+                can't.
         """
         if self._core.engine.swapped or not self._core.view.unchanged():
-            why = "weights were swapped, moved or replaced since update() was captured; a replay would read their old memory"
+            why = (
+                "weights were swapped, moved or replaced since update() was captured; a replay would read their old "
+                "memory"
+            )
             raise invalid(f"prepare_replay(): {why}. Capture it anew")
         self._core.engine.prepare_replay(step, samples)
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.
 
-        Steps that a GradScaler skips are not counted; with a fused optimizer on CUDA, learning that waits for the device. Several
-        optimizers of one model are attached one after another, in the order in which they step: one update follows when each has stepped.
+        Steps that a GradScaler skips are not counted; with a fused optimizer on CUDA, learning that waits for the
+        device. Several optimizers of one model are attached one after another, in the order in which they step: one
+        update follows when each has stepped.
 
         Args:
             optimizer: torch's, or a wrapper that has it as ``.optimizer`` (accelerate's).
-            samples: for schedules in samples: those of one step on all ranks, or a function that returns how many have been seen so far.
+            samples: for schedules in samples: those of one step on all ranks, or a function that returns how many have
+                been seen so far.
 
         Raises:
-            ValueError: attached to this optimizer already. TypeError: no optimizer. And in ``step()``, before it, where the weights are
-                swapped.
+            ValueError: attached to this optimizer already. TypeError: no optimizer. And in ``step()``, before it, where
+                the weights are swapped.
         """
         return self._attached.add(optimizer, samples)
 
@@ -163,20 +182,21 @@ class EMA(Saved):
     def swapped(self, decay: Decay | None = None) -> Block:
         """Inside the block the model holds the averages; after it, whatever happened, its weights again, bit for bit.
 
-        Collective, both ends, where ranks share the model. In place, without a second copy of the weights: state_dict() and the like, and
-        optimizer.step(), wait until the block ends. ``decay`` chooses among several averages. A backward through activations from before
-        the block raises, where autograd can see it.
+        Collective, both ends, where ranks share the model. In place, without a second copy of the weights: state_dict()
+        and the like, and optimizer.step(), wait until the block ends. ``decay`` chooses among several averages. A
+        backward through activations from before the block raises, where autograd can see it.
 
-        Weights whose memory moved inside (``model.to()``, ``load_state_dict(assign=True)``) are put where the model has them now; with a
-        RuntimeWarning where they were cast.
+        Weights whose memory moved inside (``model.to()``, ``load_state_dict(assign=True)``) are put where the model has
+        them now; with a RuntimeWarning where they were cast.
 
-        An exception of the block is raised at once, on its rank. Other ranks get a ConnectionError that names it when they leave theirs.
-        Where replicas hold parts of each other's weights (DDP, HSDP with ``replicas="split"``) and some ranks were still inside, the model
-        keeps the averages, all other calls say so, and restore() on every rank brings the weights back.
+        An exception of the block is raised at once, on its rank. Other ranks get a ConnectionError that names it when
+        they leave theirs. Where replicas hold parts of each other's weights (DDP, HSDP with ``replicas="split"``) and
+        some ranks were still inside, the model keeps the averages, all other calls say so, and restore() on every rank
+        brings the weights back.
 
         Raises:
-            ValueError: nested; the same weights hold another EMA's averages; replicas differ; or, on leaving, with nothing lost, the
-                model has no place for its weights any more.
+            ValueError: nested; the same weights hold another EMA's averages; replicas differ; or, on leaving, with
+                nothing lost, the model has no place for its weights any more.
             TimeoutError, ConnectionError: another rank is missing, or failed.
         """
         return Block(self._core.swap, functools.partial(self._core.ready_to_swap, decay))
@@ -186,32 +206,36 @@ class EMA(Saved):
         self._core.swap.enter(functools.partial(self._core.ready_to_swap, decay))
 
     def swap_out(self) -> None:
-        """The end of swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped in."""
+        """The end of swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped
+        in.
+        """
         self._core.swap.out()
 
     def restore(self, strict: bool = True) -> None:
-        """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached; nothing where they are back.
+        """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached; nothing
+        where they are back.
 
-        Collective where replicas hold parts of each other's weights: call it on every rank that shares the model. ``strict=False``:
-        parameters that are gone from the model are left as they are.
+        Collective where replicas hold parts of each other's weights: call it on every rank that shares the model.
+        ``strict=False``: parameters that are gone from the model are left as they are.
 
         Raises:
             ValueError: the model has no place for its weights any more; nothing has changed.
-            TimeoutError, ConnectionError: another rank is missing; if it died, the weights that it held died with it, and the last
-                checkpoint has to be loaded.
+            TimeoutError, ConnectionError: another rank is missing; if it died, the weights that it held died with it,
+                and the last checkpoint has to be loaded.
         """
         self._core.swap.restore(strict)
 
     def copy_to(self, model: nn.Module, decay: Decay | None = None) -> None:
-        """The averages, and what belongs to a complete model, into another module with the same names, sharded or not. Collective. What has
-        no elements in memory (sparse, quantised) can't be copied; a warning names it."""
+        """The averages, and what belongs to a complete model, into another module with the same names, sharded or not.
+        Collective. What has no elements in memory (sparse, quantised) can't be copied; a warning names it."""
         copies.copy_to(self._core, model, decay)
 
     def feed_back(self, decay: Decay | None = None) -> None:
-        """The averages become the model's weights, and training goes on from there (Switch EMA, arXiv 2402.09240: at the end of an epoch).
+        """The averages become the model's weights, and training goes on from there (Switch EMA, arXiv 2402.09240: at
+        the end of an epoch).
 
-        Collective where ranks share the model. Rounded to the weights' dtype; master copies of ``source=`` get them too. The averages,
-        their steps and the optimizer's own state stay. ``decay`` chooses among several averages.
+        Collective where ranks share the model. Rounded to the weights' dtype; master copies of ``source=`` get them
+        too. The averages, their steps and the optimizer's own state stay. ``decay`` chooses among several averages.
 
         Raises:
             ValueError: inside swapped(), or the replicas' weights differ; nothing has changed.
@@ -227,7 +251,9 @@ class EMA(Saved):
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EMA:
-        """Of a plain model that no other ranks share: with a copy of the model, or with its copy that is made in the same deepcopy()."""
+        """Of a plain model that no other ranks share: with a copy of the model, or with its copy that is made in the
+        same deepcopy().
+        """
         model, arguments = copy.deepcopy(self._core.to_copy("copied"), memo)
         memo[id(self)] = made = _remade(model, arguments, self.state_dict())
         return made
@@ -256,18 +282,22 @@ class EMA(Saved):
     def stats(self) -> dict[str, float]:
         """What this rank holds and did, a flat dict of numbers for a logger.
 
-        step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters, elements and bytes of the
-        averages on this rank, bytes_moved and seconds of the last update, held_nonfinite: elements kept because their weight was NaN or
-        Inf, since the start, table_bytes: memory of the lists that an update goes through.
+        step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters,
+        elements and bytes of the averages on this rank, bytes_moved and seconds of the last update, held_nonfinite:
+        elements kept because their weight was NaN or Inf, since the start, table_bytes: memory of the lists that an
+        update goes through.
 
-        With overlap=True, or averages on the host of weights on a device, also, since the start: offload/hidden_seconds of averaging while
-        nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied from devices.
+        With overlap=True, or averages on the host of weights on a device, also, since the start: offload/hidden_seconds
+        of averaging while nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied
+        from devices.
         """
         return figures.stats(self._core.engine, self._core.options.overlap, self._core.offloaded)
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
-        """``|averages - weights| / |weights|`` over the whole model, in the Euclidean norm, computed in float64. Collective."""
+        """``|averages - weights| / |weights|`` over the whole model, in the Euclidean norm, computed in float64.
+        Collective.
+        """
         self._core.together("distance()", lambda: self._core.swap.ready("distance()"), self._core.asked(decay))
         self._core.swap.gather()
         return _state.distance(self._core.tracked, choose(self._core.keys, decay), self._core.team)

@@ -1,9 +1,12 @@
-"""The errors of shardow, to catch by what they mean: one class per code of the engine's, each also the built-in that it resembles."""
+"""The errors of shardow, to catch by what they mean: one class per code of the engine's, each also the built-in that it
+resembles.
+"""
 
 from __future__ import annotations
 
 __all__ = [
-    "CorruptError", "DeadlineError", "Error", "InternalError", "InvalidArgumentError", "IoError", "NotFoundError", "OutOfSpaceError",
+    "CorruptError", "DeadlineError", "Error", "InternalError", "InvalidArgumentError", "IoError", "NotFoundError",
+    "OutOfSpaceError",
     "PeerFailedError", "UnknownOptionError", "UnsupportedError",
 ]  # fmt: skip
 
@@ -16,8 +19,8 @@ _CLASSES: dict[str, type[Error]] = {}  # by the engine's codes
 
 
 class Error(Exception):
-    """Base of everything that shardow raises on purpose. ``code`` is one of a closed set; ``errno`` is 0 unless the operating system
-    refused."""
+    """Base of everything that shardow raises on purpose. ``code`` is one of a closed set; ``errno`` is 0 unless the
+    operating system refused."""
 
     code = "internal"
 
@@ -88,9 +91,12 @@ def make(code: str, message: str, errno: int = 0) -> Error:
 
 
 def make_also(kind: type[Exception], message: str, code: str = "invalid_argument") -> Error:
-    """make(), of an exception that is ``kind`` too: what another library raises there, whose users may be catching it."""
+    """make(), of an exception that is ``kind`` too: what another library raises there, whose users may be catching
+    it."""
     base = _CLASSES[code]
     cls: type[Error] = (
-        base if issubclass(base, kind) else type(base.__name__, (base, kind), {"__doc__": base.__doc__, "__module__": base.__module__})
+        base
+        if issubclass(base, kind)
+        else type(base.__name__, (base, kind), {"__doc__": base.__doc__, "__module__": base.__module__})
     )
     return cls(message)

@@ -1,7 +1,8 @@
 """Averages whose profile is chosen after training, from snapshots that EMA.snapshot() saved: docs/posthoc.md.
 
-plan() says which snapshots, with which coefficients, and how near their sum comes; sweep() says how near for all widths, before anything
-is computed; synthesize() makes the average, in one read of the snapshots. The first two need no torch.
+plan() says which snapshots, with which coefficients, and how near their sum comes; sweep() says how near for all
+widths, before anything is computed; synthesize() makes the average, in one read of the snapshots. The first two need no
+torch.
 """
 
 from __future__ import annotations
@@ -34,22 +35,24 @@ def plan(
     step: int | None = None,
     formula: Formula = "exact",
 ) -> Plan:
-    """Of the average that a run would have tracked up to ``step``: the nearest sum of snapshots, by least squares over their profiles, with
-    coefficients that sum to 1. Reads headers alone.
+    """Of the average that a run would have tracked up to ``step``: the nearest sum of snapshots, by least squares over
+    their profiles, with coefficients that sum to 1. Reads headers alone.
 
     Args:
         sigma_rel: width of its power-function profile, as of schedules.power(); or
         schedule: any of shardow.schedules, or a decay.
         step: None: that of the last snapshot. Later ones are left out.
-        formula: "exact": sums over the updates that the run made, whatever its schedules and steps; "continuous": EDM2's integrals, for
-            comparisons with its code. The residual and the bounds that are told are those of the exact profiles, either way.
+        formula: "exact": sums over the updates that the run made, whatever its schedules and steps; "continuous":
+            EDM2's integrals, for comparisons with its code. The residual and the bounds that are told are those of the
+            exact profiles, either way.
 
     Raises:
         FileNotFoundError: there are no snapshots. ValueError: a step that they do not reach, or a file that is damaged.
     """
     if (sigma_rel is None) == (schedule is None):
         raise invalid("which average: give sigma_rel=, or schedule= for one that is no power function")
-    target = schedules.power(sigma_rel) if sigma_rel is not None else schedules.as_schedules(schedule)[0]  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    target = schedules.power(sigma_rel) if sigma_rel is not None else schedules.as_schedules(schedule)[0]
     continuous = one_of("formula", formula, ("exact", "continuous")) == "continuous"
     return _core.posthoc_plan(Path(paths.to_read(directory)), target, step, continuous)
 
@@ -68,9 +71,9 @@ def synthesize(
     timeout: float | timedelta | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Makes that average: ``out`` is a .safetensors file, or a directory in the Hugging Face layout, published as every save is. Reads each
-    snapshot once, a few chunks at a time; sums in float64, rounded once. Collective where torch.distributed is initialised: each rank
-    writes its own bytes.
+    """Makes that average: ``out`` is a .safetensors file, or a directory in the Hugging Face layout, published as every
+    save is. Reads each snapshot once, a few chunks at a time; sums in float64, rounded once. Collective where
+    torch.distributed is initialised: each rank writes its own bytes.
 
     Args:
         sigma_rel, schedule, step, formula: as in plan().
@@ -84,7 +87,8 @@ def synthesize(
         As plan() does; ValueError too where ``out`` would take the place of a snapshot's files.
 
     Returns:
-        {"plan": what was made, with its residual and bounds, "files": [path], "bytes_read", "bytes_written": by this rank, "seconds"}.
+        {"plan": what was made, with its residual and bounds, "files": [path], "bytes_read", "bytes_written": by this
+        rank, "seconds"}.
     """
     import torch.distributed as dist
 
@@ -107,9 +111,14 @@ def synthesize(
 
 
 def sweep(
-    directory: paths.StrPath, picture: paths.StrPath | None = None, *, step: int | None = None, sigma_rels: Sequence[float] = ()
+    directory: paths.StrPath,
+    picture: paths.StrPath | None = None,
+    *,
+    step: int | None = None,
+    sigma_rels: Sequence[float] = (),
 ) -> Sweep:
-    """The error to expect of every width, before anything is computed: the residual of the profile, and the rounding of the snapshots.
+    """The error to expect of every width, before anything is computed: the residual of the profile, and the rounding of
+    the snapshots.
 
     Args:
         picture: a path that ends in .svg, for a picture of it.

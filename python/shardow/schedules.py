@@ -1,7 +1,9 @@
-"""Schedules: how much of the old average survives each update. Every function returns a Schedule, a value that is saved with the averages.
+"""Schedules: how much of the old average survives each update. Every function returns a Schedule, a value that is saved
+with the averages.
 
-n is the optimizer step since averaging began, 1 at the first update; d the decay of that update. Where several steps lie between two
-updates, their decays are multiplied. Parameters are the kind's numbers, which the engine knows by the same names and checks.
+n is the optimizer step since averaging began, 1 at the first update; d the decay of that update. Where several steps
+lie between two updates, their decays are multiplied. Parameters are the kind's numbers, which the engine knows by the
+same names and checks.
 """
 
 from __future__ import annotations
@@ -26,20 +28,23 @@ def half_life(steps: float) -> Schedule:
 
 
 def half_life_in_samples(samples: float) -> Schedule:
-    """The old average halves in ``samples`` training samples; ``update(samples=)`` must tell how many have been seen. Independent of the
-    batch size."""
+    """The old average halves in ``samples`` training samples; ``update(samples=)`` must tell how many have been seen.
+    Independent of the batch size."""
     return Schedule.make("half_life_in_samples", locals())
 
 
 def half_life_fraction(fraction: float, max_steps: float = math.inf) -> Schedule:
-    """A half-life of min(max_steps, fraction * n) steps: EDM2's traditional EMA, with 0.09 there (Karras et al., arXiv 2312.02696)."""
+    """A half-life of min(max_steps, fraction * n) steps: EDM2's traditional EMA, with 0.09 there (Karras et al., arXiv
+    2312.02696).
+    """
     return Schedule.make("half_life_fraction", locals())
 
 
 def inverse_gamma(
     inv_gamma: float = 1.0, power: float = 1.0, *, min_decay: float = 0.0, max_decay: float = 1.0, start: int = 0
 ) -> Schedule:
-    """k-diffusion's EMAWarmup (K. Crowson): m = max(0, n - 1 - start), d = 1 - (1 + m / inv_gamma)^-power, into [min_decay, max_decay].
+    """k-diffusion's EMAWarmup (K. Crowson): m = max(0, n - 1 - start), d = 1 - (1 + m / inv_gamma)^-power, into
+    [min_decay, max_decay].
 
     power 2/3 reaches 0.999 at 31.6 thousand steps, 3/4 at 10 thousand; (1, 1) is the running mean.
     """
@@ -52,12 +57,20 @@ def warmup(decay: float) -> Schedule:
 
 
 def tf_warmup(decay: float) -> Schedule:
-    """d = min(decay, n / (9 + n)): tf.train.ExponentialMovingAverage with num_updates = n - 1, a global step that is not yet increased."""
+    """d = min(decay, n / (9 + n)): tf.train.ExponentialMovingAverage with num_updates = n - 1, a global step that is
+    not yet increased.
+    """
     return Schedule.make("tf_warmup", locals())
 
 
 def timm(
-    decay: float, min_decay: float = 0.0, update_after_step: int = 0, *, use_warmup: bool = False, gamma: float = 1.0, power: float = 2 / 3
+    decay: float,
+    min_decay: float = 0.0,
+    update_after_step: int = 0,
+    *,
+    use_warmup: bool = False,
+    gamma: float = 1.0,
+    power: float = 2 / 3,
 ) -> Schedule:
     """timm's ModelEmaV3.get_decay(n), with m = n - update_after_step - 1.
 
@@ -67,7 +80,13 @@ def timm(
 
 
 def dist_ema(
-    decay: float, warmup: bool = False, power: float = 2 / 3, *, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0
+    decay: float,
+    warmup: bool = False,
+    power: float = 2 / 3,
+    *,
+    min_decay: float = 0.0,
+    inv_gamma: float = 1.0,
+    update_after_step: int = 0,
 ) -> Schedule:
     """DistEMA, with m = max(0, n - 1 - update_after_step - 1), since it counts after it uses.
 
@@ -93,7 +112,12 @@ def diffusers(
 
 
 def ema_pytorch(
-    beta: float = 0.9999, update_after_step: int = 100, *, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0
+    beta: float = 0.9999,
+    update_after_step: int = 100,
+    *,
+    inv_gamma: float = 1.0,
+    power: float = 2 / 3,
+    min_value: float = 0.0,
 ) -> Schedule:
     """ema-pytorch's get_current_decay() at its n-th update, with m = n - update_after_step - 1.
 
@@ -120,8 +144,8 @@ def mean() -> Schedule:
 
 
 def power(sigma_rel: float) -> Schedule:
-    """Power-function profile of relative width sigma_rel in (0, 0.28]: d = (1 - 1/n)^(gamma + 1). From EDM2, Karras et al., arXiv
-    2312.02696, eq. 121 ff."""
+    """Power-function profile of relative width sigma_rel in (0, 0.28]: d = (1 - 1/n)^(gamma + 1). From EDM2, Karras et
+    al., arXiv 2312.02696, eq. 121 ff."""
     return Schedule.make("power", locals())
 
 
@@ -131,10 +155,11 @@ def debiased(decay: float) -> Schedule:
 
 
 def window(first: int, last: int) -> Schedule:
-    """The plain mean of the weights at the updates of steps ``first`` to ``last``, held afterwards; before ``first`` it copies them.
+    """The plain mean of the weights at the updates of steps ``first`` to ``last``, held afterwards; before ``first`` it
+    copies them.
 
-    1 <= first <= last. A mean of the end of a constant learning rate (PMA, arXiv 2505.12082; LAWA, arXiv 2209.14981). Pass several for
-    windows that overlap.
+    1 <= first <= last. A mean of the end of a constant learning rate (PMA, arXiv 2505.12082; LAWA, arXiv 2209.14981).
+    Pass several for windows that overlap.
     """
     return Schedule.make("window", locals())
 
@@ -160,12 +185,16 @@ def _as_schedule(decay: object) -> Schedule:
     if not 0 <= decay <= 1:
         raise invalid(f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999")
     if 0 < decay < 0.5:
-        warn(f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose decay is {1 - decay}")
+        warn(
+            f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose "
+            f"decay is {1 - decay}"
+        )
     return constant(float(decay))
 
 
 __all__ = [
-    "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life", "half_life_fraction",
+    "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life",
+    "half_life_fraction",
     "half_life_in_samples", "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup", "window",
 ]  # fmt: skip
 

@@ -31,15 +31,19 @@ namespace {
 using average::Driver;
 using average::SwapState;
 
-TensorView make_view(std::string name, const std::string& dtype, const Region& region, uintptr_t data, const std::string& device, int index,
-                     uintptr_t stream) {
+TensorView make_view(std::string name, const std::string& dtype, const Region& region, uintptr_t data,
+                     const std::string& device, int index, uintptr_t stream) {
   const Device::Kind kind = device == "cuda" ? Device::Kind::kCuda : Device::Kind::kCpu;
-  return {std::move(name), dtype_from_name(dtype), region, reinterpret_cast<void*>(data), {kind, index, reinterpret_cast<void*>(stream)}};
+  return {std::move(name),
+          dtype_from_name(dtype),
+          region,
+          reinterpret_cast<void*>(data),
+          {kind, index, reinterpret_cast<void*>(stream)}};
 }
 
-AverageOptions make_options(std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding, NonFinite non_finite,
-                            int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool overlap, bool keep_values,
-                            int64_t ring_bytes) {
+AverageOptions make_options(std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding,
+                            NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed,
+                            int num_threads, bool overlap, bool keep_values, int64_t ring_bytes) {
   AverageOptions options;
   options.schedules = std::move(schedules);
   options.dtype = dtype_from_name(dtype);
@@ -64,7 +68,8 @@ void fail_swap_step() {
   throw std::bad_alloc();
 }
 
-/// For tests: `steps` steps of swaps go well from now on, the `failures` after them have no memory. Returns whether any step failed before.
+/// For tests: `steps` steps of swaps go well from now on, the `failures` after them have no memory. Returns whether any
+/// step failed before.
 bool fail_swaps(int steps, int failures) {
   static int wanted = 0;
   const bool failed = swap_failures_left < wanted;
@@ -140,9 +145,10 @@ void bind_average(nb::module_& m) {
   nb::class_<TensorView>(m, "TensorView", "Somebody else's memory, described; it owns nothing.")
       .def(
           "__init__",
-          [](TensorView* self, std::string name, const std::string& dtype, const Region& region, uintptr_t data, const std::string& device,
-             int index,
-             uintptr_t stream) { new (self) TensorView(make_view(std::move(name), dtype, region, data, device, index, stream)); },
+          [](TensorView* self, std::string name, const std::string& dtype, const Region& region, uintptr_t data,
+             const std::string& device, int index, uintptr_t stream) {
+            new (self) TensorView(make_view(std::move(name), dtype, region, data, device, index, stream));
+          },
           "name"_a, "dtype"_a, "region"_a, "data"_a, "device"_a = "cpu", "index"_a = 0, "stream"_a = 0)
       .def_ro("name", &TensorView::name)
       .def_ro("region", &TensorView::region)
@@ -150,25 +156,28 @@ void bind_average(nb::module_& m) {
   nb::class_<AverageOptions>(m, "AverageOptions", "Options of an Average; see include/shardow/average.h.")
       .def(
           "__init__",
-          [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding,
-             NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed, int num_threads, bool overlap, bool keep_values,
-             int64_t ring_bytes) {
-            new (self) AverageOptions(make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every, start_step, seed,
-                                                   num_threads, overlap, keep_values, ring_bytes));
+          [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule,
+             Rounding rounding, NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed,
+             int num_threads, bool overlap, bool keep_values, int64_t ring_bytes) {
+            new (self)
+                AverageOptions(make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every,
+                                            start_step, seed, num_threads, overlap, keep_values, ring_bytes));
           },
-          nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a, "start_step"_a, "seed"_a,
-          "num_threads"_a, "overlap"_a = false, "keep_values"_a = false, "ring_bytes"_a = AverageOptions{}.ring_bytes);
+          nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a,
+          "start_step"_a, "seed"_a, "num_threads"_a, "overlap"_a = false, "keep_values"_a = false,
+          "ring_bytes"_a = AverageOptions{}.ring_bytes);
   nb::class_<SwapState>(m, "SwapState", "How far a swap has come: all that the way back needs to know.")
       .def_ro("average", &SwapState::average)
       .def_ro("exchanged", &SwapState::exchanged)
       .def_ro("shared", &SwapState::shared);
-  nb::class_<Average>(m, "Average",
-                      "Exponential moving averages of the parameters that this rank holds, in the caller's memory. Views that one is "
-                      "made of are its own from then on, and empty.")
+  nb::class_<Average>(
+      m, "Average",
+      "Exponential moving averages of the parameters that this rank holds, in the caller's memory. Views that one is "
+      "made of are its own from then on, and empty.")
       .def(
           "__init__",
-          [](Average* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages,
-             const AverageOptions& options) {
+          [](Average* self, const std::vector<TensorView>& parameters,
+             const std::vector<std::vector<TensorView>>& averages, const AverageOptions& options) {
             new (self) Average(parameters, averages, options);
             Driver::abandon_swap(*self);  // Python gives memory back in any order
           },
@@ -183,7 +192,8 @@ void bind_average(nb::module_& m) {
           },
           "parameters"_a, "averages"_a, "options"_a)
       .def(
-          "bind", [](Average& self, const std::vector<TensorView>& parameters) { waited(self).bind(parameters); }, "parameters"_a)
+          "bind", [](Average& self, const std::vector<TensorView>& parameters) { waited(self).bind(parameters); },
+          "parameters"_a)
       .def(
           "update",
           [](Average& self, std::optional<int64_t> step, double samples) {
@@ -214,21 +224,27 @@ void bind_average(nb::module_& m) {
           "step"_a = nb::none(), "samples"_a = 0.0,
           "Before each replay of a CUDA graph that captured update(): counts, and gives it its numbers.")
       .def(
-          "set_stream", [](Average& self, int index, uintptr_t stream) { self.set_stream(index, reinterpret_cast<void*>(stream)); },
-          "index"_a, "stream"_a, "CUDA: from here on the work on the device goes to this stream, behind what is under way on the last one.")
+          "set_stream",
+          [](Average& self, int index, uintptr_t stream) { self.set_stream(index, reinterpret_cast<void*>(stream)); },
+          "index"_a, "stream"_a,
+          "CUDA: from here on the work on the device goes to this stream, behind what is under way on the last one.")
       .def("wait", &Average::wait, nb::call_guard<nb::gil_scoped_release>(),
            "Until the update that goes on in the background, if any, has ended; raises what it met.")
       .def("finish_reading", &Average::finish_reading, nb::call_guard<nb::gil_scoped_release>(),
-           "Before the parameters change: CUDA devices wait for the copies of the update under way, the host until all have begun; else "
+           "Before the parameters change: CUDA devices wait for the copies of the update under way, the host until all "
+           "have begun; else "
            "wait().")
-      .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(), "Copies the bound parameters into every average.")
+      .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(),
+           "Copies the bound parameters into every average.")
       .def(
-          "swap_in", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap_in(weights, k); }, "weights"_a,
-          "k"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Exchanges averages and weights; take_back() and settle() undo it.")
+          "swap_in", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap_in(weights, k); },
+          "weights"_a, "k"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+          "Exchanges averages and weights; take_back() and settle() undo it.")
       .def("share", &Driver::share, "Before memory that other replicas own is overwritten with averages.")
       .def(
-          "take_back", [](Average& self, const std::vector<TensorView>& weights) { Driver::take_back(self, weights); }, "weights"_a,
-          nb::call_guard<nb::gil_scoped_release>(), "What this rank owns of the weights, from whatever point the swap has reached.")
+          "take_back", [](Average& self, const std::vector<TensorView>& weights) { Driver::take_back(self, weights); },
+          "weights"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "What this rank owns of the weights, from whatever point the swap has reached.")
       .def("settle", &Driver::settle, "All of the weights are back.")
       .def_prop_ro("swap_state", &Driver::swap_state)
       .def_prop_ro("swapped", &Average::swapped)
@@ -240,14 +256,16 @@ void bind_average(nb::module_& m) {
             if (!met) return std::nullopt;
             return std::tuple(met->step, met->elements, met->tensor);
           },
-          "(step, elements on this rank, name of the first tensor) of the first update that held NaN or Inf and was not forgotten yet, or "
+          "(step, elements on this rank, name of the first tensor) of the first update that held NaN or Inf and was "
+          "not forgotten yet, or "
           "None.")
       .def("forget_non_finite", &Average::forget_non_finite)
       .def(
           "state", [](const Average& self) { return waited(self).state(); }, "Counters, schedules and seed as JSON.")
       .def(
-          "set_state", [](Average& self, std::string_view json, OptionsFrom options) { waited(self).set_state(json, options); }, "json"_a,
-          "options"_a = OptionsFrom::kFile,
+          "set_state",
+          [](Average& self, std::string_view json, OptionsFrom options) { waited(self).set_state(json, options); },
+          "json"_a, "options"_a = OptionsFrom::kFile,
           "Counters of a saved state, and with OptionsFrom.file its options; nothing has changed where it raises.")
       .def(
           "differences",
@@ -258,24 +276,30 @@ void bind_average(nb::module_& m) {
           },
           "json"_a, "(option, in the saved state, own) where they are not the same.")
       .def_prop_ro(
-          "schedules", [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },
+          "schedules",
+          [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },
           "In force, one of each average.")
-      .def_prop_ro("decays", &Average::decays, "Of the next step, one of each average; NaN where its schedule has none.")
+      .def_prop_ro("decays", &Average::decays,
+                   "Of the next step, one of each average; NaN where its schedule has none.")
       .def_prop_ro(
           "progress",
           [](const Average& self) {
             const average::Counters now = Driver::counters(self);
             return std::tuple(now.step, now.updates, now.applied_step, now.applied_samples);
           },
-          "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without waiting.")
+          "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without "
+          "waiting.")
       .def("samples_by", &Driver::samples_by, "batch"_a,
            "Training samples seen at the next step, where each one since the last update had `batch` of them.")
-      .def("restart", &Driver::restart, nb::call_guard<nb::gil_scoped_release>(), "reset(), at step 0, with nothing counted.");
-  nb::class_<Limit>(m, "Limit",
-                    "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
+      .def("restart", &Driver::restart, nb::call_guard<nb::gil_scoped_release>(),
+           "reset(), at step 0, with nothing counted.");
+  nb::class_<Limit>(
+      m, "Limit",
+      "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
       .def(
           "__init__",
-          [](Limit* self, const std::vector<TensorView>& parameters, const std::vector<std::vector<TensorView>>& averages) {
+          [](Limit* self, const std::vector<TensorView>& parameters,
+             const std::vector<std::vector<TensorView>>& averages) {
             new (self) Limit{average::make_chunks(parameters, averages), static_cast<int>(averages.size())};
           },
           "parameters"_a, "averages"_a)
@@ -285,9 +309,11 @@ void bind_average(nb::module_& m) {
   m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
   m.def("cuda_built", &kernels::cuda::built);
   m.def("fail_swaps", &fail_swaps, "steps"_a, "failures"_a,
-        "For tests: `steps` steps of swaps go well from now on, the `failures` after them raise MemoryError. True if some did since the "
+        "For tests: `steps` steps of swaps go well from now on, the `failures` after them raise MemoryError. True if "
+        "some did since the "
         "last call.");
-  m.def("hold_updates", &hold_updates, "held"_a, "For tests: while held, updates in the background have begun and do nothing yet.");
+  m.def("hold_updates", &hold_updates, "held"_a,
+        "For tests: while held, updates in the background have begun and do nothing yet.");
   m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a,
         "Bytes from one average's memory to the next one's, on a CPU.");
   m.def("simd_target", &kernels::cpu::target, "The instruction set that the CPU kernels use here.");

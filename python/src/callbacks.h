@@ -41,7 +41,8 @@ class Callbacks {
 
   ProgressFn progress(const nanobind::object& told) {
     if (told.is_none()) return {};
-    return [this, told = &told](int64_t done, int64_t total) { call("progress= raised ", [&] { (*told)(done, total); }); };
+    return
+        [this, told = &told](int64_t done, int64_t total) { call("progress= raised ", [&] { (*told)(done, total); }); };
   }
 
   /// work(), without the GIL; throws what was raised by what it called.

@@ -10,7 +10,8 @@ namespace shardow::python {
 /// For Python that the engine calls: throws the engine's Error where Python raised one of shardow's. The GIL is held.
 void throw_if_ours(const nanobind::python_error& raised);
 
-/// "ValueError: decay=7.0". What python_error::what() says begins with the whole stack, and a status is cut at its end. The GIL is held.
+/// "ValueError: decay=7.0". What python_error::what() says begins with the whole stack, and a status is cut at its end.
+/// The GIL is held.
 std::string without_stack(const nanobind::python_error& raised);
 
 void bind_engine(nanobind::module_& m);  ///< all of them

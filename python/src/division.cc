@@ -43,11 +43,14 @@ std::vector<Step> steps(const std::vector<std::tuple<Region, int64_t, int64_t>>&
 
 void bind_division(nb::module_& m) {
   m.def("owned", &owned_part, "region"_a, "levels"_a,
-        "(part, begin): what this rank owns of a region that replicas hold, from element `begin` of its local memory. `levels`: (index, "
+        "(part, begin): what this rank owns of a region that replicas hold, from element `begin` of its local memory. "
+        "`levels`: (index, "
         "count) of the nested groups that divide it, in order.");
-  m.def("plan_exchange", &steps, "tensors"_a, "levels"_a,
-        "[(level, [member's [(tensor, begin, end)]])]: collectives after which every replica has what every other owns, as stretches of "
-        "local memory. `tensors`: (region, bytes of an element, kind), of which those of one kind may travel together.");
+  m.def(
+      "plan_exchange", &steps, "tensors"_a, "levels"_a,
+      "[(level, [member's [(tensor, begin, end)]])]: collectives after which every replica has what every other owns, "
+      "as stretches of "
+      "local memory. `tensors`: (region, bytes of an element, kind), of which those of one kind may travel together.");
 }
 
 }  // namespace shardow::python

@@ -28,15 +28,16 @@ using Texts = std::map<std::string, std::string>;
 
 std::vector<std::pair<std::string, Texts>> files_of(const Average& average, const std::string& state) {
   std::vector<std::pair<std::string, Texts>> files;
-  for (SaveFile& file : ema_files_with(average, state)) files.emplace_back(std::move(file.name), std::move(file.metadata));
+  for (SaveFile& file : ema_files_with(average, state))
+    files.emplace_back(std::move(file.name), std::move(file.metadata));
   return files;
 }
 
 /// ema::Loading, and who is told of progress.
 class Loading {
  public:
-  Loading(Group& group, Average& average, const std::vector<Checkpoint>& files, const std::string& where, OptionsFrom from, bool strict,
-          bool verify, double timeout, nb::object progress)
+  Loading(Group& group, Average& average, const std::vector<Checkpoint>& files, const std::string& where,
+          OptionsFrom from, bool strict, bool verify, double timeout, nb::object progress)
       : told_(std::move(progress)) {
     LoadOptions options = reading(strict, verify, false, timeout, callbacks_.progress(told_));
     const nb::gil_scoped_release release;
@@ -85,14 +86,16 @@ void bind_ema(nb::module_& m) {
       },
       "directory"_a, "beside_a_model"_a = true,
       "{decay: file name} of the EMA with several decays that was saved there last; {} where there is none.");
-  m.def("ema_files", &files_of, "average"_a, "state"_a, "[(name, metadata)] of the files of a saved EMA, one for each average.");
+  m.def("ema_files", &files_of, "average"_a, "state"_a,
+        "[(name, metadata)] of the files of a saved EMA, one for each average.");
   m.def(
       "agreed_state",
       [](Group& group, const std::string& call, const std::string& state, const ema::Facts& facts, double timeout) {
         return ema::agreed_state(group, call, state, facts, in_seconds(timeout));
       },
       "group"_a, "call"_a, "state"_a, "facts"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(),
-      "A rank's state with what each rank counts for itself summed. `facts`: [(name, text)] that must be equal too. Collective.");
+      "A rank's state with what each rank counts for itself summed. `facts`: [(name, text)] that must be equal too. "
+      "Collective.");
   m.def("taken_as", &ema::taken_as, "theirs"_a, "own"_a, "options"_a, "where"_a,
         "The key in a saved EMA of each average here; raises where their numbers differ.");
   m.def(
@@ -102,10 +105,13 @@ void bind_ema(nb::module_& m) {
       },
       "group"_a, "average"_a, "path"_a, "options"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(),
       "The files of a saved EMA, in the order of the averages. Collective.");
-  nb::class_<Loading>(m, "Loading", "Averages that fit what is about to be loaded into them. Making it is collective, and so is take().")
-      .def(nb::init<Group&, Average&, const std::vector<Checkpoint>&, const std::string&, OptionsFrom, bool, bool, double, nb::object>(),
-           "group"_a, "average"_a, "files"_a, "where"_a, "options"_a, "strict"_a = true, "verify"_a = true, "timeout"_a = 600.0,
-           "progress"_a = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+  nb::class_<Loading>(
+      m, "Loading",
+      "Averages that fit what is about to be loaded into them. Making it is collective, and so is take().")
+      .def(nb::init<Group&, Average&, const std::vector<Checkpoint>&, const std::string&, OptionsFrom, bool, bool,
+                    double, nb::object>(),
+           "group"_a, "average"_a, "files"_a, "where"_a, "options"_a, "strict"_a = true, "verify"_a = true,
+           "timeout"_a = 600.0, "progress"_a = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("take", &Loading::take, "(report, [(name, there, here)] of the options that are others now)");
 }
 

@@ -1,5 +1,5 @@
-// The one bridge between shardow::Error and Python. The classes are made in shardow/errors.py, where each is also the built-in that it
-// resembles.
+// The one bridge between shardow::Error and Python. The classes are made in shardow/errors.py, where each is also the
+// built-in that it resembles.
 #include "base/errors.h"
 
 #include <nanobind/stl/string.h>
@@ -21,7 +21,8 @@ nb::object to_text(const char* message) {
 }
 
 void raise(Code code, const char* message, int error) {
-  const nb::object made = nb::module_::import_("shardow.errors").attr("make")(base::code_name(code), to_text(message), error);
+  const nb::object made =
+      nb::module_::import_("shardow.errors").attr("make")(base::code_name(code), to_text(message), error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 

@@ -45,9 +45,9 @@ nb::dict as_dict(const SaveReport& report) {
 /// StagedSave and what it refers to: the group, and who is told of progress.
 class Save {
  public:
-  Save(nb::object group, const std::vector<SaveFile>& files, const base::Path& path, const std::optional<std::string>& dtype,
-       int64_t max_shard_size, const Strings& metadata, bool checksums, bool sequential, double timeout, nb::object progress,
-       const Strings& texts)
+  Save(nb::object group, const std::vector<SaveFile>& files, const base::Path& path,
+       const std::optional<std::string>& dtype, int64_t max_shard_size, const Strings& metadata, bool checksums,
+       bool sequential, double timeout, nb::object progress, const Strings& texts)
       : group_(std::move(group)), told_(std::move(progress)) {
     auto options = writing<SaveOptions>(dtype, max_shard_size, metadata, timeout, callbacks_.progress(told_));
     options.texts = texts;
@@ -79,8 +79,8 @@ class Save {
   std::unique_ptr<StagedSave> save_;
 };
 
-nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const Checkpoint& checkpoint, bool strict, bool verify,
-                     bool check_only, double timeout, const nb::object& progress) {
+nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const Checkpoint& checkpoint, bool strict,
+                     bool verify, bool check_only, double timeout, const nb::object& progress) {
   Callbacks callbacks;
   const LoadOptions options = reading(strict, verify, check_only, timeout, callbacks.progress(progress));
   LoadReport report;
@@ -88,13 +88,14 @@ nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const
   return dict_of(report);
 }
 
-nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& choose, bool verify, bool check_only, double timeout,
-                     const nb::object& progress) {
+nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& choose, bool verify, bool check_only,
+                     double timeout, const nb::object& progress) {
   Callbacks callbacks;
   const LoadOptions options = reading(true, verify, check_only, timeout, callbacks.progress(progress));
   const auto chosen = [&](const std::shared_ptr<const file::Catalog>& catalog) {
     return callbacks.call("", [&] {
-      auto [views, strict] = nb::cast<std::pair<std::vector<TensorView>, bool>>(choose(nb::cast(file::Inside::make(catalog))));
+      auto [views, strict] =
+          nb::cast<std::pair<std::vector<TensorView>, bool>>(choose(nb::cast(file::Inside::make(catalog))));
       return file::Chosen{std::move(views), strict};
     });
   };
@@ -112,7 +113,8 @@ nb::dict tensors_in(const Checkpoint& checkpoint) {
     const file::Entry& entry = stored.entry;
     if (last == nullptr || last->dtype != entry.dtype || last->shape != entry.shape) {
       described = &known[{entry.dtype, entry.shape}];
-      if (!described->is_valid()) *described = nb::make_tuple(std::string(dtype_name(entry.dtype)), nb::tuple(nb::cast(entry.shape)));
+      if (!described->is_valid())
+        *described = nb::make_tuple(std::string(dtype_name(entry.dtype)), nb::tuple(nb::cast(entry.shape)));
       last = &entry;
     }
     tensors[nb::cast(entry.name)] = *described;
@@ -123,15 +125,17 @@ nb::dict tensors_in(const Checkpoint& checkpoint) {
 nb::list entries_of(const std::vector<file::Entry>& entries) {
   nb::list result;
   for (const file::Entry& entry : entries)
-    result.append(nb::make_tuple(entry.name, std::string(dtype_name(entry.dtype)), entry.shape, entry.begin, entry.end));
+    result.append(
+        nb::make_tuple(entry.name, std::string(dtype_name(entry.dtype)), entry.shape, entry.begin, entry.end));
   return result;
 }
 
 }  // namespace
 
 void bind_file(nb::module_& m) {
-  nb::class_<SaveFile>(m, "SaveFile",
-                       "One of the files that a save makes: its name (empty: named as Hugging Face does), tensors and metadata.")
+  nb::class_<SaveFile>(
+      m, "SaveFile",
+      "One of the files that a save makes: its name (empty: named as Hugging Face does), tensors and metadata.")
       .def(
           "__init__",
           [](SaveFile* self, std::string name, std::vector<TensorView> tensors, Strings metadata) {
@@ -144,26 +148,34 @@ void bind_file(nb::module_& m) {
             new (self) SaveFile{std::move(name), tensors.all, std::move(metadata)};
           },
           "name"_a, "tensors"_a, "metadata"_a = Strings());
-  nb::class_<Save>(m, "Save",
-                   "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
-      .def(nb::init<nb::object, const std::vector<SaveFile>&, const base::Path&, const std::optional<std::string>&, int64_t, const Strings&,
-                    bool, bool, double, nb::object, const Strings&>(),
-           "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(), "checksums"_a = true,
-           "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(), "texts"_a = Strings())
+  nb::class_<Save>(
+      m, "Save",
+      "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
+      .def(nb::init<nb::object, const std::vector<SaveFile>&, const base::Path&, const std::optional<std::string>&,
+                    int64_t, const Strings&, bool, bool, double, nb::object, const Strings&>(),
+           "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(),
+           "checksums"_a = true, "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(),
+           "texts"_a = Strings())
       .def_prop_ro("staging_bytes", &Save::staging_bytes)
       .def_prop_ro("tensors", &Save::tensors, "[(name, global shape)] of all ranks' tensors; the same on every rank")
       .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")
       .def("write", &Save::write);
-  nb::class_<Checkpoint>(m, "Checkpoint", "What a file or a directory holds, and reading it; it stays what it was when it was opened.")
+  nb::class_<Checkpoint>(m, "Checkpoint",
+                         "What a file or a directory holds, and reading it; it stays what it was when it was opened.")
       .def_static(
-          "open", [](const base::Path& path) { return Checkpoint::open(path); }, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Of this process alone.")
+          "open", [](const base::Path& path) { return Checkpoint::open(path); }, "path"_a,
+          nb::call_guard<nb::gil_scoped_release>(), "Of this process alone.")
       .def_static(
-          "open", [](Group& group, const base::Path& path, double timeout) { return Checkpoint::open(group, path, milliseconds(timeout)); },
+          "open",
+          [](Group& group, const base::Path& path, double timeout) {
+            return Checkpoint::open(group, path, milliseconds(timeout));
+          },
           "group"_a, "path"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(), "Collective.")
       .def_static(
           "open_files",
-          [](const base::Path& directory, const std::vector<std::string>& names) { return Checkpoint::open_files(directory, names); },
+          [](const base::Path& directory, const std::vector<std::string>& names) {
+            return Checkpoint::open_files(directory, names);
+          },
           "directory"_a, "names"_a, nb::call_guard<nb::gil_scoped_release>(), "Of one directory, that belong together.")
       .def_static(
           "open_files",
@@ -176,11 +188,13 @@ void bind_file(nb::module_& m) {
       .def(
           "read", [](const Checkpoint& checkpoint, const TensorView& view) { checkpoint.read(view); }, "view"_a,
           nb::call_guard<nb::gil_scoped_release>(), "Fills a view from the tensor of its name.");
-  m.def("load", &load_python, "group"_a, "tensors"_a, "checkpoint"_a, "strict"_a = true, "verify"_a = true, "check_only"_a = false,
-        "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/checkpoint.h.");
-  m.def("load_chosen", &load_chosen, "group"_a, "path"_a, "choose"_a, "verify"_a = true, "check_only"_a = false, "timeout"_a = 600.0,
-        "progress"_a = nb::none(),
-        "load() from a path. choose(checkpoint) -> (tensors, strict), on every rank; what it raises is raised on all. Collective.");
+  m.def("load", &load_python, "group"_a, "tensors"_a, "checkpoint"_a, "strict"_a = true, "verify"_a = true,
+        "check_only"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(),
+        "Collective; see include/shardow/checkpoint.h.");
+  m.def("load_chosen", &load_chosen, "group"_a, "path"_a, "choose"_a, "verify"_a = true, "check_only"_a = false,
+        "timeout"_a = 600.0, "progress"_a = nb::none(),
+        "load() from a path. choose(checkpoint) -> (tensors, strict), on every rank; what it raises is raised on all. "
+        "Collective.");
   m.def("clear_dead_saves", &file::clear_dead, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Removes what saves to a path left whose processes died; raises nothing.");
   m.def(
@@ -206,11 +220,13 @@ void bind_file(nb::module_& m) {
   m.def(
       "parse_header",
       [](const nb::bytes& json, int64_t data_bytes) {
-        const file::Header header = file::parse_header(std::string_view(json.c_str(), json.size()), data_bytes, "header");
+        const file::Header header =
+            file::parse_header(std::string_view(json.c_str(), json.size()), data_bytes, "header");
         return nb::make_tuple(entries_of(header.entries), header.metadata);
       },
       "json"_a, "data_bytes"_a,
-      "([(name, dtype, shape, begin, end)], metadata) of a safetensors header; raises ValueError for what breaks a rule.");
+      "([(name, dtype, shape, begin, end)], metadata) of a safetensors header; raises ValueError for what breaks a "
+      "rule.");
 }
 
 }  // namespace shardow::python

@@ -21,8 +21,8 @@ using Strings = std::map<std::string, std::string>;
 
 /// SaveOptions, MergeOptions: what they have in common.
 template <class Options>
-Options writing(const std::optional<std::string>& dtype, int64_t max_shard_size, const Strings& metadata, double timeout,
-                ProgressFn progress) {
+Options writing(const std::optional<std::string>& dtype, int64_t max_shard_size, const Strings& metadata,
+                double timeout, ProgressFn progress) {
   return {.dtype = dtype ? std::optional(dtype_from_name(*dtype)) : std::nullopt,
           .max_shard_size = max_shard_size,
           .metadata = metadata,
@@ -31,7 +31,11 @@ Options writing(const std::optional<std::string>& dtype, int64_t max_shard_size,
 }
 
 inline LoadOptions reading(bool strict, bool verify, bool check_only, double timeout, ProgressFn progress) {
-  return {.strict = strict, .verify = verify, .check_only = check_only, .timeout = milliseconds(timeout), .progress = std::move(progress)};
+  return {.strict = strict,
+          .verify = verify,
+          .check_only = check_only,
+          .timeout = milliseconds(timeout),
+          .progress = std::move(progress)};
 }
 
 inline nanobind::dict dict_of(const LoadReport& report) {

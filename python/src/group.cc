@@ -1,5 +1,5 @@
-// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass (shardow.ranks.store_group.StoreGroup) fills the
-// interface for C++.
+// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass
+// (shardow.ranks.store_group.StoreGroup) fills the interface for C++.
 #include "shardow/group.h"
 
 #include <nanobind/stl/chrono.h>
@@ -42,9 +42,9 @@ auto in_python(Fn fn) {
   }
 }
 
-/// What a Python subclass provides: its rank and size to the constructor, begin(call, seconds) where it has names for rounds,
-/// all_gather(bytes, seconds) -> list of bytes, decide(bytes, callable, seconds) -> two bytes where it has a way of its own, broadcast and
-/// so on over buffers.
+/// What a Python subclass provides: its rank and size to the constructor, begin(call, seconds) where it has names for
+/// rounds, all_gather(bytes, seconds) -> list of bytes, decide(bytes, callable, seconds) -> two bytes where it has a
+/// way of its own, broadcast and so on over buffers.
 struct PyGroup final : Group {
   NB_TRAMPOLINE(Group, 3);
 
@@ -64,7 +64,8 @@ struct PyGroup final : Group {
 
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return in_python([&] {
-      nb::list answer = nb::cast<nb::list>(self().attr("all_gather")(nb::bytes(mine.data(), mine.size()), seconds_left(deadline)));
+      nb::list answer =
+          nb::cast<nb::list>(self().attr("all_gather")(nb::bytes(mine.data(), mine.size()), seconds_left(deadline)));
       std::vector<std::string> all;
       for (nb::handle one : answer) all.push_back(text_of(one));
       return all;
@@ -83,7 +84,8 @@ struct PyGroup final : Group {
         for (const std::string& one : made.each) each.append(nb::bytes(one.data(), one.size()));
         return nb::make_tuple(nb::bytes(made.common.data(), made.common.size()), each);
       });
-      const auto answer = nb::cast<nb::tuple>(theirs(nb::bytes(mine.data(), mine.size()), weigh, seconds_left(deadline)));
+      const auto answer =
+          nb::cast<nb::tuple>(theirs(nb::bytes(mine.data(), mine.size()), weigh, seconds_left(deadline)));
       return Answer{text_of(answer[0]), text_of(answer[1])};
     });
   }
@@ -98,7 +100,9 @@ struct PyGroup final : Group {
   }
 
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
-    in_python([&] { self().attr("send")(view({const_cast<std::byte*>(bytes.data()), bytes.size()}), to, seconds_left(deadline)); });
+    in_python([&] {
+      self().attr("send")(view({const_cast<std::byte*>(bytes.data()), bytes.size()}), to, seconds_left(deadline));
+    });
   }
 
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
@@ -115,7 +119,8 @@ struct PyGroup final : Group {
 
   /// Borrowed: valid during the call alone.
   static nb::object view(std::span<std::byte> bytes) {
-    return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(bytes.data()), static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));
+    return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(bytes.data()),
+                                             static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));
   }
 
   const int rank_, size_;
@@ -134,7 +139,8 @@ std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double ti
   return result;
 }
 
-/// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once, and are told to nobody.
+/// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once, and are
+/// told to nobody.
 nb::object agree_python(Group& group, const std::string& call, double timeout, const nb::callable& fn, double behind) {
   constexpr double kToTell = 1;
   nb::object result;
@@ -180,14 +186,16 @@ void bind_group(nb::module_& m) {
         return groups;
       },
       "n"_a, "n ranks in this process, for one thread each.");
-  m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a, "Every rank's bytes, indexed by rank. Collective.");
+  m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a,
+        "Every rank's bytes, indexed by rank. Collective.");
   m.def(
       "group_checks",
       [](Group& group) {
         std::vector<std::pair<std::string, std::vector<std::string>>> wrong;
         const nb::gil_scoped_release release;
         for (const GroupCheck& check : group_checks()) {
-          if (std::vector<std::string> found = check.run(group); !found.empty()) wrong.emplace_back(check.name, std::move(found));
+          if (std::vector<std::string> found = check.run(group); !found.empty())
+            wrong.emplace_back(check.name, std::move(found));
         }
         return wrong;
       },
@@ -211,8 +219,10 @@ void bind_group(nb::module_& m) {
       },
       "everybody"_a, "What one rank makes of everybody's holding_words(), for all.");
   m.def("agree", &agree_python, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
-        "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error where it did, "
-        "ConnectionError elsewhere. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank that does wait; one "
+        "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error "
+        "where it did, "
+        "ConnectionError elsewhere. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank "
+        "that does wait; one "
         "whose fn raised TimeoutError waits a second at most. Collective; `call` is its name in messages.");
 }
 

@@ -27,11 +27,12 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-/// What Python reads, a tensor or a part of it at a time: part(name, element) gives (address, first element, the one after the last) of
-/// packed host memory that has the element, until it is called again.
+/// What Python reads, a tensor or a part of it at a time: part(name, element) gives (address, first element, the one
+/// after the last) of packed host memory that has the element, until it is called again.
 class InParts final : public MergeSource {
  public:
-  InParts(const std::map<std::string, std::pair<std::string, Shape>>& tensors, nb::callable part) : part_(std::move(part)) {
+  InParts(const std::map<std::string, std::pair<std::string, Shape>>& tensors, nb::callable part)
+      : part_(std::move(part)) {
     for (const auto& [name, one] : tensors) tensors_.emplace(name, std::pair(dtype_from_name(one.first), one.second));
   }
 
@@ -59,8 +60,8 @@ class InParts final : public MergeSource {
         const int64_t element = run.global_begin + done;
         if (latest_.name != wanted.name || element < latest_.begin || element >= latest_.end) ask(wanted.name, element);
         const int64_t count = std::min(run.length - done, latest_.end - element);
-        std::memcpy(static_cast<std::byte*>(wanted.data) + (run.local_begin + done) * size, latest_.data + (element - latest_.begin) * size,
-                    static_cast<size_t>(count * size));
+        std::memcpy(static_cast<std::byte*>(wanted.data) + (run.local_begin + done) * size,
+                    latest_.data + (element - latest_.begin) * size, static_cast<size_t>(count * size));
         done += count;
       }
     });
@@ -78,7 +79,8 @@ class InParts final : public MergeSource {
     latest_ = {};
     try {
       const auto [address, begin, end] = nb::cast<std::tuple<uintptr_t, int64_t, int64_t>>(part_(name, element));
-      if (element < begin || element >= end) throw Error(Code::kInternal, "'" + name + "': another part came than was asked for");
+      if (element < begin || element >= end)
+        throw Error(Code::kInternal, "'" + name + "': another part came than was asked for");
       latest_ = {name, reinterpret_cast<const std::byte*>(address), begin, end};
     } catch (const nb::python_error& raised) {
       throw_if_ours(raised);
@@ -127,8 +129,9 @@ nb::dict as_dict(const MergeReport& report) {
 }
 
 nb::dict merge_python(Group& group, const std::vector<MergeInput>& inputs, const std::filesystem::path& path,
-                      const std::optional<std::string>& dtype, int64_t max_shard_size, const Strings& metadata, const std::string& formula,
-                      bool verify, int threads, double timeout, const nb::object& progress) {
+                      const std::optional<std::string>& dtype, int64_t max_shard_size, const Strings& metadata,
+                      const std::string& formula, bool verify, int threads, double timeout,
+                      const nb::object& progress) {
   Callbacks callbacks;
   auto options = writing<MergeOptions>(dtype, max_shard_size, metadata, timeout, callbacks.progress(progress));
   options.threads = threads;
@@ -139,8 +142,8 @@ nb::dict merge_python(Group& group, const std::vector<MergeInput>& inputs, const
   return as_dict(report);
 }
 
-nb::dict load_merged_python(Group& group, const std::vector<TensorView>& tensors, const std::vector<MergeInput>& inputs, bool strict,
-                            bool verify, bool check_only, double timeout, const nb::object& progress) {
+nb::dict load_merged_python(Group& group, const std::vector<TensorView>& tensors, const std::vector<MergeInput>& inputs,
+                            bool strict, bool verify, bool check_only, double timeout, const nb::object& progress) {
   Callbacks callbacks;
   const LoadOptions options = reading(strict, verify, check_only, timeout, callbacks.progress(progress));
   LoadReport report;
@@ -148,8 +151,8 @@ nb::dict load_merged_python(Group& group, const std::vector<TensorView>& tensors
   return dict_of(report);
 }
 
-MergeRule rule_of(const std::optional<std::vector<double>>& weights, bool normalize, std::optional<double> ema, bool per_step,
-                  std::optional<size_t> lawa, const std::optional<std::string>& curve) {
+MergeRule rule_of(const std::optional<std::vector<double>>& weights, bool normalize, std::optional<double> ema,
+                  bool per_step, std::optional<size_t> lawa, const std::optional<std::string>& curve) {
   using Kind = MergeRule::Kind;
   if (weights) return {Kind::kWeights, *weights, normalize};
   if (ema) return {.kind = Kind::kEma, .decay = *ema, .per_step = per_step};
@@ -167,36 +170,41 @@ void bind_merge(nb::module_& m) {
       .def_ro("values", &Coefficients::values)
       .def_ro("formula", &Coefficients::formula)
       .def_ro("index_error", &Coefficients::index_error);
-  nb::class_<InParts>(m, "InParts",
-                      "A merge's input that Python reads: part(name, element) -> (address, first element, the one after the last).")
+  nb::class_<InParts>(
+      m, "InParts",
+      "A merge's input that Python reads: part(name, element) -> (address, first element, the one after the last).")
       .def(nb::init<const std::map<std::string, std::pair<std::string, Shape>>&, nb::callable>(), "tensors"_a, "part"_a)
       .def_prop_ro("tensors", &InParts::described, "{name: (dtype, shape)}");
   nb::class_<MergeInput>(m, "MergeInput", "One of the checkpoints that are merged.")
       .def(
           "__init__",
-          [](MergeInput* self, std::string name, const Tensors& tensors, double coefficient, std::optional<int64_t> step) {
+          [](MergeInput* self, std::string name, const Tensors& tensors, double coefficient,
+             std::optional<int64_t> step) {
             new (self) MergeInput(input_of(std::move(name), tensors, coefficient, step));
           },
           "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none())
       .def_ro("name", &MergeInput::name)
       .def_ro("step", &MergeInput::step)
       .def_ro("coefficient", &MergeInput::coefficient);
-  m.def("step_of", &step_of, "path"_a, "metadata"_a = Strings(), "Of a checkpoint, by its metadata or its path; None: not to be known.");
+  m.def("step_of", &step_of, "path"_a, "metadata"_a = Strings(),
+        "Of a checkpoint, by its metadata or its path; None: not to be known.");
   m.def(
       "weigh",
-      [](std::vector<MergeInput> inputs, const std::optional<std::vector<double>>& weights, bool normalize, std::optional<double> ema,
-         bool per_step, std::optional<size_t> lawa, const std::optional<std::string>& curve) {
+      [](std::vector<MergeInput> inputs, const std::optional<std::vector<double>>& weights, bool normalize,
+         std::optional<double> ema, bool per_step, std::optional<size_t> lawa,
+         const std::optional<std::string>& curve) {
         Coefficients found = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
         std::string newest = inputs[newest_of(inputs)].name;
         return std::tuple(std::move(inputs), std::move(found), std::move(newest));
       },
       "inputs"_a, "weights"_a.none(), "normalize"_a, "ema"_a.none(), "per_step"_a, "lawa"_a.none(), "curve"_a.none(),
       "(inputs with their coefficients, in the rule's order; what these are; the name of the newest).");
-  m.def("merge", &merge_python, "group"_a, "inputs"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(),
-        "formula"_a = "", "verify"_a = true, "threads"_a = 4, "timeout"_a = 600.0, "progress"_a = nb::none(),
-        "Collective; see include/shardow/merge.h.");
+  m.def("merge", &merge_python, "group"_a, "inputs"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0,
+        "metadata"_a = Strings(), "formula"_a = "", "verify"_a = true, "threads"_a = 4, "timeout"_a = 600.0,
+        "progress"_a = nb::none(), "Collective; see include/shardow/merge.h.");
   m.def("load_merged", &load_merged_python, "group"_a, "tensors"_a, "inputs"_a, "strict"_a = true, "verify"_a = true,
-        "check_only"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(), "Collective; see include/shardow/merge.h.");
+        "check_only"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(),
+        "Collective; see include/shardow/merge.h.");
 }
 
 }  // namespace shardow::python

@@ -26,7 +26,8 @@ void bind_placement(nb::module_& m) {
         return region_of(name, shape, dims, placements);
       },
       "name"_a, "shape"_a, "mesh"_a, "placements"_a,
-      "What the rank at `mesh`, (size, coordinate) of each dimension, holds of a tensor. Raises NotImplementedError for what no weight "
+      "What the rank at `mesh`, (size, coordinate) of each dimension, holds of a tensor. Raises NotImplementedError "
+      "for what no weight "
       "has.");
 }
 

@@ -53,12 +53,15 @@ nb::bytes encoded(const Region& region) {
 }  // namespace
 
 void bind_region(nb::module_& m) {
-  nb::class_<Region>(m, "Region",
-                     "Which elements of a global tensor a rank holds: a grid of intervals, and a window of its row-major numbering.")
+  nb::class_<Region>(
+      m, "Region",
+      "Which elements of a global tensor a rank holds: a grid of intervals, and a window of its row-major numbering.")
       .def_static("whole", &Region::whole, "shape"_a, "All of the tensor: a replica.")
-      .def_static("grid", &grid, "shape"_a, "dims"_a, "The cross product of dims[d], sorted disjoint (begin, end) pairs of each dimension.")
+      .def_static("grid", &grid, "shape"_a, "dims"_a,
+                  "The cross product of dims[d], sorted disjoint (begin, end) pairs of each dimension.")
       .def("window", &Region::window, "begin"_a, "end"_a, "Elements [begin, end) of this region's own numbering.")
-      .def("position", &Region::position, "element"_a, "How many of its elements come before one of the tensor, counted row-major.")
+      .def("position", &Region::position, "element"_a,
+           "How many of its elements come before one of the tensor, counted row-major.")
       .def("part", &Region::part, "index"_a, "count"_a, "align"_a = 16,
            "Part `index` of `count` near-equal windows, cut at multiples of `align`.")
       .def_prop_ro(
@@ -90,13 +93,15 @@ void bind_region(nb::module_& m) {
   m.def(
       "covers_once", [](const std::vector<Region>& regions) { return covers_once(regions); }, "regions"_a,
       "True if the regions, all of one shape, hold every element exactly once.");
-  nb::class_<MessagePiece>(m, "MessagePiece", "Elements of want number `want`, from `begin` on, `at` bytes from their message's start.")
+  nb::class_<MessagePiece>(m, "MessagePiece",
+                           "Elements of want number `want`, from `begin` on, `at` bytes from their message's start.")
       .def_ro("want", &MessagePiece::want)
       .def_ro("region", &MessagePiece::region)
       .def_ro("begin", &MessagePiece::begin)
       .def_ro("at", &MessagePiece::at)
       .def_ro("bytes", &MessagePiece::bytes);
-  nb::class_<Messages>(m, "Messages", "An iterator of lists of pieces: parts of tensors in messages of at most `most_bytes`.")
+  nb::class_<Messages>(m, "Messages",
+                       "An iterator of lists of pieces: parts of tensors in messages of at most `most_bytes`.")
       .def(
           "__init__",
           [](Messages* self, size_t count, nb::callable wanted, int64_t most_bytes) {
@@ -106,7 +111,8 @@ void bind_region(nb::module_& m) {
             };
             new (self) Messages(count, one, most_bytes);
           },
-          "count"_a, "wanted"_a, "most_bytes"_a = Messages::kMostBytes, "wanted(i) -> (region, bytes of an element), asked for each once.")
+          "count"_a, "wanted"_a, "most_bytes"_a = Messages::kMostBytes,
+          "wanted(i) -> (region, bytes of an element), asked for each once.")
       .def(
           "__iter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __iter__(self) -> Messages"))
       .def("__next__", [](Messages& messages) {

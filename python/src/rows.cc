@@ -1,5 +1,5 @@
-// Objects of Python's by the thousand: the places of a model's tensors, and instances of classes with __slots__, made without a step of the
-// interpreter for each.
+// Objects of Python's by the thousand: the places of a model's tensors, and instances of classes with __slots__, made
+// without a step of the interpreter for each.
 #include <nanobind/stl/string.h>
 
 #include <string>
@@ -61,7 +61,8 @@ class Rows {
       const auto set = reinterpret_cast<descrsetfunc>(PyType_GetSlot(Py_TYPE(descriptor.ptr()), Py_tp_descr_set));
       const bool is_list = PyList_Check(column.ptr()) != 0;
       if (set == nullptr || static_cast<Py_ssize_t>(nb::len(column)) != (is_list ? count : 1))
-        throw nb::value_error(("'" + nb::cast<std::string>(name) + "' is no slot, or has too few values, or too many").c_str());
+        throw nb::value_error(
+            ("'" + nb::cast<std::string>(name) + "' is no slot, or has too few values, or too many").c_str());
       if (is_list) {
         fields.push_back({std::move(descriptor), set, column, {}});
       } else {
@@ -114,15 +115,20 @@ nb::tuple places_of(const nb::list& modules, const std::string& attribute) {
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  nb::class_<Rows>(m, "Rows", "Makes instances of a class whose attributes are __slots__, by the thousand; __init__ is not called.")
+  nb::class_<Rows>(
+      m, "Rows", "Makes instances of a class whose attributes are __slots__, by the thousand; __init__ is not called.")
       .def(nb::init<nb::type_object>(), "cls"_a)
-      .def("of", &Rows::of, "count"_a, "columns"_a, nb::sig("def of(self, count: int, columns: dict[str, Sequence[object]]) -> list"),
-           "`columns`: for each attribute a list of `count` values, or a tuple of one value that all have. Others stay unset.")
-      .def("put", &Rows::put, "rows"_a, "columns"_a, nb::sig("def put(self, rows: list, columns: dict[str, Sequence[object]]) -> None"),
+      .def("of", &Rows::of, "count"_a, "columns"_a,
+           nb::sig("def of(self, count: int, columns: dict[str, Sequence[object]]) -> list"),
+           "`columns`: for each attribute a list of `count` values, or a tuple of one value that all have. Others stay "
+           "unset.")
+      .def("put", &Rows::put, "rows"_a, "columns"_a,
+           nb::sig("def put(self, rows: list, columns: dict[str, Sequence[object]]) -> None"),
            "Sets attributes of instances.");
   m.def("places", &places_of, "modules"_a, "attribute"_a,
         nb::sig("def places(modules: list[tuple[str, object]], attribute: str) -> tuple[list, list, list, list, list]"),
-        "Of the tensors in a mapping that each module has as `attribute`: (names, mappings, keys, tensors, modules), parallel lists. "
+        "Of the tensors in a mapping that each module has as `attribute`: (names, mappings, keys, tensors, modules), "
+        "parallel lists. "
         "`modules`: (what names begin with, module).");
 }
 

@@ -1,4 +1,5 @@
-// Survey: what is usual of tensors by the thousand is found out without a step of Python's for each, which then looks at the others alone.
+// Survey: what is usual of tensors by the thousand is found out without a step of Python's for each, which then looks
+// at the others alone.
 #include "survey.h"
 
 #include <algorithm>
@@ -69,7 +70,9 @@ bool Looked::still(const nb::list& tensors) const {
   nb::dlpack::dltensor found;
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].plain == kNo || !memory_.describe(tensors[i], found)) return false;
-    if (is_plain(found) != rows_[i].plain || found.device.device_id != rows_[i].index || mark_of(found) != rows_[i].mark) return false;
+    if (is_plain(found) != rows_[i].plain || found.device.device_id != rows_[i].index ||
+        mark_of(found) != rows_[i].mark)
+      return false;
   }
   return true;
 }
@@ -99,7 +102,8 @@ bool Looked::apart() const {
 bool Looked::alone() const {
   const auto on_host = [](const Row& row) { return row.plain == kOnHost; };
   const auto empty = [](const Row& row) { return row.bytes == 0; };
-  return std::all_of(rows_.begin(), rows_.end(), on_host) && std::count_if(rows_.begin(), rows_.end(), empty) < 2 && apart();
+  return std::all_of(rows_.begin(), rows_.end(), on_host) && std::count_if(rows_.begin(), rows_.end(), empty) < 2 &&
+         apart();
 }
 
 nb::list Looked::column(nb::object (*of)(const Looked&, const Row&)) const {
@@ -134,17 +138,19 @@ void bind_survey(nb::module_& m) {
       .def("__len__", &Looked::size)
       .def("still", &Looked::still, "tensors"_a, nb::sig("def still(self, tensors: Sequence[object]) -> bool"),
            "These are where and what those were that were looked at; False where any is not plain.")
-      .def(
-          "plain", &Looked::plain,
-          "One byte for each: not 0 where it is a torch.Tensor or Parameter itself, dense, its elements in order in memory of the host (1) "
-          "or of a CUDA device (2). 0: it has to be looked at.")
+      .def("plain", &Looked::plain,
+           "One byte for each: not 0 where it is a torch.Tensor or Parameter itself, dense, its elements in order in "
+           "memory of the host (1) "
+           "or of a CUDA device (2). 0: it has to be looked at.")
       .def("apart", &Looked::apart, "All are plain, and no two have bytes in common. False: they have to be looked at.")
       .def("alone", &Looked::alone,
-           "All are plain and in the host's memory, none of them twice, and no two have bytes in common. False: they have to be looked at, "
+           "All are plain and in the host's memory, none of them twice, and no two have bytes in common. False: they "
+           "have to be looked at, "
            "also where two are empty.")
       .def("addresses", &Looked::addresses, nb::sig("def addresses(self) -> list[int]"), "Of plain ones.")
       .def("dtypes", &Looked::dtypes, nb::sig("def dtypes(self) -> list"), "Of plain ones.")
-      .def("regions", &Looked::regions, nb::sig("def regions(self) -> list[Region]"), "All of each plain one; one object for each shape.");
+      .def("regions", &Looked::regions, nb::sig("def regions(self) -> list[Region]"),
+           "All of each plain one; one object for each shape.");
 }
 
 }  // namespace shardow::python

@@ -22,15 +22,15 @@ class Looked {
   /// `tensors` are where and what these were; false where any is not plain.
   bool still(const nanobind::list& tensors) const;
 
-  /// One byte for each: not 0 where it is torch's own kind of tensor, dense, its elements in order in memory of the host (1) or of a CUDA
-  /// device (2).
+  /// One byte for each: not 0 where it is torch's own kind of tensor, dense, its elements in order in memory of the
+  /// host (1) or of a CUDA device (2).
   nanobind::bytes plain() const;
 
   /// All are plain, and no two have bytes in common. Empty ones lie nowhere.
   bool apart() const;
 
-  /// All are plain and in the host's memory, none of them twice, and no two have bytes in common. False too where two are empty, which lie
-  /// nowhere and may be one.
+  /// All are plain and in the host's memory, none of them twice, and no two have bytes in common. False too where two
+  /// are empty, which lie nowhere and may be one.
   bool alone() const;
 
   // Of plain ones; None for others.

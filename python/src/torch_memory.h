@@ -1,5 +1,5 @@
-// Where torch's tensors lie, asked by the thousand: torch answers through DLPack's exchange interface, which fills in a description without
-// making any object.
+// Where torch's tensors lie, asked by the thousand: torch answers through DLPack's exchange interface, which fills in a
+// description without making any object.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,8 +20,8 @@ inline bool in_order(const nanobind::dlpack::dltensor& tensor) {
   return true;
 }
 
-/// Where a tensor lies, with which dtype, sizes and strides, as one number: equal where all of them are, different otherwise, but for a
-/// chance of 2^-64.
+/// Where a tensor lies, with which dtype, sizes and strides, as one number: equal where all of them are, different
+/// otherwise, but for a chance of 2^-64.
 inline uint64_t mark_of(const nanobind::dlpack::dltensor& tensor) {
   uint64_t mark = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
   const auto add = [&mark](uint64_t value) { mark = (mark ^ (mark >> 29) ^ value) * 0x9e3779b97f4a7c15; };

@@ -81,7 +81,8 @@ class ViewMaker {
   }
 
   /// None where one of them is not plain contiguous memory that the engine reaches, under a name that is text.
-  std::optional<Views> of(const nb::list& names, const nb::list& flats, const nb::list& regions, bool reaches_cuda) const {
+  std::optional<Views> of(const nb::list& names, const nb::list& flats, const nb::list& regions,
+                          bool reaches_cuda) const {
     std::map<int, void*> streams;
     Views made;
     made.all.reserve(names.size());
@@ -108,7 +109,8 @@ class ViewMaker {
   }
 
   /// Of host memory.
-  nb::object at(const nb::list& names, const nb::list& dtypes, const nb::list& addresses, const nb::list& regions) const {
+  nb::object at(const nb::list& names, const nb::list& dtypes, const nb::list& addresses,
+                const nb::list& regions) const {
     Views made;
     made.all.reserve(names.size());
     for (size_t i = 0; i < names.size(); ++i) {
@@ -137,28 +139,34 @@ void bind_views(nb::module_& m) {
       .def(
           "__init__", [](Views* self, std::vector<TensorView> all) { new (self) Views{std::move(all)}; }, "all"_a)
       .def("__len__", [](const Views& self) { return self.all.size(); });
-  nb::class_<Layout>(m, "Layout",
-                     "Where tensors of `regions` lie in one allocation: one after another, each at a multiple of `align` bytes.")
+  nb::class_<Layout>(
+      m, "Layout",
+      "Where tensors of `regions` lie in one allocation: one after another, each at a multiple of `align` bytes.")
       .def(nb::init<const nb::list&, const std::string&, int64_t>(), "regions"_a, "dtype"_a, "align"_a,
            nb::sig("def __init__(self, regions: list[Region], dtype: str, align: int) -> None"))
       .def_prop_ro("bytes", &Layout::bytes, "Of all of them.")
       .def("offsets", &Layout::offsets, "Of each, in bytes.")
       .def(
-          "views", [](const Layout& self, const nb::list& names, uintptr_t address) { return or_none(self.views(names, address)); },
+          "views",
+          [](const Layout& self, const nb::list& names, uintptr_t address) {
+            return or_none(self.views(names, address));
+          },
           "names"_a, "address"_a, nb::sig("def views(self, names: list[str], address: int) -> Views | None"),
           "In host memory from `address` on; None where a name is no text, and each is to be looked at.");
   nb::class_<ViewMaker>(m, "ViewMaker", "Makes views of tensors in plain torch memory.")
-      .def(nb::init<nb::type_object, nb::type_object, nb::dict, std::function<uintptr_t(int)>>(), "tensor"_a, "parameter"_a, "dtypes"_a,
-           "stream_of"_a)
+      .def(nb::init<nb::type_object, nb::type_object, nb::dict, std::function<uintptr_t(int)>>(), "tensor"_a,
+           "parameter"_a, "dtypes"_a, "stream_of"_a)
       .def(
           "of",
           [](const ViewMaker& self, const nb::list& names, const nb::list& flats, const nb::list& regions,
              bool reaches_cuda) -> nb::object { return or_none(self.of(names, flats, regions, reaches_cuda)); },
           "names"_a, "flats"_a, "regions"_a, "reaches_cuda"_a,
-          nb::sig("def of(self, names: list[str], flats: Sequence[object], regions: list[Region], reaches_cuda: bool) -> Views | None"),
+          nb::sig("def of(self, names: list[str], flats: Sequence[object], regions: list[Region], reaches_cuda: bool) "
+                  "-> Views | None"),
           "None where one of them is something else, and each is to be looked at.")
       .def("at", &ViewMaker::at, "names"_a, "dtypes"_a, "addresses"_a, "regions"_a,
-           nb::sig("def at(self, names: list[str], dtypes: Sequence[object], addresses: list[int], regions: list[Region]) -> Views | None"),
+           nb::sig("def at(self, names: list[str], dtypes: Sequence[object], addresses: list[int], regions: "
+                   "list[Region]) -> Views | None"),
            "Of contiguous tensors in host memory; None where a name is no text, or a dtype has no name.");
 }
 

@@ -1,5 +1,5 @@
-// Watch: are a model's modules and the memory of its parameters what they were? Asked before every update, for thousands of parameters, so
-// each costs nanoseconds.
+// Watch: are a model's modules and the memory of its parameters what they were? Asked before every update, for
+// thousands of parameters, so each costs nanoseconds.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
@@ -21,7 +21,8 @@ namespace {
 class Marks {
  public:
   /// `data_ptr` tells of tensors that torch does not describe where they are, and no more.
-  Marks(nb::type_object tensor, nb::type_object parameter) : memory_(tensor, parameter), data_ptr_(tensor.attr("data_ptr")) {}
+  Marks(nb::type_object tensor, nb::type_object parameter)
+      : memory_(tensor, parameter), data_ptr_(tensor.attr("data_ptr")) {}
 
   uint64_t of(nb::handle tensor) const {
     nb::dlpack::dltensor found;
@@ -39,8 +40,8 @@ class Marks {
 class Watch {
  public:
   // `looked`: the whole ones, looked at just before; none is sharded.
-  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks, nb::callable hint,
-        const Looked* looked)
+  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks,
+        nb::callable hint, const Looked* looked)
       : dicts_(std::move(dicts)),
         whole_(std::move(whole)),
         sharded_(std::move(sharded)),
@@ -84,7 +85,8 @@ class Watch {
     try {
       std::vector<std::pair<uintptr_t, uintptr_t>> hints;
       for (const nb::object& tensor : whole_) hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(tensor)));
-      for (const nb::object& tensor : sharded_) hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(tensor.attr(local_))));
+      for (const nb::object& tensor : sharded_)
+        hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(tensor.attr(local_))));
       hints_ = std::move(hints);
     } catch (const nb::python_error&) {  // a tensor that has become something else; memory_same() says so
     }
@@ -105,13 +107,15 @@ class Watch {
     return true;
   }
 
-  // After a step the tensors' objects are out of the caches, and each would be waited for, one pointer after the other: three quarters of
-  // the time of a check. Inlined by force: as a call, g++ takes it for a function without effect and drops it.
+  // After a step the tensors' objects are out of the caches, and each would be waited for, one pointer after the other:
+  // three quarters of the time of a check. Inlined by force: as a call, g++ takes it for a function without effect and
+  // drops it.
   [[gnu::always_inline]] void prefetch(size_t i) const {
     if (i >= hints_.size()) return;
     const PyObject* object = (i < whole_.size() ? whole_[i] : sharded_[i - whole_.size()]).ptr();
     __builtin_prefetch(object);
-    for (uintptr_t line = 0; line < kTensorBytes; line += kLine) __builtin_prefetch(reinterpret_cast<const char*>(hints_[i].first + line));
+    for (uintptr_t line = 0; line < kTensorBytes; line += kLine)
+      __builtin_prefetch(reinterpret_cast<const char*>(hints_[i].first + line));
     for (uintptr_t line = 0; line < kStorageBytes; line += kLine)
       __builtin_prefetch(reinterpret_cast<const char*>(hints_[i].second + line));
   }
@@ -146,12 +150,14 @@ void bind_watch(nb::module_& m) {
             return marks;
           },
           "tensors"_a);
-  nb::class_<Watch>(
-      m, "Watch",
-      "Remembers what the modules' dicts hold, and where and how whole tensors, and the _local_tensor of sharded ones, lie. "
-      "hint(tensor): two addresses that torch will read for it; wrong ones do no harm. looked: the whole ones, looked at just "
-      "before.")
-      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable, const Looked*>(),
+  nb::class_<Watch>(m, "Watch",
+                    "Remembers what the modules' dicts hold, and where and how whole tensors, and the _local_tensor of "
+                    "sharded ones, lie. "
+                    "hint(tensor): two addresses that torch will read for it; wrong ones do no harm. looked: the whole "
+                    "ones, looked at just "
+                    "before.")
+      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable,
+                    const Looked*>(),
            "dicts"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a, "looked"_a.none() = nb::none())
       .def("tree_same", &Watch::tree_same, "Every dict holds the very objects that it held.")
       .def("memory_same", &Watch::memory_same, "Every tensor lies where and as it lay.");

@@ -1,4 +1,5 @@
-"""Many ranks of one process, on threads, each with a connection of its own to one real store: what their rounds cost."""
+"""Many ranks of one process, on threads, each with a connection of its own to one real store: what their rounds
+cost."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def _bytes_in(value: Any) -> int:
 
 
 class Emulated(StoreGroup):
-    """One rank. ``store``: a CountedStore. ``helped``: its waits are left to another thread, as those of a process are."""
+    """One rank. ``store``: a CountedStore. ``helped``: its waits are left to another thread, as those of a process
+    are."""
 
     def __init__(self, rank: int, size: int, store: Any, name: str, helped: bool = True) -> None:
         self._helped = helped
@@ -81,17 +83,23 @@ class Emulated(StoreGroup):
 
 @contextmanager
 def emulated(size: int, helped: bool = True) -> Iterator[list[Emulated]]:
-    """``helped``: each rank has a second thread for its waits. Of thousands, which would have processors of their own, those threads take
-    most of the time on a few."""
+    """``helped``: each rank has a second thread for its waits. Of thousands, which would have processors of their own,
+    those threads take most of the time on a few."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
     uv = {"use_libuv": True}
-    host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), **uv)
+    host = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), **uv
+    )
     idle, stack, interval = waiting._MOST_IDLE, threading.stack_size(_STACK), sys.getswitchinterval()
     waiting._MOST_IDLE = size  # as many processes would have
-    sys.setswitchinterval(1.0)  # at the usual 5 ms thousands of threads that wait for the interpreter do nothing but look for it
+    sys.setswitchinterval(
+        1.0
+    )  # at the usual 5 ms thousands of threads that wait for the interpreter do nothing but look for it
     try:
-        with ThreadPoolExecutor(64) as pool:  # a connection is a name to look up, which takes seconds where there is nobody to ask
+        with ThreadPoolExecutor(
+            64
+        ) as pool:  # a connection is a name to look up, which takes seconds where there is nobody to ask
             stores = list(pool.map(lambda _: host.clone(), range(size)))
         yield [Emulated(rank, size, store, "emulated", helped) for rank, store in enumerate(stores)]
     finally:
@@ -102,8 +110,12 @@ def emulated(size: int, helped: bool = True) -> Iterator[list[Emulated]]:
         sys.setswitchinterval(interval)
 
 
-def on_all(groups: list[Emulated], fn: Callable[[Emulated], Any], late: Callable[[int], float] = lambda _: 0.0) -> tuple[list[Any], float]:
-    """What fn() gave for each, or raised; and the seconds from when all were ready until all were done. ``late``: seconds, by rank."""
+def on_all(
+    groups: list[Emulated], fn: Callable[[Emulated], Any], late: Callable[[int], float] = lambda _: 0.0
+) -> tuple[list[Any], float]:
+    """What fn() gave for each, or raised; and the seconds from when all were ready until all were done. ``late``:
+    seconds, by rank.
+    """
     answers: list[Any] = [None] * len(groups)
     ready = threading.Barrier(len(groups) + 1)
 

@@ -1,8 +1,9 @@
 """Weights on a CUDA device that only tests have: ranks whose shardow has build/release/fake/_core for its engine.
 
-``run(world, fn, *args)`` is ``ranks.run()`` with such ranks. In them ``Device`` says whose tensors lie on the device, though torch has them
-on the CPU. The device copies when somebody waits for it, or has its stream do something: torch's operations do, as they do on a device,
-before they read or write anything. So an update that is read too early is torn, and what nothing orders happens late.
+``run(world, fn, *args)`` is ``ranks.run()`` with such ranks. In them ``Device`` says whose tensors lie on the device,
+though torch has them on the CPU. The device copies when somebody waits for it, or has its stream do something: torch's
+operations do, as they do on a device, before they read or write anything. So an update that is read too early is torn,
+and what nothing orders happens late.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Small models with awkward sizes, every way to share them among ranks, and a way to look at the whole weights that is not ours."""
+"""Small models with awkward sizes, every way to share them among ranks, and a way to look at the whole weights that is
+not ours.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
     """Rows 7, 5, 1 and 4: uneven on 2 to 4 ranks, and empty on some."""
     torch.manual_seed(seed)
     model = nn.Sequential(
-        nn.Linear(INPUTS, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 1), nn.Linear(1, 4), nn.BatchNorm1d(4)
+        nn.Linear(INPUTS, 7),
+        nn.LayerNorm(7),
+        nn.ReLU(),
+        nn.Linear(7, 5),
+        nn.ReLU(),
+        nn.Linear(5, 1),
+        nn.Linear(1, 4),
+        nn.BatchNorm1d(4),
     )
     return model.to(dtype)
 
@@ -34,7 +43,9 @@ def make_even(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequentia
 
 
 def _units(model: nn.Module) -> list[str]:
-    """The children that are wrapped on their own: of models that are like those above two, else all but the first that has weights."""
+    """The children that are wrapped on their own: of models that are like those above two, else all but the first that
+    has weights.
+    """
     named = [name for name, child in model.named_children() if next(child.parameters(), None) is not None]
     return ["0", "3"] if {"0", "3"} <= set(named) else named[1:]
 
@@ -71,13 +82,16 @@ def _hsdp(model: nn.Module, world: int) -> nn.Module:
 def _tp_fsdp2(model: nn.Sequential, world: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(
-        model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())}
+        model,
+        mesh["tp"],
+        {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())},
     )
     return fully_shard(model, mesh=mesh["dp"])
 
 
 def _wrapped(model: nn.Sequential, world: int) -> nn.Module:
-    """What a name goes through in practice: checkpoint wrappers, FSDP2, torch.compile (not run: its wrapper renames)."""
+    """What a name goes through in practice: checkpoint wrappers, FSDP2, torch.compile (not run: its wrapper
+    renames)."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model[0] = checkpoint_wrapper(model[0])
@@ -120,7 +134,10 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
-    return {_clean(name): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in model.named_parameters()}
+    return {
+        _clean(name): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def _clean(name: str) -> str:

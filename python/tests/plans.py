@@ -1,6 +1,7 @@
 """Plans beside measures.
 
-A step of training on real ranks with every set of switches, and what memory.measure() then counts on the fullest of them.
+A step of training on real ranks with every set of switches, and what memory.measure() then counts on the fullest of
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ SWITCHES: list[dict[str, Any]] = [
 ]  # fmt: skip
 KEYS = ("weights", "gradients", "optimizer", "averages", "activations", "total")
 
-Make = Callable[[str], tuple[nn.Module, tuple[torch.Tensor, ...], Any]]  # (model, batch, group of the averages) of a kind of sharding
+Make = Callable[
+    [str], tuple[nn.Module, tuple[torch.Tensor, ...], Any]
+]  # (model, batch, group of the averages) of a kind of sharding
 
 
 def measured(make: Make, kind: str) -> list[dict[str, int]]:
@@ -44,9 +47,15 @@ def check(model: nn.Module, batch: Any, make: Make, kind: str, world: int) -> No
     everywhere = ranks.run(world, measured, make, kind)
     for i, switches in enumerate(SWITCHES):
         shards = world // 2 if kind == "hsdp" else None
-        plan = shardow.memory.plan(model, world, kind, optimizer="adamw", batch=batch, switches=switches, averages=2, shards=shards)
+        plan = shardow.memory.plan(
+            model, world, kind, optimizer="adamw", batch=batch, switches=switches, averages=2, shards=shards
+        )
         most = {key: max(found[i][key] for found in everywhere) for key in KEYS}
-        assert {key: plan[key] for key in KEYS} == {key: _near(most[key], plan[key]) for key in KEYS}, (kind, world, switches)
+        assert {key: plan[key] for key in KEYS} == {key: _near(most[key], plan[key]) for key in KEYS}, (
+            kind,
+            world,
+            switches,
+        )
         if kind != "fsdp1":  # whose parts begin anywhere
             assert [plan[key] for key in KEYS[:4]] == [most[key] for key in KEYS[:4]], (kind, world)
 

@@ -1,8 +1,8 @@
 """Real ranks for tests: processes with gloo, kept from case to case, and forked where fresh ones are needed.
 
-``run(world, fn, *args)`` calls ``fn(*args)`` on ranks 0 .. world - 1 at once, each in a process group of that size, and returns their
-results by rank. A rank's exception is raised here with its traceback. Nothing hangs: at the timeout, and after any failure, all processes
-are killed and fresh ones made for the next case.
+``run(world, fn, *args)`` calls ``fn(*args)`` on ranks 0 .. world - 1 at once, each in a process group of that size, and
+returns their results by rank. A rank's exception is raised here with its traceback. Nothing hangs: at the timeout, and
+after any failure, all processes are killed and fresh ones made for the next case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _context.set_forkserver_preload(
     ]
 )
 _case = itertools.count()
-_MOST_THREADS = 40  # of a process that is kept: torch keeps groups of earlier cases, and a thread of each wakes every 10 ms
+_MOST_THREADS = (
+    40  # of a process that is kept: torch keeps groups of earlier cases, and a thread of each wakes every 10 ms
+)
 
 
 class RankError(AssertionError):
@@ -56,13 +58,13 @@ class _Worker:
 
 
 class Pool:
-    """The processes, and the store that they meet in, which outlives every rank as a launcher's does. ``context``: of multiprocessing;
-    ``serve``: what a process does, _serve() in the end."""
+    """The processes, and the store that they meet in, which outlives every rank as a launcher's does. ``context``: of
+    multiprocessing; ``serve``: what a process does, _serve() in the end."""
 
     def __init__(self, context: Any = _context, serve: Callable[..., None] | None = None) -> None:
         self._new = functools.partial(_Worker, context, serve or _serve)
-        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1, which can take
-        # seconds.
+        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1,
+        # which can take seconds.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         uv = torch.__version__ >= (2, 7)  # before, libuv's store took no listener
@@ -71,8 +73,12 @@ class Pool:
         )
         self._workers: list[_Worker] = []
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
-        """``may_die``: a rank that ends without an answer gives None, and so does one that is still busy when all others have answered."""
+    def run(
+        self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False
+    ) -> list[Any]:
+        """``may_die``: a rank that ends without an answer gives None, and so does one that is still busy when all
+        others have answered.
+        """
         while len(self._workers) < world:
             self._workers.append(self._new(self._store.port))
         workers = self._workers[:world]
@@ -171,7 +177,9 @@ _pool: Pool | None = None
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
     global _pool
     if _pool is None:
-        with pytest.MonkeyPatch.context() as patch:  # a warning of a timeout looks up names, for seconds; torch reads this at its import
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # a warning of a timeout looks up names, for seconds; torch reads this at its import
             patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
             forkserver.ensure_running()
         _pool = Pool()

@@ -1,4 +1,6 @@
-"""The sketches of public headers: what is indented in their comments and has statements, and what docs/cpp_reference.md has of each."""
+"""The sketches of public headers: what is indented in their comments and has statements, and what docs/cpp_reference.md
+has of each.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def shown_of(header: str) -> list[str]:
 
 
 def program_of(header: Path, more: str = "") -> str:
-    """A source of all sketches of an installed header, each a function's body; ``more`` declares what only these are given."""
+    """A source of all sketches of an installed header, each a function's body; ``more`` declares what only these are
+    given.
+    """
     codes = blocks_of(header.read_text()) + shown_of(header.name)
     needed = ["<future>", "<iostream>", "<shardow/average.h>", "<shardow/ema_file.h>", f"<shardow/{header.name}>"]
     bodies = [GIVEN.format(number=number, more=more, code=code) for number, code in enumerate(codes)]

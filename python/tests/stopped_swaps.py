@@ -1,7 +1,7 @@
 """A swap on two ranks, of which one is stopped, before any line of shardow's or at any step of the engine.
 
-The same two processes take one point after the other, as a notebook's user does who goes on after each Ctrl-C. Nothing may be left of the
-points before.
+The same two processes take one point after the other, as a notebook's user does who goes on after each Ctrl-C. Nothing
+may be left of the points before.
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ class Rank:
         """How many points each way had, by a signal and by the engine."""
         points = []
         for number, way in enumerate(WAYS):
-            points += [self.go_through(way, by_a_signal, 10 * number, STRIDE), self.go_through(way, by_the_engine, 0, min(STRIDE, 5))]
+            points += [
+                self.go_through(way, by_a_signal, 10 * number, STRIDE),
+                self.go_through(way, by_the_engine, 0, min(STRIDE, 5)),
+            ]
         return points
 
     def go_through(self, way: str, by: Callable[[Stop], Any], begin: int, stride: int) -> int:
@@ -157,7 +160,9 @@ class Rank:
         raise AssertionError("no end")
 
     def go_on_after(self, way: tuple[Call, Call], by: Callable[[Stop], Any], stop: Stop, victim: int) -> bool | None:
-        """None where there is no such point. True where it came before the victim had begun, so that the other waited in vain."""
+        """None where there is no such point. True where it came before the victim had begun, so that the other waited
+        in vain.
+        """
         ema, is_victim = self._ema, self.me == victim
         self.step()
         weights, averages = self._weights(), self._averages()
@@ -173,7 +178,9 @@ class Rank:
             ema.restore()
             return None
         if is_victim:
-            self.expect(stop, found.startswith(("KeyboardInterrupt", "MemoryError")) or "bad_alloc" in found, f"raised {found}")
+            self.expect(
+                stop, found.startswith(("KeyboardInterrupt", "MemoryError")) or "bad_alloc" in found, f"raised {found}"
+            )
         else:
             fine = found.startswith(("PeerFailedError", "DeadlineError")) or not found
             self.expect(stop, fine and seconds < LATE, f"raised {found} after {seconds:.1f} s")
@@ -195,7 +202,9 @@ class Rank:
             self.expect(stop, "restore()" in outcome(call), f"{call.__name__}() is not refused")
 
     def _succeeds(self, stop: Stop, call: Callable[[], object], missed: bool) -> bool:
-        """``missed``: this rank's first collective call may say that it missed one. Returns whether it has not yet said so."""
+        """``missed``: this rank's first collective call may say that it missed one. Returns whether it has not yet said
+        so.
+        """
         found = outcome(call)
         if missed and NEVER_CAME in found:
             missed, found = False, outcome(call)

@@ -17,7 +17,8 @@ import socket, sys, torch, torch.distributed as dist
 listener = socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]
 uv = torch.__version__ >= (2, 7)  # before, libuv's store took no listener
-store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=uv)
+store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+ use_libuv=uv)
 print(port, flush=True)
 sys.stdin.read()
 """
@@ -34,7 +35,9 @@ def host() -> Iterator[tuple[int, int]]:
 
 
 def stop(pid: int) -> None:
-    """Returns when none of the process's threads runs: the signal's first takes it to the others, which may answer until then."""
+    """Returns when none of the process's threads runs: the signal's first takes it to the others, which may answer
+    until then.
+    """
     os.kill(pid, signal.SIGSTOP)
     until = time.monotonic() + 60
     while any(state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):

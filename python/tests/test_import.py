@@ -14,8 +14,10 @@ import pytest
 import shardow
 
 SURFACE = sorted(
-    ["EMA", "Checkpoint", "Checkpoints", "Error", "Handle", "SaveHandle", "Schedule", "Slice", "__version__", "async_save", "compat",
-     "errors", "full_state_dict", "load", "materialize", "memory", "merge", "merged", "meta_init", "posthoc", "save", "schedules",
+    ["EMA", "Checkpoint", "Checkpoints", "Error", "Handle", "SaveHandle", "Schedule", "Slice", "__version__",
+     "async_save", "compat",
+     "errors", "full_state_dict", "load", "materialize", "memory", "merge", "merged", "meta_init", "posthoc", "save",
+     "schedules",
      "to_empty", "wrap"]
 )  # fmt: skip
 
@@ -28,7 +30,18 @@ def test_public_surface_is_frozen() -> None:
 
 
 def test_the_surface_of_memory_is_frozen() -> None:
-    assert shardow.memory.__all__ == ["Colours", "Switches", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
+    assert shardow.memory.__all__ == [
+        "Colours",
+        "Switches",
+        "Timeline",
+        "Usage",
+        "apply",
+        "draw",
+        "figure",
+        "measure",
+        "plan",
+        "timeline",
+    ]
     assert all(getattr(shardow.memory, name).__doc__ for name in shardow.memory.__all__)
 
 
@@ -49,12 +62,19 @@ def test_classes_that_calls_return_have_public_names(tmp_path: Path) -> None:
 
     model = torch.nn.Linear(2, 2)
     ema = shardow.EMA(model)
-    with ema.attach(torch.optim.SGD(model.parameters())) as handle, shardow.memory.apply(model, activation_checkpointing=False) as switches:
+    with (
+        ema.attach(torch.optim.SGD(model.parameters())) as handle,
+        shardow.memory.apply(model, activation_checkpointing=False) as switches,
+    ):
         assert (type(handle), type(switches)) == (shardow.Handle, shardow.memory.Switches)
     saving = ema.async_save(tmp_path / "a.safetensors")
     saving.wait()
     opened = shardow.open(tmp_path / "a.safetensors")
-    assert (type(saving), type(opened), type(opened.get_slice("weight"))) == (shardow.SaveHandle, shardow.Checkpoint, shardow.Slice)
+    assert (type(saving), type(opened), type(opened.get_slice("weight"))) == (
+        shardow.SaveHandle,
+        shardow.Checkpoint,
+        shardow.Slice,
+    )
     with pytest.raises(shardow.errors.NotFoundError):
         shardow.open(tmp_path / "b.safetensors")
 
@@ -62,7 +82,12 @@ def test_classes_that_calls_return_have_public_names(tmp_path: Path) -> None:
 def _public_functions() -> list[Any]:
     homes = [shardow, shardow.memory, shardow.schedules]
     found = [getattr(home, name) for home in homes for name in home.__all__]
-    methods = [member for cls in (shardow.EMA, shardow.Checkpoint) for name, member in vars(cls).items() if not name.startswith("_")]
+    methods = [
+        member
+        for cls in (shardow.EMA, shardow.Checkpoint)
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+    ]
     return [one for one in [*found, *methods, shardow.open, shardow.EMA.__init__] if inspect.isfunction(one)]
 
 
@@ -100,13 +125,20 @@ def test_import_leaves_heavy_modules_out(module: str) -> None:
 
 
 def test_without_torch_ema_says_what_is_missing() -> None:
-    code = "import sys; sys.modules['torch'] = None\nimport shardow\ntry:\n    shardow.EMA\nexcept ImportError as e:\n    print(e)"
+    code = (
+        "import sys; sys.modules['torch'] = None\nimport shardow\ntry:\n    shardow.EMA\nexcept ImportError "
+        "as e:\n    print(e)"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "pip install torch" in done.stdout
 
 
 @pytest.mark.parametrize(
-    "body", ["import shardow", "import shardow, torch; m = torch.nn.Linear(1500, 1500); e = shardow.EMA(m, threads=2); e.update()"]
+    "body",
+    [
+        "import shardow",
+        "import shardow, torch; m = torch.nn.Linear(1500, 1500); e = shardow.EMA(m, threads=2); e.update()",
+    ],
 )
 def test_programs_end_cleanly(body: str) -> None:
     for _ in range(3):
@@ -123,7 +155,14 @@ def test_the_package_says_what_it_is() -> None:
     assert project["keywords"] == sorted(project["keywords"], key=str.casefold)
     classifiers = project["classifiers"]
     assert classifiers == list(dict.fromkeys(classifiers))
-    for kind in ("Development Status", "Intended Audience", "Operating System", "Programming Language", "Topic", "Typing"):
+    for kind in (
+        "Development Status",
+        "Intended Audience",
+        "Operating System",
+        "Programming Language",
+        "Topic",
+        "Typing",
+    ):
         assert any(one.startswith(f"{kind} :: ") for one in classifiers), kind
     oldest = "Programming Language :: Python :: " + project["requires-python"].removeprefix(">=")
     assert oldest in classifiers

@@ -15,7 +15,16 @@ from typing import Any
 import shardow
 
 RECORD = Path(__file__).with_name("public_names.txt")
-OWN = {"__init__", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__contains__"}  # among special methods
+OWN = {
+    "__init__",
+    "__call__",
+    "__enter__",
+    "__exit__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "__contains__",
+}  # among special methods
 
 
 def _called(function: Any) -> str:
@@ -41,11 +50,18 @@ def _members(cls: type) -> Iterator[str]:
 
 def _lines(module: ModuleType, prefix: str) -> Iterator[str]:
     yield f"{prefix}: {', '.join(sorted(module.__all__))}"
-    yield f"dir({prefix}): {', '.join(name for name in sorted(dir(module)) if not name.startswith('_') and name in module.__all__)}"
+    yield (
+        f"dir({prefix}): "
+        f"{', '.join(name for name in sorted(dir(module)) if not name.startswith('_') and name in module.__all__)}"
+    )
     for name in sorted({*module.__all__, *(["open"] if module is shardow else [])}):
         found = getattr(module, name)
         if inspect.isclass(found):
-            bases = [base.__name__ for base in found.__mro__[1:-1] if base.__name__ in shardow.errors.__all__ or _foreign(base)]
+            bases = [
+                base.__name__
+                for base in found.__mro__[1:-1]
+                if base.__name__ in shardow.errors.__all__ or _foreign(base)
+            ]
             yield f"{prefix}.{name}({', '.join(bases)})"
             yield from (f"{prefix}.{name}.{line}" for line in _members(found))
         elif inspect.isfunction(found):
@@ -63,7 +79,9 @@ def public_names() -> list[str]:
 
 def test_names_and_signatures_are_as_recorded() -> None:
     found, recorded = public_names(), RECORD.read_text().splitlines()
-    changed = [f"- {line}" for line in sorted(set(recorded) - set(found))] + [f"+ {line}" for line in sorted(set(found) - set(recorded))]
+    changed = [f"- {line}" for line in sorted(set(recorded) - set(found))] + [
+        f"+ {line}" for line in sorted(set(found) - set(recorded))
+    ]
     assert changed == [], "if this is meant: python python/tests/test_public_names.py"
 
 

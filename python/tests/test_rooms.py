@@ -58,7 +58,10 @@ def circle(links: list[Edge]) -> list[str]:
     """What lies on a circle, or between two: nothing where all can be put in an order."""
     left = {one for link in links for one in link}
     while ends := {
-        one for side in (0, 1) for one in left if not any(a in left and b in left and (a, b)[side] == one for a, b in links if a != b)
+        one
+        for side in (0, 1)
+        for one in left
+        if not any(a in left and b in left and (a, b)[side] == one for a, b in links if a != b)
     }:
         left -= ends
     return sorted(left)
@@ -66,7 +69,9 @@ def circle(links: list[Edge]) -> list[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_what_it_says(room: str) -> None:
-    against = [f"{a} imports {b}" for a, b in edges() if room_of(a) == room and room_of(b) not in {room, *allowed(room)}]
+    against = [
+        f"{a} imports {b}" for a, b in edges() if room_of(a) == room and room_of(b) not in {room, *allowed(room)}
+    ]
     assert against == []
 
 

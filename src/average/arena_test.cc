@@ -12,7 +12,8 @@ namespace {
 constexpr int64_t kMiB = int64_t{1} << 20;
 
 TEST(ArenaStride, HoldsAnAverageAndKeepsItAligned) {
-  for (const int64_t bytes : std::vector<int64_t>{0, 64, kMiB - 64, kMiB, 3 * kMiB + 64, 340224000, 64 * kMiB, 5000 * kMiB}) {
+  for (const int64_t bytes :
+       std::vector<int64_t>{0, 64, kMiB - 64, kMiB, 3 * kMiB + 64, 340224000, 64 * kMiB, 5000 * kMiB}) {
     for (int count = 1; count <= 8; ++count) {
       const int64_t stride = arena_stride(bytes, count);
       EXPECT_GE(stride, bytes);
@@ -27,7 +28,8 @@ TEST(ArenaStride, SpreadsLargeAveragesOverThePeriod) {
     const int64_t stride = arena_stride(340 * kMiB + 448, count);
     for (int other = 1; other < count; ++other) {
       const int64_t apart = other * stride % (64 * kMiB);
-      EXPECT_GE(std::min(apart, 64 * kMiB - apart), 64 * kMiB / count - 1024) << count << " averages, " << other << " apart";
+      EXPECT_GE(std::min(apart, 64 * kMiB - apart), 64 * kMiB / count - 1024)
+          << count << " averages, " << other << " apart";
     }
   }
 }

@@ -13,7 +13,8 @@ namespace shardow {
 
 using base::fail;
 
-Average::Average(std::vector<TensorView> parameters, std::vector<std::vector<TensorView>> averages, AverageOptions options, std::nullptr_t)
+Average::Average(std::vector<TensorView> parameters, std::vector<std::vector<TensorView>> averages,
+                 AverageOptions options, std::nullptr_t)
     : impl_(std::make_unique<Impl>(std::move(parameters), std::move(options))) {
   average::check_averages(impl_->parts, averages, impl_->options);
   average::check_apart(impl_->whole(), averages);
@@ -65,8 +66,8 @@ UpdateReport Average::update_by(std::span<const Factors> factors, std::optional<
   if (factors.size() != size()) fail(Code::kInvalidArgument, "{} factors for {} averages", factors.size(), size());
   for (size_t k = 0; k < factors.size(); ++k) {
     if (std::isfinite(factors[k].decay) && std::isfinite(factors[k].weight)) continue;
-    fail(Code::kInvalidArgument, "update_by(): average {} would get decay {} and weight {}; both must be finite", k, factors[k].decay,
-         factors[k].weight);
+    fail(Code::kInvalidArgument, "update_by(): average {} would get decay {} and weight {}; both must be finite", k,
+         factors[k].decay, factors[k].weight);
   }
   return impl_->update(step, 0, factors);
 }
@@ -89,7 +90,8 @@ size_t Average::size() const noexcept {
 std::span<const TensorView> Average::views(size_t k) const {
   const auto use = impl_->use("views()");
   impl_->wait();
-  if (impl_->swap) fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
+  if (impl_->swap)
+    fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
   if (k >= size()) fail(Code::kInvalidArgument, "average {} of {}", k, size());
   return impl_->averages[k];
 }
@@ -163,7 +165,8 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
     try {
       average::check_options(merged);
     } catch (const Error& error) {
-      fail(error.code(), "the saved state's options do not fit averages of dtype {} (go on with your own options instead): {}",
+      fail(error.code(),
+           "the saved state's options do not fit averages of dtype {} (go on with your own options instead): {}",
            dtype_name(options.dtype), error.what());
     }
     options = std::move(merged);

@@ -21,7 +21,8 @@ struct OwnTensor {
   std::vector<float> values;
   TensorView view;
 
-  OwnTensor(std::string name, Shape shape, uint32_t seed) : OwnTensor(std::move(name), Region::whole(std::move(shape)), seed) {}
+  OwnTensor(std::string name, Shape shape, uint32_t seed)
+      : OwnTensor(std::move(name), Region::whole(std::move(shape)), seed) {}
   OwnTensor(std::string name, const Region& region, uint32_t seed)
       : values(static_cast<size_t>(region.size())), view{std::move(name), DType::kF32, region, nullptr} {
     fill(seed);

@@ -17,7 +17,8 @@ TEST(Average, TakesFactorsFromTheCallerAndCountsAsEver) {
   lerp(expected, p.values, 1 - 0.9);
   EXPECT_EQ(copy_of(ema.views()[0]), expected);
   EXPECT_EQ(ema.stats().step, 1);
-  EXPECT_NE(message_of([&] { ema.update_by({}); }, Code::kInvalidArgument).find("0 factors for 1 averages"), std::string::npos);
+  EXPECT_NE(message_of([&] { ema.update_by({}); }, Code::kInvalidArgument).find("0 factors for 1 averages"),
+            std::string::npos);
 }
 
 TEST(Average, BeginsWithWhatItsMemoryHoldsWhereAsked) {

@@ -1,4 +1,5 @@
-// The only file of the layer that tells devices apart. A table below a million elements is done before a second thread would have woken.
+// The only file of the layer that tells devices apart. A table below a million elements is done before a second thread
+// would have woken.
 #include "average/backend.h"
 
 #include <algorithm>
@@ -19,7 +20,8 @@ constexpr int64_t kSerialElements = 1 << 20;
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages, base::ThreadPool& pool)
+  CpuBackend(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
+             base::ThreadPool& pool)
       : table_(make_chunks(parameters, averages), RunCutter(parameters), averages.size(), pool),
         shares_(table_.shares(0, table_.chunks().size())) {}
 
@@ -59,8 +61,8 @@ class CudaBackend final : public Backend {
   void copy_parameters() override {
     for (const std::vector<TensorView>& average : averages_) {
       for (size_t i = 0; i < parameters_.size(); ++i) {
-        kernels::cuda::cast(parameters_[i].data, parameters_[i].dtype, average[i].data, average[i].dtype, parameters_[i].region.size(),
-                            parameters_[i].device);
+        kernels::cuda::cast(parameters_[i].data, parameters_[i].dtype, average[i].data, average[i].dtype,
+                            parameters_[i].region.size(), parameters_[i].device);
       }
     }
   }
@@ -87,8 +89,8 @@ class CudaBackend final : public Backend {
 
   bool capturing() const override { return kernels::cuda::capturing(device_); }
 
-  /// Both tables: which of them a replay needs is known by then alone, and the other one's step has no averages. A table can't be made
-  /// here: a capture allows no allocation.
+  /// Both tables: which of them a replay needs is known by then alone, and the other one's step has no averages. A
+  /// table can't be made here: a capture allows no allocation.
   void capture(const Step& step) override {
     memory_->update(step);
     if (runs_) runs_->update(step);
@@ -100,7 +102,8 @@ class CudaBackend final : public Backend {
     const bool runs = by_runs && runs_;
     if (runs && !captured_runs_) {
       base::fail(Code::kInvalidArgument,
-                 "this step rounds stochastically, and the captured graph has no launch for that; capture update() anew, now that it can");
+                 "this step rounds stochastically, and the captured graph has no launch for that; capture update() "
+                 "anew, now that it can");
     }
     Step none = step;
     none.num_averages = 0;
@@ -137,13 +140,15 @@ std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView>
 
 namespace {
 
-/// fn(begin, count) for parts of `count` elements, on all threads where they are worth their wake. Cuts keep vectors whole.
+/// fn(begin, count) for parts of `count` elements, on all threads where they are worth their wake. Cuts keep vectors
+/// whole.
 template <typename Fn>
 void in_parts(int64_t count, base::ThreadPool& pool, const Fn& fn) noexcept {
   if (count < kSerialElements) return fn(0, count);
   const int64_t part = (count / pool.size() + 63) / 64 * 64;
   pool.run([&](int thread) {
-    const int64_t begin = std::min(part * thread, count), end = thread + 1 == pool.size() ? count : std::min(begin + part, count);
+    const int64_t begin = std::min(part * thread, count),
+                  end = thread + 1 == pool.size() ? count : std::min(begin + part, count);
     fn(begin, end - begin);
   });
 }
@@ -159,7 +164,8 @@ std::byte* data_of(const TensorView& view) {
 
 }  // namespace
 
-void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count, base::ThreadPool& pool) noexcept {
+void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count,
+                  base::ThreadPool& pool) noexcept {
   in_parts(count, pool, [&](int64_t begin, int64_t part) {
     kernels::cpu::cast(at(from, from_dtype, begin), from_dtype, at(to, to_dtype, begin), to_dtype, part);
   });
@@ -168,8 +174,8 @@ void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType 
 void swap_on_host(std::byte* parameter, DType parameter_dtype, std::byte* average, DType average_dtype, int64_t count,
                   kernels::Direction direction, base::ThreadPool& pool) noexcept {
   in_parts(count, pool, [&](int64_t begin, int64_t part) {
-    kernels::cpu::swap(at(parameter, parameter_dtype, begin), parameter_dtype, at(average, average_dtype, begin), average_dtype, part,
-                       direction);
+    kernels::cpu::swap(at(parameter, parameter_dtype, begin), parameter_dtype, at(average, average_dtype, begin),
+                       average_dtype, part, direction);
   });
 }
 
@@ -182,10 +188,12 @@ void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool) 
   }
 }
 
-void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction, base::ThreadPool& pool) {
+void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction,
+          base::ThreadPool& pool) {
   const int64_t count = parameter.region.size();
   if (on_cuda(parameter.device)) {
-    kernels::cuda::swap(parameter.data, parameter.dtype, average.data, average.dtype, count, direction, parameter.device);
+    kernels::cuda::swap(parameter.data, parameter.dtype, average.data, average.dtype, count, direction,
+                        parameter.device);
   } else {
     swap_on_host(data_of(parameter), parameter.dtype, data_of(average), average.dtype, count, direction, pool);
   }

@@ -1,16 +1,21 @@
-// Updates in the background: planned by the caller, done by a thread of the Average's own while the caller goes on. Nobody else touches
-// averages until wait(), which every call that would do so begins with. options.overlap has all work done so; averages on the host of
-// weights on a device always are.
+// Updates in the background: planned by the caller, done by a thread of the Average's own while the caller goes on.
+// Nobody else touches averages until wait(), which every call that would do so begins with. options.overlap has all
+// work done so; averages on the host of weights on a device always are.
 //
 // An update of the latter (offload.h), and what becomes of one that fails:
-//   1. the device notes how far the weights' stream has come (begin(), on the caller's thread); the copies come after that
+//   1. the device notes how far the weights' stream has come (begin(), on the caller's thread); the copies come after
+//   that
 //   2. copies begin, as many as the ring holds
-//   3. what fits its ring is waited for. Until here nothing has changed: a failure ends the update, and the averages are those of the last
-//   4. block by block: wait for its copies, average it, begin the next copies. An exact way back would need a copy of the averages, so a
-//      failure leaves the update under way, and each later call takes it up with the block where it stopped. That is right as long as the
-//      weights have not changed, so finish_reading(), which lets them change, throws as well
-//   5. all copies have begun: part_done(). From here on finish_reading() has the device wait for the last one, and the host goes on. A
-//      failure of a copy under way is a failure of the device; blocks that it has torn stay so, and are refused until reset()
+//   3. what fits its ring is waited for. Until here nothing has changed: a failure ends the update, and the averages
+//   are those of the last
+//   4. block by block: wait for its copies, average it, begin the next copies. An exact way back would need a copy of
+//   the averages, so a
+//      failure leaves the update under way, and each later call takes it up with the block where it stopped. That is
+//      right as long as the weights have not changed, so finish_reading(), which lets them change, throws as well
+//   5. all copies have begun: part_done(). From here on finish_reading() has the device wait for the last one, and the
+//   host goes on. A
+//      failure of a copy under way is a failure of the device; blocks that it has torn stay so, and are refused until
+//      reset()
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -42,7 +47,8 @@ void Average::Impl::work() {
   const bool by_runs = draws_by_runs(now.step);
   const auto fetch = [&](average::Offload& one) {
     one.fetch();
-    if (std::all_of(bound.offloads.begin(), bound.offloads.end(), [](const auto& each) { return each->fetched(); })) worker_->part_done();
+    if (std::all_of(bound.offloads.begin(), bound.offloads.end(), [](const auto& each) { return each->fetched(); }))
+      worker_->part_done();
   };
   try {
     for (const auto& offload : bound.offloads) fetch(*offload);
@@ -100,7 +106,8 @@ void Average::Impl::stopped(const Error& cause) {
     waited_seconds += now.waited;
     under_way_.reset();
     fail(cause.code(),
-         "the update of step {} was not made, since weights did not reach the host; the averages are those of step {}, and the next update "
+         "the update of step {} was not made, since weights did not reach the host; the averages are those of step {}, "
+         "and the next update "
          "makes up for it: {}",
          step, counters.applied_step, cause.what());
   }
@@ -110,16 +117,20 @@ void Average::Impl::stopped(const Error& cause) {
     blocks += offload->num_blocks();
   }
   if (now.released) {
-    torn.emplace(cause.code(), fmt::format("the update of step {} stopped after {} of {} blocks, and the weights may have changed since: "
-                                           "load a checkpoint into new averages, or begin them again (reset()): {}",
-                                           step, averaged, blocks, cause.what()));
+    torn.emplace(
+        cause.code(),
+        fmt::format("the update of step {} stopped after {} of {} blocks, and the weights may have changed since: "
+                    "load a checkpoint into new averages, or begin them again (reset()): {}",
+                    step, averaged, blocks, cause.what()));
     under_way_.reset();
     throw Error(*torn);
   }
   now.stopped = true;
   fail(cause.code(),
-       "the update of step {} stopped after {} of {} blocks: the others did not reach the host. The next call takes it up there, so leave "
-       "the weights as they are until one goes through; where the device is lost, load a checkpoint into new averages: {}",
+       "the update of step {} stopped after {} of {} blocks: the others did not reach the host. The next call takes it "
+       "up there, so leave "
+       "the weights as they are until one goes through; where the device is lost, load a checkpoint into new averages: "
+       "{}",
        step, averaged, blocks, cause.what());
 }
 
@@ -146,7 +157,8 @@ void Average::Impl::reset() {
   try {
     copy_parameters();
   } catch (const Error& cause) {
-    torn.emplace(cause.code(), fmt::format("reset() failed, and the averages are of no step; call it again: {}", cause.what()));
+    torn.emplace(cause.code(),
+                 fmt::format("reset() failed, and the averages are of no step; call it again: {}", cause.what()));
     throw Error(*torn);
   }
   torn.reset();

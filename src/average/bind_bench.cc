@@ -1,5 +1,6 @@
-// What it costs to tell an Average where the parameters are, step after step, when nothing has moved: 2,000 views with names as long as
-// those of models. `cold`: after a training step has pushed everything out of the caches near the core.
+// What it costs to tell an Average where the parameters are, step after step, when nothing has moved: 2,000 views with
+// names as long as those of models. `cold`: after a training step has pushed everything out of the caches near the
+// core.
 #include <benchmark/benchmark.h>
 
 #include <ctime>
@@ -17,8 +18,9 @@ struct Model {
 
   Model() {
     for (int64_t i = 0; i < 2000; ++i) {
-      views.push_back({"model.blocks." + std::to_string(i / 10) + ".attention.projection." + std::to_string(i % 10) + ".weight",
-                       DType::kF32, Region::grid({128, 64}, {{{i % 128, i % 128 + 1}}, {{0, 64}}}), memory.data() + i * 64});
+      views.push_back(
+          {"model.blocks." + std::to_string(i / 10) + ".attention.projection." + std::to_string(i % 10) + ".weight",
+           DType::kF32, Region::grid({128, 64}, {{{i % 128, i % 128 + 1}}, {{0, 64}}}), memory.data() + i * 64});
     }
   }
 };

@@ -1,5 +1,5 @@
-// The memory that an Average works on: the parameters' parts on this rank, the averages, and a backend for each device. Everything that
-// could fail or allocate happens here, before an update.
+// The memory that an Average works on: the parameters' parts on this rank, the averages, and a backend for each device.
+// Everything that could fail or allocate happens here, before an update.
 #include <algorithm>
 #include <tuple>
 
@@ -23,8 +23,9 @@ bool same_device(const Device& a, const Device& b) {
 }
 
 bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const TensorView& x, const TensorView& y) { return x.data == y.data && same_device(x.device, y.device); });
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const TensorView& x, const TensorView& y) {
+    return x.data == y.data && same_device(x.device, y.device);
+  });
 }
 
 bool same_streams(std::span<const TensorView> a, std::span<const TensorView> b) {
@@ -47,22 +48,26 @@ struct Place {
 bool are_together(std::span<const TensorView> parameters, std::span<const TensorView> averages) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!same_device(parameters[i].device, parameters[0].device)) return false;
-    if (average::is_offloaded(parameters[i], averages[i]) != average::is_offloaded(parameters[0], averages[0])) return false;
+    if (average::is_offloaded(parameters[i], averages[i]) != average::is_offloaded(parameters[0], averages[0]))
+      return false;
   }
   return !parameters.empty();
 }
 
-std::vector<Place> places_of(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages) {
+std::vector<Place> places_of(std::span<const TensorView> parameters,
+                             std::span<const std::vector<TensorView>> averages) {
   if (are_together(parameters, averages[0]))
     return {{parameters[0].device, average::is_offloaded(parameters[0], averages[0][0]), {}, {}, parameters, averages}};
   std::vector<Place> places;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Device& device = parameters[i].device;
     const bool offloaded = average::is_offloaded(parameters[i], averages[0][i]);
-    auto place = std::find_if(places.begin(), places.end(),
-                              [&](const Place& one) { return same_device(one.device, device) && one.offloaded == offloaded; });
+    auto place = std::find_if(places.begin(), places.end(), [&](const Place& one) {
+      return same_device(one.device, device) && one.offloaded == offloaded;
+    });
     if (place == places.end())
-      place = places.insert(place, {device, offloaded, {}, std::vector<std::vector<TensorView>>(averages.size()), {}, {}});
+      place =
+          places.insert(place, {device, offloaded, {}, std::vector<std::vector<TensorView>>(averages.size()), {}, {}});
     place->some.push_back(parameters[i]);
     for (size_t k = 0; k < averages.size(); ++k) place->some_averages[k].push_back(averages[k][i]);
   }
@@ -79,12 +84,14 @@ namespace {
 
 std::string names_of(std::span<const TensorView> views) {
   if (views.empty()) return "nothing";
-  return views.size() == 1 ? fmt::format("'{}'", views[0].name) : fmt::format("'{}' and {} more", views[0].name, views.size() - 1);
+  return views.size() == 1 ? fmt::format("'{}'", views[0].name)
+                           : fmt::format("'{}' and {} more", views[0].name, views.size() - 1);
 }
 
 }  // namespace
 
-Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen) : user(names_of(parameters)), options(std::move(chosen)) {
+Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen)
+    : user(names_of(parameters)), options(std::move(chosen)) {
   average::check_options(options);
   average::check_parameters(parameters);
   average::check_devices(parameters, options);
@@ -97,17 +104,20 @@ Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen) :
   for (const TensorView& part : parts) {
     elements += part.region.size();
     const auto averaged = static_cast<int64_t>(options.schedules.size());
-    bytes_per_update += byte_size(part.dtype, part.region.size()) + 2 * averaged * byte_size(options.dtype, part.region.size());
+    bytes_per_update +=
+        byte_size(part.dtype, part.region.size()) + 2 * averaged * byte_size(options.dtype, part.region.size());
   }
   pool = std::make_unique<base::ThreadPool>(average::threads_for(elements, options.num_threads));
 }
 
-/// Threads for what goes on while the caller does. Beside training on the host one must do; beside training on a device the host is idle.
+/// Threads for what goes on while the caller does. Beside training on the host one must do; beside training on a device
+/// the host is idle.
 void Average::Impl::make_background() {
   bool offloads = false;
   for (size_t i = 0; i < parts.size(); ++i) offloads = offloads || average::is_offloaded(parts[i], averages[0][i]);
   if (!options.overlap && !offloads) return;
-  const int num_threads = offloads ? average::threads_for(elements, options.num_threads) : std::max(options.num_threads, 1);
+  const int num_threads =
+      offloads ? average::threads_for(elements, options.num_threads) : std::max(options.num_threads, 1);
   background_pool_ = std::make_unique<base::ThreadPool>(num_threads, base::ThreadPool::Threads::kOwn);
   worker_ = std::make_unique<base::Worker>();
 }
@@ -139,13 +149,15 @@ void Average::Impl::allocate() {
   int64_t bytes = 0;
   for (const TensorView& part : parts) {
     if (part.device.kind != device.kind || part.device.index != device.index) {
-      fail(Code::kUnsupported, "'{}' is on another device than '{}'; give the averages' memory yourself", part.name, parts[0].name);
+      fail(Code::kUnsupported, "'{}' is on another device than '{}'; give the averages' memory yourself", part.name,
+           parts[0].name);
     }
     begins.push_back(bytes);
     bytes += (byte_size(options.dtype, part.region.size()) + kAlignment - 1) / kAlignment * kAlignment;
   }
   const auto count = static_cast<int64_t>(options.schedules.size());
-  const int64_t stride = device.kind == Device::Kind::kCpu ? average::arena_stride(bytes, static_cast<int>(count)) : bytes;
+  const int64_t stride =
+      device.kind == Device::Kind::kCpu ? average::arena_stride(bytes, static_cast<int>(count)) : bytes;
   memory = kernels::Memory(static_cast<size_t>((count - 1) * stride + bytes), device);
   averages.assign(options.schedules.size(), parts);
   for (size_t k = 0; k < averages.size(); ++k) {
@@ -162,7 +174,8 @@ Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views
   const std::vector<Place> places = places_of(views, averages);
   size_t whole_rings = 0;
   for (const Place& place : places) whole_rings += place.offloaded ? average::whole_ring_bytes(place.parameters) : 0;
-  const double share = std::min(1.0, static_cast<double>(options.ring_bytes) / static_cast<double>(std::max<size_t>(whole_rings, 1)));
+  const double share =
+      std::min(1.0, static_cast<double>(options.ring_bytes) / static_cast<double>(std::max<size_t>(whole_rings, 1)));
   Bound made;
   for (const Place& place : places) {
     const auto& [device, parameters, averaged] = std::tie(place.device, place.parameters, place.averages);
@@ -172,18 +185,21 @@ Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views
         const auto bytes = static_cast<double>(average::whole_ring_bytes(parameters)) * share;
         ring = std::make_shared<average::Ring>(device.index, static_cast<size_t>(bytes));
       }
-      made.offloads.push_back(std::make_unique<average::Offload>(device, parameters, averaged, std::move(ring), *background_pool_));
+      made.offloads.push_back(
+          std::make_unique<average::Offload>(device, parameters, averaged, std::move(ring), *background_pool_));
     } else {
-      made.backends.push_back(average::make_backend(device, parameters, averaged, options.overlap ? *background_pool_ : *pool));
-      if (options.rounding == Rounding::kStochastic) made.backends.back()->prepare_noise();  // else before the first step that draws noise
+      made.backends.push_back(
+          average::make_backend(device, parameters, averaged, options.overlap ? *background_pool_ : *pool));
+      if (options.rounding == Rounding::kStochastic)
+        made.backends.back()->prepare_noise();  // else before the first step that draws noise
     }
   }
   return made;
 }
 
 std::shared_ptr<average::Ring> Average::Impl::ring_of(int index) const {
-  const auto found =
-      std::find_if(bound.offloads.begin(), bound.offloads.end(), [&](const auto& one) { return one->device().index == index; });
+  const auto found = std::find_if(bound.offloads.begin(), bound.offloads.end(),
+                                  [&](const auto& one) { return one->device().index == index; });
   return found == bound.offloads.end() ? nullptr : (*found)->ring();
 }
 
@@ -195,7 +211,9 @@ void Average::Impl::copy_parameters() {
 void Average::bind(std::span<const TensorView> parameters) {
   const auto use = impl_->use("bind()");
   const Likeness& likeness = impl_->likeness;
-  if (!likeness.empty() && likeness.holds(parameters) && (likeness.on_host() || same_streams(impl_->whole(), parameters))) return;
+  if (!likeness.empty() && likeness.holds(parameters) &&
+      (likeness.on_host() || same_streams(impl_->whole(), parameters)))
+    return;
   average::check_same(impl_->whole(), parameters);
   average::check_devices(parameters, impl_->options);
   impl_->follow_streams(parameters);
@@ -205,7 +223,8 @@ void Average::bind(std::span<const TensorView> parameters) {
   }
   average::check_apart(parameters, impl_->averages);
   impl_->wait();
-  if (impl_->swap) fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
+  if (impl_->swap)
+    fail(Code::kInvalidArgument, "parameters have moved while they hold averages; swap back before they move");
   impl_->bind(parameters);
 }
 

@@ -26,14 +26,16 @@ void check_at_least(const char* name, int64_t value, int64_t least) {
 void check_rounding(const AverageOptions& options) {
   const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
   if (options.rounding == Rounding::kStochastic && options.rule != Rule::kLerp) {
-    fail(Code::kInvalidArgument, "stochastic rounding is of the lerp rule's increment; use rule lerp, or rounding auto or nearest");
+    fail(Code::kInvalidArgument,
+         "stochastic rounding is of the lerp rule's increment; use rule lerp, or rounding auto or nearest");
   }
   if (options.rounding == Rounding::kStochastic && options.dtype == DType::kF64) {
     fail(Code::kInvalidArgument,
          "F64 averages do not stall and are never rounded stochastically; use rounding auto or nearest, or dtype F32");
   }
   if (narrow && (options.rounding == Rounding::kNearest || options.rule != Rule::kLerp)) {
-    fail(Code::kInvalidArgument, "{} averages stand still when rounded to nearest; use dtype F32, or rule lerp with stochastic rounding",
+    fail(Code::kInvalidArgument,
+         "{} averages stand still when rounded to nearest; use dtype F32, or rule lerp with stochastic rounding",
          dtype_name(options.dtype));
   }
 }
@@ -43,16 +45,19 @@ bool same_place(const Device& a, const Device& b) {
 }
 
 void check_fits(const TensorView& part, const TensorView& average, DType dtype) {
-  if (average.name != part.name) fail(Code::kInvalidArgument, "average '{}' stands where '{}' belongs", average.name, part.name);
+  if (average.name != part.name)
+    fail(Code::kInvalidArgument, "average '{}' stands where '{}' belongs", average.name, part.name);
   if (average.dtype != dtype) {
-    fail(Code::kInvalidArgument, "average '{}' is {}, options.dtype is {}", part.name, dtype_name(average.dtype), dtype_name(dtype));
+    fail(Code::kInvalidArgument, "average '{}' is {}, options.dtype is {}", part.name, dtype_name(average.dtype),
+         dtype_name(dtype));
   }
   if (!(average.region == part.region)) {
-    fail(Code::kInvalidArgument, "average '{}' has region {}, this rank averages {}", part.name, average.region.to_string(),
-         part.region.to_string());
+    fail(Code::kInvalidArgument, "average '{}' has region {}, this rank averages {}", part.name,
+         average.region.to_string(), part.region.to_string());
   }
   if (average.device.kind != Device::Kind::kCpu && !same_place(average.device, part.device)) {
-    fail(Code::kUnsupported, "average '{}' is on another device than its parameter; keep both on one, or the average on the host",
+    fail(Code::kUnsupported,
+         "average '{}' is on another device than its parameter; keep both on one, or the average on the host",
          part.name);
   }
 }
@@ -63,7 +68,8 @@ void check_names(std::span<const TensorView> views) {
   for (size_t i = 0; i < views.size(); ++i) {
     size_t at = std::hash<std::string_view>()(views[i].name) & (table.size() - 1);
     for (; table[at] != 0; at = (at + 1) & (table.size() - 1)) {
-      if (views[table[at] - 1].name == views[i].name) fail(Code::kInvalidArgument, "two parameters are named '{}'", views[i].name);
+      if (views[table[at] - 1].name == views[i].name)
+        fail(Code::kInvalidArgument, "two parameters are named '{}'", views[i].name);
     }
     table[at] = static_cast<uint32_t>(i + 1);
   }
@@ -78,9 +84,11 @@ void check_memory(const TensorView& view) {
 
 void check_options(const AverageOptions& options) {
   if (options.schedules.empty() || options.schedules.size() > kernels::kMaxAverages) {
-    fail(Code::kInvalidArgument, "{} schedules; 1 to {} averages are kept in one pass", options.schedules.size(), kernels::kMaxAverages);
+    fail(Code::kInvalidArgument, "{} schedules; 1 to {} averages are kept in one pass", options.schedules.size(),
+         kernels::kMaxAverages);
   }
-  if (!kernels::is_averaged_dtype(options.dtype)) fail(Code::kInvalidArgument, "averages cannot be {}; use F32", dtype_name(options.dtype));
+  if (!kernels::is_averaged_dtype(options.dtype))
+    fail(Code::kInvalidArgument, "averages cannot be {}; use F32", dtype_name(options.dtype));
   check_at_least("update_every", options.update_every, 1);
   check_at_least("start_step", options.start_step, 0);
   check_at_least("num_threads", options.num_threads, 0);
@@ -92,7 +100,8 @@ void check_parameters(std::span<const TensorView> parameters) {
   check_names(parameters);
   for (const TensorView& view : parameters) {
     if (!kernels::is_averaged_dtype(view.dtype)) {
-      fail(Code::kInvalidArgument, "'{}' is {}; only F32, BF16, F16 and F64 are averaged, leave it out", view.name, dtype_name(view.dtype));
+      fail(Code::kInvalidArgument, "'{}' is {}; only F32, BF16, F16 and F64 are averaged, leave it out", view.name,
+           dtype_name(view.dtype));
     }
     check_memory(view);
   }
@@ -105,40 +114,47 @@ void check_devices(std::span<const TensorView> parameters, const AverageOptions&
     if (view.device.kind == Device::Kind::kCpu) continue;
     if (replicated) {
       fail(Code::kUnsupported,
-           "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself (Region::part()), and "
+           "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself "
+           "(Region::part()), and "
            "all-gather the parts with the collectives of your framework",
            view.name, view.device.index);
     }
     const TensorView& other = *first.emplace(view.device.index, &view).first->second;
     if (other.device.stream != view.device.stream) {
-      fail(Code::kInvalidArgument, "'{}' and '{}' on CUDA device {} name different streams; one orders all views of a device", other.name,
+      fail(Code::kInvalidArgument,
+           "'{}' and '{}' on CUDA device {} name different streams; one orders all views of a device", other.name,
            view.name, view.device.index);
     }
   }
 }
 
-void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages, const AverageOptions& options) {
+void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages,
+                   const AverageOptions& options) {
   if (!options.overlap) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (averages[i].device.kind == Device::Kind::kCpu) continue;
     fail(Code::kUnsupported,
-         "'{}' is on CUDA device {}, and its average with it: AverageOptions.overlap is of updates on the host; a device's go on by "
+         "'{}' is on CUDA device {}, and its average with it: AverageOptions.overlap is of updates on the host; a "
+         "device's go on by "
          "themselves",
          parameters[i].name, parameters[i].device.index);
   }
 }
 
-void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages, const AverageOptions& options) {
+void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages,
+                    const AverageOptions& options) {
   if (averages.size() != options.schedules.size()) {
     fail(Code::kInvalidArgument, "{} averages for {} schedules", averages.size(), options.schedules.size());
   }
   for (const std::vector<TensorView>& average : averages) {
-    if (average.size() != parts.size()) fail(Code::kInvalidArgument, "{} averages for {} parameters", average.size(), parts.size());
+    if (average.size() != parts.size())
+      fail(Code::kInvalidArgument, "{} averages for {} parameters", average.size(), parts.size());
     for (size_t i = 0; i < parts.size(); ++i) {
       check_fits(parts[i], average[i], options.dtype);
       check_memory(average[i]);
       if (average[i].device.kind == averages[0][i].device.kind) continue;
-      fail(Code::kUnsupported, "of '{}' one average is on the host and another one on its device; keep all in one place", parts[i].name);
+      fail(Code::kUnsupported,
+           "of '{}' one average is on the host and another one on its device; keep all in one place", parts[i].name);
     }
   }
   check_overlap(parts, averages[0], options);
@@ -155,7 +171,8 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
   const auto add = [&](std::span<const TensorView> views, size_t average) {
     for (const TensorView& view : views) {
       const auto* begin = static_cast<const std::byte*>(view.data);
-      if (view.region.size() > 0) all.push_back({begin, begin + byte_size(view.dtype, view.region.size()), &view.name, average});
+      if (view.region.size() > 0)
+        all.push_back({begin, begin + byte_size(view.dtype, view.region.size()), &view.name, average});
     }
   };
   add(parameters, 0);
@@ -166,10 +183,12 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
     const Memory &one = all[i - 1], &other = all[i];
     if (!std::less<>()(other.begin, one.end)) continue;
     const auto said = [](const Memory& of) {
-      return of.average == 0 ? fmt::format("'{}'", *of.name) : fmt::format("average {} of '{}'", of.average - 1, *of.name);
+      return of.average == 0 ? fmt::format("'{}'", *of.name)
+                             : fmt::format("average {} of '{}'", of.average - 1, *of.name);
     };
     fail(Code::kInvalidArgument,
-         "{} and {} share memory: {} bytes of the one lie in the other. Give each its own; of weights that are tied, average one and let "
+         "{} and {} share memory: {} bytes of the one lie in the other. Give each its own; of weights that are tied, "
+         "average one and let "
          "the "
          "others follow it",
          said(one), said(other), std::min(one.end, other.end) - other.begin);
@@ -179,14 +198,16 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
 namespace {
 
 void check_shape(std::span<const TensorView> bound, std::span<const TensorView> now) {
-  if (now.size() != bound.size()) fail(Code::kInvalidArgument, "{} parameters; the averages were made for {}", now.size(), bound.size());
+  if (now.size() != bound.size())
+    fail(Code::kInvalidArgument, "{} parameters; the averages were made for {}", now.size(), bound.size());
   for (size_t i = 0; i < bound.size(); ++i) {
     const TensorView &was = bound[i], &is = now[i];
     if (is.name != was.name)
-      fail(Code::kInvalidArgument, "parameter {} is '{}'; the averages were made with '{}' there", i, is.name, was.name);
+      fail(Code::kInvalidArgument, "parameter {} is '{}'; the averages were made with '{}' there", i, is.name,
+           was.name);
     if (!(is.region == was.region)) {
-      fail(Code::kInvalidArgument, "'{}' has region {}; it was {} when the averages were made", is.name, is.region.to_string(),
-           was.region.to_string());
+      fail(Code::kInvalidArgument, "'{}' has region {}; it was {} when the averages were made", is.name,
+           is.region.to_string(), was.region.to_string());
     }
     if (!same_place(is.device, was.device))
       fail(Code::kInvalidArgument, "'{}' has moved to another device; make a new Average there", is.name);
@@ -200,8 +221,8 @@ void check_same(std::span<const TensorView> bound, std::span<const TensorView> n
   check_shape(bound, now);
   for (size_t i = 0; i < bound.size(); ++i) {
     if (now[i].dtype == bound[i].dtype) continue;
-    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were made", now[i].name, dtype_name(now[i].dtype),
-         dtype_name(bound[i].dtype));
+    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were made", now[i].name,
+         dtype_name(now[i].dtype), dtype_name(bound[i].dtype));
   }
 }
 

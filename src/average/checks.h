@@ -14,10 +14,12 @@ void check_options(const AverageOptions& options);
 void check_parameters(std::span<const TensorView> parameters);
 void check_devices(std::span<const TensorView> parameters, const AverageOptions& options);
 /// `averages` are one average of each.
-void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages, const AverageOptions& options);
+void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages,
+                   const AverageOptions& options);
 
 /// `averages` fit `parts`, the views that this rank averages.
-void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages, const AverageOptions& options);
+void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages,
+                    const AverageOptions& options);
 
 /// No two of all these views share memory: what is written into one would be read as the other.
 void check_apart(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages = {});
@@ -25,7 +27,8 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
 /// `now` may differ from `bound` in addresses and streams alone.
 void check_same(std::span<const TensorView> bound, std::span<const TensorView> now);
 
-/// `weights` have the names and regions of `bound`; dtypes may differ (a master copy is averaged, the weights are evaluated).
+/// `weights` have the names and regions of `bound`; dtypes may differ (a master copy is averaged, the weights are
+/// evaluated).
 void check_swappable(std::span<const TensorView> bound, std::span<const TensorView> weights);
 
 }  // namespace shardow::average

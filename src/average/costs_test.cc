@@ -1,5 +1,6 @@
-// What an update costs beside its kernel, counted: nothing. Locks are counted where they are taken, in pthread_mutex_lock(), but under
-// sanitizers, which have their own. Names are longer than what a string keeps in itself, so that a copy of one is an allocation.
+// What an update costs beside its kernel, counted: nothing. Locks are counted where they are taken, in
+// pthread_mutex_lock(), but under sanitizers, which have their own. Names are longer than what a string keeps in
+// itself, so that a copy of one is an allocation.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -39,7 +40,8 @@ struct Model {
   /// Small, or with one tensor that is averaged by several threads.
   explicit Model(bool large) {
     for (int i = 0; i < 2000; ++i)
-      owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight", Shape{large && i == 7 ? 3'000'000 : 16}, 1u);
+      owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight",
+                         Shape{large && i == 7 ? 3'000'000 : 16}, 1u);
     for (const OwnTensor& one : owned) views.push_back(one.view);
   }
 };
@@ -83,22 +85,25 @@ TEST(Costs, OfAnUpdateAreThoseOfTheKernelAfterTheFirst) {
 /// Whatever it computes: rules, dtypes, schedules, steps that are skipped, what is held.
 TEST(Costs, OfAnUpdateAreThoseOfTheKernelWithEveryOption) {
   std::vector<AverageOptions> all;
-  for (const Rule rule : {Rule::kMulAdd, Rule::kTwoProducts, Rule::kDifference, Rule::kFusedDifference, Rule::kQuotient})
+  for (const Rule rule :
+       {Rule::kMulAdd, Rule::kTwoProducts, Rule::kDifference, Rule::kFusedDifference, Rule::kQuotient})
     all.push_back({.rule = rule});
   for (const DType dtype : {DType::kF64, DType::kBF16, DType::kF16}) all.push_back({.dtype = dtype});
-  for (const NonFinite non_finite : {NonFinite::kPropagate, NonFinite::kRaise}) all.push_back({.non_finite = non_finite});
+  for (const NonFinite non_finite : {NonFinite::kPropagate, NonFinite::kRaise})
+    all.push_back({.non_finite = non_finite});
   all.push_back({.update_every = 3});
   all.push_back({.start_step = 2});
   for (const Schedule& schedule :
        {Schedule::half_life(100), Schedule::half_life_in_samples(100), Schedule::half_life_fraction(0.09, 50),
-        Schedule::inverse_gamma(1, 0.5), Schedule::tf_warmup(0.9), Schedule::timm(0.9), Schedule::dist_ema(0.9), Schedule::diffusers(0.9),
-        Schedule::ema_pytorch(), Schedule::linear(0.5, 0.9, 7), Schedule::cosine(0.5, 0.9, 7), Schedule::mean(), Schedule::power(0.1),
-        Schedule::debiased(0.9), Schedule::window(2, 5)}) {
+        Schedule::inverse_gamma(1, 0.5), Schedule::tf_warmup(0.9), Schedule::timm(0.9), Schedule::dist_ema(0.9),
+        Schedule::diffusers(0.9), Schedule::ema_pytorch(), Schedule::linear(0.5, 0.9, 7), Schedule::cosine(0.5, 0.9, 7),
+        Schedule::mean(), Schedule::power(0.1), Schedule::debiased(0.9), Schedule::window(2, 5)}) {
     all.push_back({.schedules = {schedule}});
   }
   std::vector<OwnTensor> owned;
   std::vector<TensorView> views;
-  for (int i = 0; i < 5; ++i) owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight", columns(), 1u);
+  for (int i = 0; i < 5; ++i)
+    owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight", columns(), 1u);
   owned[2].values[0] = std::numeric_limits<float>::infinity();
   for (const OwnTensor& one : owned) views.push_back(one.view);
   for (const AverageOptions& options : all) {

@@ -1,5 +1,5 @@
-// {"format":1,"step":..,"updates":..,"applied_step":..,"applied_samples":..,"held_non_finite":..,"seed":"..","update_every":..,
-//  "start_step":..,"rule":"lerp","rounding":"auto","dtype":"F32","schedules":[{..},..]}
+// {"format":1,"step":..,"updates":..,"applied_step":..,"applied_samples":..,"held_non_finite":..,"seed":"..",
+//  "update_every":..,"start_step":..,"rule":"lerp","rounding":"auto","dtype":"F32","schedules":[{..},..]}
 // The seed is a string: JSON readers elsewhere keep 53 bits of a number.
 #include "average/counters.h"
 
@@ -28,7 +28,8 @@ const Names<Rule> kRules = {{Rule::kLerp, "lerp"},
                             {Rule::kDifference, "difference"},
                             {Rule::kFusedDifference, "fused_difference"},
                             {Rule::kQuotient, "quotient"}};
-const Names<Rounding> kRoundings = {{Rounding::kAuto, "auto"}, {Rounding::kNearest, "nearest"}, {Rounding::kStochastic, "stochastic"}};
+const Names<Rounding> kRoundings = {
+    {Rounding::kAuto, "auto"}, {Rounding::kNearest, "nearest"}, {Rounding::kStochastic, "stochastic"}};
 
 template <typename Value>
 std::string_view name_of(const Names<Value>& names, Value value) {
@@ -103,11 +104,12 @@ class Fields {
 /// What next_step() and the schedules take for granted: a step that is not counted yet would never come, or come twice.
 void check(const Counters& counters, std::string_view json) {
   if (counters.applied_step > counters.step) {
-    base::fail(Code::kCorrupt, "saved state: applied_step {} is after step {} in {}", counters.applied_step, counters.step, json);
+    base::fail(Code::kCorrupt, "saved state: applied_step {} is after step {} in {}", counters.applied_step,
+               counters.step, json);
   }
   if (counters.updates > counters.applied_step) {
-    base::fail(Code::kCorrupt, "saved state: {} updates by applied_step {}, at most one a step, in {}", counters.updates,
-               counters.applied_step, json);
+    base::fail(Code::kCorrupt, "saved state: {} updates by applied_step {}, at most one a step, in {}",
+               counters.updates, counters.applied_step, json);
   }
   if (!std::isfinite(counters.applied_samples) || counters.applied_samples < 0) {
     base::fail(Code::kCorrupt, "saved state: applied_samples is {} in {}", counters.applied_samples, json);
@@ -120,11 +122,11 @@ std::string to_json(const AverageOptions& options, const Counters& counters) {
   std::string schedules;
   for (const Schedule& schedule : options.schedules) schedules += (schedules.empty() ? "" : ",") + schedule.to_json();
   return fmt::format(
-      R"({{"format":{},"step":{},"updates":{},"applied_step":{},"applied_samples":{},"held_non_finite":{},"seed":"{}","update_every":{},)"
-      R"("start_step":{},"rule":"{}","rounding":"{}","dtype":"{}","schedules":[{}]}})",
-      kFormat, counters.step, counters.updates, counters.applied_step, counters.applied_samples, counters.held_non_finite, options.seed,
-      options.update_every, options.start_step, name_of(kRules, options.rule), name_of(kRoundings, options.rounding),
-      dtype_name(options.dtype), schedules);
+      R"({{"format":{},"step":{},"updates":{},"applied_step":{},"applied_samples":{},"held_non_finite":{},"seed":"{}",)"
+      R"("update_every":{},"start_step":{},"rule":"{}","rounding":"{}","dtype":"{}","schedules":[{}]}})",
+      kFormat, counters.step, counters.updates, counters.applied_step, counters.applied_samples,
+      counters.held_non_finite, options.seed, options.update_every, options.start_step, name_of(kRules, options.rule),
+      name_of(kRoundings, options.rounding), dtype_name(options.dtype), schedules);
 }
 
 State state_from_json(std::string_view json) {
@@ -136,8 +138,8 @@ State state_from_json(std::string_view json) {
     base::fail(Code::kUnsupported, "saved state has format {}; this version reads format {}", format, kFormat);
   }
   State state;
-  state.counters = {fields.count("step"), fields.count("updates"), fields.count("applied_step"), fields.number("applied_samples"),
-                    fields.count("held_non_finite")};
+  state.counters = {fields.count("step"), fields.count("updates"), fields.count("applied_step"),
+                    fields.number("applied_samples"), fields.count("held_non_finite")};
   check(state.counters, json);
   state.options.schedules = fields.schedules("schedules");
   state.options.seed = fields.seed("seed");

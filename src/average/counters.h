@@ -18,8 +18,8 @@ struct Counters {
   int64_t held_non_finite = 0;
 };
 
-/// What a saved state says: counters, and of the options those that decide numbers (schedules, dtype, rule, rounding, update_every,
-/// start_step, seed); the others have their defaults.
+/// What a saved state says: counters, and of the options those that decide numbers (schedules, dtype, rule, rounding,
+/// update_every, start_step, seed); the others have their defaults.
 struct State {
   Counters counters;
   AverageOptions options;

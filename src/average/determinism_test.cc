@@ -63,15 +63,16 @@ std::vector<std::vector<float>> numbers_after(const std::function<void()>& set, 
 }
 
 TEST(Average, TheFloatingPointEnvironmentOfTheCallerChangesNothing) {
-  std::vector<std::pair<const char*, std::function<void()>>> cases = {{"upward", [] { std::fesetround(FE_UPWARD); }},
-                                                                      {"towards zero", [] { std::fesetround(FE_TOWARDZERO); }}};
+  std::vector<std::pair<const char*, std::function<void()>>> cases = {
+      {"upward", [] { std::fesetround(FE_UPWARD); }}, {"towards zero", [] { std::fesetround(FE_TOWARDZERO); }}};
 #if defined(__x86_64__)
   cases.emplace_back("flush to zero", [] { _mm_setcsr(_mm_getcsr() | 0x8040); });
 #endif
   for (const DType dtype : {DType::kF32, DType::kF64, DType::kBF16}) {
     const auto expected = numbers_after([] {}, 1, dtype);
     for (const auto& [name, set] : cases) {
-      for (const int threads : {1, 3}) EXPECT_TRUE(numbers_after(set, threads, dtype) == expected) << name << " " << threads;
+      for (const int threads : {1, 3})
+        EXPECT_TRUE(numbers_after(set, threads, dtype) == expected) << name << " " << threads;
     }
   }
 }
@@ -89,8 +90,9 @@ TEST(Average, TheEnvironmentOfTheCallerIsBackAfterwards) {
 }
 
 /// The union of the averages of `count` ranks under a cut, as one global tensor.
-std::vector<float> averaged_globally(const Shape& shape, const std::vector<Region>& regions, const std::vector<float>& before,
-                                     const std::vector<float>& after, AverageOptions options) {
+std::vector<float> averaged_globally(const Shape& shape, const std::vector<Region>& regions,
+                                     const std::vector<float>& before, const std::vector<float>& after,
+                                     AverageOptions options) {
   std::vector<float> result(before.size());
   for (const Region& region : regions) {
     OwnTensor local("p", region, 0);
@@ -104,8 +106,9 @@ std::vector<float> averaged_globally(const Shape& shape, const std::vector<Regio
     scatter(after);
     ema.update();
     const std::vector<float> average = copy_of(ema.views()[0]);
-    region.for_each_run(
-        [&](const shardow::Run& run) { std::copy_n(average.begin() + run.local_begin, run.length, result.begin() + run.global_begin); });
+    region.for_each_run([&](const shardow::Run& run) {
+      std::copy_n(average.begin() + run.local_begin, run.length, result.begin() + run.global_begin);
+    });
   }
   EXPECT_EQ(shape, regions[0].shape());
   return result;
@@ -119,14 +122,16 @@ TEST(Average, TopologyNeverChangesTheNumbers) {
     std::vector<Region> flat, columns;
     for (int rank = 0; rank < ranks; ++rank) {
       flat.push_back(Region::whole(shape).part(rank, ranks, 1));
-      columns.push_back(Region::grid(shape, {{{0, kRows}}, {{kColumns * rank / ranks, kColumns * (rank + 1) / ranks}}}));
+      columns.push_back(
+          Region::grid(shape, {{{0, kRows}}, {{kColumns * rank / ranks, kColumns * (rank + 1) / ranks}}}));
     }
     cuts.push_back(flat);
     cuts.push_back(columns);
   }
   for (const double decay : {0.9, 0.99999}) {  // the second rounds stochastically
     const auto whole = averaged_globally(shape, cuts[0], before.values, after.values, with_decay(decay));
-    for (const auto& cut : cuts) EXPECT_EQ(averaged_globally(shape, cut, before.values, after.values, with_decay(decay)), whole) << decay;
+    for (const auto& cut : cuts)
+      EXPECT_EQ(averaged_globally(shape, cut, before.values, after.values, with_decay(decay)), whole) << decay;
   }
 }
 
@@ -161,8 +166,8 @@ TEST(Average, NoiseIsOfTheElementInLargeShardsOnManyThreads) {
   const std::vector<float> expected = copy_of(all.views()[0]), found = copy_of(some.views()[0]);
   bool equal = true;
   part.for_each_run([&](const shardow::Run& run) {
-    equal = equal &&
-            std::equal(found.begin() + run.local_begin, found.begin() + run.local_begin + run.length, expected.begin() + run.global_begin);
+    equal = equal && std::equal(found.begin() + run.local_begin, found.begin() + run.local_begin + run.length,
+                                expected.begin() + run.global_begin);
   });
   EXPECT_TRUE(equal);
 }

@@ -1,6 +1,6 @@
-// A part is a window of the region, so it is one stretch of its local memory: dividing and exchanging never copies more than what moves.
-// Small tensors share a step, since a collective's latency is that of a hundred of them; large ones are sent in several, since what
-// arrives needs memory of its own until all of it is there.
+// A part is a window of the region, so it is one stretch of its local memory: dividing and exchanging never copies more
+// than what moves. Small tensors share a step, since a collective's latency is that of a hundred of them; large ones
+// are sent in several, since what arrives needs memory of its own until all of it is there.
 #include "average/division.h"
 
 #include <algorithm>
@@ -45,7 +45,8 @@ class Planner {
   size_t end_of_bucket(size_t first) const {
     size_t end = first + 1;
     int64_t left = bytes_ - bytes_of(tensors_[first]);
-    for (; end < tensors_.size() && tensors_[end].kind == tensors_[first].kind && bytes_of(tensors_[end]) <= left; ++end) {
+    for (; end < tensors_.size() && tensors_[end].kind == tensors_[first].kind && bytes_of(tensors_[end]) <= left;
+         ++end) {
       left -= bytes_of(tensors_[end]);
     }
     return end;
@@ -77,7 +78,8 @@ class Planner {
   /// In several steps where it is large.
   void add_one(size_t level, size_t tensor) {
     const std::vector<Stretch> parts = owners(tensor, level);
-    const int64_t all = longest(parts), most = std::max<int64_t>(bytes_ / tensors_[tensor].itemsize / levels_[level].count, 1);
+    const int64_t all = longest(parts),
+                  most = std::max<int64_t>(bytes_ / tensors_[tensor].itemsize / levels_[level].count, 1);
     for (int64_t at = 0; at < all; at += std::min(most, all - at)) {
       ExchangeStep& step = steps_.emplace_back(ExchangeStep{level, {}});
       for (const auto& [_, begin, end] : parts) {
@@ -105,7 +107,8 @@ Owned owned(const Region& region, std::span<const ReplicaLevel> levels) {
   return left;
 }
 
-std::vector<ExchangeStep> plan_exchange(std::span<const Divided> tensors, std::span<const ReplicaLevel> levels, int64_t bytes) {
+std::vector<ExchangeStep> plan_exchange(std::span<const Divided> tensors, std::span<const ReplicaLevel> levels,
+                                        int64_t bytes) {
   for (const auto& [index, count] : levels) {
     if (index < 0 || index >= count) fail(Code::kInvalidArgument, "replica {} of {}", index, count);
   }

@@ -67,7 +67,8 @@ TEST(Division, EveryElementHasOneOwner) {
 /// Replicas that do what their plans say: a step of a group is done when all its members have come to it.
 class Exchange {
  public:
-  Exchange(const std::vector<Divided>& tensors, const std::vector<int>& counts, int64_t bytes) : ranks_(everybody(counts)) {
+  Exchange(const std::vector<Divided>& tensors, const std::vector<int>& counts, int64_t bytes)
+      : ranks_(everybody(counts)) {
     for (const Levels& levels : ranks_) {
       plans_.push_back(plan_exchange(tensors, levels, bytes));
       auto& memory = memory_.emplace_back();
@@ -96,7 +97,8 @@ class Exchange {
         moved = true;
       }
     }
-    for (size_t rank = 0; rank < ranks_.size(); ++rank) EXPECT_EQ(done[rank], plans_[rank].size()) << "rank " << rank << " waits for ever";
+    for (size_t rank = 0; rank < ranks_.size(); ++rank)
+      EXPECT_EQ(done[rank], plans_[rank].size()) << "rank " << rank << " waits for ever";
   }
 
   const std::vector<std::vector<std::vector<bool>>>& memory() const { return memory_; }
@@ -109,7 +111,8 @@ class Exchange {
     std::vector<size_t> found;
     for (size_t other = 0; other < ranks_.size(); ++other) {
       bool same = true;
-      for (size_t i = 0; i < ranks_[rank].size(); ++i) same = same && (i == level || ranks_[other][i].index == ranks_[rank][i].index);
+      for (size_t i = 0; i < ranks_[rank].size(); ++i)
+        same = same && (i == level || ranks_[other][i].index == ranks_[rank][i].index);
       if (same) found.push_back(other);
     }
     return found;
@@ -167,7 +170,8 @@ TEST(Division, StepsAreBoundedAndSendNothingTwice) {
         EXPECT_LE(total, std::max(bytes, count * first.itemsize));
       }
       for (const auto& [key, elements] : sent) {
-        const Levels outer(exchange.ranks()[rank].begin(), exchange.ranks()[rank].begin() + static_cast<int64_t>(key.first));
+        const Levels outer(exchange.ranks()[rank].begin(),
+                           exchange.ranks()[rank].begin() + static_cast<int64_t>(key.first));
         EXPECT_EQ(elements, owned(tensors[key.second].region, outer).region.size());
       }
     }
@@ -175,7 +179,8 @@ TEST(Division, StepsAreBoundedAndSendNothingTwice) {
 }
 
 TEST(Division, OfSmallTensorsAndALargeOne) {
-  const std::vector<Divided> tensors = {{Region::whole({40}), 4, 0}, {Region::whole({3}), 4, 0}, {Region::whole({100}), 4, 0}};
+  const std::vector<Divided> tensors = {
+      {Region::whole({40}), 4, 0}, {Region::whole({3}), 4, 0}, {Region::whole({100}), 4, 0}};
   const Levels levels = {{1, 2}};
   const std::vector<ExchangeStep> expected = {
       {0, {{{0, 0, 32}, {1, 0, 3}}, {{0, 32, 40}, {1, 3, 3}}}},  // parts are cut at multiples of 16 elements

@@ -15,7 +15,8 @@ SwapState Driver::swap_state(const Average& ema) noexcept {
   return swap ? SwapState{swap->k, swap->exchanged, swap->shared} : SwapState{};
 }
 
-Average Driver::make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options) {
+Average Driver::make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages,
+                     AverageOptions options) {
   return {std::move(weights), std::move(averages), std::move(options), nullptr};
 }
 
@@ -34,7 +35,8 @@ void Driver::take_back(Average& ema, std::span<const TensorView> weights) {
 void Driver::settle(Average& ema) {
   const auto use = ema.impl_->use("settle()");
   auto& swap = ema.impl_->swap;
-  if (swap && swap->exchanged > 0) fail(Code::kInternal, "settle() while {} views hold averages; take_back() comes first", swap->exchanged);
+  if (swap && swap->exchanged > 0)
+    fail(Code::kInternal, "settle() while {} views hold averages; take_back() comes first", swap->exchanged);
   swap.reset();
 }
 

@@ -1,4 +1,5 @@
-// What a face needs of an Average whose framework moves replicas' memory, frees weights as it likes and looks on without waiting: Python's.
+// What a face needs of an Average whose framework moves replicas' memory, frees weights as it likes and looks on
+// without waiting: Python's.
 #pragma once
 
 #include <cstddef>
@@ -15,23 +16,26 @@ namespace shardow::average {
 struct SwapState {
   std::optional<size_t> average;  ///< the one that is swapped in, or partly; none: the weights are where they belong
   size_t exchanged = 0;           ///< views of which this rank's part holds averages, or some of them, the first ones
-  bool shared = false;            ///< parts that other replicas own may hold averages: the way back needs those replicas
+  bool shared = false;  ///< parts that other replicas own may hold averages: the way back needs those replicas
 };
 
 struct Driver {
   static SwapState swap_state(const Average& ema) noexcept;
 
   /// Of views that the caller needs no more: a million of them are 100 MB.
-  static Average make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options);
+  static Average make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages,
+                      AverageOptions options);
 
-  /// swap_out() in steps, for callers who send replicas their parts themselves: share() before other replicas' memory is overwritten,
-  /// take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as in swap_in(), with the same
-  /// contents; their addresses may have changed. The last two do nothing where nothing is swapped in.
+  /// swap_out() in steps, for callers who send replicas their parts themselves: share() before other replicas' memory
+  /// is overwritten, take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as
+  /// in swap_in(), with the same contents; their addresses may have changed. The last two do nothing where nothing is
+  /// swapped in.
   static void share(Average& ema);
   static void take_back(Average& ema, std::span<const TensorView> weights);
   static void settle(Average& ema);
 
-  /// From now on the end of `ema` leaves an open swap where it stands: the weights' memory keeps the averages, and is not touched.
+  /// From now on the end of `ema` leaves an open swap where it stands: the weights' memory keeps the averages, and is
+  /// not touched.
   static void abandon_swap(Average& ema) noexcept;
 
   /// reset(), at step 0, with nothing counted or noted. Options stay.
@@ -40,7 +44,8 @@ struct Driver {
   /// At once, without waiting for an update under way.
   static Counters counters(const Average& ema) noexcept;
 
-  /// Training samples seen at the next step, where each one since the last that changed the averages has `batch` of them.
+  /// Training samples seen at the next step, where each one since the last that changed the averages has `batch` of
+  /// them.
   static double samples_by(const Average& ema, double batch) noexcept;
 };
 

@@ -22,7 +22,8 @@ struct NonFiniteCount {
     if (first == nullptr) first = more.first;
   }
   void add(const kernels::Tally& tally, std::span<const kernels::Chunk> chunks) {
-    add({tally.non_finite, tally.first_chunk >= 0 ? chunks[static_cast<size_t>(tally.first_chunk)].parameter : nullptr});
+    add({tally.non_finite,
+         tally.first_chunk >= 0 ? chunks[static_cast<size_t>(tally.first_chunk)].parameter : nullptr});
   }
 };
 

@@ -1,5 +1,5 @@
-// The inside of Average, shared by its source files: average.cc (face, state), binding.cc (memory), update.cc, background.cc (updates that
-// go on while the caller does), swap.cc, streams.cc.
+// The inside of Average, shared by its source files: average.cc (face, state), binding.cc (memory), update.cc,
+// background.cc (updates that go on while the caller does), swap.cc, streams.cc.
 #pragma once
 
 #include <memory>
@@ -22,8 +22,8 @@
 
 namespace shardow {
 
-/// Invariants: parts and averages[k] are parallel and have equal regions; undivided is parallel to parts, and empty without
-/// replicas.
+/// Invariants: parts and averages[k] are parallel and have equal regions; undivided is parallel to parts, and empty
+/// without replicas.
 struct Average::Impl {
   mutable average::OneUser user;
   AverageOptions options;
@@ -35,16 +35,17 @@ struct Average::Impl {
   kernels::Memory memory;                         // of the averages, where they are our own
   std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU but updates in the background; never null
 
-  /// What averages, of the views as bound: those whose averages lie beside them, and those whose averages are on the host.
+  /// What averages, of the views as bound: those whose averages lie beside them, and those whose averages are on the
+  /// host.
   struct Bound {
     std::vector<std::unique_ptr<average::Backend>> backends;
     std::vector<std::unique_ptr<average::Offload>> offloads;
   };
   Bound bound;
 
-  /// A swap from its first exchange to its end. Invariant: the parts of weights[0] to weights[exchanged - 1] hold averages, and what was
-  /// there lies in the average's memory or in `kept`; the others hold weights. What goes through a ring is exchanged as far as its RingSwap
-  /// says.
+  /// A swap from its first exchange to its end. Invariant: the parts of weights[0] to weights[exchanged - 1] hold
+  /// averages, and what was there lies in the average's memory or in `kept`; the others hold weights. What goes through
+  /// a ring is exchanged as far as its RingSwap says.
   struct Swap {
     size_t k;                              // which averages are in the weights' memory
     std::vector<TensorView> whole;         // the weights' memory, with the parts that other replicas own
@@ -78,7 +79,9 @@ struct Average::Impl {
   /// First in each call of the face that reads or writes what another call may write.
   [[nodiscard]] average::OneUser::Use use(const char* call) const { return {user, call}; }
 
-  std::span<const TensorView> whole() const { return options.replicas != nullptr ? undivided : parts; }  ///< parameters as bound
+  std::span<const TensorView> whole() const {
+    return options.replicas != nullptr ? undivided : parts;
+  }  ///< parameters as bound
 
   void allocate();
   void bind(std::span<const TensorView> parameters);
@@ -89,7 +92,8 @@ struct Average::Impl {
   void read_counts();
   void set_state(const average::State& state, OptionsFrom from);
   enum class Launch { kNow, kByReplay };
-  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {}, Launch launch = Launch::kNow);
+  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {},
+                      Launch launch = Launch::kNow);
   Progress progress_at(int64_t step, double samples) const noexcept;  ///< of a step that comes next, if it is averaged
   void wait();
   void finish_reading();
@@ -126,8 +130,8 @@ struct Average::Impl {
   void undo_swap_in() noexcept;
   average::RingSwap::Tensors through_ring() const;
 
-  // An update in the background, from begin_background() to the wait() that ends it. While the worker is busy it writes count, seconds and
-  // changed, and averages are its own.
+  // An update in the background, from begin_background() to the wait() that ends it. While the worker is busy it writes
+  // count, seconds and changed, and averages are its own.
   struct UnderWay {
     kernels::Step step;
     average::Counters before;  // those of the last whole update
@@ -138,7 +142,7 @@ struct Average::Impl {
     bool stopped = false;   // it failed halfway, and the next wait() takes it up
   };
   std::optional<UnderWay> under_way_;
-  int64_t unreported_ = 0;                             // NaN and Inf that updates in the background met, until a report tells of them
+  int64_t unreported_ = 0;  // NaN and Inf that updates in the background met, until a report tells of them
   std::unique_ptr<base::ThreadPool> background_pool_;  // null where nothing is done in the background, as the next one
   std::unique_ptr<base::Worker> worker_;               // the last member: ends first
 };

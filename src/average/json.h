@@ -9,7 +9,8 @@
 
 namespace shardow::average {
 
-/// The object that `json` is, valid as long as `parser`; nothing: it is none. Throws std::bad_alloc: no memory is no fault of the text.
+/// The object that `json` is, valid as long as `parser`; nothing: it is none. Throws std::bad_alloc: no memory is no
+/// fault of the text.
 inline std::optional<simdjson::dom::object> object_in(simdjson::dom::parser& parser, std::string_view json) {
   const simdjson::padded_string padded(json);
   if (padded.data() == nullptr) throw std::bad_alloc();

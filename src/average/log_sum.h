@@ -1,12 +1,14 @@
-// The logarithm of a product of decays, over as many steps as were skipped, in time that grows with the logarithm of their number.
+// The logarithm of a product of decays, over as many steps as were skipped, in time that grows with the logarithm of
+// their number.
 //
-// A schedule's log-decay is monotone in the step: constant where it is clamped, at either end, and smooth between. Few steps are added one
-// by one. Of many, constant ends are multiplied; what varies is added one by one near its ends, where it may be steep, and between them the
-// sum is the Euler-Maclaurin formula's:
+// A schedule's log-decay is monotone in the step: constant where it is clamped, at either end, and smooth between. Few
+// steps are added one by one. Of many, constant ends are multiplied; what varies is added one by one near its ends,
+// where it may be steep, and between them the sum is the Euler-Maclaurin formula's:
 //
 //   f(a) + ... + f(b)  =  integral from a - 1/2 to b + 1/2 of f  -  (f'(b + 1/2) - f'(a - 1/2)) / 24  +  O(f''')
 //
-// by Gauss-Legendre quadrature over panels that grow with their distance from the ends, so that each is far from what is steep.
+// by Gauss-Legendre quadrature over panels that grow with their distance from the ends, so that each is far from what
+// is steep.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +47,8 @@ double panel(double from, double to, Term term) {
   return half * sum;
 }
 
-/// The integral from `from` to `to`, both at least `margin` away from what is steep: panels grow from both ends to the middle.
+/// The integral from `from` to `to`, both at least `margin` away from what is steep: panels grow from both ends to the
+/// middle.
 template <typename Term>
 double integral(double from, double to, double margin, Term term) {
   const double middle = (from + to) / 2;
@@ -71,8 +74,8 @@ int64_t end_of_constant(int64_t first, int64_t last, Term term) {
 
 }  // namespace log_sum
 
-/// term(first) + ... + term(last); any value below -800 where the sum is below -800. `term` maps a step, as a double, to the logarithm of
-/// its decay, which is at most 0.
+/// term(first) + ... + term(last); any value below -800 where the sum is below -800. `term` maps a step, as a double,
+/// to the logarithm of its decay, which is at most 0.
 template <typename Term>
 double sum_of_logs(int64_t first, int64_t last, Term term) {
   using namespace log_sum;

@@ -1,5 +1,5 @@
-// What a program gets wrong beside single arguments: memory that is shared, threads that meet, replicas that disagree, a swap that nobody
-// ends. Run under the sanitizers too.
+// What a program gets wrong beside single arguments: memory that is shared, threads that meet, replicas that disagree,
+// a swap that nobody ends. Run under the sanitizers too.
 #include <atomic>
 #include <functional>
 #include <latch>
@@ -19,10 +19,12 @@ TensorView stretch(std::string name, float* data, int64_t size) {
 
 TEST(Mistakes, ViewsThatShareMemoryAreNamedBothAndNothingChanges) {
   std::vector<float> memory(100, 1.0f), other(100, 2.0f), more(100, 3.0f);
-  const auto a = stretch("a", memory.data(), 40), next = stretch("next", memory.data() + 40, 10), b = stretch("b", memory.data() + 39, 20),
-             empty = stretch("empty", memory.data() + 3, 0);
+  const auto a = stretch("a", memory.data(), 40), next = stretch("next", memory.data() + 40, 10),
+             b = stretch("b", memory.data() + 39, 20), empty = stretch("empty", memory.data() + 3, 0);
   const auto two = [](const TensorView& x, const TensorView& y) { return std::vector{x, y}; };
-  const auto says = [](const std::string& message, const char* what) { EXPECT_NE(message.find(what), std::string::npos) << message; };
+  const auto says = [](const std::string& message, const char* what) {
+    EXPECT_NE(message.find(what), std::string::npos) << message;
+  };
   EXPECT_NO_THROW(Average(std::vector{a, next, empty}));
   says(message_of([&] { Average{two(a, b)}; }, Code::kInvalidArgument), "'a' and 'b' share memory: 4 bytes");
   says(message_of([&] { Average{two(b, a)}; }, Code::kInvalidArgument), "'a' and 'b' share memory");
@@ -30,17 +32,24 @@ TEST(Mistakes, ViewsThatShareMemoryAreNamedBothAndNothingChanges) {
   const auto averages_at = [&](float* of_a, float* of_next) {
     return std::vector<std::vector<TensorView>>{two(stretch("a", of_a, 40), stretch("next", of_next, 10))};
   };
-  const auto made = [&](float* of_a, float* of_next) { Average(two(a, next), averages_at(of_a, of_next), with_decay(0.5)); };
+  const auto made = [&](float* of_a, float* of_next) {
+    Average(two(a, next), averages_at(of_a, of_next), with_decay(0.5));
+  };
   EXPECT_NO_THROW(made(other.data(), other.data() + 40));
   other.assign(100, 2.0f);
-  says(message_of([&] { made(other.data(), other.data() + 20); }, Code::kInvalidArgument), "average 0 of 'a' and average 0 of 'next'");
-  says(message_of([&] { made(memory.data() + 45, other.data()); }, Code::kInvalidArgument), "'next' and average 0 of 'a' share memory");
+  says(message_of([&] { made(other.data(), other.data() + 20); }, Code::kInvalidArgument),
+       "average 0 of 'a' and average 0 of 'next'");
+  says(message_of([&] { made(memory.data() + 45, other.data()); }, Code::kInvalidArgument),
+       "'next' and average 0 of 'a' share memory");
 
   Average ema(two(a, next), averages_at(other.data(), other.data() + 40), with_decay(0.5));
   const std::vector<float> before = other;
-  says(message_of([&] { ema.bind(two(a, stretch("next", memory.data() + 30, 10))); }, Code::kInvalidArgument), "'a' and 'next' share");
-  says(message_of([&] { ema.update(two(stretch("a", other.data(), 40), next)); }, Code::kInvalidArgument), "share memory");
-  says(message_of([&] { ema.swap_in(two(stretch("a", more.data(), 40), stretch("next", more.data() + 39, 10))); }, Code::kInvalidArgument),
+  says(message_of([&] { ema.bind(two(a, stretch("next", memory.data() + 30, 10))); }, Code::kInvalidArgument),
+       "'a' and 'next' share");
+  says(message_of([&] { ema.update(two(stretch("a", other.data(), 40), next)); }, Code::kInvalidArgument),
+       "share memory");
+  says(message_of([&] { ema.swap_in(two(stretch("a", more.data(), 40), stretch("next", more.data() + 39, 10))); },
+                  Code::kInvalidArgument),
        "'a' and 'next' share");
   EXPECT_EQ(other, before);
   EXPECT_FALSE(ema.swapped());
@@ -132,7 +141,9 @@ TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
   }
   for (const auto& call : calls) {
     const std::string message = message_of(call, Code::kInvalidArgument);
-    EXPECT_NE(message.find("of the averages of 'layer.weight' and 1 more while another thread is in a call"), std::string::npos) << message;
+    EXPECT_NE(message.find("of the averages of 'layer.weight' and 1 more while another thread is in a call"),
+              std::string::npos)
+        << message;
   }
   held = false;
   held.notify_all();
@@ -186,7 +197,8 @@ TEST(Mistakes, ReplicasThatDisagreeAreToldSoBeforeAnythingIsExchanged) {
           "replica 0 has made 0 updates of its part of the averages, replica 1 1");
   all_say(told_to_replicas([](Group&, Average& ema) { ema.swap_in(); }, true),
           "'p', F32 of [37], on replica 0 is 'q', F32 of [11], on replica 1");
-  all_say(told_to_replicas([](Group& group, Average& ema) { ema.swap_in(group.rank() == 1 ? 7 : 0); }), "swap_in(7): there are 2 averages");
+  all_say(told_to_replicas([](Group& group, Average& ema) { ema.swap_in(group.rank() == 1 ? 7 : 0); }),
+          "swap_in(7): there are 2 averages");
   all_say(told_to_replicas([](Group&, Average& ema) {
             ema.swap_in(1);
             ema.swap_out();

@@ -65,7 +65,9 @@ TEST(Average, ThatRaisesHasMadeAndCountedTheUpdateThatHoldMakes) {
     holds.update();
     if (bad) {
       const std::string said = message_of([&] { raises.update(); }, Code::kInvalidArgument);
-      EXPECT_NE(said.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'second'"), std::string::npos) << said;
+      EXPECT_NE(said.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'second'"),
+                std::string::npos)
+          << said;
       EXPECT_NE(said.find("which is counted: go on with the next step"), std::string::npos) << said;
       EXPECT_EQ(raises.non_finite()->tensor, "second");
     } else {

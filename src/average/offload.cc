@@ -32,11 +32,13 @@ int64_t chunk_elements_for(size_t slot_bytes) {
 
 size_t whole_ring_bytes(std::span<const TensorView> parameters) {
   size_t bytes = 0;
-  for (const TensorView& view : parameters) bytes += round_up(static_cast<size_t>(byte_size(view.dtype, view.region.size())));
+  for (const TensorView& view : parameters)
+    bytes += round_up(static_cast<size_t>(byte_size(view.dtype, view.region.size())));
   return bytes;
 }
 
-/// Where chunks go in slots of `slot_bytes`, and the copies that bring them there: of neighbours in the device's memory one together.
+/// Where chunks go in slots of `slot_bytes`, and the copies that bring them there: of neighbours in the device's memory
+/// one together.
 class Offload::Layout {
  public:
   Layout(std::span<const Chunk> chunks, size_t slot_bytes) {
@@ -68,8 +70,8 @@ class Offload::Layout {
   std::vector<size_t> offsets, copy_of;  // of the chunks
 };
 
-Offload::Offload(Device device, std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
-                 std::shared_ptr<Ring> ring, base::ThreadPool& pool)
+Offload::Offload(Device device, std::span<const TensorView> parameters,
+                 std::span<const std::vector<TensorView>> averages, std::shared_ptr<Ring> ring, base::ThreadPool& pool)
     : device_(device), ring_(std::move(ring)) {
   const int64_t chunk_elements = chunk_elements_for(ring_->slot_bytes());
   std::vector<Chunk> chunks = make_chunks(parameters, averages, chunk_elements);
@@ -163,7 +165,8 @@ bool Offload::capturing() const {
 }
 
 int64_t Offload::table_bytes() const noexcept {
-  int64_t bytes = table_->bytes() + static_cast<int64_t>(copies_.capacity() * sizeof(Copy) + blocks_.capacity() * sizeof(Block));
+  int64_t bytes =
+      table_->bytes() + static_cast<int64_t>(copies_.capacity() * sizeof(Copy) + blocks_.capacity() * sizeof(Block));
   for (const Block& block : blocks_) bytes += static_cast<int64_t>(block.shares.bytes());
   return bytes;
 }

@@ -1,8 +1,9 @@
-// Offload: averages on the host of weights on a device. Weights reach them through a ring of pinned memory (ring.h), in their own dtype,
-// once for all averages.
+// Offload: averages on the host of weights on a device. Weights reach them through a ring of pinned memory (ring.h), in
+// their own dtype, once for all averages.
 //
-// The chunk table is cut into blocks that fit a slot of the ring. Block b goes through slot b % num_slots, always to the same place, so
-// that a table whose parameters lie in the ring serves every update. Where all of it fits the ring, it is one block.
+// The chunk table is cut into blocks that fit a slot of the ring. Block b goes through slot b % num_slots, always to
+// the same place, so that a table whose parameters lie in the ring serves every update. Where all of it fits the ring,
+// it is one block.
 #pragma once
 
 #include <cstddef>
@@ -26,17 +27,19 @@ size_t whole_ring_bytes(std::span<const TensorView> parameters);
 
 class Offload {
  public:
-  /// `averages[k][i]`, on the host, belongs to `parameters[i]`, all on `device`. Work is done by `pool`, which outlives this.
+  /// `averages[k][i]`, on the host, belongs to `parameters[i]`, all on `device`. Work is done by `pool`, which outlives
+  /// this.
   Offload(Device device, std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
           std::shared_ptr<Ring> ring, base::ThreadPool& pool);
 
-  // An update: begin() by the owner; then fetch() until fetched(), and next() until done(), by one thread, which may be another one. What
-  // throws has changed nothing; stop() then makes it ready for fetch() again.
-  void begin();                                                  ///< it averages what the weights are when the stream has come to here
-  void fetch();                                                  ///< begins copies as long as slots are free
-  void arrive();                                                 ///< until the copies begun so far have ended
-  NonFiniteCount next(const kernels::Step& step, bool by_runs);  ///< averages the next block, when its copies have ended
-  void stop() noexcept;                                       ///< until no copy is on its way; those not averaged are to be fetched again
+  // An update: begin() by the owner; then fetch() until fetched(), and next() until done(), by one thread, which may be
+  // another one. What throws has changed nothing; stop() then makes it ready for fetch() again.
+  void begin();   ///< it averages what the weights are when the stream has come to here
+  void fetch();   ///< begins copies as long as slots are free
+  void arrive();  ///< until the copies begun so far have ended
+  NonFiniteCount next(const kernels::Step& step,
+                      bool by_runs);  ///< averages the next block, when its copies have ended
+  void stop() noexcept;               ///< until no copy is on its way; those not averaged are to be fetched again
   bool fits() const noexcept { return blocks_.size() <= 1; }  ///< all weights fit the ring
   bool fetched() const noexcept { return fetched_ == blocks_.size(); }
   bool done() const noexcept { return averaged_ == blocks_.size(); }
@@ -44,13 +47,15 @@ class Offload {
   size_t averaged() const noexcept { return averaged_; }  ///< blocks
   int64_t bytes() const noexcept { return bytes_; }       ///< that updates have copied, since the start
 
-  /// When fetched(), on any thread: what the weights' stream is given from here on waits for the last copy, on the device.
+  /// When fetched(), on any thread: what the weights' stream is given from here on waits for the last copy, on the
+  /// device.
   void release_weights();
 
   /// Every average <- its parameter, converted, rounded to nearest even. Where it throws, some may have been written.
   void copy_parameters();
 
-  void set_stream(int index, void* stream);  ///< of device `index`: what the weights' stream is given from here on goes there
+  void set_stream(int index,
+                  void* stream);  ///< of device `index`: what the weights' stream is given from here on goes there
   bool capturing() const;
   int64_t table_bytes() const noexcept;
   const std::shared_ptr<Ring>& ring() const noexcept { return ring_; }

@@ -1,5 +1,5 @@
-// That one thread at a time uses an Average: found out, not waited for. An exchange of one word, no lock; the release at the end orders
-// what one thread did before what the next one does.
+// That one thread at a time uses an Average: found out, not waited for. An exchange of one word, no lock; the release
+// at the end orders what one thread did before what the next one does.
 #pragma once
 
 #include <atomic>
@@ -21,11 +21,11 @@ class OneUser {
       if (one_.user_.compare_exchange_strong(found, &mark_, std::memory_order_acquire)) return;
       outermost_ = false;
       if (found == &mark_) return;
-      base::fail(
-          Code::kInvalidArgument,
-          "{} of the averages of {} while another thread is in a call of theirs: one thread uses an Average at a time; let the threads "
-          "take turns (a std::mutex around the calls)",
-          call, one_.whose_);
+      base::fail(Code::kInvalidArgument,
+                 "{} of the averages of {} while another thread is in a call of theirs: one thread uses an Average at "
+                 "a time; let the threads "
+                 "take turns (a std::mutex around the calls)",
+                 call, one_.whose_);
     }
     ~Use() {
       if (outermost_) one_.user_.store(nullptr, std::memory_order_release);

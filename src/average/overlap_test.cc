@@ -169,7 +169,8 @@ TEST(Overlap, TellsWhatIsNotFiniteAtTheNextCallAndLosesNoUpdate) {
   training.first.values[3] = std::numeric_limits<float>::quiet_NaN();
   training.average.update();
   const std::string said = message_of([&] { training.average.update(); }, Code::kInvalidArgument);
-  EXPECT_NE(said.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'first'"), std::string::npos) << said;
+  EXPECT_NE(said.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'first'"), std::string::npos)
+      << said;
   EXPECT_NE(message_of([&] { training.average.wait(); }, Code::kInvalidArgument).find("step 2"), std::string::npos);
   training.average.wait();
   EXPECT_EQ(training.average.stats().updates, 2);

@@ -1,6 +1,6 @@
-// A view's elements are contiguous in memory, so rounding to nearest needs cuts only for size. Noise is addressed by the element's index in
-// the global tensor, so stochastic rounding also cuts where a run ends, and at multiples of 2^32, where the noise's high word changes: a
-// few runs at a time, on the stack, from the region's own description.
+// A view's elements are contiguous in memory, so rounding to nearest needs cuts only for size. Noise is addressed by
+// the element's index in the global tensor, so stochastic rounding also cuts where a run ends, and at multiples of
+// 2^32, where the noise's high word changes: a few runs at a time, on the stack, from the region's own description.
 #include "average/plan.h"
 
 #include <algorithm>
@@ -37,8 +37,8 @@ int64_t num_chunks(const TensorView& view, int64_t chunk_elements) {
 
 }  // namespace
 
-std::vector<Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
-                               int64_t chunk_elements) {
+std::vector<Chunk> make_chunks(std::span<const TensorView> parameters,
+                               std::span<const std::vector<TensorView>> averages, int64_t chunk_elements) {
   std::vector<Chunk> chunks;
   int64_t count = 0;
   for (const TensorView& parameter : parameters) count += num_chunks(parameter, chunk_elements);
@@ -60,8 +60,8 @@ std::vector<Chunk> make_chunks(std::span<const TensorView> parameters, std::span
   return chunks;
 }
 
-/// Pieces that are handed on together, so that a call of the kernel costs little for each. A place that last held a piece of the same chunk
-/// needs its addresses and counts alone.
+/// Pieces that are handed on together, so that a call of the kernel costs little for each. A place that last held a
+/// piece of the same chunk needs its addresses and counts alone.
 class RunCutter::Batch {
  public:
   explicit Batch(Callback callback) : callback_(callback) {}
@@ -71,7 +71,8 @@ class RunCutter::Batch {
     chunk_ = &chunk;
     parameter_size_ = byte_size(chunk.parameter_dtype, 1);
     average_size_ = byte_size(chunk.average_dtype, 1);
-    num_averages_ = static_cast<size_t>(std::find(chunk.averages.begin(), chunk.averages.end(), nullptr) - chunk.averages.begin());
+    num_averages_ =
+        static_cast<size_t>(std::find(chunk.averages.begin(), chunk.averages.end(), nullptr) - chunk.averages.begin());
   }
 
   /// Elements [begin, begin + count) of the chunk, the first of which has this global index.
@@ -82,7 +83,8 @@ class RunCutter::Batch {
       of_[count_] = chunk_;
     }
     piece.parameter = static_cast<const std::byte*>(chunk_->parameter) + begin * parameter_size_;
-    for (size_t k = 0; k < num_averages_; ++k) piece.averages[k] = static_cast<std::byte*>(chunk_->averages[k]) + begin * average_size_;
+    for (size_t k = 0; k < num_averages_; ++k)
+      piece.averages[k] = static_cast<std::byte*>(chunk_->averages[k]) + begin * average_size_;
     piece.count = count;
     piece.global_begin = global;
     if (++count_ == pieces_.size()) flush();
@@ -106,7 +108,8 @@ class RunCutter::Batch {
 };
 
 RunCutter::RunCutter(std::span<const TensorView> parameters, int64_t chunk_elements) : chunk_elements_(chunk_elements) {
-  if (std::none_of(parameters.begin(), parameters.end(), [](const TensorView& view) { return jumps(view.region); })) return;
+  if (std::none_of(parameters.begin(), parameters.end(), [](const TensorView& view) { return jumps(view.region); }))
+    return;
   size_t first = 0;
   regions_.reserve(parameters.size());
   firsts_.reserve(parameters.size());
@@ -146,7 +149,8 @@ std::vector<Chunk> make_runs(const RunCutter& cutter, std::span<const Chunk> tab
   cutter.for_each(table, 0, table.size(), [&](std::span<const Chunk> pieces) { count += pieces.size(); });
   std::vector<Chunk> runs;
   runs.reserve(count);
-  cutter.for_each(table, 0, table.size(), [&](std::span<const Chunk> pieces) { runs.insert(runs.end(), pieces.begin(), pieces.end()); });
+  cutter.for_each(table, 0, table.size(),
+                  [&](std::span<const Chunk> pieces) { runs.insert(runs.end(), pieces.begin(), pieces.end()); });
   return runs;
 }
 
@@ -159,7 +163,8 @@ std::vector<size_t> partition(std::span<const Chunk> chunks, int parts) {
   size_t part = 1;
   for (size_t i = 0; i < chunks.size() && part < static_cast<size_t>(parts); ++i) {
     // A chunk belongs to the share in which its middle falls.
-    while (part < static_cast<size_t>(parts) && 2 * seen + chunks[i].count > 2 * (total * static_cast<int64_t>(part) / parts)) {
+    while (part < static_cast<size_t>(parts) &&
+           2 * seen + chunks[i].count > 2 * (total * static_cast<int64_t>(part) / parts)) {
       bounds[part++] = i;
     }
     seen += chunks[i].count;

@@ -1,7 +1,8 @@
 // Plan: the chunk table of one binding, built once and used by every update until an address changes.
 //
-// Invariants: chunks are in the order of the views and of their elements; each lies inside one view; every element of every view is in
-// exactly one chunk; cuts inside a view fall on multiples of 16 elements, so that a view aligned to 64 bytes stays aligned in every chunk.
+// Invariants: chunks are in the order of the views and of their elements; each lies inside one view; every element of
+// every view is in exactly one chunk; cuts inside a view fall on multiples of 16 elements, so that a view aligned to 64
+// bytes stays aligned in every chunk.
 #pragma once
 
 #include <cstddef>
@@ -14,19 +15,23 @@
 
 namespace shardow::average {
 
-/// Elements of the largest chunk: 256 KiB of float32, large enough to hide a chunk's start, small enough to divide work evenly.
+/// Elements of the largest chunk: 256 KiB of float32, large enough to hide a chunk's start, small enough to divide work
+/// evenly.
 inline constexpr int64_t kChunkElements = int64_t{64} * 1024;
 
-/// One table for `parameters` and their averages, cut for size alone; averages[k][i] belongs to parameters[i] and has its region. Chunk c
-/// of a view begins at its element c * chunk_elements; global_begin counts as if the view were the first elements of its tensor.
-/// `chunk_elements`: a power of two, at least 16.
-std::vector<kernels::Chunk> make_chunks(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
+/// One table for `parameters` and their averages, cut for size alone; averages[k][i] belongs to parameters[i] and has
+/// its region. Chunk c of a view begins at its element c * chunk_elements; global_begin counts as if the view were the
+/// first elements of its tensor. `chunk_elements`: a power of two, at least 16.
+std::vector<kernels::Chunk> make_chunks(std::span<const TensorView> parameters,
+                                        std::span<const std::vector<TensorView>> averages,
                                         int64_t chunk_elements = kChunkElements);
 
-/// Cuts a table's chunks where the global index jumps, a few at a time as they are needed: a table of runs would take 104 bytes for each.
+/// Cuts a table's chunks where the global index jumps, a few at a time as they are needed: a table of runs would take
+/// 104 bytes for each.
 class RunCutter {
  public:
-  /// Of the table that make_chunks() gave for `parameters`. Where no index jumps it keeps nothing, and chunks stay as they are.
+  /// Of the table that make_chunks() gave for `parameters`. Where no index jumps it keeps nothing, and chunks stay as
+  /// they are.
   explicit RunCutter(std::span<const TensorView> parameters, int64_t chunk_elements = kChunkElements);
 
   bool cuts() const noexcept { return !regions_.empty(); }
@@ -35,8 +40,9 @@ class RunCutter {
   /// fn(pieces) for a few pieces at a time, in order, of chunks [begin, end) of `table`. Allocates nothing.
   template <typename Fn>
   void for_each(std::span<const kernels::Chunk> table, size_t begin, size_t end, const Fn& fn) const {
-    for_each_piece(table, begin, end,
-                   {[](void* context, Pieces pieces) { (*static_cast<const Fn*>(context))(pieces); }, const_cast<Fn*>(&fn)});
+    for_each_piece(
+        table, begin, end,
+        {[](void* context, Pieces pieces) { (*static_cast<const Fn*>(context))(pieces); }, const_cast<Fn*>(&fn)});
   }
 
  private:

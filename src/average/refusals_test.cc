@@ -16,9 +16,16 @@ TEST(Average, RefusesFactorsAndSamplesThatAreNoNumbers) {
   p.fill(2);
   const double nan = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();
   for (const Factors factors : {Factors{nan, 0.1}, Factors{0.9, nan}, Factors{infinity, -infinity}}) {
-    EXPECT_NE(message_of([&] { ema.update_by({&factors, 1}); }, Code::kInvalidArgument).find("average 0"), std::string::npos);
+    EXPECT_NE(message_of(
+                  [&] {
+                    ema.update_by({&factors, 1});
+                  },
+                  Code::kInvalidArgument)
+                  .find("average 0"),
+              std::string::npos);
   }
-  for (const double samples : {nan, infinity, -1.0}) message_of([&] { ema.update(std::nullopt, samples); }, Code::kInvalidArgument);
+  for (const double samples : {nan, infinity, -1.0})
+    message_of([&] { ema.update(std::nullopt, samples); }, Code::kInvalidArgument);
   EXPECT_EQ(copy_of(ema.views()[0]), start);
   EXPECT_EQ(ema.stats().step, 0);
 }
@@ -56,7 +63,8 @@ TEST(Average, WrongUseIsAClearErrorBeforeAnythingChanges) {
       {[&] { ema.swap_in(std::vector{shorter.view}); }, "'p' has region [36]; it was [37]"},
       {[&] { ema.swap_in(std::vector{other.view}); }, "'other'"},
   };
-  for (const auto& [call, says] : cases) EXPECT_NE(message_of(call, Code::kInvalidArgument).find(says), std::string::npos) << says;
+  for (const auto& [call, says] : cases)
+    EXPECT_NE(message_of(call, Code::kInvalidArgument).find(says), std::string::npos) << says;
   EXPECT_EQ(copy_of(ema.views()[0]), start);
   EXPECT_EQ(ema.stats().step, 0);
 }
@@ -65,13 +73,16 @@ TEST(Average, WrongUseIsAClearErrorBeforeAnythingChanges) {
 TEST(Average, TakesTheRoundingsOfTheTableAndNoOthers) {
   OwnTensor p("p", {kRows}, 1);
   for (const DType dtype : {DType::kF32, DType::kF64, DType::kBF16, DType::kF16}) {
-    for (const Rule rule : {Rule::kLerp, Rule::kMulAdd, Rule::kTwoProducts, Rule::kDifference, Rule::kFusedDifference, Rule::kQuotient}) {
+    for (const Rule rule :
+         {Rule::kLerp, Rule::kMulAdd, Rule::kTwoProducts, Rule::kDifference, Rule::kFusedDifference, Rule::kQuotient}) {
       for (const Rounding rounding : {Rounding::kAuto, Rounding::kNearest, Rounding::kStochastic}) {
         const bool narrow = dtype == DType::kBF16 || dtype == DType::kF16, lerp = rule == Rule::kLerp;
         const bool taken = rounding == Rounding::kStochastic ? lerp && dtype != DType::kF64
                            : narrow                          ? lerp && rounding == Rounding::kAuto
                                                              : true;
-        const auto make = [&] { Average(std::vector{p.view}, {.dtype = dtype, .rule = rule, .rounding = rounding}).update(); };
+        const auto make = [&] {
+          Average(std::vector{p.view}, {.dtype = dtype, .rule = rule, .rounding = rounding}).update();
+        };
         if (taken) {
           EXPECT_NO_THROW(make());
         } else {
@@ -86,8 +97,10 @@ TEST(Average, ReplicasOnADeviceAreRefusedByNameBeforeTheDeviceIsAsked) {
   std::vector<float> memory(4);
   const TensorView view{"on.device", DType::kF32, Region::whole({4}), memory.data(), {Device::Kind::kCuda, 0, nullptr}};
   const auto group = solo();
-  const std::string said = message_of([&] { Average(std::vector{view}, {.replicas = group.get()}); }, Code::kUnsupported);
-  EXPECT_NE(said.find("'on.device' is on CUDA device 0: AverageOptions.replicas moves host memory alone; divide"), std::string::npos)
+  const std::string said =
+      message_of([&] { Average(std::vector{view}, {.replicas = group.get()}); }, Code::kUnsupported);
+  EXPECT_NE(said.find("'on.device' is on CUDA device 0: AverageOptions.replicas moves host memory alone; divide"),
+            std::string::npos)
       << said;
 }
 

@@ -1,4 +1,5 @@
-// Replicas whose swap fails while they send each other their parts: all of them are back where they were, or all that are left can be.
+// Replicas whose swap fails while they send each other their parts: all of them are back where they were, or all that
+// are left can be.
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -12,19 +13,24 @@ namespace {
 
 constexpr int kRanks = 3;
 
-/// A rank that, from its `first`-th broadcast on, names another length in `failures` of them, which is an error on every rank; or that dies
-/// there, where `failures` is kDies.
+/// A rank that, from its `first`-th broadcast on, names another length in `failures` of them, which is an error on
+/// every rank; or that dies there, where `failures` is kDies.
 class Failing final : public Group {
  public:
   static constexpr int kDies = -1;
 
-  Failing(std::unique_ptr<Group> inner, int first, int failures) : inner_(std::move(inner)), first_(first), failures_(failures) {}
+  Failing(std::unique_ptr<Group> inner, int first, int failures)
+      : inner_(std::move(inner)), first_(first), failures_(failures) {}
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return kRanks; }
   void begin(std::string_view call, std::chrono::milliseconds timeout) override { alive().begin(call, timeout); }
-  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override { return alive().all_gather(mine, deadline); }
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override { alive().all_reduce(values, op, deadline); }
+  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
+    return alive().all_gather(mine, deadline);
+  }
+  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
+    alive().all_reduce(values, op, deadline);
+  }
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override { alive().send(bytes, to, deadline); }
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override { alive().recv(bytes, from, deadline); }
 
@@ -54,7 +60,8 @@ struct Replica {
     ema.update();
   }
   std::vector<TensorView> views() {
-    return {{"f32", DType::kF32, Region::whole({100}), f32.data()}, {"f16", DType::kF16, Region::whole({48}), f16.data()}};
+    return {{"f32", DType::kF32, Region::whole({100}), f32.data()},
+            {"f16", DType::kF16, Region::whole({48}), f16.data()}};
   }
   std::vector<std::vector<float>> averages() const { return {copy_of(ema.views()[0]), copy_of(ema.views()[1])}; }
 };

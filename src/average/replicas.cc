@@ -37,13 +37,14 @@ std::string other_views(const std::vector<std::string>& everybody) {
   for (size_t rank = 1; rank < everybody.size(); ++rank) {
     comm::Receiver other(everybody[rank]);
     if (const int64_t theirs = other.number(); theirs != k)
-      base::fail(Code::kInvalidArgument, "replica 0 calls swap_in({}) where replica {} calls swap_in({})", k, rank, theirs);
+      base::fail(Code::kInvalidArgument, "replica 0 calls swap_in({}) where replica {} calls swap_in({})", k, rank,
+                 theirs);
     if (const int64_t theirs = other.number(); theirs != updates) {
-      base::fail(
-          Code::kInvalidArgument,
-          "swap_in(): replica 0 has made {} updates of its part of the averages, replica {} {}; call update() on every replica after "
-          "each step",
-          updates, rank, theirs);
+      base::fail(Code::kInvalidArgument,
+                 "swap_in(): replica 0 has made {} updates of its part of the averages, replica {} {}; call update() "
+                 "on every replica after "
+                 "each step",
+                 updates, rank, theirs);
     }
     same = same && other.number() == digest;
   }
@@ -59,11 +60,11 @@ void refuse_views(Group& replicas, std::span<const TensorView> views, Deadline d
       const std::string name = first.done() ? nothing : first.text(), is = first.done() ? "" : first.text();
       const std::string other_name = other.done() ? nothing : other.text(), other_is = other.done() ? "" : other.text();
       if (name == other_name && is == other_is) continue;
-      base::fail(
-          Code::kInvalidArgument,
-          "swap_in(): '{}', {}, on replica 0 is '{}', {}, on replica {}; give all of AverageOptions.replicas the same views in the same "
-          "order",
-          name, is, other_name, other_is, rank);
+      base::fail(Code::kInvalidArgument,
+                 "swap_in(): '{}', {}, on replica 0 is '{}', {}, on replica {}; give all of AverageOptions.replicas "
+                 "the same views in the same "
+                 "order",
+                 name, is, other_name, other_is, rank);
     }
   }
   base::fail(Code::kInvalidArgument, "swap_in(): replicas hold regions of the same description that are not the same");
@@ -87,7 +88,8 @@ std::vector<ExchangeStep> exchange_of(const Group& replicas, std::span<const Ten
   return plan_exchange(tensors, level);
 }
 
-void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::span<const ExchangeStep> steps, Deadline deadline) {
+void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::span<const ExchangeStep> steps,
+                      Deadline deadline) {
   for (const ExchangeStep& step : steps) {
     for (int owner = 0; owner < replicas.size(); ++owner) {
       for (const auto& [tensor, begin, end] : step.members[static_cast<size_t>(owner)]) {

@@ -14,8 +14,8 @@ namespace shardow::average {
 /// What replicas are about to swap, as it travels: which averages, of how many updates, of which views.
 std::string swap_facts(size_t k, int64_t updates, std::span<const TensorView> views);
 
-/// Of `everybody`, their swap_facts(), before they overwrite each other's memory: throws kInvalidArgument where they are in different swaps
-/// or have made other updates. Not empty where their views are not the same.
+/// Of `everybody`, their swap_facts(), before they overwrite each other's memory: throws kInvalidArgument where they
+/// are in different swaps or have made other updates. Not empty where their views are not the same.
 std::string other_views(const std::vector<std::string>& everybody);
 
 /// Throws kInvalidArgument that names the first view that is another one. Collective.
@@ -27,8 +27,9 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
 /// How replicas send each other their parts of `views`. Local.
 std::vector<ExchangeStep> exchange_of(const Group& replicas, std::span<const TensorView> views);
 
-/// Collective. Each member's part of every view is copied into the other members', in these steps; host memory only. Allocates nothing of
-/// its own, so that what fails is a round, which fails for all.
-void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::span<const ExchangeStep> steps, Deadline deadline);
+/// Collective. Each member's part of every view is copied into the other members', in these steps; host memory only.
+/// Allocates nothing of its own, so that what fails is a round, which fails for all.
+void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::span<const ExchangeStep> steps,
+                      Deadline deadline);
 
 }  // namespace shardow::average

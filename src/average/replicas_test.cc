@@ -16,7 +16,8 @@ TEST(Average, ReplicasDivideTheWorkAndSwapWhole) {
     dense.update();
     auto groups = threads(ranks);
     std::vector<std::unique_ptr<OwnTensor>> local;
-    for (int rank = 0; rank < ranks; ++rank) local.push_back(std::make_unique<OwnTensor>("p", Shape{kRows, kColumns}, 1));
+    for (int rank = 0; rank < ranks; ++rank)
+      local.push_back(std::make_unique<OwnTensor>("p", Shape{kRows, kColumns}, 1));
     std::vector<int64_t> elements(static_cast<size_t>(ranks));
     std::vector<std::vector<float>> inside(static_cast<size_t>(ranks));
     std::vector<std::thread> workers;

@@ -1,4 +1,5 @@
-// Ring: pinned host memory through which weights on a device reach averages on the host, a slot at a time, and the link that fills it.
+// Ring: pinned host memory through which weights on a device reach averages on the host, a slot at a time, and the link
+// that fills it.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,8 @@
 
 namespace shardow::average {
 
-/// Slots begin at multiples of this, and what is copied into them does where it does not follow on what came before in the device's memory.
+/// Slots begin at multiples of this, and what is copied into them does where it does not follow on what came before in
+/// the device's memory.
 inline constexpr size_t kSlotAlignment = 64;
 
 class Ring {
@@ -22,7 +24,9 @@ class Ring {
 
   size_t bytes() const noexcept { return memory_.bytes(); }
   size_t slot_bytes() const noexcept { return slot_bytes_; }
-  size_t num_slots() const noexcept { return num_slots_; }  ///< kLeastSlots or more; each has the link's mark of its number
+  size_t num_slots() const noexcept {
+    return num_slots_;
+  }  ///< kLeastSlots or more; each has the link's mark of its number
   kernels::cuda::Link& link() const noexcept { return *link_; }
 
   // Of what goes through in blocks: the slot of a block, and the mark behind its copies.

@@ -35,7 +35,8 @@ RingSwap::RingSwap(std::shared_ptr<Ring> ring, std::span<const TensorView> weigh
 /// One way through the blocks.
 class RingSwap::Pass {
  public:
-  Pass(const RingSwap& swap, const Tensors& tensors, base::ThreadPool& pool) : swap_(swap), tensors_(tensors), pool_(pool) {
+  Pass(const RingSwap& swap, const Tensors& tensors, base::ThreadPool& pool)
+      : swap_(swap), tensors_(tensors), pool_(pool) {
     if (!swap_.blocks_.empty()) link().follow(tensors.weights[swap_.first_].device.stream);
   }
 
@@ -83,7 +84,9 @@ class RingSwap::Pass {
     const TensorView& view = tensors_.weights[piece.view];
     return at(view.data, view.dtype, piece);
   }
-  size_t bytes(const Piece& piece) const { return static_cast<size_t>(byte_size(tensors_.weights[piece.view].dtype, piece.count)); }
+  size_t bytes(const Piece& piece) const {
+    return static_cast<size_t>(byte_size(tensors_.weights[piece.view].dtype, piece.count));
+  }
   bool in_place(const Piece& piece) const {
     return kernels::swaps_in_place(tensors_.weights[piece.view].dtype, tensors_.averages[piece.view].dtype);
   }
@@ -129,7 +132,8 @@ void RingSwap::out(const Tensors& tensors, base::ThreadPool& pool) {
   if (done_ == 0 && unwritten_ == 0) return;  // asks nothing of a device that may be lost
   Pass pass(*this, tensors, pool);
   size_t back = done_,
-         written = done_ + unwritten_;  // blocks from `back` on have weights on the host's side, from `written` on the device's
+         written = done_ +
+                   unwritten_;  // blocks from `back` on have weights on the host's side, from `written` on the device's
   try {
     for (size_t block = done_; block < done_ + unwritten_; ++block) pass.write(block);
     for (size_t block = done_ + unwritten_; block-- > done_;) {

@@ -1,10 +1,11 @@
-// RingSwap: weights on a device exchanged with averages on the host, through the ring, with no second copy on either side where dtypes
-// allow that.
+// RingSwap: weights on a device exchanged with averages on the host, through the ring, with no second copy on either
+// side where dtypes allow that.
 //
-// Blocks of weights come to a slot of the ring, are exchanged there with their averages, and go back; while one is exchanged, the one
-// before goes back and the next one comes. Invariants between two calls:
+// Blocks of weights come to a slot of the ring, are exchanged there with their averages, and go back; while one is
+// exchanged, the one before goes back and the next one comes. Invariants between two calls:
 //   blocks [0, done_)                of the device's memory hold averages
-//   blocks [done_, done_ + unwritten_)  the host's side is as it was, the weights lie in the blocks' slots, and what the device's memory
+//   blocks [done_, done_ + unwritten_)  the host's side is as it was, the weights lie in the blocks' slots, and what
+//   the device's memory
 //                                    holds is not known: a copy to it has failed
 //   the others                       hold weights
 #pragma once
@@ -23,7 +24,8 @@ namespace shardow::average {
 
 class RingSwap {
  public:
-  /// Parallel: the weights on a device, their averages on the host, and memory on the host for weights that do not swap in place.
+  /// Parallel: the weights on a device, their averages on the host, and memory on the host for weights that do not swap
+  /// in place.
   struct Tensors {
     std::span<const TensorView> weights, averages;
     std::span<const kernels::Memory> kept;

@@ -1,4 +1,5 @@
-// A schedule is a row of the table and its numbers; making, checking, writing and reading one are the same for every kind.
+// A schedule is a row of the table and its numbers; making, checking, writing and reading one are the same for every
+// kind.
 #include "shardow/schedule.h"
 
 #include <fmt/format.h>
@@ -31,8 +32,8 @@ size_t find_kind(std::string_view name) {
 void check(const Kind& kind, const Parameter& parameter, double value) {
   const auto& [least, most, whole, positive] = parameter.range;
   const bool defaulted = value == parameter.otherwise;  // a default may be infinite
-  const bool fits =
-      value >= least && value <= most && !(positive && value == least) && !(whole && value != std::floor(value)) && std::isfinite(value);
+  const bool fits = value >= least && value <= most && !(positive && value == least) &&
+                    !(whole && value != std::floor(value)) && std::isfinite(value);
   if (!fits && !defaulted) {
     fail(Code::kInvalidArgument, "schedule {}: {} is {}; it must be {} in {}{}, {}]", kind.name, parameter.name, value,
          whole ? "a whole number" : "a number", positive ? "(" : "[", least, most);
@@ -124,7 +125,8 @@ Schedule Schedule::from_json(std::string_view json) {
 
 Factors Schedule::factors(const Progress& progress) const {
   if (progress.step < 1 || progress.delta < 1 || progress.updates < 0) {
-    fail(Code::kInvalidArgument, "step {}, delta {}, updates {}: steps count from 1", progress.step, progress.delta, progress.updates);
+    fail(Code::kInvalidArgument, "step {}, delta {}, updates {}: steps count from 1", progress.step, progress.delta,
+         progress.updates);
   }
   const base::FloatEnvironment environment;
   Progress within = progress;
@@ -145,8 +147,11 @@ Schedule Schedule::half_life_fraction(double fraction, double max_steps) {
   return Schedules::make("half_life_fraction", {{"fraction", fraction}, {"max_steps", max_steps}});
 }
 Schedule Schedule::inverse_gamma(double inv_gamma, double power, double min_decay, double max_decay, double start) {
-  return Schedules::make(
-      "inverse_gamma", {{"inv_gamma", inv_gamma}, {"power", power}, {"min_decay", min_decay}, {"max_decay", max_decay}, {"start", start}});
+  return Schedules::make("inverse_gamma", {{"inv_gamma", inv_gamma},
+                                           {"power", power},
+                                           {"min_decay", min_decay},
+                                           {"max_decay", max_decay},
+                                           {"start", start}});
 }
 Schedule Schedule::warmup(double decay) {
   return Schedules::make("warmup", {{"decay", decay}});
@@ -154,7 +159,8 @@ Schedule Schedule::warmup(double decay) {
 Schedule Schedule::tf_warmup(double decay) {
   return Schedules::make("tf_warmup", {{"decay", decay}});
 }
-Schedule Schedule::timm(double decay, double min_decay, int64_t update_after_step, bool use_warmup, double gamma, double power) {
+Schedule Schedule::timm(double decay, double min_decay, int64_t update_after_step, bool use_warmup, double gamma,
+                        double power) {
   return Schedules::make("timm", {{"decay", decay},
                                   {"min_decay", min_decay},
                                   {"update_after_step", static_cast<double>(update_after_step)},
@@ -162,7 +168,8 @@ Schedule Schedule::timm(double decay, double min_decay, int64_t update_after_ste
                                   {"gamma", gamma},
                                   {"power", power}});
 }
-Schedule Schedule::dist_ema(double decay, bool warmup, double power, double min_decay, double inv_gamma, int64_t update_after_step) {
+Schedule Schedule::dist_ema(double decay, bool warmup, double power, double min_decay, double inv_gamma,
+                            int64_t update_after_step) {
   return Schedules::make("dist_ema", {{"decay", decay},
                                       {"warmup", warmup},
                                       {"power", power},
@@ -170,8 +177,8 @@ Schedule Schedule::dist_ema(double decay, bool warmup, double power, double min_
                                       {"inv_gamma", inv_gamma},
                                       {"update_after_step", static_cast<double>(update_after_step)}});
 }
-Schedule Schedule::diffusers(double decay, double min_decay, int64_t update_after_step, bool use_ema_warmup, double inv_gamma,
-                             double power) {
+Schedule Schedule::diffusers(double decay, double min_decay, int64_t update_after_step, bool use_ema_warmup,
+                             double inv_gamma, double power) {
   return Schedules::make("diffusers", {{"decay", decay},
                                        {"min_decay", min_decay},
                                        {"update_after_step", static_cast<double>(update_after_step)},
@@ -179,7 +186,8 @@ Schedule Schedule::diffusers(double decay, double min_decay, int64_t update_afte
                                        {"inv_gamma", inv_gamma},
                                        {"power", power}});
 }
-Schedule Schedule::ema_pytorch(double beta, int64_t update_after_step, double inv_gamma, double power, double min_value) {
+Schedule Schedule::ema_pytorch(double beta, int64_t update_after_step, double inv_gamma, double power,
+                               double min_value) {
   return Schedules::make("ema_pytorch", {{"beta", beta},
                                          {"update_after_step", static_cast<double>(update_after_step)},
                                          {"inv_gamma", inv_gamma},

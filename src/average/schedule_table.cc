@@ -1,5 +1,5 @@
-// Formulas keep the order of operations of their origins: in float64 they are equal to them bit for bit. Each origin's own code is run
-// beside them in python/tests/schedules.
+// Formulas keep the order of operations of their origins: in float64 they are equal to them bit for bit. Each origin's
+// own code is run beside them in python/tests/schedules.
 #include "average/schedule_table.h"
 
 #include <algorithm>
@@ -38,7 +38,8 @@ Factors from_log(double log_decay) {
 template <typename Decay>
 Factors over_steps(const Progress& progress, Decay decay) {
   if (progress.delta == 1) return one_step(decay(static_cast<double>(progress.step)));
-  return from_log(sum_of_logs(progress.step - progress.delta + 1, progress.step, [&](double n) { return std::log(decay(n)); }));
+  return from_log(
+      sum_of_logs(progress.step - progress.delta + 1, progress.step, [&](double n) { return std::log(decay(n)); }));
 }
 
 Factors constant(In x, const Progress& progress) {
@@ -57,7 +58,8 @@ Factors half_life_in_steps(In x, const Progress& progress) {
 Factors half_life_in_samples(In x, const Progress& progress) {
   if (!(progress.delta_samples > 0)) {
     base::fail(Code::kInvalidArgument,
-               "a half-life in samples needs update(samples=), the training samples seen so far, and more of them at every update; got {} "
+               "a half-life in samples needs update(samples=), the training samples seen so far, and more of them at "
+               "every update; got {} "
                "after {}",
                progress.samples, progress.samples - progress.delta_samples);
   }
@@ -67,7 +69,8 @@ Factors half_life_in_samples(In x, const Progress& progress) {
 Factors half_life_fraction(In x, const Progress& progress) {
   const auto half = [&](double n) { return std::max(std::min(x[1], x[0] * n), 1e-8); };
   if (progress.delta == 1) return half_life(1, half(static_cast<double>(progress.step)));
-  return from_log(sum_of_logs(progress.step - progress.delta + 1, progress.step, [&](double n) { return -std::numbers::ln2 / half(n); }));
+  return from_log(sum_of_logs(progress.step - progress.delta + 1, progress.step,
+                              [&](double n) { return -std::numbers::ln2 / half(n); }));
 }
 
 Factors inverse_gamma(In x, const Progress& progress) {
@@ -126,7 +129,8 @@ Factors linear(In x, const Progress& progress) {
 }
 
 Factors cosine(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) { return x[1] - (x[1] - x[0]) * (std::cos(std::numbers::pi * ramp(n, x[2])) + 1) / 2; });
+  return over_steps(
+      progress, [&](double n) { return x[1] - (x[1] - x[0]) * (std::cos(std::numbers::pi * ramp(n, x[2])) + 1) / 2; });
 }
 
 Factors mean(In, const Progress& progress) {
@@ -145,7 +149,8 @@ Factors window(In x, const Progress& progress) {
 
 Factors power(In x, const Progress& progress) {
   const double t = static_cast<double>(progress.step), delta = static_cast<double>(progress.delta);
-  thread_local std::pair<double, double> last{0, 0};  // sigma_rel and its gamma, which is the same for millions of steps
+  thread_local std::pair<double, double> last{0,
+                                              0};  // sigma_rel and its gamma, which is the same for millions of steps
   if (last.first != x[0]) last = {x[0], power_gamma(x[0])};
   const double exponent = last.second + 1;
   return {std::pow(1 - delta / t, exponent), -std::expm1(exponent * std::log1p(-delta / t))};
@@ -180,7 +185,11 @@ std::span<const Kind> schedule_table() {
       {"half_life_in_samples", {{"samples", kPositive}}, half_life_in_samples},
       {"half_life_fraction", {{"fraction", kPositive}, {"max_steps", kPositive, kInfinity}}, half_life_fraction},
       {"inverse_gamma",
-       {{"inv_gamma", kPositive, 1}, {"power", kPositive, 1}, {"min_decay", kDecay, 0}, {"max_decay", kDecay, 1}, {"start", kCount, 0}},
+       {{"inv_gamma", kPositive, 1},
+        {"power", kPositive, 1},
+        {"min_decay", kDecay, 0},
+        {"max_decay", kDecay, 1},
+        {"start", kCount, 0}},
        inverse_gamma},
       {"warmup", {{"decay", kDecay}}, warmup},
       {"tf_warmup", {{"decay", kDecay}}, tf_warmup},

@@ -31,7 +31,9 @@ std::vector<Schedule> one_of_each() {
     average::Schedules::Numbers numbers;
     for (const average::Parameter& parameter : kind.parameters) {
       const bool whole = parameter.range.whole;
-      numbers.emplace(parameter.name, whole ? 1 : std::min(parameter.range.most, 1.0) * 0.7 + 0.01 * static_cast<double>(numbers.size()));
+      numbers.emplace(
+          parameter.name,
+          whole ? 1 : std::min(parameter.range.most, 1.0) * 0.7 + 0.01 * static_cast<double>(numbers.size()));
     }
     all.push_back(average::Schedules::make(kind.name, numbers));
   }
@@ -71,7 +73,8 @@ TEST(Schedule, EveryKindStaysInRange) {
   for (const Schedule& schedule : one_of_each()) {
     for (const int64_t step : {int64_t{1}, int64_t{2}, int64_t{3}, int64_t{50}, int64_t{1000000}}) {
       for (const int64_t delta : {int64_t{1}, std::min<int64_t>(step, 20)}) {
-        const Factors factors = schedule.factors({step, step - 1, delta, static_cast<double>(step), static_cast<double>(delta)});
+        const Factors factors =
+            schedule.factors({step, step - 1, delta, static_cast<double>(step), static_cast<double>(delta)});
         EXPECT_GE(factors.weight, 0) << schedule.to_json() << step;
         EXPECT_LE(factors.weight, 1) << schedule.to_json() << step;
         EXPECT_NEAR(factors.weight + factors.decay, 1, 1e-12) << schedule.to_json() << step;
@@ -123,14 +126,17 @@ TEST(Schedule, ManyStepsAtOnceAreTheProductOfTheirDecays) {
       Schedule::half_life_fraction(0.09, 1e6),
       Schedule::half_life_fraction(50, 1e9),
   };
-  const struct { int64_t step, delta; } cases[] = {{5'000, 4'990}, {60'000, 5'000}, {150'000, 140'000}, {150'000, 150'000}};
+  const struct {
+    int64_t step, delta;
+  } cases[] = {{5'000, 4'990}, {60'000, 5'000}, {150'000, 140'000}, {150'000, 150'000}};
   for (const Schedule& schedule : schedules) {
     for (const auto& [step, delta] : cases) {
       const double expected = log_of_steps(schedule, step, delta);
       const Factors factors = schedule.factors({step, 1, delta, 0, 0});
       EXPECT_NEAR(factors.weight, -std::expm1(expected), 1e-9 * -std::expm1(expected) + 1e-15)
           << schedule.to_json() << step << " " << delta;
-      EXPECT_NEAR(factors.decay, std::exp(expected), 1e-9 * std::exp(expected) + 1e-15) << schedule.to_json() << step << " " << delta;
+      EXPECT_NEAR(factors.decay, std::exp(expected), 1e-9 * std::exp(expected) + 1e-15)
+          << schedule.to_json() << step << " " << delta;
     }
   }
 }
@@ -162,7 +168,8 @@ TEST(Schedule, AWindowIsThePlainMeanOfItsUpdatesAndHeldAfterwards) {
 
 TEST(Schedule, AnyNumberOfStepsCostsLittle) {
   for (const Schedule& schedule : one_of_each()) {
-    const Factors factors = schedule.factors({int64_t{1} << 52, 3, int64_t{1} << 51, 1e9, 1e9});  // one by one: for weeks
+    const Factors factors =
+        schedule.factors({int64_t{1} << 52, 3, int64_t{1} << 51, 1e9, 1e9});  // one by one: for weeks
     EXPECT_GE(factors.weight, 0) << schedule.to_json();
     EXPECT_LE(factors.weight, 1) << schedule.to_json();
   }
@@ -187,7 +194,8 @@ TEST(Schedule, KeysAreTheKindAndTheNumbersOfTheJson) {
   EXPECT_EQ(Schedule::power(0.1).key(), "power(sigma_rel=0.1)");
   EXPECT_EQ(Schedule::half_life(9999999999999998.0).key(), "half_life(steps=9999999999999998)");
   EXPECT_EQ(Schedule::half_life(1e16).key(), "half_life(steps=1e+16)");
-  EXPECT_EQ(Schedule::half_life_fraction(0.09, std::numeric_limits<double>::infinity()).key(), "half_life_fraction(fraction=0.09)");
+  EXPECT_EQ(Schedule::half_life_fraction(0.09, std::numeric_limits<double>::infinity()).key(),
+            "half_life_fraction(fraction=0.09)");
   EXPECT_EQ(Schedule::timm(0.9, 0, 3, true).key(),
             "timm(decay=0.9,min_decay=0,update_after_step=3,use_warmup=1,gamma=1,power=0.6666666666666666)");
   std::set<std::string> keys;
@@ -197,7 +205,8 @@ TEST(Schedule, KeysAreTheKindAndTheNumbersOfTheJson) {
 TEST(Schedule, RefusesWhatIsNoSchedule) {
   for (const char* json :
        {"", "[]", "{}", R"({"kind":"none"})", R"({"kind":"constant"})", R"({"kind":"constant","decay":"0.9"})",
-        R"({"kind":"constant","decay":2})", R"({"kind":"constant","decay":0.9,"decay":0.8})", R"({"kind":"constant","decay":0.9,"x":1})"}) {
+        R"({"kind":"constant","decay":2})", R"({"kind":"constant","decay":0.9,"decay":0.8})",
+        R"({"kind":"constant","decay":0.9,"x":1})"}) {
     EXPECT_EQ(code_of([&] { Schedule::from_json(json); }), Code::kCorrupt) << json;
   }
   EXPECT_EQ(code_of([] { Schedule::constant(-0.1); }), Code::kInvalidArgument);

@@ -12,7 +12,8 @@ uint64_t range(uint64_t begin, uint64_t end) {
 
 }  // namespace
 
-Shares::Shares(std::span<const kernels::Chunk> chunks, int num_threads, size_t first) : left_(static_cast<size_t>(num_threads)) {
+Shares::Shares(std::span<const kernels::Chunk> chunks, int num_threads, size_t first)
+    : left_(static_cast<size_t>(num_threads)) {
   const std::vector<size_t> shares = partition(chunks, num_threads);
   for (size_t share = 0; share < left_.size(); ++share) {
     bounds_.push_back(static_cast<uint32_t>(blocks_.size()));
@@ -52,7 +53,9 @@ std::optional<Stretch> Shares::take_from(size_t share, bool front) noexcept {
     const uint64_t begin = seen & 0xffffffff, end = seen >> 32;
     if (begin == end) return std::nullopt;
     // No memory is handed over by it: what a block needs was there before the threads started.
-    if (!left.compare_exchange_weak(seen, front ? range(begin + 1, end) : range(begin, end - 1), std::memory_order_relaxed)) continue;
+    if (!left.compare_exchange_weak(seen, front ? range(begin + 1, end) : range(begin, end - 1),
+                                    std::memory_order_relaxed))
+      continue;
     const size_t block = front ? begin : end - 1;
     return Stretch{blocks_[block], blocks_[block + 1]};
   }

@@ -1,5 +1,6 @@
-// Shares: a chunk table divided among threads, each of which keeps its part, so that memory stays with the core that touched it first; one
-// that is done takes over what another has not begun, so that a thread which got no processor holds nobody up.
+// Shares: a chunk table divided among threads, each of which keeps its part, so that memory stays with the core that
+// touched it first; one that is done takes over what another has not begun, so that a thread which got no processor
+// holds nobody up.
 #pragma once
 
 #include <atomic>
@@ -21,15 +22,15 @@ struct Stretch {
 
 class Shares {
  public:
-  /// `num_threads` contiguous shares of nearly equal elements, in blocks of about kChunkElements; the same chunks always give the same.
-  /// `first`: the place of chunks[0] in the table that answers speak of.
+  /// `num_threads` contiguous shares of nearly equal elements, in blocks of about kChunkElements; the same chunks
+  /// always give the same. `first`: the place of chunks[0] in the table that answers speak of.
   Shares(std::span<const kernels::Chunk> chunks, int num_threads, size_t first = 0);
 
   /// All is to be done again. Before the threads start.
   void begin() noexcept;
 
-  /// The next block for this thread: of its own share from the front, then of others' from the back; nothing when all is taken. Each chunk
-  /// is in exactly one answer between two calls of begin(). Any threads at once.
+  /// The next block for this thread: of its own share from the front, then of others' from the back; nothing when all
+  /// is taken. Each chunk is in exactly one answer between two calls of begin(). Any threads at once.
   std::optional<Stretch> take(int thread) noexcept;
 
   size_t num_threads() const noexcept { return left_.size(); }

@@ -35,7 +35,8 @@ TEST(Average, ResumesBitIdentically) {
 
 TEST(Average, AStateThatFindsNoMemoryChangesNothing) {
   OwnTensor p("p", columns(), 1);
-  Average other(std::vector{p.view}, {.schedules = {Schedule::constant(0.99999)}, .rounding = Rounding::kStochastic, .seed = 5});
+  Average other(std::vector{p.view},
+                {.schedules = {Schedule::constant(0.99999)}, .rounding = Rounding::kStochastic, .seed = 5});
   other.update();
   const std::string state = other.state();
   for (long n = 0;; ++n) {
@@ -54,15 +55,18 @@ TEST(Average, GoesOnWithTheOptionsOfTheFileOrItsOwn) {
                               .update_every = 2,
                               .start_step = 1,
                               .seed = 9};
-  const AverageOptions ours{.schedules = {Schedule::half_life(10)}, .rule = Rule::kMulAdd, .rounding = Rounding::kNearest, .seed = 3};
+  const AverageOptions ours{
+      .schedules = {Schedule::half_life(10)}, .rule = Rule::kMulAdd, .rounding = Rounding::kNearest, .seed = 3};
   for (const OptionsFrom from : {OptionsFrom::kFile, OptionsFrom::kOwn}) {
     OwnTensor p("p", columns(), 1);
     Average saved(std::vector{p.view}, theirs), resumed(std::vector{p.view}, ours);
     Average straight(std::vector{p.view}, from == OptionsFrom::kFile ? theirs : ours);
     saved.update(4);
     straight.update(4);
-    std::copy_n(static_cast<float*>(saved.views()[0].data), columns().size(), static_cast<float*>(resumed.views()[0].data));
-    std::copy_n(static_cast<float*>(saved.views()[0].data), columns().size(), static_cast<float*>(straight.views()[0].data));
+    std::copy_n(static_cast<float*>(saved.views()[0].data), columns().size(),
+                static_cast<float*>(resumed.views()[0].data));
+    std::copy_n(static_cast<float*>(saved.views()[0].data), columns().size(),
+                static_cast<float*>(straight.views()[0].data));
     resumed.set_state(saved.state(), from);
     EXPECT_EQ(resumed.state(), straight.state());
     p.fill(2);
@@ -74,8 +78,10 @@ TEST(Average, GoesOnWithTheOptionsOfTheFileOrItsOwn) {
 
 TEST(Average, TellsWhichOptionsDifferFromAState) {
   OwnTensor p("p", {kRows}, 1);
-  Average two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::mean()}, .rule = Rule::kMulAdd, .seed = 9});
-  Average own(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::power(0.1)}, .dtype = DType::kF64, .update_every = 3});
+  Average two(std::vector{p.view},
+              {.schedules = {Schedule::constant(0.9), Schedule::mean()}, .rule = Rule::kMulAdd, .seed = 9});
+  Average own(std::vector{p.view},
+              {.schedules = {Schedule::constant(0.9), Schedule::power(0.1)}, .dtype = DType::kF64, .update_every = 3});
   std::vector<std::string> names;
   for (const OptionDifference& one : own.differences(two.state())) names.push_back(one.name);
   EXPECT_EQ(names, (std::vector<std::string>{"schedule/1", "rule", "update_every", "seed", "dtype"}));
@@ -90,7 +96,8 @@ TEST(Average, OptionsOfAFileMustFitTheMemoryHere) {
   Average nearest(std::vector{p.view}, {.rounding = Rounding::kNearest});
   Average narrow(std::vector{p.view}, {.dtype = DType::kBF16});
   const std::string before = narrow.state();
-  EXPECT_NE(message_of([&] { narrow.set_state(nearest.state()); }, Code::kInvalidArgument).find("own options"), std::string::npos);
+  EXPECT_NE(message_of([&] { narrow.set_state(nearest.state()); }, Code::kInvalidArgument).find("own options"),
+            std::string::npos);
   EXPECT_EQ(narrow.state(), before);
   narrow.set_state(nearest.state(), OptionsFrom::kOwn);
 }
@@ -134,7 +141,8 @@ TEST(Average, TellsTheNextStepsDecaysAndSamples) {
 /// The example of AverageOptions, and that progress() is what the next update's schedules are given.
 TEST(Average, CopiesUpToStartStepAndAveragesEveryNthStepByTheProductOfDecays) {
   OwnTensor p("p", {kRows}, 1);
-  Average ema(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::warmup(0.99)}, .update_every = 3, .start_step = 2});
+  Average ema(std::vector{p.view},
+              {.schedules = {Schedule::constant(0.9), Schedule::warmup(0.99)}, .update_every = 3, .start_step = 2});
   std::vector<int64_t> copied, averaged;
   for (int64_t step = 1; step <= 12; ++step) {
     const Progress next = ema.progress();
@@ -176,7 +184,8 @@ TEST(Average, RestartsAsNewlyMade) {
 
 TEST(Average, RefusesAStateThatDoesNotFit) {
   OwnTensor p("p", {kRows}, 1);
-  Average one(std::vector{p.view}), two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});
+  Average one(std::vector{p.view}),
+      two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});
   message_of([&] { one.set_state(two.state()); }, Code::kInvalidArgument);
   message_of([&] { one.set_state("{}"); }, Code::kCorrupt);
   message_of([&] { one.set_state("not json"); }, Code::kCorrupt);

@@ -1,5 +1,5 @@
-// CUDA streams and graphs. The engine follows the stream that it is told, on every view: casts and swaps read it from there, tables
-// keep their own, and the first use of a stream waits for the last one on the device.
+// CUDA streams and graphs. The engine follows the stream that it is told, on every view: casts and swaps read it from
+// there, tables keep their own, and the first use of a stream waits for the last one on the device.
 #include <algorithm>
 
 #include "average/impl.h"
@@ -51,11 +51,11 @@ void Average::Impl::capture() {
 }
 
 void Average::Impl::refuse_graph(const char* what) const {
-  base::fail(
-      Code::kUnsupported,
-      "{}: the averages are on the host, whose threads do what no graph repeats; capture the step without it, and call update() after "
-      "each replay",
-      what);
+  base::fail(Code::kUnsupported,
+             "{}: the averages are on the host, whose threads do what no graph repeats; capture the step without it, "
+             "and call update() after "
+             "each replay",
+             what);
 }
 
 }  // namespace shardow

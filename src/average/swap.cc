@@ -1,11 +1,15 @@
-// A swap is a transaction whose record, Impl::Swap, is written after each step, so that the way back is a function of the record alone:
+// A swap is a transaction whose record, Impl::Swap, is written after each step, so that the way back is a function of
+// the record alone:
 //   1. memory for all that is kept aside; replicas agree that everybody is here and has it
-//   2. own parts exchange in place, one view after the other; where dtypes forbid it, the weights are kept aside and receive converted
+//   2. own parts exchange in place, one view after the other; where dtypes forbid it, the weights are kept aside and
+//   receive converted
 //      averages; replicas agree that all of them have
-//   3. `shared` is set, and replicas send each other the parts that they own, so that everybody has the whole averages. Nothing of a
+//   3. `shared` is set, and replicas send each other the parts that they own, so that everybody has the whole averages.
+//   Nothing of a
 //      rank's own can fail here, and a round fails for all: so all of them go on, or all go back
-// The way back is 2 reversed, from the last view exchanged, then, where `shared`, 3: replicas' weights are equal, so the owner's part
-// restores everybody's. It can be stopped between any two steps too, and is taken up where it stands. A failure of 2 or 3 takes it at once.
+// The way back is 2 reversed, from the last view exchanged, then, where `shared`, 3: replicas' weights are equal, so
+// the owner's part restores everybody's. It can be stopped between any two steps too, and is taken up where it stands.
+// A failure of 2 or 3 takes it at once.
 #include <algorithm>
 
 #include "average/checks.h"
@@ -59,7 +63,8 @@ Swapped::~Swapped() {
   }
 }
 
-/// The record says how far the swap came, and so the way back; of replicas, which are not asked, this rank's parts alone.
+/// The record says how far the swap came, and so the way back; of replicas, which are not asked, this rank's parts
+/// alone.
 Average::Impl::~Impl() {
   if (!swap || abandoned) return;
   try {
@@ -109,7 +114,8 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
 void Average::Impl::undo_swap_in() noexcept {
   try {
     exchange_out();
-    if (swap->shared) average::all_gather_parts(*options.replicas, swap->whole, swap->steps, base::now() + options.timeout);
+    if (swap->shared)
+      average::all_gather_parts(*options.replicas, swap->whole, swap->steps, base::now() + options.timeout);
     swap.reset();
   } catch (...) {
   }
@@ -128,7 +134,9 @@ Average::Impl::Swap Average::Impl::prepare_swap(std::span<const TensorView> weig
   const auto on_ring = [&](size_t i) { return average::is_offloaded(prepared.weights[i], averages[k][i]); };
   for (size_t first = 0, end = 0; first < weights.size(); first = end) {
     const int index = prepared.weights[first].device.index;
-    for (end = first + 1; on_ring(first) && end < weights.size() && on_ring(end) && prepared.weights[end].device.index == index;) ++end;
+    for (end = first + 1;
+         on_ring(first) && end < weights.size() && on_ring(end) && prepared.weights[end].device.index == index;)
+      ++end;
     if (on_ring(first)) prepared.rings.emplace_back(ring_of(index), prepared.weights, first, end);
   }
   return prepared;
@@ -165,7 +173,8 @@ void Average::Impl::exchange_out() {
   while (swap->exchanged > 0) {
     step_done();
     const size_t i = swap->exchanged - 1;
-    const auto ring = std::find_if(swap->rings.begin(), swap->rings.end(), [&](const auto& one) { return one.end() == swap->exchanged; });
+    const auto ring = std::find_if(swap->rings.begin(), swap->rings.end(),
+                                   [&](const auto& one) { return one.end() == swap->exchanged; });
     if (ring != swap->rings.end()) {
       ring->out(through_ring(), *pool);
       swap->exchanged = ring->first();
@@ -194,7 +203,8 @@ void Average::Impl::swap_out() {
   step_done();
   if (shared && options.replicas != nullptr) {
     const std::span<const TensorView> all = swap ? swap->whole : whole();
-    average::all_gather_parts(*options.replicas, all, swap ? swap->steps : average::exchange_of(*options.replicas, all), deadline);
+    average::all_gather_parts(*options.replicas, all, swap ? swap->steps : average::exchange_of(*options.replicas, all),
+                              deadline);
   }
   step_done();
   swap.reset();
@@ -206,8 +216,8 @@ void Average::Impl::take_back(std::span<const TensorView> now) {
   std::vector<TensorView> all(now.begin(), now.end()), own = divide(now);
   for (size_t i = 0; i < own.size(); ++i) {
     if (own[i].dtype == swap->weights[i].dtype) continue;
-    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name, dtype_name(own[i].dtype),
-         dtype_name(swap->weights[i].dtype));
+    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name,
+         dtype_name(own[i].dtype), dtype_name(swap->weights[i].dtype));
   }
   swap->whole.swap(all);
   swap->weights.swap(own);

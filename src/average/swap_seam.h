@@ -3,8 +3,8 @@
 
 namespace shardow::average {
 
-/// Called between two steps wherever it is set; what it throws ends the swap there, as a failing device or allocation would. Not for two
-/// threads.
+/// Called between two steps wherever it is set; what it throws ends the swap there, as a failing device or allocation
+/// would. Not for two threads.
 inline void (*swap_seam)() = nullptr;
 
 }  // namespace shardow::average

@@ -1,4 +1,5 @@
-// A swap that is stopped between any two of its steps, on the way in, on the way out, and once more while it is taken back.
+// A swap that is stopped between any two of its steps, on the way in, on the way out, and once more while it is taken
+// back.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -185,7 +186,8 @@ TEST_F(SwapStopped, AsABlockEndsWithoutThrowingAndStaysOpenForSwapOut) {
 void on_two_ranks(const std::function<void(int, Group&)>& fn) {
   std::vector<std::unique_ptr<Group>> groups = threads(2);
   std::vector<std::thread> workers;
-  for (int rank = 0; rank < 2; ++rank) workers.emplace_back([&, rank] { fn(rank, *groups[static_cast<size_t>(rank)]); });
+  for (int rank = 0; rank < 2; ++rank)
+    workers.emplace_back([&, rank] { fn(rank, *groups[static_cast<size_t>(rank)]); });
   for (std::thread& worker : workers) worker.join();
 }
 
@@ -197,7 +199,8 @@ TEST(SwapOfReplicas, StoppedOnOneRankComesBackOnAllAtOnce) {
       std::vector<float> memory(64, 1.0f);
       const std::vector<TensorView> views = {{"a", DType::kF32, Region::whole({48}), memory.data()},
                                              {"b", DType::kF32, Region::whole({16}), memory.data() + 48}};
-      Average ema(views, {.schedules = {Schedule::constant(0.5)}, .replicas = &group, .timeout = std::chrono::minutes(2)});
+      Average ema(views,
+                  {.schedules = {Schedule::constant(0.5)}, .replicas = &group, .timeout = std::chrono::minutes(2)});
       for (size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
       ema.update();
       const std::vector<float> before = memory;

@@ -53,12 +53,14 @@ TEST(Average, SwapOfOtherDtypesIsExactBothWays) {
     std::vector<uint64_t> memory(64), before;
     std::mt19937_64 random(7);
     for (uint64_t& word : memory)
-      word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
+      word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19)
+                                  : random() & 0x3fff3fff3fff3fffu;
     const Region region = Region::whole({64});
     const TensorView view{"p", dtype, region, memory.data()};
     Average ema(std::vector{view}, with_decay(0.5));
     for (uint64_t& word : memory)
-      word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19) : random() & 0x3fff3fff3fff3fffu;
+      word = dtype == DType::kF64 ? std::bit_cast<uint64_t>(static_cast<double>(random()) * 1e-19)
+                                  : random() & 0x3fff3fff3fff3fffu;
     ema.update();
     before = memory;
     const std::vector<float> average = copy_of(ema.views()[0]);

@@ -1,5 +1,5 @@
-// An update is a pure function of (schedules, counters, parameters, averages): plan_step() turns where training stands into the few numbers
-// that a kernel needs, dispatch() hands them to each device once.
+// An update is a pure function of (schedules, counters, parameters, averages): plan_step() turns where training stands
+// into the few numbers that a kernel needs, dispatch() hands them to each device once.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -19,7 +19,8 @@ using kernels::Form;
 
 namespace {
 
-/// Below this weight the increment of a quiet float32 weight is lost to rounding (docs/numerics.md), so kAuto rounds it stochastically.
+/// Below this weight the increment of a quiet float32 weight is lost to rounding (docs/numerics.md), so kAuto rounds it
+/// stochastically.
 constexpr double kStochasticBelow = 5e-5;
 
 }  // namespace
@@ -27,13 +28,15 @@ constexpr double kStochasticBelow = 5e-5;
 int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
   if (!step) return counters.step + 1;
   if (*step <= counters.step) {
-    fail(Code::kInvalidArgument, "update(step={}): step {} has been counted already; pass the number of optimizer steps taken, each once",
+    fail(Code::kInvalidArgument,
+         "update(step={}): step {} has been counted already; pass the number of optimizer steps taken, each once",
          *step, counters.step);
   }
   return *step;
 }
 
-UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch) {
+UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given,
+                                   Launch launch) {
   std::exception_ptr last;  // what the update before this one met: told when this one is on its way too
   try {
     wait();
@@ -47,8 +50,11 @@ UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, 
   return report;
 }
 
-UpdateReport Average::Impl::begin_update(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch) {
-  if (swap) fail(Code::kInvalidArgument, "update() while weights and averages are swapped would average the averages; swap back first");
+UpdateReport Average::Impl::begin_update(std::optional<int64_t> step, double samples, std::span<const Factors> given,
+                                         Launch launch) {
+  if (swap)
+    fail(Code::kInvalidArgument,
+         "update() while weights and averages are swapped would average the averages; swap back first");
   if (!std::isfinite(samples) || samples < 0) {
     fail(Code::kInvalidArgument, "update(samples={}): the number of training samples seen so far, 0 or more", samples);
   }
@@ -68,12 +74,14 @@ UpdateReport Average::Impl::begin_update(std::optional<int64_t> step, double sam
   return report;
 }
 
-/// Up to start_step, and the first update past it where none came before: the averages never begin with weights from long before.
+/// Up to start_step, and the first update past it where none came before: the averages never begin with weights from
+/// long before.
 bool Average::Impl::copies_at(int64_t step) const {
   return step <= options.start_step || (options.start_step > 0 && counters.applied_step == 0);
 }
 
-void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given, Launch launch) {
+void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, std::span<const Factors> given,
+                          Launch launch) {
   const kernels::Step planned = plan_step(step, samples, given, &report.factors);
   report.applied = true;
   report.bytes_moved = bytes_per_update;
@@ -92,7 +100,8 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
   if (step > options.start_step) ++counters.updates;
   hold(count, step);
   if (options.non_finite == NonFinite::kRaise && launch == Launch::kNow && !options.overlap) {
-    for (const auto& backend : bound.backends) {  // CUDA: the price of raising is a wait; the update is made and counted whatever it meets
+    for (const auto& backend :
+         bound.backends) {  // CUDA: the price of raising is a wait; the update is made and counted whatever it meets
       const NonFiniteCount more = backend->read_count();
       hold(more, step);
       count.add(more);
@@ -106,7 +115,8 @@ void Average::Impl::refuse_non_finite(const NonFiniteCount& count, int64_t step)
   if (options.non_finite == NonFinite::kRaise && count.elements > 0) {
     const size_t part = part_of(count.first);
     fail(Code::kInvalidArgument,
-         "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'. Their averages are held, all others are those of this "
+         "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'. Their averages are held, all "
+         "others are those of this "
          "step, which is counted: go on with the next step, or load a checkpoint from before the weights diverged",
          step, count.elements, part < parts.size() ? parts[part].name : "?");
   }
@@ -114,11 +124,13 @@ void Average::Impl::refuse_non_finite(const NonFiniteCount& count, int64_t step)
 
 Progress Average::Impl::progress_at(int64_t step, double samples) const noexcept {
   const int64_t since_start = std::max<int64_t>(step - options.start_step, 1);
-  return {since_start, counters.updates, std::min(step - counters.applied_step, since_start), samples, samples - counters.applied_samples};
+  return {since_start, counters.updates, std::min(step - counters.applied_step, since_start), samples,
+          samples - counters.applied_samples};
 }
 
 /// Where training stands, in the numbers that a kernel needs. Throws what schedules throw, before anything has changed.
-kernels::Step Average::Impl::plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const {
+kernels::Step Average::Impl::plan_step(int64_t step, double samples, std::span<const Factors> given,
+                                       Factors* first) const {
   kernels::Step planned{};
   planned.num_averages = static_cast<int32_t>(options.schedules.size());
   planned.hold = options.non_finite != NonFinite::kPropagate;
@@ -147,15 +159,19 @@ kernels::Step::One Average::Impl::plan_one(const Factors& factors) const {
     case Rule::kLerp: break;
   }
   if (weight == 1) return {Form::kCopy, decay, weight};
-  const bool stochastic = options.rounding == Rounding::kStochastic || (options.rounding == Rounding::kAuto && weight < kStochasticBelow);
+  const bool stochastic =
+      options.rounding == Rounding::kStochastic || (options.rounding == Rounding::kAuto && weight < kStochasticBelow);
   return {stochastic && weight > 0 ? Form::kStochastic : Form::kLerp, decay, weight};
 }
 
 bool Average::Impl::draws_by_runs(const kernels::Step& step) const {
-  const auto needs_runs = [](const kernels::Step::One& one) { return one.form == Form::kStochastic || one.form == Form::kLerp; };
+  const auto needs_runs = [](const kernels::Step::One& one) {
+    return one.form == Form::kStochastic || one.form == Form::kLerp;
+  };
   const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
   const std::span<const kernels::Step::One> used(step.averages.data(), options.schedules.size());
-  return std::any_of(used.begin(), used.end(), [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
+  return std::any_of(used.begin(), used.end(),
+                     [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
 }
 
 void Average::Impl::prepare_noise(const kernels::Step& step) {

@@ -1,5 +1,5 @@
-// For tests: counts calls of operator new, to show that a path allocates nothing, and refuses one of them. Replaces the program's
-// operators, wherever it is included in it.
+// For tests: counts calls of operator new, to show that a path allocates nothing, and refuses one of them. Replaces the
+// program's operators, wherever it is included in it.
 #pragma once
 
 #include <atomic>
@@ -36,11 +36,12 @@ bool fails_at_allocation(long n, Fn&& fn) {
 
 }  // namespace shardow::base
 
-// Weak: several files of a program may include this. Not inlined: a compiler that sees malloc() behind new and free() behind delete takes
-// the pairs for mistakes.
+// Weak: several files of a program may include this. Not inlined: a compiler that sees malloc() behind new and free()
+// behind delete takes the pairs for mistakes.
 [[gnu::noinline, gnu::weak]] void* operator new(std::size_t bytes) {
   shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
-  if (shardow::base::allocations_until_refusal.load() >= 0 && shardow::base::allocations_until_refusal.fetch_sub(1) == 0) {
+  if (shardow::base::allocations_until_refusal.load() >= 0 &&
+      shardow::base::allocations_until_refusal.fetch_sub(1) == 0) {
     throw std::bad_alloc();
   }
   if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;

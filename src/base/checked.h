@@ -20,8 +20,8 @@ inline int64_t checked_mul(int64_t a, int64_t b) {
   return product;
 }
 
-/// Elements of a tensor of this shape: 1 for a scalar, 0 if any size is 0. Throws kInvalidArgument for negative sizes and where the product
-/// does not fit.
+/// Elements of a tensor of this shape: 1 for a scalar, 0 if any size is 0. Throws kInvalidArgument for negative sizes
+/// and where the product does not fit.
 inline int64_t checked_product(std::span<const int64_t> shape) {
   bool empty = false;
   for (const int64_t size : shape) {

@@ -33,7 +33,8 @@ TEST(Checked, AddIsExactUpToTheLimits) {
 TEST(Checked, MulIsExactUpToTheLimits) {
   EXPECT_EQ(checked_mul(int64_t{1} << 31, int64_t{1} << 31), int64_t{1} << 62);
   EXPECT_EQ(checked_mul(kMax, -1), -kMax);
-  EXPECT_EQ(message_of([] { checked_mul(int64_t{1} << 32, int64_t{1} << 31); }), "4294967296 * 2147483648 does not fit in 64 bits");
+  EXPECT_EQ(message_of([] { checked_mul(int64_t{1} << 32, int64_t{1} << 31); }),
+            "4294967296 * 2147483648 does not fit in 64 bits");
   EXPECT_NE(message_of([] { checked_mul(kMin, -1); }), "nothing was thrown");
 }
 
@@ -42,8 +43,8 @@ TEST(Checked, ProductOfAShape) {
     std::vector<int64_t> shape;
     int64_t elements;
   };
-  for (const Case& c :
-       {Case{{}, 1}, Case{{7}, 7}, Case{{3, 4, 5}, 60}, Case{{kMax}, kMax}, Case{{kMax, 0, kMax}, 0}, Case{{1, kMax, 1}, kMax}}) {
+  for (const Case& c : {Case{{}, 1}, Case{{7}, 7}, Case{{3, 4, 5}, 60}, Case{{kMax}, kMax}, Case{{kMax, 0, kMax}, 0},
+                        Case{{1, kMax, 1}, kMax}}) {
     EXPECT_EQ(checked_product(c.shape), c.elements);
   }
 }

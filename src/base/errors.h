@@ -20,7 +20,8 @@ template <typename... Args>
 /// "invalid_argument" and so on, as Python and the command line spell it.
 const char* code_name(Code code) noexcept;
 
-/// What the command line exits with: 2 for wrong calls, 3 and up for the rest; never 0, 1 (a failed check) or above 125 (the shell's own).
+/// What the command line exits with: 2 for wrong calls, 3 and up for the rest; never 0, 1 (a failed check) or above 125
+/// (the shell's own).
 int exit_code(Code code) noexcept;
 
 }  // namespace shardow::base

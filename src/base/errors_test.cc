@@ -8,8 +8,9 @@
 namespace shardow::base {
 namespace {
 
-constexpr Code kAll[] = {Code::kInvalidArgument, Code::kNotFound,    Code::kCorrupt, Code::kUnsupported, Code::kIo,
-                         Code::kOutOfSpace,      Code::kOutOfMemory, Code::kTimeout, Code::kPeerFailed,  Code::kInternal};
+constexpr Code kAll[] = {
+    Code::kInvalidArgument, Code::kNotFound,    Code::kCorrupt, Code::kUnsupported, Code::kIo,
+    Code::kOutOfSpace,      Code::kOutOfMemory, Code::kTimeout, Code::kPeerFailed,  Code::kInternal};
 
 TEST(Errors, FailThrowsTheCodeAndTheFormattedMessage) {
   try {

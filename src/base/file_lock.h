@@ -1,5 +1,6 @@
-// A lock on what lies at a path (flock): it goes with the file or directory wherever that is renamed to, leaves nothing behind, and ends
-// with the process that holds it. On NFS it works for files alone; other network mounts may keep it to one machine.
+// A lock on what lies at a path (flock): it goes with the file or directory wherever that is renamed to, leaves nothing
+// behind, and ends with the process that holds it. On NFS it works for files alone; other network mounts may keep it to
+// one machine.
 #pragma once
 
 #include "base/files.h"

@@ -135,7 +135,8 @@ void fail_io(int error, const Path& path, const char* what) {
                     : error == ENOSPC || error == EDQUOT ? Code::kOutOfSpace
                     : error == ENOMEM                    ? Code::kOutOfMemory
                                                          : Code::kIo;
-  std::string why = error == ETIMEDOUT ? "the storage stands still and did not answer in time" : std::generic_category().message(error);
+  std::string why = error == ETIMEDOUT ? "the storage stands still and did not answer in time"
+                                       : std::generic_category().message(error);
   if (rlimit files{}; error == EMFILE && ::getrlimit(RLIMIT_NOFILE, &files) == 0)
     why += fmt::format("; this process may have {} open: raise that (ulimit -n), or close some", files.rlim_cur);
   throw Error(code, fmt::format("{}: {}: {}", path.string(), what, why), error);
@@ -154,7 +155,8 @@ bool make_room(int error) noexcept {
 
 void check_path(const Path& path) {
   if (const size_t at = path.native().find('\0'); at != std::string::npos)
-    fail(Code::kInvalidArgument, "'{}' is no path: a NUL follows, behind which nothing would be read", path.native().substr(0, at));
+    fail(Code::kInvalidArgument, "'{}' is no path: a NUL follows, behind which nothing would be read",
+         path.native().substr(0, at));
 }
 
 File File::open(const Path& path) {
@@ -163,7 +165,8 @@ File File::open(const Path& path) {
 File File::open_in(const File& directory, const std::string& name) {
   const Path path = directory.path() / name;
   check_path(path);
-  const int fd = opened([&] { return directory.calls_->openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
+  const int fd = opened(
+      [&] { return directory.calls_->openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
   if (fd < 0) fail_io(errno, path, "cannot open");
   File found(fd, path);
   found.calls_ = directory.calls_;
@@ -180,7 +183,8 @@ File File::replace(const Path& path) {
   return {open_or_fail(path, O_WRONLY | O_CREAT | O_TRUNC, "cannot create"), path};
 }
 
-File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), calls_(other.calls_), path_(std::move(other.path_)) {}
+File::File(File&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), calls_(other.calls_), path_(std::move(other.path_)) {}
 
 File& File::operator=(File&& other) noexcept {
   std::swap(fd_, other.fd_);
@@ -214,7 +218,8 @@ void File::read(std::span<std::byte> data, int64_t offset) const {
     const ssize_t done = uninterrupted([&] { return calls_->pread(fd_, data.data(), most, offset); });
     if (done < 0) fail_io(errno, path_, "cannot read");
     if (done == 0)
-      fail(Code::kCorrupt, "{} ends at byte {}, {} bytes short: it became shorter while it was read", path_.string(), offset, data.size());
+      fail(Code::kCorrupt, "{} ends at byte {}, {} bytes short: it became shorter while it was read", path_.string(),
+           offset, data.size());
     data = data.subspan(static_cast<size_t>(done));
     offset += done;
   }
@@ -271,10 +276,13 @@ Space space_at(const Path& directory) {
   if (syscalls().statfs(directory.c_str(), &found) != 0) fail_io(errno, directory, "cannot ask for its free space");
   const bool counted = found.f_blocks != 0;  // mounts of object stores may say 0
   constexpr uint32_t kFuse = 0x65735546;     // FUSE_SUPER_MAGIC, which kernel headers before 5.12 lack
-  constexpr uint32_t kLocal[] = {EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC,       BTRFS_SUPER_MAGIC, TMPFS_MAGIC, RAMFS_MAGIC,
-                                 F2FS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, 0x2fc12fc1,        0xca451a4e};  // the last two: ZFS, bcachefs
-  const bool local = std::find(std::begin(kLocal), std::end(kLocal), static_cast<uint32_t>(found.f_type)) != std::end(kLocal);
-  return {counted ? static_cast<int64_t>(found.f_bavail) * static_cast<int64_t>(found.f_bsize) : std::numeric_limits<int64_t>::max(),
+  constexpr uint32_t kLocal[] = {
+      EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC,       BTRFS_SUPER_MAGIC, TMPFS_MAGIC, RAMFS_MAGIC,
+      F2FS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, 0x2fc12fc1,        0xca451a4e};  // the last two: ZFS, bcachefs
+  const bool local =
+      std::find(std::begin(kLocal), std::end(kLocal), static_cast<uint32_t>(found.f_type)) != std::end(kLocal);
+  return {counted ? static_cast<int64_t>(found.f_bavail) * static_cast<int64_t>(found.f_bsize)
+                  : std::numeric_limits<int64_t>::max(),
           static_cast<uint32_t>(found.f_type) == kFuse, local};
 }
 

@@ -1,7 +1,7 @@
 // Files: handles that close themselves, calls that finish what they began, errors that say path and reason.
 //
-// Syscalls is the one seam between shardow and the kernel's files (seam.h): tests pass in a failing disk. A file stays with the one that it
-// was opened through.
+// Syscalls is the one seam between shardow and the kernel's files (seam.h): tests pass in a failing disk. A file stays
+// with the one that it was opened through.
 #pragma once
 
 #include <sys/stat.h>
@@ -46,7 +46,8 @@ class Syscalls {
   virtual int lstat(const char* path, struct stat* out);
   virtual int list(const char* path, std::vector<std::string>* names);  ///< opendir and readdir, without "." and ".."
 
-  /// Whether a call failed because it had not returned in time: it may be done later, and whoever sees this changes no names any more.
+  /// Whether a call failed because it had not returned in time: it may be done later, and whoever sees this changes no
+  /// names any more.
   virtual bool left_one() const noexcept { return false; }
 };
 
@@ -57,13 +58,15 @@ inline Syscalls& syscalls() noexcept {  ///< where this thread's calls go
 /// Throws what `error` means: kNotFound, kOutOfSpace (disk or quota), kOutOfMemory or kIo, with "path: what: strerror".
 [[noreturn]] void fail_io(int error, const Path& path, const char* what);
 
-/// Called where a process has as many files open as it may: closes some that can be opened again. Set once, by who keeps such.
+/// Called where a process has as many files open as it may: closes some that can be opened again. Set once, by who
+/// keeps such.
 void set_room_maker(void (*close_some)()) noexcept;
 
 /// Whether that is what `error` says, and room was made: try again.
 bool make_room(int error) noexcept;
 
-/// Which file a handle leads to, and in which state: equal identities have equal bytes, as far as the file system tells.
+/// Which file a handle leads to, and in which state: equal identities have equal bytes, as far as the file system
+/// tells.
 struct Identity {
   uint64_t device, inode;
   int64_t size, modified;  ///< bytes; nanoseconds since 1970
@@ -77,9 +80,10 @@ class File {
  public:
   static File open(const Path& path);  ///< for reading, also a directory; never waits (a FIFO has no writer)
   static File open_in(const File& directory, const std::string& name);  ///< the same, wherever the directory is by now
-  static File open_for_writing(const Path& path);  ///< an existing file, never read: on NFS boundary pages must not be cached
-  static File create(const Path& path);            ///< a new file, mode 0666 & ~umask; kIo with EEXIST where there is one
-  static File replace(const Path& path);           ///< a new file, or an existing one emptied
+  static File open_for_writing(
+      const Path& path);                  ///< an existing file, never read: on NFS boundary pages must not be cached
+  static File create(const Path& path);   ///< a new file, mode 0666 & ~umask; kIo with EEXIST where there is one
+  static File replace(const Path& path);  ///< a new file, or an existing one emptied
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
   ~File();
@@ -89,10 +93,12 @@ class File {
   Identity identity() const;  ///< now
   bool is_directory() const;
 
-  /// All of `data`, however many calls it takes. Throws kCorrupt where the file ends before: it was longer when it was planned.
+  /// All of `data`, however many calls it takes. Throws kCorrupt where the file ends before: it was longer when it was
+  /// planned.
   void read(std::span<std::byte> data, int64_t offset) const;
   void write(std::span<const std::byte> data, int64_t offset);
-  void begin_writing(int64_t offset, int64_t bytes) noexcept;  ///< to the disk, so that sync() finds less to do; where that is possible
+  void begin_writing(int64_t offset,
+                     int64_t bytes) noexcept;  ///< to the disk, so that sync() finds less to do; where that is possible
   void set_size(int64_t bytes);
   void sync();
   void close();  ///< reports what closing finds out (NFS writes then); the destructor can't
@@ -116,14 +122,15 @@ auto in_our_words(Fn fn) {
 }
 
 void rename(const Path& from, const Path& to);
-bool rename_exchange(const Path& a, const Path& b);  ///< each gets the other's name, atomically; false where the file system cannot
-void sync(const Path& path);                         ///< a file's bytes, or a directory's names, so that they survive a crash
+bool rename_exchange(const Path& a,
+                     const Path& b);  ///< each gets the other's name, atomically; false where the file system cannot
+void sync(const Path& path);          ///< a file's bytes, or a directory's names, so that they survive a crash
 
 /// Of the file system behind a directory.
 struct Space {
   int64_t free_bytes;  ///< for us; the largest number where it does not count them
   bool fuse;           ///< a program's: such mounts seldom merge what several machines write into one file
-  bool local;          ///< of a kind that one machine alone mounts, so that its locks are seen by everyone who writes there
+  bool local;  ///< of a kind that one machine alone mounts, so that its locks are seen by everyone who writes there
 };
 Space space_at(const Path& directory);
 

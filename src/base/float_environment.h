@@ -1,4 +1,5 @@
-// The floating-point environment that our numbers are defined in: IEEE 754, to nearest, subnormals kept, nothing trapped.
+// The floating-point environment that our numbers are defined in: IEEE 754, to nearest, subnormals kept, nothing
+// trapped.
 #pragma once
 
 #if defined(__x86_64__)
@@ -11,9 +12,10 @@
 
 namespace shardow::base {
 
-/// While it lives, this thread computes in that environment, whatever the caller has set (flush-to-zero is per thread, and threads take it
-/// from whoever starts them). Then the caller's is back, its exception flags included. Once for a call, not an element: a few ns on x86-64,
-/// where <cfenv> would take 0.1 us, which is what a small tensor's average takes.
+/// While it lives, this thread computes in that environment, whatever the caller has set (flush-to-zero is per thread,
+/// and threads take it from whoever starts them). Then the caller's is back, its exception flags included. Once for a
+/// call, not an element: a few ns on x86-64, where <cfenv> would take 0.1 us, which is what a small tensor's average
+/// takes.
 class FloatEnvironment {
  public:
   FloatEnvironment(const FloatEnvironment&) = delete;
@@ -31,8 +33,8 @@ class FloatEnvironment {
   }
 
  private:
-  // Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1: MXCSR and the control word of the x87 as they are at power-up,
-  // and as the psABI says that a process begins.
+  // Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1: MXCSR and the control word of the x87 as
+  // they are at power-up, and as the psABI says that a process begins.
   static constexpr uint32_t kVectors = 0x1f80;
   static constexpr uint16_t kScalars = 0x037f;
 

@@ -15,7 +15,8 @@ struct Changes {
 };
 
 Changes& changes() {
-  static Changes& made = *new Changes;  // never destroyed: calls that were left may return after what is static has gone
+  static Changes& made =
+      *new Changes;  // never destroyed: calls that were left may return after what is static has gone
   return made;
 }
 
@@ -38,7 +39,9 @@ void NameChange::leave() noexcept {
 
 bool may_still_change(const Path& path) {
   const Lock lock(changes().mutex);
-  const auto is_of = [&](const NameChange* one) { return one->left_ && (one->first_ == path.native() || one->second_ == path.native()); };
+  const auto is_of = [&](const NameChange* one) {
+    return one->left_ && (one->first_ == path.native() || one->second_ == path.native());
+  };
   return std::any_of(changes().all.begin(), changes().all.end(), is_of);
 }
 

@@ -1,5 +1,5 @@
-// Reading from the page cache costs a copy of every byte; mapping it costs a fault for a few dozen pages. Where pages have to come from a
-// disk first, reads are better: the kernel knows how much is wanted at once.
+// Reading from the page cache costs a copy of every byte; mapping it costs a fault for a few dozen pages. Where pages
+// have to come from a disk first, reads are better: the kernel knows how much is wanted at once.
 #include "base/mapped.h"
 
 #include <sys/mman.h>

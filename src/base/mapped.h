@@ -10,8 +10,8 @@ namespace shardow::base {
 
 /// All of a file that lies in memory as a whole or in part. For any thread.
 ///
-/// A process that looks at bytes which the file no longer has, since somebody cut it off meanwhile, gets SIGBUS. look() finds out as
-/// late as it can; who calls it handles the signal, too.
+/// A process that looks at bytes which the file no longer has, since somebody cut it off meanwhile, gets SIGBUS. look()
+/// finds out as late as it can; who calls it handles the signal, too.
 class Mapped {
  public:
   Mapped() = default;  ///< of nothing
@@ -22,7 +22,8 @@ class Mapped {
   Mapped& operator=(Mapped&&) = delete;
   ~Mapped();
 
-  /// Bytes [begin, begin + bytes) of the file; empty where they are not in memory, or not there: read them then. After it forget().
+  /// Bytes [begin, begin + bytes) of the file; empty where they are not in memory, or not there: read them then. After
+  /// it forget().
   std::span<const std::byte> look(int64_t begin, int64_t bytes) const noexcept;
 
   /// They count as this process's memory no longer. Nobody looks at them now.
@@ -32,7 +33,8 @@ class Mapped {
   std::span<std::byte> bytes_;
 };
 
-/// What one thread has looked at: neighbours are forgotten together, since every call interrupts the process's other threads.
+/// What one thread has looked at: neighbours are forgotten together, since every call interrupts the process's other
+/// threads.
 class Forgetting {
  public:
   Forgetting() = default;

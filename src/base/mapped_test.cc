@@ -31,7 +31,8 @@ TEST_F(MappedFiles, AreLookedAtInAnyPart) {
     EXPECT_EQ(as_text, std::string_view(text).substr(static_cast<size_t>(begin), static_cast<size_t>(bytes))) << begin;
     mapped.forget(found);
   }
-  for (const auto& [begin, bytes] : {std::pair<int64_t, int64_t>{0, 300'001}, {300'000, 1}, {-1, 5}, {0, 0}, {INT64_MAX, 1}})
+  for (const auto& [begin, bytes] :
+       {std::pair<int64_t, int64_t>{0, 300'001}, {300'000, 1}, {-1, 5}, {0, 0}, {INT64_MAX, 1}})
     EXPECT_TRUE(mapped.look(begin, bytes).empty()) << begin;
 }
 
@@ -74,7 +75,8 @@ TEST_F(MappedFiles, AreNotLookedAtWhereTheyWereCutOff) {
 
 TEST_F(MappedFiles, AreNoneOfWhatCannotBeMapped) {
   write(folder_ / "empty", 0);
-  for (const Path& path : {folder_ / "empty", Path("/dev/null"), folder_}) EXPECT_TRUE(Mapped(File::open(path)).look(0, 1).empty()) << path;
+  for (const Path& path : {folder_ / "empty", Path("/dev/null"), folder_})
+    EXPECT_TRUE(Mapped(File::open(path)).look(0, 1).empty()) << path;
 }
 
 }  // namespace

@@ -41,10 +41,12 @@ class SHARDOW_SCOPED_CAPABILITY Lock {
 
 class Condition {
  public:
-  /// Lets go of `mutex` until notified or until `deadline`; may wake early, so callers look again. False if the deadline has passed.
+  /// Lets go of `mutex` until notified or until `deadline`; may wake early, so callers look again. False if the
+  /// deadline has passed.
   bool wait_until(Mutex& mutex, std::chrono::steady_clock::time_point deadline) SHARDOW_REQUIRES(mutex) {
     std::unique_lock<std::mutex> held(mutex.mutex_, std::adopt_lock);
-    const bool in_time = turns == nullptr ? condition_.wait_until(held, deadline) == std::cv_status::no_timeout : turn_by(held, deadline);
+    const bool in_time = turns == nullptr ? condition_.wait_until(held, deadline) == std::cv_status::no_timeout
+                                          : turn_by(held, deadline);
     held.release();  // the caller still holds it
     return in_time;
   }

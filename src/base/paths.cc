@@ -10,7 +10,8 @@ namespace {
 std::optional<Found> look(const Path& path, bool follow) {
   check_path(path);
   Found found{};
-  const int result = follow ? syscalls().stat(path.c_str(), &found.status) : syscalls().lstat(path.c_str(), &found.status);
+  const int result =
+      follow ? syscalls().stat(path.c_str(), &found.status) : syscalls().lstat(path.c_str(), &found.status);
   if (result == 0) return found;
   if (errno == ENOENT || errno == ENOTDIR) return std::nullopt;
   fail_io(errno, path, "cannot be looked at");
@@ -45,7 +46,8 @@ void make_directory(const Path& path) {
 void make_directories(const Path& path) {
   if (path.empty()) return;
   if (const auto found = look_at(path)) {
-    if (!found->directory()) fail(Code::kInvalidArgument, "{} is no directory; no checkpoint can be saved in it", path.string());
+    if (!found->directory())
+      fail(Code::kInvalidArgument, "{} is no directory; no checkpoint can be saved in it", path.string());
     return;
   }
   const Path above = parent_of(path);

@@ -1,4 +1,5 @@
-// What is at a path, and changes to directories: typed errors for whatever a path leads to, names that survive a power cut.
+// What is at a path, and changes to directories: typed errors for whatever a path leads to, names that survive a power
+// cut.
 #pragma once
 
 #include <sys/stat.h>
@@ -18,11 +19,14 @@ struct Found {
   bool directory() const noexcept { return S_ISDIR(status.st_mode); }
   bool regular() const noexcept { return S_ISREG(status.st_mode); }
   bool link() const noexcept { return S_ISLNK(status.st_mode); }
-  bool same(const Found& other) const noexcept { return status.st_ino == other.status.st_ino && status.st_dev == other.status.st_dev; }
+  bool same(const Found& other) const noexcept {
+    return status.st_ino == other.status.st_ino && status.st_dev == other.status.st_dev;
+  }
   int64_t changed_ns() const noexcept { return status.st_mtim.tv_sec * 1'000'000'000LL + status.st_mtim.tv_nsec; }
 };
 
-/// Nothing where there is nothing. Throws kIo for link loops, names that are too long, folders that may not be searched.
+/// Nothing where there is nothing. Throws kIo for link loops, names that are too long, folders that may not be
+/// searched.
 std::optional<Found> look_at(const Path& path);         ///< follows links
 std::optional<Found> look_at_itself(const Path& path);  ///< a link is a link
 bool leads_to_directory(const Path& path);              ///< follows links

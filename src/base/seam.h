@@ -1,5 +1,6 @@
-// What this process asks of its machine goes through interfaces whose default is the machine itself. An operation that is given another one
-// (file/environment.h) opens a Scope; what it does on its thread then goes there, and what other threads do does not.
+// What this process asks of its machine goes through interfaces whose default is the machine itself. An operation that
+// is given another one (file/environment.h) opens a Scope; what it does on its thread then goes there, and what other
+// threads do does not.
 #pragma once
 
 namespace shardow::base {

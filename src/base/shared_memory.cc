@@ -37,13 +37,15 @@ std::optional<SharedMemory> SharedMemory::open(const std::string& address, size_
   if (fd < 0) return std::nullopt;
   SharedMemory found(fd, {});
   struct stat info {};
-  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_size != static_cast<off_t>(bytes)) return std::nullopt;
+  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_size != static_cast<off_t>(bytes))
+    return std::nullopt;
   found.bytes_ = map(fd, bytes);
   if (found.bytes_.empty()) return std::nullopt;
   return found;
 }
 
-SharedMemory::SharedMemory(SharedMemory&& other) noexcept : fd_(std::exchange(other.fd_, -1)), bytes_(std::exchange(other.bytes_, {})) {}
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), bytes_(std::exchange(other.bytes_, {})) {}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
   std::swap(fd_, other.fd_);

@@ -13,8 +13,8 @@ class SharedMemory {
   /// New memory, all zero. Throws kIo.
   static SharedMemory create(size_t bytes);
 
-  /// What another process made, by its address(); nothing where this process can't reach it, as from another machine or container.
-  /// An address may lead to something else there: compare what is in it.
+  /// What another process made, by its address(); nothing where this process can't reach it, as from another machine or
+  /// container. An address may lead to something else there: compare what is in it.
   static std::optional<SharedMemory> open(const std::string& address, size_t bytes);
 
   SharedMemory(SharedMemory&& other) noexcept;

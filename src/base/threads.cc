@@ -1,10 +1,10 @@
-// A run costs one futex wake for the workers and at most one for the caller: it does its own share meanwhile, then spins for about as long
-// as a wake would take before it sleeps. Which process the workers live in is asked at every run, because a forked child inherits the
-// object but no threads.
+// A run costs one futex wake for the workers and at most one for the caller: it does its own share meanwhile, then
+// spins for about as long as a wake would take before it sleeps. Which process the workers live in is asked at every
+// run, because a forked child inherits the object but no threads.
 //
-// Where the process has an OpenMP runtime (torch brings one), its threads do the work: after each of torch's own operations they spin for
-// milliseconds, and threads of ours beside them got half of a processor (11.1 ms where 8.3 are possible, docs/performance.md). Not in a
-// forked child, where that runtime's threads are gone and it does not know.
+// Where the process has an OpenMP runtime (torch brings one), its threads do the work: after each of torch's own
+// operations they spin for milliseconds, and threads of ours beside them got half of a processor (11.1 ms where 8.3 are
+// possible, docs/performance.md). Not in a forked child, where that runtime's threads are gone and it does not know.
 #include "base/threads.h"
 
 #include <dlfcn.h>
@@ -38,13 +38,16 @@ int from_affinity() noexcept {
   return static_cast<int>(std::thread::hardware_concurrency());  // more than 1024 processors: the mask does not fit
 }
 
-/// The entry that compilers call for a parallel region, and who one is in it. Null where no runtime is in the process, or no longer of use.
+/// The entry that compilers call for a parallel region, and who one is in it. Null where no runtime is in the process,
+/// or no longer of use.
 struct OpenMp {
   void (*parallel)(void (*fn)(void*), void* data, unsigned num_threads, unsigned flags);
   int (*thread_num)();
   int (*num_threads)();
 
-  explicit operator bool() const noexcept { return parallel != nullptr && thread_num != nullptr && num_threads != nullptr; }
+  explicit operator bool() const noexcept {
+    return parallel != nullptr && thread_num != nullptr && num_threads != nullptr;
+  }
 };
 
 const pid_t loaded_in = getpid();
@@ -114,7 +117,8 @@ void ThreadPool::run_task(Task task) noexcept {
   task.call(task.context, 0);
   for (int i = num_workers + 1; i < num_threads_; ++i) task.call(task.context, i);
   for (int spin = 0; spin < kSpins && pending_.load(std::memory_order_acquire) != 0; ++spin) pause();
-  for (int left; (left = pending_.load(std::memory_order_acquire)) != 0;) pending_.wait(left, std::memory_order_acquire);
+  for (int left; (left = pending_.load(std::memory_order_acquire)) != 0;)
+    pending_.wait(left, std::memory_order_acquire);
 }
 
 void ThreadPool::start() noexcept {

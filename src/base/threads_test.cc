@@ -30,11 +30,13 @@ Tasks tasks_of_process() {
 /// Threads of an earlier test may still be listed in `before`, and be gone now: joined is not yet cleared away.
 size_t num_threads_since(const Tasks& before) {
   const Tasks now = tasks_of_process();
-  return static_cast<size_t>(std::ranges::count_if(now, [&](const std::string& task) { return !before.contains(task); }));
+  return static_cast<size_t>(
+      std::ranges::count_if(now, [&](const std::string& task) { return !before.contains(task); }));
 }
 
 size_t num_threads_left_since(const Tasks& before) {
-  for (int i = 0; i < 500 && num_threads_since(before) > 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  for (int i = 0; i < 500 && num_threads_since(before) > 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   return num_threads_since(before);
 }
 
@@ -145,7 +147,8 @@ TEST(ThreadPool, RefusesToBeEmpty) {
   EXPECT_THROW(ThreadPool(0), Error);
 }
 
-/// In a forked child: 0 if the inherited pool runs every share and is destroyed without waiting for its parent's threads.
+/// In a forked child: 0 if the inherited pool runs every share and is destroyed without waiting for its parent's
+/// threads.
 int use_in_child(ThreadPool* pool) {
   std::array<int, 3> calls{};
   for (int run = 0; run < 3; ++run) pool->run([&](int i) { ++calls[static_cast<size_t>(i)]; });

@@ -14,8 +14,9 @@
 namespace shardow::base {
 namespace {
 
-constexpr std::chrono::milliseconds kMoment{500};  // for storage that did not answer before: it may be one call's matter
-constexpr size_t kMostRead = size_t{1} << 20;      // at a time: it is copied once more, while it is in the cache
+constexpr std::chrono::milliseconds kMoment{
+    500};                                      // for storage that did not answer before: it may be one call's matter
+constexpr size_t kMostRead = size_t{1} << 20;  // at a time: it is copied once more, while it is in the cache
 
 /// A share of an open file, for a call that may outlive the others.
 struct Descriptor {
@@ -119,7 +120,9 @@ int TimedCalls::open(const char* path, int flags, mode_t mode) {
   return static_cast<int>(with_memory([&] {
     const bool changes = (flags & (O_CREAT | O_TRUNC)) != 0;
     const auto change = changes ? std::make_shared<NameChange>(path) : nullptr;
-    const auto open = [path = std::string(path), flags, mode, change] { return Syscalls().open(path.c_str(), flags, mode); };
+    const auto open = [path = std::string(path), flags, mode, change] {
+      return Syscalls().open(path.c_str(), flags, mode);
+    };
     const Returned returned = make(open, [](ssize_t fd) {
       if (fd >= 0) ::close(static_cast<int>(fd));
     });
@@ -133,7 +136,9 @@ int TimedCalls::openat(int directory, const char* name, int flags, mode_t mode) 
     const auto own = std::make_shared<Descriptor>();
     own->fd = ::fcntl(directory, F_DUPFD_CLOEXEC, 0);
     if (own->fd < 0) return told({-1, errno});
-    const auto open = [own, name = std::string(name), flags, mode] { return Syscalls().openat(own->fd, name.c_str(), flags, mode); };
+    const auto open = [own, name = std::string(name), flags, mode] {
+      return Syscalls().openat(own->fd, name.c_str(), flags, mode);
+    };
     return told(make(open, [](ssize_t fd) {
       if (fd >= 0) ::close(static_cast<int>(fd));
     }));
@@ -184,35 +189,41 @@ int TimedCalls::flock(int fd, int operation) {
   return static_cast<int>(with_memory([&] { return on(fd, [=] { return Syscalls().flock(fd, operation); }); }));
 }
 int TimedCalls::sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) {
-  return static_cast<int>(with_memory([&] { return on(fd, [=] { return Syscalls().sync_file_range(fd, offset, bytes, flags); }); }));
+  return static_cast<int>(
+      with_memory([&] { return on(fd, [=] { return Syscalls().sync_file_range(fd, offset, bytes, flags); }); }));
 }
 
 int TimedCalls::rename(const char* from, const char* to) {
   return static_cast<int>(with_memory([&] {
-    return changing(from, to, [from = std::string(from), to = std::string(to)] { return Syscalls().rename(from.c_str(), to.c_str()); });
+    return changing(from, to, [from = std::string(from), to = std::string(to)] {
+      return Syscalls().rename(from.c_str(), to.c_str());
+    });
   }));
 }
 int TimedCalls::rename_exchange(const char* a, const char* b) {
   return static_cast<int>(with_memory([&] {
-    return changing(a, b, [a = std::string(a), b = std::string(b)] { return Syscalls().rename_exchange(a.c_str(), b.c_str()); });
+    return changing(
+        a, b, [a = std::string(a), b = std::string(b)] { return Syscalls().rename_exchange(a.c_str(), b.c_str()); });
   }));
 }
 int TimedCalls::link(const char* from, const char* to) {
   return static_cast<int>(with_memory([&] {
-    return changing(to, {}, [from = std::string(from), to = std::string(to)] { return Syscalls().link(from.c_str(), to.c_str()); });
+    return changing(
+        to, {}, [from = std::string(from), to = std::string(to)] { return Syscalls().link(from.c_str(), to.c_str()); });
   }));
 }
 int TimedCalls::mkdir(const char* path, mode_t mode) {
-  return static_cast<int>(
-      with_memory([&] { return changing(path, {}, [path = std::string(path), mode] { return Syscalls().mkdir(path.c_str(), mode); }); }));
+  return static_cast<int>(with_memory([&] {
+    return changing(path, {}, [path = std::string(path), mode] { return Syscalls().mkdir(path.c_str(), mode); });
+  }));
 }
 int TimedCalls::unlink(const char* path) {
-  return static_cast<int>(
-      with_memory([&] { return changing(path, {}, [path = std::string(path)] { return Syscalls().unlink(path.c_str()); }); }));
+  return static_cast<int>(with_memory(
+      [&] { return changing(path, {}, [path = std::string(path)] { return Syscalls().unlink(path.c_str()); }); }));
 }
 int TimedCalls::rmdir(const char* path) {
-  return static_cast<int>(
-      with_memory([&] { return changing(path, {}, [path = std::string(path)] { return Syscalls().rmdir(path.c_str()); }); }));
+  return static_cast<int>(with_memory(
+      [&] { return changing(path, {}, [path = std::string(path)] { return Syscalls().rmdir(path.c_str()); }); }));
 }
 
 template <class Out>

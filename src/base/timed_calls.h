@@ -1,5 +1,5 @@
-// System calls that may never return, each on a thread that can be left: storage of a network, or of a program, stands still where its
-// server does, and no signal ends the wait.
+// System calls that may never return, each on a thread that can be left: storage of a network, or of a program, stands
+// still where its server does, and no signal ends the wait.
 #pragma once
 
 #include <atomic>
@@ -15,11 +15,12 @@
 
 namespace shardow::base {
 
-/// The machine's own calls: one that has not returned after `patience` fails with ETIMEDOUT, and goes on where nobody looks. What it reads
-/// or looks up is its own by then; of the memory that it writes to a file, a draft, it may still read. Its descriptor is closed when it
-/// returns, and refused until then. A call that changes names may do so hours later: may_still_change() (left_names.h) says where. The next
-/// one that does not return costs a moment, and after that none is made any more but closing, which nobody waits for then. Where there is
-/// no memory for a call it fails with ENOMEM, and closing is done all the same: nothing here throws. Threads may share one.
+/// The machine's own calls: one that has not returned after `patience` fails with ETIMEDOUT, and goes on where nobody
+/// looks. What it reads or looks up is its own by then; of the memory that it writes to a file, a draft, it may still
+/// read. Its descriptor is closed when it returns, and refused until then. A call that changes names may do so hours
+/// later: may_still_change() (left_names.h) says where. The next one that does not return costs a moment, and after
+/// that none is made any more but closing, which nobody waits for then. Where there is no memory for a call it fails
+/// with ENOMEM, and closing is done all the same: nothing here throws. Threads may share one.
 class TimedCalls : public Syscalls {
  public:
   explicit TimedCalls(std::chrono::milliseconds patience) : patience_(patience) {}
@@ -67,9 +68,10 @@ class TimedCalls : public Syscalls {
   std::atomic<bool> left_one_{false};
   Mutex mutex_;
   size_t num_callers_ SHARDOW_GUARDED_BY(mutex_) = 0;  ///< for so many there is room in free_
-  size_t num_on_ SHARDOW_GUARDED_BY(mutex_) = 0;       ///< for so many more, calls on descriptors, there is room in busy_
+  size_t num_on_ SHARDOW_GUARDED_BY(mutex_) = 0;  ///< for so many more, calls on descriptors, there is room in busy_
   std::vector<std::shared_ptr<Caller>> free_ SHARDOW_GUARDED_BY(mutex_);
-  std::vector<int> busy_ SHARDOW_GUARDED_BY(mutex_);  ///< descriptors that a call has which nobody waits for any more: it closes them
+  std::vector<int> busy_
+      SHARDOW_GUARDED_BY(mutex_);  ///< descriptors that a call has which nobody waits for any more: it closes them
 };
 
 }  // namespace shardow::base

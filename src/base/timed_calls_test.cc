@@ -50,8 +50,9 @@ bool is_closed_soon(int fd) {
   return !is_open(fd);
 }
 
-/// Of calls on descriptors none but a flush or a write of storage that stands still waits for long; closing waits for nothing here, and a
-/// write at an offset is none of a pipe's, so that this one is a thread's that reads what it is told late.
+/// Of calls on descriptors none but a flush or a write of storage that stands still waits for long; closing waits for
+/// nothing here, and a write at an offset is none of a pipe's, so that this one is a thread's that reads what it is
+/// told late.
 class Slow : public TimedCalls {
  public:
   using TimedCalls::TimedCalls;

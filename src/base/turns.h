@@ -1,5 +1,6 @@
-// How one thread waits for another, and what time it is. A Worker and its owner wait for each other by await(), ranks in one process by a
-// Condition (mutex.h), deadlines go by now(): so a test can say which of them goes on, and when, and one seed replays an interleaving.
+// How one thread waits for another, and what time it is. A Worker and its owner wait for each other by await(), ranks
+// in one process by a Condition (mutex.h), deadlines go by now(): so a test can say which of them goes on, and when,
+// and one seed replays an interleaving.
 #pragma once
 
 #include <atomic>
@@ -14,13 +15,14 @@ namespace shardow::base {
 
 using Time = std::chrono::steady_clock::time_point;
 
-/// For tests: threads of Workers and of their owners, or ranks, go on one at a time. Whoever calls anything of this has the turn.
+/// For tests: threads of Workers and of their owners, or ranks, go on one at a time. Whoever calls anything of this has
+/// the turn.
 class Turns {
  public:
   virtual ~Turns() = default;
-  virtual void add(const void* who) = 0;                      ///< the thread of this Worker takes turns from here on
-  virtual void begin(const void* who) = 0;                    ///< on that thread: returns when it has been added and has the turn
-  virtual void end() = 0;                                     ///< on that thread: it takes turns no more
+  virtual void add(const void* who) = 0;    ///< the thread of this Worker takes turns from here on
+  virtual void begin(const void* who) = 0;  ///< on that thread: returns when it has been added and has the turn
+  virtual void end() = 0;                   ///< on that thread: it takes turns no more
   virtual void await(const std::function<bool()>& done) = 0;  ///< others have their turns until done()
 
   virtual Time now() { return std::chrono::steady_clock::now(); }

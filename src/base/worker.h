@@ -9,11 +9,11 @@
 
 namespace shardow::base {
 
-/// One piece of work at a time, on a thread that stays. One thread uses a Worker at a time, which is the owner of all that a piece touches
-/// from its end on.
+/// One piece of work at a time, on a thread that stays. One thread uses a Worker at a time, which is the owner of all
+/// that a piece touches from its end on.
 ///
-/// A fork waits for the work of every worker, so that the child finds whole what it worked on; the child's first piece starts a thread
-/// anew.
+/// A fork waits for the work of every worker, so that the child finds whole what it worked on; the child's first piece
+/// starts a thread anew.
 class Worker {
  public:
   Worker();

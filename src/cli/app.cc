@@ -13,7 +13,8 @@ void add_json(CLI::App& verb, bool& json) {
 
 void add_threads(CLI::App& verb, int& threads) {
   threads = kLanes;
-  verb.add_option("--threads", threads, "threads that read, of a verb that writes 8 at most; results do not depend on it")
+  verb.add_option("--threads", threads,
+                  "threads that read, of a verb that writes 8 at most; results do not depend on it")
       ->check(CLI::Range(1, 64))
       ->capture_default_str()
       ->option_text("N");
@@ -26,8 +27,8 @@ void add_examples(CLI::App& verb, const std::vector<Example>& examples) {
 }
 
 std::unique_ptr<CLI::App> make_app(Action& chosen) {
-  auto app =
-      std::make_unique<CLI::App>("Averages and checkpoints in safetensors files: look into them, check them, compare them.", "shardow");
+  auto app = std::make_unique<CLI::App>(
+      "Averages and checkpoints in safetensors files: look into them, check them, compare them.", "shardow");
   app->formatter(std::make_shared<Help>());
   app->option_defaults()->always_capture_default(false);
   app->set_help_flag("-h,--help", "this help");

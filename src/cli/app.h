@@ -1,4 +1,5 @@
-// What the command line looks like: one CLI::App from which parsing, --help, docs/cli.md, the man page and completions all come.
+// What the command line looks like: one CLI::App from which parsing, --help, docs/cli.md, the man page and completions
+// all come.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -40,7 +40,8 @@ std::vector<Number> numbers(const std::string& text, const char* option, size_t 
       base::fail(Code::kInvalidArgument, "{} '{}': '{}' is no {}", option, text, one,
                  std::is_integral_v<Number> ? "whole number below 2^63" : "number");
   }
-  if (found.size() != inputs) base::fail(Code::kInvalidArgument, "{} has {} numbers for {} inputs", option, found.size(), inputs);
+  if (found.size() != inputs)
+    base::fail(Code::kInvalidArgument, "{} has {} numbers for {} inputs", option, found.size(), inputs);
   return found;
 }
 
@@ -70,14 +71,16 @@ MergeRule rule_of(const AverageOptions& options) {
 void print_report(const MergeReport& report, const Coefficients& coefficients, const OutputOptions& output) {
   print("{}\n", shown(coefficients.formula));
   for (const MergeReport::Input& input : report.inputs)
-    print("  {:>12.9f}  {}{}\n", input.coefficient, shown(input.name), input.step ? fmt::format("  (step {})", *input.step) : "");
+    print("  {:>12.9f}  {}{}\n", input.coefficient, shown(input.name),
+          input.step ? fmt::format("  (step {})", *input.step) : "");
   if (coefficients.index_error && *coefficients.index_error > 0)
-    print("  by index instead of steps, the learning rate would be off by up to {:.3g} of its peak\n", *coefficients.index_error);
+    print("  by index instead of steps, the learning rate would be off by up to {:.3g} of its peak\n",
+          *coefficients.index_error);
   if (std::abs(report.sum - 1) > 1e-9) print("  the weights sum to {:.9g}; --normalize divides by it\n", report.sum);
   if (!report.taken.empty()) {
     const bool one = report.taken.size() == 1;
-    print("  {} of integers or booleans {} of {}\n", counted(report.taken.size(), "tensor"), one ? "is that" : "are those",
-          shown(report.newest));
+    print("  {} of integers or booleans {} of {}\n", counted(report.taken.size(), "tensor"),
+          one ? "is that" : "are those", shown(report.newest));
   }
   print("{}: {}, {}, {}\n", shown(output.path), counted(report.averaged.size() + report.taken.size(), "tensor"),
         shown_bytes(report.bytes_written), counted(report.files.size(), "file"));
@@ -128,21 +131,27 @@ int average(const AverageOptions& options) {
 void add_average(CLI::App& app, Action& chosen) {
   std::shared_ptr<AverageOptions> options;
   CLI::App& verb =
-      add_verb(app, chosen, "average", "Average checkpoints: sums in float64, rounded once; the order of inputs with steps does not matter",
+      add_verb(app, chosen, "average",
+               "Average checkpoints: sums in float64, rounded once; the order of inputs with steps does not matter",
                average, options);
   verb.add_option("IN", options->inputs, "files or directories")->required();
   add_output(verb, options->output);
   std::vector<CLI::Option*> ways;
-  ways.push_back(verb.add_flag("--uniform", options->uniform, "the mean of all, which is what happens without another choice"));
   ways.push_back(
-      verb.add_option("--weights", options->weights, "a weight for each input, in the order of the command line")->option_text("W,W,..."));
-  ways.push_back(verb.add_option("--ema", options->ema, "an exponential moving average with this decay from each input to the next")
+      verb.add_flag("--uniform", options->uniform, "the mean of all, which is what happens without another choice"));
+  ways.push_back(
+      verb.add_option("--weights", options->weights, "a weight for each input, in the order of the command line")
+          ->option_text("W,W,..."));
+  ways.push_back(verb.add_option("--ema", options->ema,
+                                 "an exponential moving average with this decay from each input to the next")
                      ->option_text("D"));
-  ways.push_back(verb.add_option("--lawa", options->lawa, "the mean of the last inputs")->check(CLI::PositiveNumber)->option_text("K"));
-  ways.push_back(
-      verb.add_option("--curve", options->curve, "what a decay of the learning rate from the first input to the last would have given")
-          ->check(CLI::IsMember({"linear", "cosine", "inv-sqrt", "1-sqrt"}))
-          ->option_text("linear|cosine|inv-sqrt|1-sqrt"));
+  ways.push_back(verb.add_option("--lawa", options->lawa, "the mean of the last inputs")
+                     ->check(CLI::PositiveNumber)
+                     ->option_text("K"));
+  ways.push_back(verb.add_option("--curve", options->curve,
+                                 "what a decay of the learning rate from the first input to the last would have given")
+                     ->check(CLI::IsMember({"linear", "cosine", "inv-sqrt", "1-sqrt"}))
+                     ->option_text("linear|cosine|inv-sqrt|1-sqrt"));
   for (CLI::Option* one : ways) {
     for (CLI::Option* other : ways) {
       if (one != other) one->excludes(other);
@@ -154,9 +163,10 @@ void add_average(CLI::App& app, Action& chosen) {
                   "where the inputs stand in training, if neither their metadata nor their names say so; or tokens")
       ->option_text("N,N,...");
   add_threads(verb, options->threads);
-  add_examples(verb, {{"The mean of three", "shardow average run/step-1000 run/step-2000 run/step-3000 -o mean"},
-                      {"As if the learning rate had been decayed", "shardow average run/step-* -o decayed --curve 1-sqrt"},
-                      {"A soup", "shardow average a.safetensors b.safetensors -o soup.safetensors --weights 0.7,0.3"}});
+  add_examples(verb,
+               {{"The mean of three", "shardow average run/step-1000 run/step-2000 run/step-3000 -o mean"},
+                {"As if the learning rate had been decayed", "shardow average run/step-* -o decayed --curve 1-sqrt"},
+                {"A soup", "shardow average a.safetensors b.safetensors -o soup.safetensors --weights 0.7,0.3"}});
 }
 
 }  // namespace shardow::cli

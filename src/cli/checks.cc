@@ -1,5 +1,5 @@
-// A CRC is linear: lanes add up what they have read in any order. A SHA-256 is not, so one lane reads a hashed file from front to end, and
-// several files are hashed at once. What is in memory is not copied (base/mapped.h).
+// A CRC is linear: lanes add up what they have read in any order. A SHA-256 is not, so one lane reads a hashed file
+// from front to end, and several files are hashed at once. What is in memory is not copied (base/mapped.h).
 #include "cli/checks.h"
 
 #include <algorithm>
@@ -76,19 +76,22 @@ TensorSums::TensorSums(const Checkpoint& file) : data_begin_(file::Inside::of(fi
     tensors_.push_back(&stored);
     if (stored.crc) ++known_;
   }
-  std::sort(tensors_.begin(), tensors_.end(),
-            [](const auto* a, const auto* b) { return std::pair(a->entry.begin, a->entry.end) < std::pair(b->entry.begin, b->entry.end); });
+  std::sort(tensors_.begin(), tensors_.end(), [](const auto* a, const auto* b) {
+    return std::pair(a->entry.begin, a->entry.end) < std::pair(b->entry.begin, b->entry.end);
+  });
   sums_ = std::make_unique<std::atomic<uint32_t>[]>(tensors_.size());
 }
 
 void TensorSums::add(int64_t offset, std::span<const std::byte> bytes) {
   const int64_t begin = offset - data_begin_, end = begin + static_cast<int64_t>(bytes.size());
-  auto at = std::upper_bound(tensors_.begin(), tensors_.end(), begin, [](int64_t b, const auto* one) { return b < one->entry.end; });
+  auto at = std::upper_bound(tensors_.begin(), tensors_.end(), begin,
+                             [](int64_t b, const auto* one) { return b < one->entry.end; });
   for (; at != tensors_.end() && (*at)->entry.begin < end; ++at) {
     const file::Entry& entry = (*at)->entry;
     const int64_t from = std::max(begin, entry.begin), until = std::min(end, entry.end);
     if (!(*at)->crc || from >= until) continue;
-    const uint32_t crc = file::crc32(0, bytes.subspan(static_cast<size_t>(from - begin), static_cast<size_t>(until - from)));
+    const uint32_t crc =
+        file::crc32(0, bytes.subspan(static_cast<size_t>(from - begin), static_cast<size_t>(until - from)));
     sums_[static_cast<size_t>(at - tensors_.begin())] ^= file::crc32_contribution(crc, entry.end - until);
   }
 }
@@ -98,12 +101,14 @@ std::vector<std::string> TensorSums::problems() const {
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const auto& [file, entry, crc] = *tensors_[i];
     if (crc && *crc != sums_[i])
-      found.push_back(fmt::format("'{}': its bytes have the CRC-32 {:08x}, the header says {:08x}", entry.name, sums_[i].load(), *crc));
+      found.push_back(fmt::format("'{}': its bytes have the CRC-32 {:08x}, the header says {:08x}", entry.name,
+                                  sums_[i].load(), *crc));
   }
   return found;
 }
 
-void run_checks(std::vector<FileCheck>& files, int lanes, const std::function<void(int64_t done, int64_t total)>& told) {
+void run_checks(std::vector<FileCheck>& files, int lanes,
+                const std::function<void(int64_t done, int64_t total)>& told) {
   for (FileCheck& file : files) prepare(file);
   const std::vector<Piece> pieces = pieces_of(files);
   int64_t total = 0;

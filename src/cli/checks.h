@@ -1,4 +1,5 @@
-// Checksums of files: CRC-32 of each tensor as their headers have it, SHA-256 of whole files; each file is read once, whichever are asked.
+// Checksums of files: CRC-32 of each tensor as their headers have it, SHA-256 of whole files; each file is read once,
+// whichever are asked.
 #pragma once
 
 #include <atomic>

@@ -35,7 +35,8 @@ std::map<std::string, Place> places(const std::vector<Source>& sources, bool wit
   std::map<std::string, Place> all;
   for (const Source& source : sources) {
     for (const file::Stored& one : file::Inside::of(source.checkpoint).tensors)
-      all.emplace(with_labels ? full_name(source, one.entry.name) : one.entry.name, Place{&file::Inside::of(source.checkpoint), &one});
+      all.emplace(with_labels ? full_name(source, one.entry.name) : one.entry.name,
+                  Place{&file::Inside::of(source.checkpoint), &one});
   }
   return all;
 }
@@ -44,7 +45,8 @@ bool has_a_model(const std::vector<Source>& sources) {
   return std::any_of(sources.begin(), sources.end(), [](const Source& one) { return one.label.empty(); });
 }
 
-/// A model in one of them has the plain names; without, tensors of files beside one another cannot be told from the other side's.
+/// A model in one of them has the plain names; without, tensors of files beside one another cannot be told from the
+/// other side's.
 void check_one_is_meant(const std::vector<Source>& sources) {
   if (has_a_model(sources)) return;
   std::vector<std::string> labels;
@@ -56,7 +58,8 @@ void check_one_is_meant(const std::vector<Source>& sources) {
 
 bool can_read(const file::Entry& a, const file::Entry& b) {
   if (a.shape != b.shape) return false;
-  return a.dtype == b.dtype || (has_values(a.dtype) && has_values(b.dtype) && a.dtype != DType::kC64 && b.dtype != DType::kC64);
+  return a.dtype == b.dtype ||
+         (has_values(a.dtype) && has_values(b.dtype) && a.dtype != DType::kC64 && b.dtype != DType::kC64);
 }
 
 /// Elements [begin, end) of a pair: what is read in one go, a read's bytes of the wider dtype.
@@ -64,28 +67,34 @@ struct Stretch {
   Pair* pair;
   int64_t begin, end;
 
-  int64_t bytes() const { return file::bytes_of(end - begin, pair->a->entry) + file::bytes_of(end - begin, pair->b->entry); }
+  int64_t bytes() const {
+    return file::bytes_of(end - begin, pair->a->entry) + file::bytes_of(end - begin, pair->b->entry);
+  }
 };
 
 std::vector<Stretch> stretches_of(Comparison& comparison) {
   std::vector<Stretch> stretches;
   for (Pair& pair : comparison.pairs) {
     if (!pair.read) continue;
-    const int64_t most = kReadBytes * 8 / 64 * (64 / std::max({8, dtype_bits(pair.a->entry.dtype), dtype_bits(pair.b->entry.dtype)}));
+    const int64_t most =
+        kReadBytes * 8 / 64 * (64 / std::max({8, dtype_bits(pair.a->entry.dtype), dtype_bits(pair.b->entry.dtype)}));
     const int64_t size = Region::whole(pair.a->entry.shape).size();
-    for (int64_t begin = 0; begin < size; begin += most) stretches.push_back({&pair, begin, std::min(begin + most, size)});
+    for (int64_t begin = 0; begin < size; begin += most)
+      stretches.push_back({&pair, begin, std::min(begin + most, size)});
   }
   // As they lie in A's files, so that disks are read from front to end.
   std::stable_sort(stretches.begin(), stretches.end(), [](const Stretch& x, const Stretch& y) {
-    const auto where = [](const Stretch& one) { return std::tuple(one.pair->a->file, one.pair->a->entry.begin, one.begin); };
+    const auto where = [](const Stretch& one) {
+      return std::tuple(one.pair->a->file, one.pair->a->entry.begin, one.begin);
+    };
     return where(x) < where(y);
   });
   return stretches;
 }
 
 /// Bytes of a tensor, read into `memory`.
-std::span<const std::byte> read_part(const file::Catalog& catalog, const file::Stored& stored, int64_t begin, int64_t bytes,
-                                     std::vector<std::byte>& memory) {
+std::span<const std::byte> read_part(const file::Catalog& catalog, const file::Stored& stored, int64_t begin,
+                                     int64_t bytes, std::vector<std::byte>& memory) {
   const auto& source = catalog.files[stored.file];
   if (const auto wanted = static_cast<size_t>(bytes); memory.size() < wanted) memory.resize(wanted);
   const auto room = std::span(memory).first(static_cast<size_t>(bytes));
@@ -132,10 +141,12 @@ class Side {
  public:
   Side(const Files& files, const file::Catalog& catalog, const file::Stored& stored, const Stretch& stretch, Room& room)
       : mapped_(files.of(catalog, stored)), forgetting_(room.forgetting) {
-    const int64_t begin = file::bytes_of(stretch.begin, stored.entry), bytes = file::bytes_of(stretch.end, stored.entry) - begin;
+    const int64_t begin = file::bytes_of(stretch.begin, stored.entry),
+                  bytes = file::bytes_of(stretch.end, stored.entry) - begin;
     looked_at_ = mapped_.look(catalog.files[stored.file].data_begin + stored.entry.begin + begin, bytes);
     const auto width = static_cast<uintptr_t>(std::max(1, dtype_bits(stored.entry.dtype) / 8));
-    const bool aligned = reinterpret_cast<uintptr_t>(looked_at_.data()) % width == 0;  // of headers by others some are not
+    const bool aligned =
+        reinterpret_cast<uintptr_t>(looked_at_.data()) % width == 0;  // of headers by others some are not
     bytes_ = looked_at_.empty() || !aligned ? read_part(catalog, stored, begin, bytes, room.memory) : looked_at_;
   }
   Side(const Side&) = delete;
@@ -171,7 +182,8 @@ Deviation of_equal(const Stretch& stretch) {
 /// Of bytes that differ.
 Deviation of_differing(const Stretch& stretch, const Side& a, const Side& b, Lane& lane) {
   const DType dtype_a = stretch.pair->a->entry.dtype, dtype_b = stretch.pair->b->entry.dtype;
-  if (has_values(dtype_a)) return deviation(a.data(), dtype_a, b.data(), dtype_b, stretch.end - stretch.begin, lane.scratch);
+  if (has_values(dtype_a))
+    return deviation(a.data(), dtype_a, b.data(), dtype_b, stretch.end - stretch.begin, lane.scratch);
   Deviation bytes_alone;
   bytes_alone.equal_bytes = false;
   return bytes_alone;
@@ -190,7 +202,8 @@ class InOrder {
   void add(int64_t number, const Deviation& part) {
     const base::Lock lock(mutex_);
     waiting_.emplace(number, part);
-    for (auto first = waiting_.begin(); first != waiting_.end() && first->first == next_; first = waiting_.erase(first), ++next_)
+    for (auto first = waiting_.begin(); first != waiting_.end() && first->first == next_;
+         first = waiting_.erase(first), ++next_)
       stretches_[static_cast<size_t>(next_)].pair->deviation += first->second;
   }
 
@@ -201,8 +214,8 @@ class InOrder {
   int64_t next_ SHARDOW_GUARDED_BY(mutex_) = 0;
 };
 
-/// Most stretches are equal or all of them differ: of equal ones the squares are summed up once it is known that their tensor differs
-/// elsewhere, which |a - b| / |a| asks for. What was passed by then is read again, on one side.
+/// Most stretches are equal or all of them differ: of equal ones the squares are summed up once it is known that their
+/// tensor differs elsewhere, which |a - b| / |a| asks for. What was passed by then is read again, on one side.
 class Values {
  public:
   Values(Comparison& comparison, int lanes)
@@ -228,7 +241,8 @@ class Values {
       const size_t number = left[static_cast<size_t>(i)];
       Lane& own = memory_[static_cast<size_t>(lane)];
       const Pair& pair = *stretches_[number].pair;
-      equal_[number].squares = squares_of(stretches_[number], Side(files_, *pair.catalog_a, *pair.a, stretches_[number], own.a), own);
+      equal_[number].squares =
+          squares_of(stretches_[number], Side(files_, *pair.catalog_a, *pair.a, stretches_[number], own.a), own);
     };
     in_lanes(static_cast<int64_t>(left.size()), lanes, sum_up, tell);
     for (size_t number = 0; number < stretches_.size(); ++number) {
@@ -248,7 +262,8 @@ class Values {
   Deviation look_at(size_t number, Lane& lane) {
     const Stretch& stretch = stretches_[number];
     const Pair& pair = *stretch.pair;
-    const Side a(files_, *pair.catalog_a, *pair.a, stretch, lane.a), b(files_, *pair.catalog_b, *pair.b, stretch, lane.b);
+    const Side a(files_, *pair.catalog_a, *pair.a, stretch, lane.a),
+        b(files_, *pair.catalog_b, *pair.b, stretch, lane.b);
     std::atomic<bool>& differs = differs_[static_cast<size_t>(stretch.pair - pairs_)];
     done_ += stretch.bytes();
     if (!can_be_equal(pair) || std::memcmp(a.data(), b.data(), a.size()) != 0) {
@@ -262,7 +277,9 @@ class Values {
   }
 
   /// Whether the squares of an equal stretch bear on what is said.
-  bool counts(size_t number) const { return equal_[number].equal && !stretches_[number].pair->deviation.squares.zero(); }
+  bool counts(size_t number) const {
+    return equal_[number].equal && !stretches_[number].pair->deviation.squares.zero();
+  }
 
   std::vector<size_t> left_out() const {
     std::vector<size_t> left;
@@ -285,13 +302,15 @@ class Values {
 }  // namespace
 
 bool Comparison::differs() const noexcept {
-  return !only_a.empty() || !only_b.empty() || std::any_of(pairs.begin(), pairs.end(), [](const Pair& pair) { return pair.differs(); });
+  return !only_a.empty() || !only_b.empty() ||
+         std::any_of(pairs.begin(), pairs.end(), [](const Pair& pair) { return pair.differs(); });
 }
 
 Comparison compare_names(const std::vector<Source>& a, const std::vector<Source>& b) {
   const bool unsure_a = are_ambiguous(a), unsure_b = are_ambiguous(b);
   if (unsure_a != unsure_b) check_one_is_meant(unsure_a ? a : b);
-  const bool both = (unsure_a || unsure_b) && has_a_model(a) && has_a_model(b);  // what lies beside their models has its file's name, too
+  const bool both = (unsure_a || unsure_b) && has_a_model(a) &&
+                    has_a_model(b);  // what lies beside their models has its file's name, too
   const std::map<std::string, Place> in_a = places(a, unsure_a || both), in_b = places(b, unsure_b || both);
   Comparison found;
   for (const auto& [name, place] : in_a) {

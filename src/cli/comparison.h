@@ -30,12 +30,13 @@ struct Comparison {
   bool differs() const noexcept;
 };
 
-/// What can be told from headers. Tensors are compared by name, whatever their files are called; where several files of a side have the
-/// same names, by file and name. Throws kInvalidArgument where that is so of one side alone. Borrows the sources.
+/// What can be told from headers. Tensors are compared by name, whatever their files are called; where several files of
+/// a side have the same names, by file and name. Throws kInvalidArgument where that is so of one side alone. Borrows
+/// the sources.
 Comparison compare_names(const std::vector<Source>& a, const std::vector<Source>& b);
 
-/// Reads both once, on `lanes` threads, and fills in the deviations, which do not depend on how many. Of a tensor that differs, what was
-/// found equal before is read again, on one side.
+/// Reads both once, on `lanes` threads, and fills in the deviations, which do not depend on how many. Of a tensor that
+/// differs, what was found equal before is read again, on one side.
 void compare_values(Comparison& comparison, int lanes, const std::function<void(int64_t done, int64_t total)>& told);
 
 }  // namespace shardow::cli

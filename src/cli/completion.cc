@@ -8,12 +8,16 @@ namespace {
 
 using Page = std::string (*)(const CLI::App&);
 
-void add_pages(CLI::App& app, Action& chosen, CLI::App& verb, const std::map<std::string, Page>& pages, const char* what) {
+void add_pages(CLI::App& app, Action& chosen, CLI::App& verb, const std::map<std::string, Page>& pages,
+               const char* what) {
   auto name = std::make_shared<std::string>();
   std::vector<std::string> names;
   names.reserve(pages.size());
   for (const auto& [known, page] : pages) names.push_back(known);
-  verb.add_option("WHICH", *name, what)->required()->check(CLI::IsMember(names))->option_text(CLI::detail::join(names, "|"));
+  verb.add_option("WHICH", *name, what)
+      ->required()
+      ->check(CLI::IsMember(names))
+      ->option_text(CLI::detail::join(names, "|"));
   verb.callback([&app, &chosen, name, pages] {
     chosen = [&app, name, pages] {
       put(pages.at(*name)(app));
@@ -25,8 +29,10 @@ void add_pages(CLI::App& app, Action& chosen, CLI::App& verb, const std::map<std
 }  // namespace
 
 void add_completion(CLI::App& app, Action& chosen) {
-  CLI::App& verb = *app.add_subcommand("completion", "Print what a shell needs to complete this command's words")->group("Verbs");
-  add_pages(app, chosen, verb, {{"bash", bash_completion}, {"fish", fish_completion}, {"zsh", zsh_completion}}, "bash, fish or zsh");
+  CLI::App& verb =
+      *app.add_subcommand("completion", "Print what a shell needs to complete this command's words")->group("Verbs");
+  add_pages(app, chosen, verb, {{"bash", bash_completion}, {"fish", fish_completion}, {"zsh", zsh_completion}},
+            "bash, fish or zsh");
   add_examples(verb, {{"In this shell", "source <(shardow completion bash)"}});
 }
 

@@ -1,4 +1,5 @@
-// The same tensors in other files: another dtype, another number of files, other names. Bytes go from file to file, chunk by chunk.
+// The same tensors in other files: another dtype, another number of files, other names. Bytes go from file to file,
+// chunk by chunk.
 #include <algorithm>
 
 #include "base/errors.h"
@@ -123,20 +124,23 @@ int convert(const ConvertOptions& options) {
 
 void add_convert(CLI::App& app, Action& chosen) {
   std::shared_ptr<ConvertOptions> options;
-  CLI::App& verb = add_verb(app, chosen, "convert", "Write the same tensors anew: in another dtype, in one file or many, under other names",
+  CLI::App& verb = add_verb(app, chosen, "convert",
+                            "Write the same tensors anew: in another dtype, in one file or many, under other names",
                             convert, options);
   verb.add_option("IN", options->input, "file or directory")->required();
   add_output(verb, options->output);
-  verb.add_option("--rename", options->renames,
-                  "new names, several times: a name, or a pattern with one * on each side; the first rule that fits is applied")
+  verb.add_option(
+          "--rename", options->renames,
+          "new names, several times: a name, or a pattern with one * on each side; the first rule that fits is applied")
       ->take_all()
       ->expected(1)
       ->option_text("FROM=TO");
   add_threads(verb, options->threads);
-  add_examples(verb,
-               {{"For inference, in files of 5 GB", "shardow convert run/ema.safetensors -o model --dtype bfloat16 --max-shard-size 5GB"},
-                {"Without a wrapper's prefix", "shardow convert wrapped.safetensors -o plain.safetensors --rename 'module.*=*'"},
-                {"A directory as one file", "shardow convert model -o model.safetensors"}});
+  add_examples(verb, {{"For inference, in files of 5 GB",
+                       "shardow convert run/ema.safetensors -o model --dtype bfloat16 --max-shard-size 5GB"},
+                      {"Without a wrapper's prefix",
+                       "shardow convert wrapped.safetensors -o plain.safetensors --rename 'module.*=*'"},
+                      {"A directory as one file", "shardow convert model -o model.safetensors"}});
 }
 
 }  // namespace shardow::cli

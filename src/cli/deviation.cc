@@ -1,6 +1,7 @@
-// Compiled once per instruction set: element i of a block goes into sum i mod 16, however wide the vectors are, by fused multiply-adds, so
-// that the results are the same on every processor. add_plain() says it element by element, for what there are no vectors of. A block
-// whose sums show that something in it is not finite, or that squares were lost, is done anew by add_scaled().
+// Compiled once per instruction set: element i of a block goes into sum i mod 16, however wide the vectors are, by
+// fused multiply-adds, so that the results are the same on every processor. add_plain() says it element by element, for
+// what there are no vectors of. A block whose sums show that something in it is not finite, or that squares were lost,
+// is done anew by add_scaled().
 #include "cli/deviation.h"
 
 #include <algorithm>
@@ -39,7 +40,8 @@ namespace shardow::cli::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 using kernels::BF16;
 
-/// Two vectors' worth of elements that are neighbours; of bfloat16 the even ones and the odd ones, which costs less than in order.
+/// Two vectors' worth of elements that are neighbours; of bfloat16 the even ones and the odd ones, which costs less
+/// than in order.
 template <class D>
 struct Two {
   hn::Vec<D> first, second;
@@ -80,9 +82,11 @@ HWY_INLINE void add_finite(Sums& sums, const T* a, const T* b, int64_t count) {
     const auto zero = hn::Zero(d);
     const auto one = hn::Set(d, 1.0);
     Two<Doubles> differing{zero, zero}, most = differing, squares = differing, squares_a = differing;
-    const auto add = [&](auto x, auto y, auto& differing_of, auto& most_of, auto& squares_of, auto& squares_a_of) HWY_ATTR {
+    const auto add = [&](auto x, auto y, auto& differing_of, auto& most_of, auto& squares_of,
+                         auto& squares_a_of) HWY_ATTR {
       const auto apart = hn::Sub(x, y);
-      differing_of = hn::Add(differing_of, hn::IfThenElseZero(hn::Ne(x, y), one));  // costs less than counting in whole numbers
+      differing_of =
+          hn::Add(differing_of, hn::IfThenElseZero(hn::Ne(x, y), one));  // costs less than counting in whole numbers
       most_of = hn::Max(most_of, hn::Abs(apart));
       squares_of = hn::MulAdd(apart, apart, squares_of);
       squares_a_of = hn::MulAdd(x, x, squares_a_of);
@@ -151,7 +155,9 @@ struct Numbers {
 
   double less(const Numbers& other, int64_t i) const {
     const double apart = numbers[i] - other.numbers[i];
-    return rests == nullptr ? apart : apart + (rests[i] - other.rests[i]);  // one rounding in all where they are near one another
+    return rests == nullptr
+               ? apart
+               : apart + (rests[i] - other.rests[i]);  // one rounding in all where they are near one another
   }
 };
 
@@ -202,7 +208,9 @@ bool is_plain(const Sums& sums, const Deviation& found, bool doubles) {
     if (!doubles) return std::isfinite(sum);  // squares of all other dtypes lie between 1e-90 and 1e78
     return none ? sum == 0 : sum >= kSmallest * kSmallest && sum <= kLargest * kLargest;
   };
-  const auto all_zero = [](const double(&most)[kSums]) { return std::all_of(most, most + kSums, [](double one) { return one == 0; }); };
+  const auto all_zero = [](const double(&most)[kSums]) {
+    return std::all_of(most, most + kSums, [](double one) { return one == 0; });
+  };
   return fits(found.squares.middle, all_zero(sums.most)) && fits(found.squares_a.middle, false);
 }
 
@@ -228,10 +236,13 @@ struct Block {
     return {of_a, equal ? of_a : convert(b, dtype_b, scratch.data() + room)};
   }
 
-  /// Of what there are no vectors of as it is stored, those of its doubles; returns how many it did. `sums` has nothing yet.
+  /// Of what there are no vectors of as it is stored, those of its doubles; returns how many it did. `sums` has nothing
+  /// yet.
   int64_t add_converted(Sums& sums, const Numbers& x, const Numbers& y, int64_t whole) const {
     const auto bytes = [](const double* of) { return reinterpret_cast<const std::byte*>(of); };
-    return !rests() && HWY_DYNAMIC_DISPATCH(add_stored)(sums, bytes(x.numbers), bytes(y.numbers), DType::kF64, whole) ? whole : 0;
+    return !rests() && HWY_DYNAMIC_DISPATCH(add_stored)(sums, bytes(x.numbers), bytes(y.numbers), DType::kF64, whole)
+               ? whole
+               : 0;
   }
 
   Deviation compare(int64_t count) const {

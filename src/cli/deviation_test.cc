@@ -22,9 +22,11 @@ Deviation between(const std::vector<T>& a, const std::vector<T>& b, DType dtype)
 }
 
 class Lengths : public testing::TestWithParam<size_t> {};
-INSTANTIATE_TEST_SUITE_P(AroundVectorsAndBlocks, Lengths, testing::Values(0, 1, 7, 15, 16, 17, 63, 8191, 8192, 8193, 18000));
+INSTANTIATE_TEST_SUITE_P(AroundVectorsAndBlocks, Lengths,
+                         testing::Values(0, 1, 7, 15, 16, 17, 63, 8191, 8192, 8193, 18000));
 
-/// The promise in words: element i of a block of kScratch / 2 in sum i mod 16, blocks and sums in order, by fused multiply-adds.
+/// The promise in words: element i of a block of kScratch / 2 in sum i mod 16, blocks and sums in order, by fused
+/// multiply-adds.
 TEST_P(Lengths, AreSummedInTheOrderThatIsPromised) {
   std::mt19937 random(7);
   std::normal_distribution<double> normal;
@@ -62,7 +64,8 @@ TEST_P(Lengths, AreSummedInTheOrderThatIsPromised) {
 
 TEST(Deviation, LeavesOutWhatIsNotFiniteAndCountsIt) {
   constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
-  const std::vector<double> a = {1, kNan, kInf, -kInf, 2, kNan, 0, 1e308}, b = {1, kNan, kInf, kInf, kNan, 3, -0.0, -1e308};
+  const std::vector<double> a = {1, kNan, kInf, -kInf, 2, kNan, 0, 1e308},
+                            b = {1, kNan, kInf, kInf, kNan, 3, -0.0, -1e308};
   const Deviation found = between(a, b, DType::kF64);
   EXPECT_EQ(found.differing, 4);
   EXPECT_EQ(found.not_finite, 4);  // 2e308 is none either
@@ -96,18 +99,22 @@ TEST(Deviation, IsRightForNumbersWhoseSquaresAreNone) {
 /// Between 2^53 and 2^64 float64 has every 2048th whole number alone.
 TEST(Deviation, TellsWholeNumbersApartThatFloat64DoesNot) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  const Deviation found =
-      between(std::vector<int64_t>{kMost, kMost, -kMost - 1, 1}, std::vector<int64_t>{kMost - 1, kMost, kMost, 1}, DType::kI64);
+  const Deviation found = between(std::vector<int64_t>{kMost, kMost, -kMost - 1, 1},
+                                  std::vector<int64_t>{kMost - 1, kMost, kMost, 1}, DType::kI64);
   EXPECT_EQ(found.differing, 2);
   EXPECT_EQ(found.most, 0x1p64);
   EXPECT_EQ(between(std::vector<int64_t>{kMost}, std::vector<int64_t>{kMost - 1}, DType::kI64).most, 1);
-  EXPECT_EQ(between(std::vector<uint64_t>(9000, ~uint64_t{0}), std::vector<uint64_t>(9000, ~uint64_t{2}), DType::kU64).most, 2);
-  EXPECT_EQ(between(std::vector<uint64_t>(9000, ~uint64_t{0}), std::vector<uint64_t>(9000, ~uint64_t{2}), DType::kU64).rms(), 2);
+  EXPECT_EQ(
+      between(std::vector<uint64_t>(9000, ~uint64_t{0}), std::vector<uint64_t>(9000, ~uint64_t{2}), DType::kU64).most,
+      2);
+  EXPECT_EQ(
+      between(std::vector<uint64_t>(9000, ~uint64_t{0}), std::vector<uint64_t>(9000, ~uint64_t{2}), DType::kU64).rms(),
+      2);
   std::vector<double> scratch(kScratch);
   const uint64_t whole[] = {~uint64_t{0}, (uint64_t{1} << 60) + 1};
   const double real[] = {0x1p64, 0x1p60};  // one more, and one less
-  const Deviation mixed =
-      deviation(reinterpret_cast<const std::byte*>(whole), DType::kU64, reinterpret_cast<const std::byte*>(real), DType::kF64, 2, scratch);
+  const Deviation mixed = deviation(reinterpret_cast<const std::byte*>(whole), DType::kU64,
+                                    reinterpret_cast<const std::byte*>(real), DType::kF64, 2, scratch);
   EXPECT_EQ(mixed.differing, 2);
   EXPECT_EQ(mixed.most, 1);
 }
@@ -122,16 +129,17 @@ TEST(Deviation, KnowsTheFloatsOfEightBits) {
   const double inf = std::numeric_limits<double>::infinity();
   for (const Case& one :
        {Case{DType::kF8E4M3, 0x7e, 448}, Case{DType::kF8E4M3, 0x01, std::ldexp(1, -9)}, Case{DType::kF8E4M3, 0xb8, -1},
-        Case{DType::kF8E5M2, 0x7b, 57344}, Case{DType::kF8E5M2, 0x7c, inf}, Case{DType::kF8E5M2, 0x01, std::ldexp(1, -16)},
-        Case{DType::kF8E4M3Fnuz, 0x7f, 240}, Case{DType::kF8E4M3Fnuz, 0x40, 1}, Case{DType::kF8E5M2Fnuz, 0x7f, 57344},
-        Case{DType::kF8E5M2Fnuz, 0x40, 1}, Case{DType::kF8E8M0, 127, 1}, Case{DType::kF8E8M0, 0, std::ldexp(1, -127)}}) {
+        Case{DType::kF8E5M2, 0x7b, 57344}, Case{DType::kF8E5M2, 0x7c, inf},
+        Case{DType::kF8E5M2, 0x01, std::ldexp(1, -16)}, Case{DType::kF8E4M3Fnuz, 0x7f, 240},
+        Case{DType::kF8E4M3Fnuz, 0x40, 1}, Case{DType::kF8E5M2Fnuz, 0x7f, 57344}, Case{DType::kF8E5M2Fnuz, 0x40, 1},
+        Case{DType::kF8E8M0, 127, 1}, Case{DType::kF8E8M0, 0, std::ldexp(1, -127)}}) {
     double value = 0;
     const std::byte bits{one.bits};
     to_doubles(&bits, one.dtype, &value, 1);
     EXPECT_EQ(value, one.value) << dtype_name(one.dtype) << " " << int(one.bits);
   }
-  for (const Case& nan :
-       {Case{DType::kF8E4M3, 0x7f, 0}, Case{DType::kF8E5M2, 0x7d, 0}, Case{DType::kF8E4M3Fnuz, 0x80, 0}, Case{DType::kF8E8M0, 255, 0}}) {
+  for (const Case& nan : {Case{DType::kF8E4M3, 0x7f, 0}, Case{DType::kF8E5M2, 0x7d, 0},
+                          Case{DType::kF8E4M3Fnuz, 0x80, 0}, Case{DType::kF8E8M0, 255, 0}}) {
     double value = 0;
     const std::byte bits{nan.bits};
     to_doubles(&bits, nan.dtype, &value, 1);

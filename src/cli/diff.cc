@@ -43,8 +43,8 @@ std::string what_differs(const Pair& pair) {
   const Deviation& d = pair.deviation;
   if (!has_values(a.dtype)) return text + comma + (d.equal_bytes ? "" : "other bytes");
   if (d.differing == 0) return text + comma + "equal values";
-  text += fmt::format("{}{} of {} numbers, max {:.3g}, rms {:.3g}, relative {:.3g}", comma, d.differing, d.elements, d.most, d.rms(),
-                      d.relative());
+  text += fmt::format("{}{} of {} numbers, max {:.3g}, rms {:.3g}, relative {:.3g}", comma, d.differing, d.elements,
+                      d.most, d.rms(), d.relative());
   if (d.not_finite > 0) text += fmt::format(", {} not finite", d.not_finite);
   return text;
 }
@@ -54,10 +54,12 @@ void print_text(const Comparison& comparison, const DiffOptions& options) {
   for (const std::string& name : comparison.only_b) print("only in {}: {}\n", shown(options.b), shown(name));
   const std::vector<const Pair*> worst = by_difference(comparison);
   const size_t most = options.worst == 0 ? worst.size() : std::min(worst.size(), static_cast<size_t>(options.worst));
-  for (size_t i = 0; i < most; ++i) print("{}: {}\n", coloured(Colour::kBold, shown(worst[i]->name)), what_differs(*worst[i]));
+  for (size_t i = 0; i < most; ++i)
+    print("{}: {}\n", coloured(Colour::kBold, shown(worst[i]->name)), what_differs(*worst[i]));
   if (most < worst.size()) print("... and {} more (--worst 0 shows all)\n", worst.size() - most);
   if (comparison.differs()) {
-    print("{} of {} differ{}\n", worst.size(), counted(comparison.pairs.size(), "common tensor"), comparison.pairs.size() == 1 ? "s" : "");
+    print("{} of {} differ{}\n", worst.size(), counted(comparison.pairs.size(), "common tensor"),
+          comparison.pairs.size() == 1 ? "s" : "");
   } else {
     print("{}, {}\n", coloured(Colour::kGood, "equal"), counted(comparison.pairs.size(), "tensor"));
   }
@@ -66,11 +68,21 @@ void print_text(const Comparison& comparison, const DiffOptions& options) {
 void add_pair(Json& json, const Pair& pair) {
   const Deviation& d = pair.deviation;
   json.begin_object().key("name").text(pair.name).key("differs").boolean(pair.differs());
-  json.key("dtypes").begin_list().text(dtype_name(pair.a->entry.dtype)).text(dtype_name(pair.b->entry.dtype)).end_list();
+  json.key("dtypes")
+      .begin_list()
+      .text(dtype_name(pair.a->entry.dtype))
+      .text(dtype_name(pair.b->entry.dtype))
+      .end_list();
   json.key("shapes").begin_list().shape(pair.a->entry.shape).shape(pair.b->entry.shape).end_list();
   json.key("values");
   if (pair.read && has_values(pair.a->entry.dtype)) {
-    json.begin_object().key("numbers").number(d.elements).key("differing").number(d.differing).key("not_finite").number(d.not_finite);
+    json.begin_object()
+        .key("numbers")
+        .number(d.elements)
+        .key("differing")
+        .number(d.differing)
+        .key("not_finite")
+        .number(d.not_finite);
     json.key("max").number(d.most).key("rms").number(d.rms()).key("relative").number(d.relative()).end_object();
   } else {
     json.null();
@@ -112,10 +124,10 @@ int diff(const DiffOptions& options) {
 
 void add_diff(CLI::App& app, Action& chosen) {
   std::shared_ptr<DiffOptions> options;
-  CLI::App& verb =
-      add_verb(app, chosen, "diff",
-               "Compare two checkpoints: names, shapes, dtypes, and in float64 max |a - b|, rms of a - b, and |a - b| / |a| of each tensor",
-               diff, options);
+  CLI::App& verb = add_verb(app, chosen, "diff",
+                            "Compare two checkpoints: names, shapes, dtypes, and in float64 max |a - b|, rms of a - b, "
+                            "and |a - b| / |a| of each tensor",
+                            diff, options);
   verb.add_option("A", options->a, "file or directory")->required();
   verb.add_option("B", options->b, "file or directory, in whatever number of files")->required();
   verb.add_option("--worst", options->worst, "so many tensors that differ are shown, the worst first; 0: all")
@@ -124,10 +136,11 @@ void add_diff(CLI::App& app, Action& chosen) {
       ->option_text("N");
   add_threads(verb, options->threads);
   add_json(verb, options->json);
-  add_examples(verb, {{"Did the export change anything", "shardow diff run/ema.safetensors exported"},
-                      {"How far an average is from the weights",
-                       "shardow diff run/step-000001000/model.safetensors run/step-000001000/ema-0.999.safetensors"},
-                      {"In a script: 0 equal, 1 different, more is trouble", "shardow diff --json A B > difference.json"}});
+  add_examples(verb,
+               {{"Did the export change anything", "shardow diff run/ema.safetensors exported"},
+                {"How far an average is from the weights",
+                 "shardow diff run/step-000001000/model.safetensors run/step-000001000/ema-0.999.safetensors"},
+                {"In a script: 0 equal, 1 different, more is trouble", "shardow diff --json A B > difference.json"}});
 }
 
 }  // namespace shardow::cli

@@ -15,8 +15,9 @@
 namespace shardow::cli {
 namespace {
 
-constexpr Code kAll[] = {Code::kInvalidArgument, Code::kNotFound, Code::kCorrupt,    Code::kUnsupported, Code::kIo,
-                         Code::kOutOfSpace,      Code::kTimeout,  Code::kPeerFailed, Code::kInternal,    Code::kOutOfMemory};
+constexpr Code kAll[] = {
+    Code::kInvalidArgument, Code::kNotFound, Code::kCorrupt,    Code::kUnsupported, Code::kIo,
+    Code::kOutOfSpace,      Code::kTimeout,  Code::kPeerFailed, Code::kInternal,    Code::kOutOfMemory};
 
 const char* meaning(Code code) {
   switch (code) {
@@ -54,7 +55,8 @@ std::string as_json(Code code, std::string_view message) {
 }
 
 int report(Code code, std::string message, bool json) {
-  if (!published.empty()) message += fmt::format("; {} had been written by then, and is whole", fmt::join(published, ", "));
+  if (!published.empty())
+    message += fmt::format("; {} had been written by then, and is whole", fmt::join(published, ", "));
   complain(shown(message));
   if (json) {
     put(as_json(code, message));
@@ -84,7 +86,8 @@ int report_current(bool json) {
 std::string exit_status_table() {
   std::map<int, std::string> rows = {{0, "done; verify: all is well; diff: no difference"},
                                      {kDifferent, "verify: something is wrong; diff: something differs"}};
-  for (const Code code : kAll) rows[base::exit_code(code)] = fmt::format("{}: {}", base::code_name(code), meaning(code));
+  for (const Code code : kAll)
+    rows[base::exit_code(code)] = fmt::format("{}: {}", base::code_name(code), meaning(code));
   std::string table;
   for (const auto& [status, text] : rows) table += fmt::format("  {:>2}  {}\n", status, text);
   return table +

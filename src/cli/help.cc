@@ -68,7 +68,8 @@ std::string Help::make_option_desc(const CLI::Option* option) const {
 
 std::string Help::make_subcommand(const CLI::App* verb) const {
   std::stringstream out;
-  CLI::detail::format_help(out, verb->get_name(), wrapped(verb->get_description(), kColumns - get_column_width()), get_column_width());
+  CLI::detail::format_help(out, verb->get_name(), wrapped(verb->get_description(), kColumns - get_column_width()),
+                           get_column_width());
   return out.str();
 }
 
@@ -77,7 +78,8 @@ std::vector<const CLI::App*> verbs_of(const CLI::App& app) {
 }
 
 std::vector<const CLI::Option*> options_of(const CLI::App& verb) {
-  return verb.get_options([](const CLI::Option* option) { return !option->get_positional() && !option->get_lnames().empty(); });
+  return verb.get_options(
+      [](const CLI::Option* option) { return !option->get_positional() && !option->get_lnames().empty(); });
 }
 
 std::vector<const CLI::Option*> positionals_of(const CLI::App& verb) {

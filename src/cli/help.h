@@ -7,7 +7,8 @@
 
 namespace shardow::cli {
 
-/// CLI11's help, wrapped at 100 columns, with an option's values as its option_text() spells them: "N", "bash|zsh|fish", "[=check|write]".
+/// CLI11's help, wrapped at 100 columns, with an option's values as its option_text() spells them: "N",
+/// "bash|zsh|fish", "[=check|write]".
 class Help : public CLI::Formatter {
  public:
   Help() { column_width(26); }

@@ -44,22 +44,26 @@ std::optional<average::State> state_in(const std::map<std::string, std::string>&
   }
 }
 
-/// Our versions say so in each file; the first ones are known by the keys of their metadata. Others' tools say "format" at most.
+/// Our versions say so in each file; the first ones are known by the keys of their metadata. Others' tools say "format"
+/// at most.
 std::string writer_of(const Source& source) {
   std::set<std::string> versions;
   for (const auto& file : file::Inside::of(source.checkpoint).files) versions.insert(file.version);
   if (versions.size() == 1 && !versions.begin()->empty()) return "shardow " + *versions.begin();
   const auto& metadata = source.checkpoint.metadata();
-  const bool ours = std::any_of(metadata.begin(), metadata.end(), [](const auto& one) { return one.first.starts_with("shardow."); });
+  const bool ours =
+      std::any_of(metadata.begin(), metadata.end(), [](const auto& one) { return one.first.starts_with("shardow."); });
   const std::vector<std::string> names = source.checkpoint.names();
-  const bool sums = std::any_of(names.begin(), names.end(), [&](const auto& name) { return source.checkpoint.tensor(name).crc32; });
+  const bool sums =
+      std::any_of(names.begin(), names.end(), [&](const auto& name) { return source.checkpoint.tensor(name).crc32; });
   if (ours || sums) return versions.size() > 1 ? "several versions of shardow" : "shardow";
   return metadata.contains("format") ? "unknown, of format " + metadata.at("format") : "unknown";
 }
 
 void print_state(const average::State& state) {
   const auto& [counters, options] = state;
-  print("  EMA: step {}, {} updates, {} averages, seed {}", counters.step, counters.updates, dtype_name(options.dtype), options.seed);
+  print("  EMA: step {}, {} updates, {} averages, seed {}", counters.step, counters.updates, dtype_name(options.dtype),
+        options.seed);
   if (options.update_every > 1) print(", every {} steps", options.update_every);
   if (options.start_step > 0) print(", from step {}", options.start_step);
   put("\n");
@@ -70,7 +74,8 @@ void print_metadata(const Source& source, bool full) {
   constexpr size_t kMost = 100;
   for (const auto& [key, value] : source.checkpoint.metadata()) {
     const std::string text = full ? value : value.substr(0, kMost);
-    print("  {}: {}{}\n", shown(key), shown(text), text.size() < value.size() ? fmt::format("... ({} bytes)", value.size()) : "");
+    print("  {}: {}{}\n", shown(key), shown(text),
+          text.size() < value.size() ? fmt::format("... ({} bytes)", value.size()) : "");
   }
 }
 
@@ -82,16 +87,19 @@ void print_table(const std::vector<Row>& rows) {
   Row width{"NAME", "DTYPE", "SHAPE", "SIZE"};
   std::array<size_t, 3> widths = {4, 5, 5};
   for (const Row& row : rows)
-    widths = {std::max(widths[0], row.name.size()), std::max(widths[1], row.dtype.size()), std::max(widths[2], row.shape.size())};
+    widths = {std::max(widths[0], row.name.size()), std::max(widths[1], row.dtype.size()),
+              std::max(widths[2], row.shape.size())};
   const auto line = [&](const Row& row) {
-    return fmt::format("{:{}}  {:{}}  {:{}}  {:>10}", row.name, widths[0], row.dtype, widths[1], row.shape, widths[2], row.bytes);
+    return fmt::format("{:{}}  {:{}}  {:{}}  {:>10}", row.name, widths[0], row.dtype, widths[1], row.shape, widths[2],
+                       row.bytes);
   };
   print("{}\n", coloured(Colour::kBold, line(width)));
   for (const Row& row : rows) print("{}\n", line(row));
 }
 
 /// Names are paths of words with dots between them: each word once, with what lies below it.
-void print_tree(const Checkpoint& checkpoint, const std::vector<std::string>& names, size_t begin, size_t end, size_t depth, size_t from) {
+void print_tree(const Checkpoint& checkpoint, const std::vector<std::string>& names, size_t begin, size_t end,
+                size_t depth, size_t from) {
   while (begin < end) {
     const std::string& name = names[begin];
     const size_t dot = name.find('.', from);
@@ -106,8 +114,9 @@ void print_tree(const Checkpoint& checkpoint, const std::vector<std::string>& na
       Totals totals;
       for (size_t i = begin; i < next; ++i) totals.add(checkpoint.tensor(names[i]));
       const std::string word = shown(stem.substr(from, dot - from));
-      print("{:{}}{}  {}\n", "", 2 * depth, coloured(Colour::kBold, word),
-            coloured(Colour::kDim, fmt::format("{}, {}", counted(totals.tensors, "tensor"), shown_bytes(totals.bytes))));
+      print(
+          "{:{}}{}  {}\n", "", 2 * depth, coloured(Colour::kBold, word),
+          coloured(Colour::kDim, fmt::format("{}, {}", counted(totals.tensors, "tensor"), shown_bytes(totals.bytes))));
       print_tree(checkpoint, names, begin, next, depth + 1, dot + 1);
     }
     begin = next;
@@ -120,7 +129,8 @@ void print_text(const Source& source, const InspectOptions& options) {
   Totals totals;
   for (const std::string& name : names) totals.add(checkpoint.tensor(name));
   const std::filesystem::path path = std::filesystem::path(options.path) / source.label;
-  print("{}\n", coloured(Colour::kBold, shown((source.label.empty() ? std::filesystem::path(options.path) : path).string())));
+  print("{}\n",
+        coloured(Colour::kBold, shown((source.label.empty() ? std::filesystem::path(options.path) : path).string())));
   std::string dtypes;
   for (const auto& [dtype, count] : totals.dtypes) dtypes += fmt::format(", {} {}", count, dtype);
   print("  {}{}; {}, {}, {}\n", counted(totals.tensors, "tensor"), dtypes.empty() ? "" : " (" + dtypes.substr(2) + ")",
@@ -135,7 +145,8 @@ void print_text(const Source& source, const InspectOptions& options) {
     std::vector<Row> rows;
     for (const std::string& name : names) {
       const StoredTensor tensor = checkpoint.tensor(name);
-      rows.push_back({shown(name), std::string(dtype_name(tensor.dtype)), shown_shape(tensor.shape), shown_bytes(tensor.bytes)});
+      rows.push_back(
+          {shown(name), std::string(dtype_name(tensor.dtype)), shown_shape(tensor.shape), shown_bytes(tensor.bytes)});
     }
     print_table(rows);
   }
@@ -147,7 +158,12 @@ void add_tensors(Json& json, const Checkpoint& checkpoint) {
   for (const std::string& name : checkpoint.names()) {
     const StoredTensor tensor = checkpoint.tensor(name);
     json.begin_object().key("name").text(name).key("dtype").text(dtype_name(tensor.dtype));
-    json.key("shape").shape(tensor.shape).key("bytes").number(tensor.bytes).key("file").number(static_cast<int64_t>(tensor.file));
+    json.key("shape")
+        .shape(tensor.shape)
+        .key("bytes")
+        .number(tensor.bytes)
+        .key("file")
+        .number(static_cast<int64_t>(tensor.file));
     json.key("crc32");
     tensor.crc32 ? json.text(fmt::format("{:08x}", *tensor.crc32)) : json.null();
     json.end_object();
@@ -162,7 +178,13 @@ void add_state(Json& json, const Checkpoint& checkpoint) {
     json.null();
     return;
   }
-  json.begin_object().key("step").number(state->counters.step).key("updates").number(state->counters.updates).key("schedules").begin_list();
+  json.begin_object()
+      .key("step")
+      .number(state->counters.step)
+      .key("updates")
+      .number(state->counters.updates)
+      .key("schedules")
+      .begin_list();
   for (const Schedule& schedule : state->options.schedules) json.raw(schedule.to_json());
   json.end_list().end_object();
 }
@@ -204,15 +226,17 @@ int inspect(const InspectOptions& options) {
 void add_inspect(CLI::App& app, Action& chosen) {
   std::shared_ptr<InspectOptions> options;
   CLI::App& verb =
-      add_verb(app, chosen, "inspect", "Show what a checkpoint holds: names, dtypes, shapes, sizes, metadata, an EMA's schedules and step",
+      add_verb(app, chosen, "inspect",
+               "Show what a checkpoint holds: names, dtypes, shapes, sizes, metadata, an EMA's schedules and step",
                inspect, options);
   verb.add_option("PATH", options->path, "file or directory")->required();
   verb.add_flag("--tree", options->tree, "names as a tree, with the sizes of its branches, in place of a table");
   verb.add_flag("--full", options->full, "texts of the metadata in full");
   add_json(verb, options->json);
-  add_examples(verb, {{"What is in it", "shardow inspect run/ema.safetensors"},
-                      {"Where the bytes are", "shardow inspect --tree model | less"},
-                      {"The step of an EMA", "shardow inspect --json run/ema.safetensors | jq '.checkpoints[0].ema.step'"}});
+  add_examples(verb,
+               {{"What is in it", "shardow inspect run/ema.safetensors"},
+                {"Where the bytes are", "shardow inspect --tree model | less"},
+                {"The step of an EMA", "shardow inspect --json run/ema.safetensors | jq '.checkpoints[0].ema.step'"}});
 }
 
 }  // namespace shardow::cli

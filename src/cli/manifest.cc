@@ -59,7 +59,8 @@ bool split_line(std::string_view line, std::string_view& name, std::string_view&
     digest = line.substr(end + kBehind.size());
     return line.substr(end, kBehind.size()) == kBehind;
   }
-  if (line.size() < kDigits + 3 || line[kDigits] != ' ' || (line[kDigits + 1] != ' ' && line[kDigits + 1] != '*')) return false;
+  if (line.size() < kDigits + 3 || line[kDigits] != ' ' || (line[kDigits + 1] != ' ' && line[kDigits + 1] != '*'))
+    return false;
   name = line.substr(kDigits + 2);
   digest = line.substr(0, kDigits);
   return true;
@@ -91,7 +92,8 @@ fs::path manifest_of(const fs::path& path) {
   fs::path beside(path.native() + ".sha256");
   if (beside.filename().native().size() > kMostName) {
     base::fail(Code::kInvalidArgument,
-               "{}: behind this name there is no room for .sha256; give the directory, whose manifest is SHA256SUMS", path.string());
+               "{}: behind this name there is no room for .sha256; give the directory, whose manifest is SHA256SUMS",
+               path.string());
   }
   return beside;
 }
@@ -106,11 +108,14 @@ Digests parse_manifest(std::string_view text, std::string_view where) {
     if (line.empty() || line.starts_with('#')) continue;
     auto parsed = parse_line(line);
     if (!parsed)
-      base::fail(Code::kCorrupt, "{}: line {} is not a SHA-256 of 64 digits, two spaces and a name, nor 'SHA256 (name) = digits'", where,
-                 number);
+      base::fail(Code::kCorrupt,
+                 "{}: line {} is not a SHA-256 of 64 digits, two spaces and a name, nor 'SHA256 (name) = digits'",
+                 where, number);
     if (!is_below(parsed->first))
-      base::fail(Code::kCorrupt, "{}: line {}: '{}' is no name of a file beside it, or below", where, number, parsed->first);
-    if (!digests.emplace(std::move(*parsed)).second) base::fail(Code::kCorrupt, "{}: line {}: this file is there twice", where, number);
+      base::fail(Code::kCorrupt, "{}: line {}: '{}' is no name of a file beside it, or below", where, number,
+                 parsed->first);
+    if (!digests.emplace(std::move(*parsed)).second)
+      base::fail(Code::kCorrupt, "{}: line {}: this file is there twice", where, number);
   }
   return digests;
 }
@@ -119,7 +124,8 @@ Digests read_manifest(const fs::path& manifest) {
   const base::File file = base::File::open(manifest);
   const int64_t size = file.size();
   if (size > kMostManifestBytes)
-    base::fail(Code::kCorrupt, "{}: {} bytes are too many for a manifest; {} are the most", manifest.string(), size, kMostManifestBytes);
+    base::fail(Code::kCorrupt, "{}: {} bytes are too many for a manifest; {} are the most", manifest.string(), size,
+               kMostManifestBytes);
   std::string text(static_cast<size_t>(size), '\0');
   file.read(std::as_writable_bytes(std::span(text)), 0);
   return parse_manifest(text, manifest.string());

@@ -1,13 +1,14 @@
-// Manifests: SHA-256 of whole files, in the format of sha256sum, beside the files. `sha256sum -c` checks them, and what it wrote is checked
-// here.
+// Manifests: SHA-256 of whole files, in the format of sha256sum, beside the files. `sha256sum -c` checks them, and what
+// it wrote is checked here.
 //
 //   file      = line*
 //   line      = ["\"] (digest " " (" " | "*") name | "SHA256 (" name ") = " digest) "\n"
-//                                                          a backslash in front: in the name \n, \r and \\ stand for what they mean
+//                                                          a backslash in front: in the name \n, \r and \\ stand for
+//                                                          what they mean
 //   digest    = 64 hexadecimal digits
 //
-// Of a file x.safetensors it is x.safetensors.sha256 beside it, of a directory SHA256SUMS in it. Names ascend; they are of files beside it,
-// or below: sub/x; what is not, such as ../x, is refused. The first form is written, both are read.
+// Of a file x.safetensors it is x.safetensors.sha256 beside it, of a directory SHA256SUMS in it. Names ascend; they are
+// of files beside it, or below: sub/x; what is not, such as ../x, is refused. The first form is written, both are read.
 #pragma once
 
 #include <filesystem>
@@ -16,7 +17,8 @@
 
 namespace shardow::cli {
 
-using Digests = std::map<std::string, std::string>;  ///< file, from the manifest's folder -> 64 lower-case hexadecimal digits
+using Digests =
+    std::map<std::string, std::string>;  ///< file, from the manifest's folder -> 64 lower-case hexadecimal digits
 
 inline constexpr int64_t kMostManifestBytes = 16 << 20;
 

@@ -18,7 +18,8 @@ TEST(Sha256, IsTheStandards) {  // FIPS 180-4's examples
 }
 
 TEST(Manifest, IsReadAsItWasWritten) {
-  const Digests digests = {{"plain", kSome}, {"two words", kOther}, {"new\nline", kSome}, {"back\\slash\r", kOther}, {" *x", kSome}};
+  const Digests digests = {
+      {"plain", kSome}, {"two words", kOther}, {"new\nline", kSome}, {"back\\slash\r", kOther}, {" *x", kSome}};
   EXPECT_EQ(parse_manifest(to_text(digests), "m"), digests);
   EXPECT_EQ(to_text({{"a\nb", kSome}}), "\\" + kSome + "  a\\nb\n");
 }
@@ -29,8 +30,10 @@ TEST(Manifest, TakesWhatSha256sumWrites) {
 }
 
 TEST(Manifest, TakesTagsAndFilesBelow) {
-  EXPECT_EQ(parse_manifest("SHA256 (a (1) = b) = " + kSome + "\n\\SHA256 (x\\ny) = " + kOther + "\n" + kSome + "  sub/deep/x", "m"),
-            (Digests{{"a (1) = b", kSome}, {"x\ny", kOther}, {"sub/deep/x", kSome}}));
+  EXPECT_EQ(
+      parse_manifest("SHA256 (a (1) = b) = " + kSome + "\n\\SHA256 (x\\ny) = " + kOther + "\n" + kSome + "  sub/deep/x",
+                     "m"),
+      (Digests{{"a (1) = b", kSome}, {"x\ny", kOther}, {"sub/deep/x", kSome}}));
 }
 
 TEST(Manifest, RefusesAllElse) {

@@ -21,16 +21,20 @@ void convert(const std::byte* from, double* to, int64_t count) noexcept {
   }
 }
 
-/// A float of 8 bits: `mantissa` bits at its end, exponents with this bias; `finite` and `fnuz` are the ways in which it has no infinity.
+/// A float of 8 bits: `mantissa` bits at its end, exponents with this bias; `finite` and `fnuz` are the ways in which
+/// it has no infinity.
 double small_float(unsigned bits, int mantissa, int bias, bool ieee, bool fnuz) {
-  const unsigned magnitude = bits & 0x7f, exponent = magnitude >> mantissa, fraction = magnitude & ((1u << mantissa) - 1);
+  const unsigned magnitude = bits & 0x7f, exponent = magnitude >> mantissa,
+                 fraction = magnitude & ((1u << mantissa) - 1);
   const unsigned top = 0x7fu >> mantissa;
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   if (fnuz && bits == 0x80) return kNan;
-  if (ieee && exponent == top) return fraction != 0 ? kNan : (bits & 0x80 ? -1 : 1) * std::numeric_limits<double>::infinity();
+  if (ieee && exponent == top)
+    return fraction != 0 ? kNan : (bits & 0x80 ? -1 : 1) * std::numeric_limits<double>::infinity();
   if (!ieee && !fnuz && magnitude == 0x7f) return kNan;
-  const double value = exponent == 0 ? std::ldexp(fraction, 1 - bias - mantissa)
-                                     : std::ldexp((1u << mantissa) + fraction, static_cast<int>(exponent) - bias - mantissa);
+  const double value = exponent == 0
+                           ? std::ldexp(fraction, 1 - bias - mantissa)
+                           : std::ldexp((1u << mantissa) + fraction, static_cast<int>(exponent) - bias - mantissa);
   return (bits & 0x80) != 0 ? -value : value;
 }
 
@@ -48,7 +52,8 @@ const Table& table_for(DType dtype) {
   static const Table e4m3 = table_of([](unsigned i) { return small_float(i, 3, 7, false, false); });
   static const Table e5m2fnuz = table_of([](unsigned i) { return small_float(i, 2, 16, false, true); });
   static const Table e4m3fnuz = table_of([](unsigned i) { return small_float(i, 3, 8, false, true); });
-  static const Table e8m0 = table_of([](unsigned i) { return i == 255 ? std::nan("") : std::ldexp(1.0, static_cast<int>(i) - 127); });
+  static const Table e8m0 =
+      table_of([](unsigned i) { return i == 255 ? std::nan("") : std::ldexp(1.0, static_cast<int>(i) - 127); });
   switch (dtype) {
     case DType::kF8E5M2: return e5m2;
     case DType::kF8E4M3: return e4m3;

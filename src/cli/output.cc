@@ -20,7 +20,9 @@ const std::vector<std::pair<std::string, double>> kUnits = {
 
 /// What elsewhere means standard output.
 std::string no_stream(const std::string& path) {
-  return path == "-" ? "'-': a checkpoint is no stream, and does not go to standard output; for a directory with that name give ./-" : "";
+  return path == "-" ? "'-': a checkpoint is no stream, and does not go to standard output; for a directory with that "
+                       "name give ./-"
+                     : "";
 }
 
 }  // namespace
@@ -51,8 +53,8 @@ int64_t OutputOptions::shard_bytes() const {
   if (!max_shard_size) return 0;
   const int64_t bytes = parse_size(*max_shard_size);
   if (std::filesystem::path(path).extension() == ".safetensors") {
-    base::fail(Code::kInvalidArgument, "--max-shard-size goes with a directory, and {} is the name of one file; leave .safetensors out",
-               path);
+    base::fail(Code::kInvalidArgument,
+               "--max-shard-size goes with a directory, and {} is the name of one file; leave .safetensors out", path);
   }
   return bytes;
 }
@@ -62,17 +64,19 @@ std::vector<CLI::Option*> add_output(CLI::App& verb, OutputOptions& options, boo
   names.reserve(std::size(kDTypes));
   for (const auto& [name, value] : kDTypes) names.push_back(name);
   std::vector<CLI::Option*> added;
-  added.push_back(verb.add_option("-o,--output", options.path,
-                                  "what to write: a file if it ends in .safetensors, else a directory; it replaces what is there")
-                      ->required(required)
-                      ->check(no_stream, "")
-                      ->option_text("OUT"));
+  added.push_back(
+      verb.add_option("-o,--output", options.path,
+                      "what to write: a file if it ends in .safetensors, else a directory; it replaces what is there")
+          ->required(required)
+          ->check(no_stream, "")
+          ->option_text("OUT"));
   added.push_back(verb.add_option("--dtype", options.dtype, "of floating tensors; others stay as they are")
                       ->check(CLI::IsMember(names))
                       ->option_text(CLI::detail::join(names, "|")));
-  added.push_back(verb.add_option("--max-shard-size", options.max_shard_size,
-                                  "files of a directory are as large at most, like 5GB or 500MiB; a tensor is never cut")
-                      ->option_text("SIZE"));
+  added.push_back(
+      verb.add_option("--max-shard-size", options.max_shard_size,
+                      "files of a directory are as large at most, like 5GB or 500MiB; a tensor is never cut")
+          ->option_text("SIZE"));
   add_json(verb, options.json);
   return added;
 }

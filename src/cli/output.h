@@ -28,7 +28,8 @@ std::vector<CLI::Option*> add_output(CLI::App& verb, OutputOptions& options, boo
 /// "5GB", "500 MiB", "12345": bytes. Throws kInvalidArgument.
 int64_t parse_size(const std::string& text);
 
-/// For SaveOptions and MergeOptions: shows how far it is, and lets Ctrl-C end the save, which then leaves nothing behind.
+/// For SaveOptions and MergeOptions: shows how far it is, and lets Ctrl-C end the save, which then leaves nothing
+/// behind.
 ProgressFn watched(const std::string& what);
 
 /// Metadata of all files of a checkpoint, those of the first first, without what a save writes itself.

@@ -39,19 +39,23 @@ void add_options(std::string& page, const CLI::App& verb) {
 
 std::string markdown_page(const CLI::App& app) {
   std::string page = fmt::format(
-      "# The command `shardow`\n\nThis page is what `--help` says, by `shardow manual markdown`; a test keeps them equal. `man shardow` "
+      "# The command `shardow`\n\nThis page is what `--help` says, by `shardow manual markdown`; a test keeps them "
+      "equal. `man shardow` "
       "says the same.\n\n"
-      "Completion: `source <(shardow completion bash)` in `~/.bashrc`, `source <(shardow completion zsh)` in `~/.zshrc` after `compinit`,\n"
+      "Completion: `source <(shardow completion bash)` in `~/.bashrc`, `source <(shardow completion zsh)` in "
+      "`~/.zshrc` after `compinit`,\n"
       "`shardow completion fish | source` in `~/.config/fish/config.fish`.\n\n```\n{}```\n",
       help_of(app));
-  for (const CLI::App* verb : verbs_of(app)) page += fmt::format("\n## shardow {}\n\n```\n{}```\n", verb->get_name(), help_of(*verb));
+  for (const CLI::App* verb : verbs_of(app))
+    page += fmt::format("\n## shardow {}\n\n```\n{}```\n", verb->get_name(), help_of(*verb));
   return page;
 }
 
 std::string man_page(const CLI::App& app) {
-  std::string page =
-      fmt::format(".TH SHARDOW 1 \"\" \"shardow {}\"\n.SH NAME\nshardow \\- {}\n.SH SYNOPSIS\n.B shardow\nVERB ...\n.SH DESCRIPTION\n{}\n",
-                  SHARDOW_VERSION, troff(app.get_description()), troff(app.get_description()));
+  std::string page = fmt::format(
+      ".TH SHARDOW 1 \"\" \"shardow {}\"\n.SH NAME\nshardow \\- {}\n.SH SYNOPSIS\n.B shardow\nVERB ...\n.SH "
+      "DESCRIPTION\n{}\n",
+      SHARDOW_VERSION, troff(app.get_description()), troff(app.get_description()));
   page += ".SH VERBS\n";
   for (const CLI::App* verb : verbs_of(app)) {
     page += fmt::format(".SS shardow {}\n{}\n", verb->get_name(), troff(verb->get_description()));

@@ -25,7 +25,8 @@ struct PosthocOptions {
 /// A picture's format is its name's, as everywhere; of what is there and no file, a pipe or a device, nothing is asked.
 void check_picture(const std::filesystem::path& path) {
   const auto found = base::look_at(path);
-  if (path.extension() == ".svg" || (found && !found->regular() && !found->directory()) || is_standard_output(path)) return;
+  if (path.extension() == ".svg" || (found && !found->regular() && !found->directory()) || is_standard_output(path))
+    return;
   base::fail(Code::kInvalidArgument, "--sweep {}: the picture is SVG; give it a name that ends in .svg", path.string());
 }
 
@@ -33,14 +34,16 @@ int sweep(const PosthocOptions& options) {
   check_picture(options.sweep);
   const posthoc::Sweep found = posthoc::sweep(options.directory, options.step, {}, check_interrupted);
   const bool piped = is_standard_output(options.sweep);
-  if (piped && options.output.json) base::fail(Code::kInvalidArgument, "--sweep and --json would both write to standard output");
+  if (piped && options.output.json)
+    base::fail(Code::kInvalidArgument, "--sweep and --json would both write to standard output");
   write_text(options.sweep, posthoc::svg(found));
   if (piped) return 0;
   note_written(options.sweep);
   if (!options.output.json) {
-    const auto best =
-        std::min_element(found.points.begin(), found.points.end(), [](const auto& a, const auto& b) { return a.residual < b.residual; });
-    print("{}: the error to expect at step {} of {}", shown(options.sweep), found.step, counted(found.snapshots, "snapshot"));
+    const auto best = std::min_element(found.points.begin(), found.points.end(),
+                                       [](const auto& a, const auto& b) { return a.residual < b.residual; });
+    print("{}: the error to expect at step {} of {}", shown(options.sweep), found.step,
+          counted(found.snapshots, "snapshot"));
     if (best != found.points.end()) print("; least at sigma_rel {:.3g}, {:.2e}", best->sigma_rel, best->residual);
     put("\n");
     return 0;
@@ -76,7 +79,12 @@ void print_plan(const posthoc::Plan& plan, const MergeReport& report, const Outp
 void print_json(const posthoc::Plan& plan, const MergeReport& report) {
   Json json;
   json.begin_object().key("target").raw(plan.target.to_json()).key("step").number(plan.step);
-  json.key("residual").number(plan.residual).key("variation").number(plan.variation).key("rounding").number(plan.rounding);
+  json.key("residual")
+      .number(plan.residual)
+      .key("variation")
+      .number(plan.variation)
+      .key("rounding")
+      .number(plan.rounding);
   json.key("least").number(plan.least);
   json.key("terms").begin_list();
   for (const posthoc::Term& term : plan.terms) {
@@ -94,7 +102,8 @@ void print_json(const posthoc::Plan& plan, const MergeReport& report) {
 int synthesize(const PosthocOptions& options) {
   posthoc::check_output(options.directory, options.output.path);
   const posthoc::Plan plan =
-      posthoc::plan(options.directory, {.target = Schedule::power(*options.sigma_rel), .step = options.step, .poll = check_interrupted});
+      posthoc::plan(options.directory,
+                    {.target = Schedule::power(*options.sigma_rel), .step = options.step, .poll = check_interrupted});
   MergeOptions merge_options;
   merge_options.dtype = options.output.file_dtype();
   merge_options.max_shard_size = options.output.shard_bytes();
@@ -110,8 +119,9 @@ int synthesize(const PosthocOptions& options) {
 int posthoc_verb(const PosthocOptions& options) {
   const bool writes = options.sigma_rel.has_value() && !options.output.path.empty();
   if (options.sweep.empty() && !writes)
-    base::fail(Code::kInvalidArgument,
-               "give --sigma-rel and -o for an average, or --sweep for a picture of the errors; see shardow posthoc --help");
+    base::fail(
+        Code::kInvalidArgument,
+        "give --sigma-rel and -o for an average, or --sweep for a picture of the errors; see shardow posthoc --help");
   return writes ? synthesize(options) : sweep(options);
 }
 
@@ -119,24 +129,27 @@ int posthoc_verb(const PosthocOptions& options) {
 
 void add_posthoc(CLI::App& app, Action& chosen) {
   std::shared_ptr<PosthocOptions> options;
-  CLI::App& verb =
-      add_verb(app, chosen, "posthoc",
-               "Make the average with a power profile that was not tracked, from snapshots of those that were; say how near it comes",
-               posthoc_verb, options);
-  verb.add_option("DIR", options->directory, "where EMA.snapshot() wrote, or the directory of whole checkpoints")->required();
-  CLI::Option* const sigma =
-      verb.add_option("--sigma-rel", options->sigma_rel, "width of the profile, in parts of the training's length: at most 0.28")
-          ->option_text("S");
+  CLI::App& verb = add_verb(app, chosen, "posthoc",
+                            "Make the average with a power profile that was not tracked, from snapshots of those that "
+                            "were; say how near it comes",
+                            posthoc_verb, options);
+  verb.add_option("DIR", options->directory, "where EMA.snapshot() wrote, or the directory of whole checkpoints")
+      ->required();
+  CLI::Option* const sigma = verb.add_option("--sigma-rel", options->sigma_rel,
+                                             "width of the profile, in parts of the training's length: at most 0.28")
+                                 ->option_text("S");
   verb.add_option("--step", options->step, "the average at this step; by default at the last snapshot")
       ->transform([](const std::string& step) {
         const size_t first = step.find_first_not_of('0');
         return first == std::string::npos || first == 0 ? step : step.substr(first);
       })
-      ->option_text("N");  // in base ten: CLI11 takes zeros before it, which names of snapshots have, for a sign of base eight
+      ->option_text(
+          "N");  // in base ten: CLI11 takes zeros before it, which names of snapshots have, for a sign of base eight
   std::vector<CLI::Option*> others = add_output(verb, options->output, false);
   others.push_back(sigma);
   CLI::Option* const picture =
-      verb.add_option("--sweep", options->sweep, "instead, a picture (.svg) of the error to expect over the width; reads headers alone")
+      verb.add_option("--sweep", options->sweep,
+                      "instead, a picture (.svg) of the error to expect over the width; reads headers alone")
           ->option_text("PICTURE");
   for (CLI::Option* other : others) picture->excludes(other);
   add_threads(verb, options->threads);

@@ -14,7 +14,8 @@ bool split(std::string_view pattern, std::string& before, std::string& after, st
   before = pattern.substr(0, star);
   if (star == std::string_view::npos) return false;
   after = pattern.substr(star + 1);
-  if (after.find('*') != std::string::npos) base::fail(Code::kInvalidArgument, "rename '{}': one * on a side is the most", rule);
+  if (after.find('*') != std::string::npos)
+    base::fail(Code::kInvalidArgument, "rename '{}': one * on a side is the most", rule);
   return true;
 }
 
@@ -23,7 +24,8 @@ bool split(std::string_view pattern, std::string& before, std::string& after, st
 Renames::Renames(const std::vector<std::string>& rules) {
   for (const std::string& text : rules) {
     const size_t equals = text.find('=');
-    if (equals == std::string::npos || equals == 0) base::fail(Code::kInvalidArgument, "rename '{}' is not of the form FROM=TO", text);
+    if (equals == std::string::npos || equals == 0)
+      base::fail(Code::kInvalidArgument, "rename '{}' is not of the form FROM=TO", text);
     Rule rule;
     rule.text = text;
     rule.has_star = split(std::string_view(text).substr(0, equals), rule.before, rule.after, text);
@@ -53,10 +55,12 @@ std::map<std::string, std::string> Renames::apply(const std::vector<std::string>
     const std::string renamed = rule == rules_.end() ? name : rule->renamed(name);
     const auto [there, added] = old_names.emplace(renamed, name);
     if (!added)
-      base::fail(Code::kInvalidArgument, "'{}' and '{}' would both be called '{}'", shown(there->second), shown(name), shown(renamed));
+      base::fail(Code::kInvalidArgument, "'{}' and '{}' would both be called '{}'", shown(there->second), shown(name),
+                 shown(renamed));
   }
   for (size_t i = 0; i < rules_.size(); ++i) {
-    if (!used[i]) base::fail(Code::kInvalidArgument, "rename '{}' fits no tensor that an earlier rule has left", rules_[i].text);
+    if (!used[i])
+      base::fail(Code::kInvalidArgument, "rename '{}' fits no tensor that an earlier rule has left", rules_[i].text);
   }
   return old_names;
 }

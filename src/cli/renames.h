@@ -8,13 +8,14 @@
 
 namespace shardow::cli {
 
-/// A rule is a name, or a pattern with one "*" that stands for any text, in FROM and in TO. The first rule that fits a name is applied,
-/// once.
+/// A rule is a name, or a pattern with one "*" that stands for any text, in FROM and in TO. The first rule that fits a
+/// name is applied, once.
 class Renames {
  public:
   explicit Renames(const std::vector<std::string>& rules);  ///< throws kInvalidArgument for what is no rule
 
-  /// Old name by new name. Throws kInvalidArgument where two tensors would have one name, and for a rule that fits none.
+  /// Old name by new name. Throws kInvalidArgument where two tensors would have one name, and for a rule that fits
+  /// none.
   std::map<std::string, std::string> apply(const std::vector<std::string>& names) const;
 
  private:

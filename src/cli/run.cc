@@ -12,7 +12,8 @@
 namespace shardow::cli {
 namespace {
 
-/// Of what CLI11 has to say, `first` being the first word: help and the version are no errors, all else is a wrong call.
+/// Of what CLI11 has to say, `first` being the first word: help and the version are no errors, all else is a wrong
+/// call.
 int answer(const CLI::App& app, const CLI::ParseError& error, std::string_view first) {
   const CLI::App* verb = &app;
   while (!verb->get_subcommands().empty()) verb = verb->get_subcommands().front();

@@ -1,4 +1,5 @@
-// libcrypto's own functions rather than its EVP layer: statically linked, that one would bring all of the library's providers, 5 MB.
+// libcrypto's own functions rather than its EVP layer: statically linked, that one would bring all of the library's
+// providers, 5 MB.
 #define OPENSSL_API_COMPAT 10100  // they are deprecated from 3.0 on
 #include "cli/sha256.h"
 

@@ -27,7 +27,8 @@ std::string first_line(const std::string& text) {
 /// Behind a colon or in brackets, zsh reads on.
 std::string zsh_text(const std::string& text) {
   std::string out;
-  for (const char c : first_line(text)) out += c == ':' || c == '[' || c == ']' ? std::string("\\") + c : std::string(1, c);
+  for (const char c : first_line(text))
+    out += c == ':' || c == '[' || c == ']' ? std::string("\\") + c : std::string(1, c);
   return out;
 }
 
@@ -41,14 +42,16 @@ std::string verb_names(const CLI::App& app) {
 
 std::string bash_completion(const CLI::App& app) {
   std::string out = "_shardow() {\n  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=\n";
-  out += fmt::format("  if [ \"$COMP_CWORD\" -eq 1 ]; then COMPREPLY=($(compgen -W '{} --help --version' -- \"$word\")); return; fi\n",
-                     verb_names(app));
+  out += fmt::format(
+      "  if [ \"$COMP_CWORD\" -eq 1 ]; then COMPREPLY=($(compgen -W '{} --help --version' -- \"$word\")); return; fi\n",
+      verb_names(app));
   out += "  case \"${COMP_WORDS[1]} $before\" in\n";
   for (const CLI::App* verb : verbs_of(app)) {
     for (const CLI::Option* option : options_of(*verb)) {
       for (const std::string& name : words_of(*option)) {
         if (!choices_of(*option).empty())
-          out += fmt::format("    '{} {}') words='{}' ;;\n", verb->get_name(), name, fmt::join(choices_of(*option), " "));
+          out +=
+              fmt::format("    '{} {}') words='{}' ;;\n", verb->get_name(), name, fmt::join(choices_of(*option), " "));
       }
     }
   }
@@ -64,7 +67,9 @@ std::string bash_completion(const CLI::App& app) {
     }
     out += "; fi ;;\n";
   }
-  return out + "    esac ;;\n  esac\n  COMPREPLY=($(compgen -W \"$words\" -- \"$word\"))\n}\ncomplete -o default -F _shardow shardow\n";
+  return out +
+         "    esac ;;\n  esac\n  COMPREPLY=($(compgen -W \"$words\" -- \"$word\"))\n}\ncomplete -o default -F _shardow "
+         "shardow\n";
 }
 
 std::string zsh_completion(const CLI::App& app) {
@@ -72,22 +77,26 @@ std::string zsh_completion(const CLI::App& app) {
   for (const CLI::App* verb : verbs_of(app))
     out += fmt::format("    {}\n", quoted(verb->get_name() + ":" + zsh_text(verb->get_description())));
   out +=
-      "  )\n  if (( CURRENT == 2 )); then _describe verb verbs; return; fi\n  local verb=$words[2]\n  shift words; (( CURRENT-- ))\n  case "
+      "  )\n  if (( CURRENT == 2 )); then _describe verb verbs; return; fi\n  local verb=$words[2]\n  shift words; (( "
+      "CURRENT-- ))\n  case "
       "$verb in\n";
   for (const CLI::App* verb : verbs_of(app)) {
     out += fmt::format("    {}) _arguments -s", verb->get_name());
     for (const CLI::Option* option : options_of(*verb)) {
       const auto choices = choices_of(*option);
       std::string value;
-      if (takes_value(*option)) value = choices.empty() ? ":value:_files" : fmt::format(":value:({})", fmt::join(choices, " "));
+      if (takes_value(*option))
+        value = choices.empty() ? ":value:_files" : fmt::format(":value:({})", fmt::join(choices, " "));
       for (const std::string& name : words_of(*option))
         out += " \\\n      " + quoted(fmt::format("*{}[{}]{}", name, zsh_text(option->get_description()), value));
     }
     const auto positionals = positionals_of(*verb);
     const auto choices = positionals.empty() ? std::vector<std::string>() : choices_of(*positionals[0]);
-    out += " \\\n      " + quoted(choices.empty() ? "*:file:_files" : fmt::format("1:choice:({})", fmt::join(choices, " "))) + " ;;\n";
+    out += " \\\n      " +
+           quoted(choices.empty() ? "*:file:_files" : fmt::format("1:choice:({})", fmt::join(choices, " "))) + " ;;\n";
   }
-  return out + "  esac\n}\nif [ \"$funcstack[1]\" = _shardow ]; then _shardow \"$@\"; else compdef _shardow shardow; fi\n";
+  return out +
+         "  esac\n}\nif [ \"$funcstack[1]\" = _shardow ]; then _shardow \"$@\"; else compdef _shardow shardow; fi\n";
 }
 
 std::string fish_completion(const CLI::App& app) {
@@ -95,7 +104,8 @@ std::string fish_completion(const CLI::App& app) {
   for (const CLI::App* verb : verbs_of(app)) {
     out += fmt::format("complete -c shardow -n __fish_use_subcommand -f -a {} -d {}\n", verb->get_name(),
                        quoted(first_line(verb->get_description())));
-    const std::string condition = fmt::format("complete -c shardow -n '__fish_seen_subcommand_from {}'", verb->get_name());
+    const std::string condition =
+        fmt::format("complete -c shardow -n '__fish_seen_subcommand_from {}'", verb->get_name());
     for (const CLI::Option* option : options_of(*verb)) {
       out += condition;
       for (const std::string& name : option->get_snames()) out += " -s " + name;
@@ -105,7 +115,8 @@ std::string fish_completion(const CLI::App& app) {
       out += fmt::format(" -d {}\n", quoted(first_line(option->get_description())));
     }
     for (const CLI::Option* option : positionals_of(*verb)) {
-      if (!choices_of(*option).empty()) out += fmt::format("{} -f -a '{}'\n", condition, fmt::join(choices_of(*option), " "));
+      if (!choices_of(*option).empty())
+        out += fmt::format("{} -f -a '{}'\n", condition, fmt::join(choices_of(*option), " "));
     }
   }
   return out;

@@ -30,13 +30,14 @@ std::set<std::string> file_names(const Checkpoint& checkpoint) {
   }
   const std::string_view begins(first.data(), first.size());
   constexpr std::string_view kLegacy = "\x80\x02\x8a\x0al\xfc\x9c\x46";
-  const bool zip = begins.starts_with("PK\x03\x04") && begins.substr(4) != std::string_view("\0\0\0\0", 4);  // else the length of a header
+  const bool zip = begins.starts_with("PK\x03\x04") &&
+                   begins.substr(4) != std::string_view("\0\0\0\0", 4);  // else the length of a header
   if (!zip && begins != kLegacy) throw error;
-  base::fail(
-      Code::kUnsupported,
-      "{} is {}, as torch.save() writes, and no safetensors file; shardow.merge() in Python reads it, and 'shardow verify --manifest' "
-      "checks it by SHA-256",
-      path.string(), zip ? "a ZIP archive" : "a pickle");
+  base::fail(Code::kUnsupported,
+             "{} is {}, as torch.save() writes, and no safetensors file; shardow.merge() in Python reads it, and "
+             "'shardow verify --manifest' "
+             "checks it by SHA-256",
+             path.string(), zip ? "a ZIP archive" : "a pickle");
 }
 
 [[noreturn]] void find_nothing(const fs::path& path) {
@@ -98,8 +99,8 @@ Checkpoint open_one(const fs::path& path) {
   const std::vector<std::string> names = safetensors_in(stands);
   if (names.empty()) find_nothing(path);
   if (names.size() > 1)
-    base::fail(Code::kInvalidArgument, "{} is no model but has {} files, {}; name one of them", path.string(), names.size(),
-               fmt::join(names, ", "));
+    base::fail(Code::kInvalidArgument, "{} is no model but has {} files, {}; name one of them", path.string(),
+               names.size(), fmt::join(names, ", "));
   return Checkpoint::open(stands / names[0]);
 }
 

@@ -9,8 +9,8 @@
 
 namespace shardow::cli {
 
-/// Files that belong together. Of a directory several may lie side by side: a model in the Hugging Face layout, an EMA's files, one for
-/// each decay, an optimizer's states.
+/// Files that belong together. Of a directory several may lie side by side: a model in the Hugging Face layout, an
+/// EMA's files, one for each decay, an optimizer's states.
 struct Source {
   std::string label;  ///< "" for the file or the model itself, else the name of the file
   Checkpoint checkpoint;
@@ -19,7 +19,8 @@ struct Source {
 /// Checkpoint::open(), which says of files of other tools what they are: throws kUnsupported then.
 Checkpoint open_checkpoint(const std::filesystem::path& path);
 
-/// A file; or a directory: its model, where it has one, then its other .safetensors files by name. Never none: throws kNotFound.
+/// A file; or a directory: its model, where it has one, then its other .safetensors files by name. Never none: throws
+/// kNotFound.
 std::vector<Source> open_sources(const std::filesystem::path& path);
 
 /// The one that a verb works on: throws kInvalidArgument where a directory has several and no model, naming them.

@@ -12,7 +12,9 @@ constexpr int kScale = 600;  // of what is smaller or larger, in powers of two
 void Squares::add(double number) noexcept {
   const double size = std::fabs(number);
   double& sum = size < kSmallest ? small : size > kLargest ? large : middle;
-  const double scaled = size < kSmallest ? std::ldexp(size, kScale) : size > kLargest ? std::ldexp(size, -kScale) : size;
+  const double scaled = size < kSmallest  ? std::ldexp(size, kScale)
+                        : size > kLargest ? std::ldexp(size, -kScale)
+                                          : size;
   sum = std::fma(scaled, scaled, sum);
 }
 

@@ -3,8 +3,8 @@
 
 namespace shardow::cli {
 
-/// A sum of squares that neither overflows nor underflows: those of numbers below 2^-400 and above 2^400 are kept apart, scaled (J. L.
-/// Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, 1978).
+/// A sum of squares that neither overflows nor underflows: those of numbers below 2^-400 and above 2^400 are kept
+/// apart, scaled (J. L. Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, 1978).
 struct Squares {
   double small = 0, middle = 0, large = 0;  ///< small is times 2^1200, large times 2^-1200
 

@@ -116,8 +116,8 @@ void ProgressLine::tell(int64_t done, int64_t total) {
   if (seconds - std::max(last_, begin_ + 0.2) < 0.1) return;  // nothing for what is over at once
   last_ = seconds;
   const double speed = static_cast<double>(done) / (seconds - begin_);
-  const std::string line =
-      fmt::format("\r\x1b[K{}: {} of {}, {}/s", what_, shown_bytes(done), shown_bytes(total), shown_bytes(static_cast<int64_t>(speed)));
+  const std::string line = fmt::format("\r\x1b[K{}: {} of {}, {}/s", what_, shown_bytes(done), shown_bytes(total),
+                                       shown_bytes(static_cast<int64_t>(speed)));
   (void)!::write(STDERR_FILENO, line.data(), line.size());
 }
 

@@ -1,5 +1,5 @@
-// Standard output and standard error as good tools treat them: nothing is lost in silence, nothing but text goes into a pipe, and Ctrl-C
-// ends the work as if it had never begun.
+// Standard output and standard error as good tools treat them: nothing is lost in silence, nothing but text goes into a
+// pipe, and Ctrl-C ends the work as if it had never begun.
 //
 // For the main thread, but for check_interrupted().
 #pragma once
@@ -13,7 +13,8 @@
 
 namespace shardow::cli {
 
-/// Thrown where a signal asks the program to end, so that drafts of files are removed on the way out; main() then dies of the signal.
+/// Thrown where a signal asks the program to end, so that drafts of files are removed on the way out; main() then dies
+/// of the signal.
 struct Interrupted {
   int signal;
 };
@@ -21,8 +22,9 @@ struct Interrupted {
 /// Thrown where nobody reads standard output any more; main() then dies of SIGPIPE, as if it were not ignored.
 struct ClosedPipe {};
 
-/// Opens /dev/null in place of a standard stream that is closed, or a file that is written would get its number, and our text. Has
-/// SIGINT, SIGTERM and SIGHUP asked for by check_interrupted(), the second time they kill. What the parent ignores stays ignored.
+/// Opens /dev/null in place of a standard stream that is closed, or a file that is written would get its number, and
+/// our text. Has SIGINT, SIGTERM and SIGHUP asked for by check_interrupted(), the second time they kill. What the
+/// parent ignores stays ignored.
 void prepare_process();
 
 /// Throws Interrupted. Any thread.

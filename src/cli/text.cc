@@ -15,7 +15,8 @@ namespace {
 /// Controls, and the marks that make terminals write backwards.
 bool is_harmless(uint32_t code) {
   const bool control = code < 0x20 || (code >= 0x7f && code < 0xa0);
-  const bool direction = (code >= 0x202a && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069) || code == 0x2028 || code == 0x2029;
+  const bool direction =
+      (code >= 0x202a && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069) || code == 0x2028 || code == 0x2029;
   return !control && !direction;
 }
 

@@ -10,8 +10,8 @@
 
 namespace shardow::cli {
 
-/// What a terminal may be shown: control characters and bytes that are no UTF-8 become \x1b and the like. A name in a header could
-/// otherwise move the cursor, or look like several lines.
+/// What a terminal may be shown: control characters and bytes that are no UTF-8 become \x1b and the like. A name in a
+/// header could otherwise move the cursor, or look like several lines.
 std::string shown(std::string_view text);
 
 std::string shown_bytes(int64_t bytes);       ///< "1.50 GB", "812 B"
@@ -23,7 +23,8 @@ std::string counted(Count count, std::string_view what) {
   return std::to_string(count) + " " + std::string(what) + (count == 1 ? "" : "s");
 }
 
-/// A JSON document as it is written, front to back. What is no UTF-8 becomes U+FFFD; numbers that are not finite become null.
+/// A JSON document as it is written, front to back. What is no UTF-8 becomes U+FFFD; numbers that are not finite become
+/// null.
 class Json {
  public:
   Json& begin_object() { return open('{'); }

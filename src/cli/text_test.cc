@@ -29,7 +29,15 @@ TEST(Text, ShowsBytesInUnits) {
 
 TEST(Json, IsADocument) {
   Json json;
-  json.begin_object().key("a\"\n").text("\xff\xc3\xa9").key("list").begin_list().number(int64_t{-1}).number(0.1).null().end_list();
+  json.begin_object()
+      .key("a\"\n")
+      .text("\xff\xc3\xa9")
+      .key("list")
+      .begin_list()
+      .number(int64_t{-1})
+      .number(0.1)
+      .null()
+      .end_list();
   json.key("none")
       .begin_object()
       .end_object()
@@ -38,7 +46,8 @@ TEST(Json, IsADocument) {
       .key("yes")
       .boolean(true)
       .end_object();
-  EXPECT_EQ(json.document(), "{\"a\\\"\\u000a\":\"\\udcff\xc3\xa9\",\"list\":[-1,0.1,null],\"none\":{},\"inf\":null,\"yes\":true}");
+  EXPECT_EQ(json.document(),
+            "{\"a\\\"\\u000a\":\"\\udcff\xc3\xa9\",\"list\":[-1,0.1,null],\"none\":{},\"inf\":null,\"yes\":true}");
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Are these files what was written? Headers by every rule, indexes against files, tensors against their checksums, files against a
-// manifest.
+// Are these files what was written? Headers by every rule, indexes against files, tensors against their checksums,
+// files against a manifest.
 #include <algorithm>
 
 #include "base/errors.h"
@@ -85,7 +85,8 @@ void find_files(Asked& asked, bool hashed) {
   }
   if (has_model(stands)) asked.attempt([&] { Checkpoint::open(stands); });  // each tensor is where the index says
   const std::vector<std::string> names = safetensors_in(stands);
-  if (names.empty()) base::fail(Code::kNotFound, "{}: there is no .safetensors file in this directory", asked.path.string());
+  if (names.empty())
+    base::fail(Code::kNotFound, "{}: there is no .safetensors file in this directory", asked.path.string());
   for (const std::string& name : names) add_file(asked, stands / name, hashed);
 }
 
@@ -95,14 +96,16 @@ void plan_manifest(Asked& asked, const std::string& mode) {
   const auto found = base::look_at(asked.manifest);
   if (found && !found->regular()) {
     asked.files.clear();
-    base::fail(Code::kInvalidArgument, "{} is no regular file, and no manifest can stand there", asked.manifest.string());
+    base::fail(Code::kInvalidArgument, "{} is no regular file, and no manifest can stand there",
+               asked.manifest.string());
   }
   const bool is_there = found.has_value();
   asked.writes = mode == "write" || (mode == "auto" && !is_there);
   if (!asked.writes) asked.expected = read_manifest(asked.manifest);
   const fs::path folder = base::parent_of(asked.manifest);
   const auto has = [&](const std::string& name) {
-    return std::any_of(asked.files.begin(), asked.files.end(), [&](const FileCheck& file) { return file.name == name; });
+    return std::any_of(asked.files.begin(), asked.files.end(),
+                       [&](const FileCheck& file) { return file.name == name; });
   };
   std::vector<std::string> others;
   if (asked.expected) {
@@ -128,7 +131,8 @@ void compare_with_manifest(Asked& asked) {
     if (!asked.expected || file.digest.empty()) continue;
     const auto found = asked.expected->find(file.name);
     if (found != asked.expected->end() && found->second != file.digest)
-      file.problems.push_back(fmt::format("its SHA-256 is {}, {} says {}", file.digest, asked.manifest.string(), found->second));
+      file.problems.push_back(
+          fmt::format("its SHA-256 is {}, {} says {}", file.digest, asked.manifest.string(), found->second));
   }
 }
 
@@ -165,16 +169,19 @@ void print_text(const std::vector<Asked>& all) {
       if (!file.checkpoint && file.digest.empty() && file.problems.empty()) continue;  // nothing of it was checked
       const std::string path = shown(file.path.string());
       if (file.problems.empty()) print("{}: {} ({})\n", path, coloured(Colour::kGood, "OK"), what_was_checked(file));
-      for (const std::string& problem : file.problems) print("{}: {}: {}\n", path, coloured(Colour::kBad, "FAILED"), shown(problem));
+      for (const std::string& problem : file.problems)
+        print("{}: {}: {}\n", path, coloured(Colour::kBad, "FAILED"), shown(problem));
     }
     for (const std::string& problem : asked.problems)
       print("{}: {}: {}\n", shown(asked.path.string()), coloured(Colour::kBad, "FAILED"), shown(problem));
-    if (asked.writes && !asked.trouble) print("{}: {}\n", shown(asked.manifest.string()), asked.written ? "written" : "not written");
+    if (asked.writes && !asked.trouble)
+      print("{}: {}\n", shown(asked.manifest.string()), asked.written ? "written" : "not written");
   }
 }
 
 void print_json(const std::vector<Asked>& all, bool sound) {
-  const auto add_problems = [](Json& json, const std::vector<std::string>& problems, const std::optional<Error>& trouble) {
+  const auto add_problems = [](Json& json, const std::vector<std::string>& problems,
+                               const std::optional<Error>& trouble) {
     json.key("problems").begin_list();
     for (const std::string& problem : problems) json.text(problem);
     json.end_list().key("error");
@@ -182,7 +189,12 @@ void print_json(const std::vector<Asked>& all, bool sound) {
       json.null();
       return;
     }
-    json.begin_object().key("code").text(base::code_name(trouble->code())).key("message").text(trouble->what()).end_object();
+    json.begin_object()
+        .key("code")
+        .text(base::code_name(trouble->code()))
+        .key("message")
+        .text(trouble->what())
+        .end_object();
   };
   Json json;
   json.begin_object().key("ok").boolean(sound).key("paths").begin_list();
@@ -192,7 +204,8 @@ void print_json(const std::vector<Asked>& all, bool sound) {
     json.key("files").begin_list();
     for (const FileCheck& file : asked.files) {
       json.begin_object().key("path").text(file.path.string()).key("bytes").number(file.size);
-      json.key("tensors").number(static_cast<int64_t>(file.checkpoint ? file::Inside::of(*file.checkpoint).tensors.size() : 0));
+      json.key("tensors").number(
+          static_cast<int64_t>(file.checkpoint ? file::Inside::of(*file.checkpoint).tensors.size() : 0));
       json.key("checksums").number(file.sums ? file.sums->known() : int64_t{0}).key("sha256");
       file.digest.empty() ? json.null() : json.text(file.digest);
       add_problems(json, file.problems, file.trouble);
@@ -256,14 +269,16 @@ int verify(const VerifyOptions& options) {
 void add_verify(CLI::App& app, Action& chosen) {
   std::shared_ptr<VerifyOptions> options;
   CLI::App& verb =
-      add_verb(app, chosen, "verify", "Check files: headers by every rule, indexes, tensors by their checksums, whole files by a manifest",
+      add_verb(app, chosen, "verify",
+               "Check files: headers by every rule, indexes, tensors by their checksums, whole files by a manifest",
                verify, options);
   verb.add_option("PATH", options->paths, "files or directories")->required();
-  verb.add_flag(
-          "--manifest{auto}", options->manifest,
-          "whole files by SHA-256, also those of other tools, which have no checksums: against FILE.sha256, or SHA256SUMS in a directory. "
-          "Where there "
-          "is none it is written, if all else is well. --manifest=check: it must be there; --manifest=write: anew. sha256sum -c reads it")
+  verb.add_flag("--manifest{auto}", options->manifest,
+                "whole files by SHA-256, also those of other tools, which have no checksums: against FILE.sha256, or "
+                "SHA256SUMS in a directory. "
+                "Where there "
+                "is none it is written, if all else is well. --manifest=check: it must be there; --manifest=write: "
+                "anew. sha256sum -c reads it")
       ->check(CLI::IsMember({"auto", "check", "write"}))
       ->option_text("[=check|write]");
   add_threads(verb, options->threads);

@@ -1,5 +1,6 @@
-// As `cp` and `sort -o` treat what is there: a link leads to what is written, a FIFO or a device is written to, a file keeps its mode. A
-// regular file is replaced, so that a reader, or who finds it after a crash, has the old text or the new one.
+// As `cp` and `sort -o` treat what is there: a link leads to what is written, a FIFO or a device is written to, a file
+// keeps its mode. A regular file is replaced, so that a reader, or who finds it after a crash, has the old text or the
+// new one.
 #include "cli/whole_text.h"
 
 #include <fcntl.h>
@@ -47,7 +48,8 @@ void replace(const base::Path& path, std::string_view text, const std::optional<
   base::remove_file(draft);  // of a dead process with this number
   base::File file = base::File::create(draft);
   try {
-    if (found && ::chmod(draft.c_str(), found->status.st_mode & 0777) != 0) base::fail_io(errno, draft, "cannot have the mode of the file");
+    if (found && ::chmod(draft.c_str(), found->status.st_mode & 0777) != 0)
+      base::fail_io(errno, draft, "cannot have the mode of the file");
     file.write(std::as_bytes(std::span(text)), 0);
     file.sync();
     file.close();
@@ -64,7 +66,8 @@ void replace(const base::Path& path, std::string_view text, const std::optional<
 bool is_standard_output(const std::filesystem::path& path) {
   const auto found = base::look_at(path);
   struct stat ours {};
-  return found && !S_ISCHR(found->status.st_mode) && ::fstat(STDOUT_FILENO, &ours) == 0 && found->same(base::Found{ours});
+  return found && !S_ISCHR(found->status.st_mode) && ::fstat(STDOUT_FILENO, &ours) == 0 &&
+         found->same(base::Found{ours});
 }
 
 void write_text(const std::filesystem::path& path, std::string_view text) {

@@ -1,8 +1,9 @@
-// One decide(). A rank with nothing to tell sends nothing: no word means that its step went well and returned nothing. Who sums up looks at
-// everybody's statuses, and says in one answer for all:
+// One decide(). A rank with nothing to tell sends nothing: no word means that its step went well and returned nothing.
+// Who sums up looks at everybody's statuses, and says in one answer for all:
 //
 //   1. nobody threw: what their words come to
-//   2. somebody did: the error of the first rank whose error is its own; where all are about others (kTimeout, kPeerFailed), of the first
+//   2. somebody did: the error of the first rank whose error is its own; where all are about others (kTimeout,
+//   kPeerFailed), of the first
 //   3. a rank that threw keeps its exception, unless that is about others: then the verdict says more
 #include "comm/agree.h"
 
@@ -21,7 +22,8 @@ namespace {
 
 constexpr size_t kLongestMessage = 4096;  // a status is a fact, and travels to every rank
 constexpr int64_t kNothingThrown = -1;
-constexpr std::chrono::milliseconds kToTell{1000};  // that a rank has at least, when its step is done, to tell the others
+constexpr std::chrono::milliseconds kToTell{
+    1000};  // that a rank has at least, when its step is done, to tell the others
 
 /// Cut between characters of UTF-8.
 std::string shortened(std::string message) {
@@ -63,7 +65,8 @@ Outcome outcome_of(const std::function<std::string()>& fn) {
     return {out.bytes(), nullptr};
   } catch (const Error& error) {
     const bool about_others = is_about_others(error.code());
-    return {failure(error.code(), about_others, error.os_errno(), error.what()), std::current_exception(), about_others};
+    return {failure(error.code(), about_others, error.os_errno(), error.what()), std::current_exception(),
+            about_others};
   } catch (const std::exception& error) {
     return {failure(Code::kPeerFailed, false, 0, error.what()), std::current_exception()};
   } catch (...) {
@@ -91,7 +94,8 @@ std::pair<std::vector<std::string>, std::vector<Failed>> read(const std::vector<
     } else {
       const bool about_others = in.number() != 0;
       const auto error = static_cast<int>(in.number());
-      failed.push_back({static_cast<int>(returned.size() + failed.size()), static_cast<Code>(code), about_others, error, in.text()});
+      failed.push_back(
+          {static_cast<int>(returned.size() + failed.size()), static_cast<Code>(code), about_others, error, in.text()});
     }
   }
   return {std::move(returned), std::move(failed)};
@@ -109,9 +113,9 @@ std::string everybodys(const std::vector<Failed>& failed, size_t size) {
   std::vector<int> ranks;
   for (size_t i = 0; i < std::min(failed.size(), kMostNamed); ++i) ranks.push_back(failed[i].rank);
   const std::string more = failed.size() > kMostNamed ? fmt::format(" and {} more", failed.size() - kMostNamed) : "";
-  return failed.size() == 1
-             ? fmt::format("rank {} of {} failed: {}", first.rank, size, first.message)
-             : fmt::format("ranks {}{} of {} failed; rank {}: {}", fmt::join(ranks, ", "), more, size, first.rank, first.message);
+  return failed.size() == 1 ? fmt::format("rank {} of {} failed: {}", first.rank, size, first.message)
+                            : fmt::format("ranks {}{} of {} failed; rank {}: {}", fmt::join(ranks, ", "), more, size,
+                                          first.rank, first.message);
 }
 
 /// (1), (2)
@@ -143,7 +147,8 @@ std::string agree_on(Group& group, Deadline deadline, const std::function<std::s
     const auto decide = [&](const std::vector<std::string>& all) { return Group::Decision{verdict(all, sum_up)}; };
     said = group.decide(mine.status, decide, std::max(deadline, to_tell)).common;
   } catch (...) {
-    if (mine.thrown && !mine.about_others) std::rethrow_exception(mine.thrown);  // says more than that nobody could be told
+    if (mine.thrown && !mine.about_others)
+      std::rethrow_exception(mine.thrown);  // says more than that nobody could be told
     throw;
   }
   if (said.empty()) return said;
@@ -166,7 +171,8 @@ Group::Answer Group::decide(std::string_view mine, const Decide& decide, Deadlin
   const std::vector<std::string> everybody = all_gather(mine, deadline);
   if (std::all_of(everybody.begin(), everybody.end(), [](const std::string& one) { return one.empty(); })) return {};
   Decision made = decide(everybody);
-  return {std::move(made.common), made.each.empty() ? std::string() : std::move(made.each.at(static_cast<size_t>(rank())))};
+  return {std::move(made.common),
+          made.each.empty() ? std::string() : std::move(made.each.at(static_cast<size_t>(rank())))};
 }
 
 void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {

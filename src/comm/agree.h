@@ -12,8 +12,8 @@ namespace shardow::comm {
 /// What is made of every rank's words, by rank; see Group::decide().
 using SumUp = std::function<std::string(const std::vector<std::string>&)>;
 
-/// agree(), with what `sum_up` makes of what `fn` returned on each rank, on one of them, for all; empty where all returned nothing. What it
-/// throws is thrown on all ranks.
+/// agree(), with what `sum_up` makes of what `fn` returned on each rank, on one of them, for all; empty where all
+/// returned nothing. What it throws is thrown on all ranks.
 std::string agree_on(Group& group, Deadline deadline, const std::function<std::string()>& fn, const SumUp& sum_up);
 
 /// For agree_on(): what rank 0 returned.

@@ -25,10 +25,12 @@ GroupCheck check_of(std::string name, void (*body)(Group&, Findings&)) {
 
 void check_in_step(Group& group, Findings& found) {
   const std::vector<std::string> all = group.all_gather(fmt::format("rank {}", group.rank()), far());
-  found.expect(all.size() == static_cast<size_t>(group.size()), "all_gather() gave {} texts of {} ranks", all.size(), group.size());
+  found.expect(all.size() == static_cast<size_t>(group.size()), "all_gather() gave {} texts of {} ranks", all.size(),
+               group.size());
   for (size_t r = 0; r < all.size(); ++r) {
     const std::string expected = fmt::format("rank {}", r);
-    found.expect(all[r] == expected, "all_gather() gave '{}' where rank {} said '{}'", all[r].substr(0, 100), r, expected);
+    found.expect(all[r] == expected, "all_gather() gave '{}' where rank {} said '{}'", all[r].substr(0, 100), r,
+                 expected);
   }
 }
 
@@ -43,8 +45,8 @@ void check_late(Group& group, Findings& found, const std::function<void(Deadline
   found.expect(got.thrown, "nothing was thrown where rank {} came after the deadline", late);
   found.expect(!got.thrown || got.code == Code::kTimeout, "{}, not timeout, where rank {} came after the deadline: {}",
                base::code_name(got.code), late, got.message);
-  found.expect(!got.thrown || got.message.find(std::to_string(late)) != std::string::npos, "rank {} was late and is not named: {}", late,
-               got.message);
+  found.expect(!got.thrown || got.message.find(std::to_string(late)) != std::string::npos,
+               "rank {} was late and is not named: {}", late, got.message);
   if (group.rank() != late) group.send({&token, 1}, late, far());
   check_in_step(group, found);
 }
@@ -58,10 +60,13 @@ void all_gather_is_indexed_by_rank(Group& group, Findings& found) {
 }
 
 void all_gather_takes_any_bytes_of_any_length(Group& group, Findings& found) {
-  const auto of = [](size_t r) { return r == 0 ? std::string() : std::string("\0\xff\n", 3) + std::string(r * 5000, '\0'); };
+  const auto of = [](size_t r) {
+    return r == 0 ? std::string() : std::string("\0\xff\n", 3) + std::string(r * 5000, '\0');
+  };
   const auto all = group.all_gather(of(static_cast<size_t>(group.rank())), far());
   for (size_t r = 0; r < all.size(); ++r) {
-    found.expect(all[r] == of(r), "the {} bytes of rank {} arrived as {} bytes, or as others", of(r).size(), r, all[r].size());
+    found.expect(all[r] == of(r), "the {} bytes of rank {} arrived as {} bytes, or as others", of(r).size(), r,
+                 all[r].size());
   }
 }
 
@@ -113,7 +118,9 @@ void decide_is_not_asked_where_nobody_has_a_word(Group& group, Findings& found) 
 
 void what_decide_throws_is_thrown_on_every_rank(Group& group, Findings& found) {
   for (const bool alike : {true, false}) {
-    const Group::Decide refuse = [](const auto& all) -> Group::Decision { throw Error(Code::kCorrupt, fmt::format("no {}", all.size())); };
+    const Group::Decide refuse = [](const auto& all) -> Group::Decision {
+      throw Error(Code::kCorrupt, fmt::format("no {}", all.size()));
+    };
     const Caught got = caught([&] { group.decide(alike ? "alike" : std::to_string(group.rank()), refuse, far()); });
     found.expect(got.thrown && got.code == Code::kCorrupt && got.message == fmt::format("no {}", group.size()),
                  "decide() threw '{}' where it was refused", got.message);
@@ -139,7 +146,8 @@ void all_reduce_combines_element_by_element(Group& group, Findings& found) {
   for (const auto& [name, op, mine, expected] : cases) {
     Values values = mine;
     group.all_reduce(values, op, far());
-    found.expect(values == expected, "all_reduce({}) gave [{}], not [{}]", name, fmt::join(values, ", "), fmt::join(expected, ", "));
+    found.expect(values == expected, "all_reduce({}) gave [{}], not [{}]", name, fmt::join(values, ", "),
+                 fmt::join(expected, ", "));
   }
 }
 
@@ -176,8 +184,8 @@ void an_empty_block_is_a_block(Group& group, Findings&) {
 
 void refused(Findings& found, const char* what, int peer, const std::function<void()>& call) {
   const Caught got = caught(call);
-  found.expect(got.thrown && got.code == Code::kInvalidArgument, "{} rank {} must be invalid_argument, and was {}: {}", what, peer,
-               got.thrown ? base::code_name(got.code) : "accepted", got.message);
+  found.expect(got.thrown && got.code == Code::kInvalidArgument, "{} rank {} must be invalid_argument, and was {}: {}",
+               what, peer, got.thrown ? base::code_name(got.code) : "accepted", got.message);
 }
 
 void a_rank_has_no_block_for_itself_or_for_nobody(Group& group, Findings& found) {
@@ -190,7 +198,8 @@ void a_rank_has_no_block_for_itself_or_for_nobody(Group& group, Findings& found)
 
 void broadcast_from_nobody_is_refused_everywhere(Group& group, Findings& found) {
   Bytes bytes(3, std::byte{1});
-  for (const int root : {-1, group.size()}) refused(found, "broadcast() from", root, [&] { group.broadcast(bytes, root, far()); });
+  for (const int root : {-1, group.size()})
+    refused(found, "broadcast() from", root, [&] { group.broadcast(bytes, root, far()); });
   found.expect(bytes == Bytes(3, std::byte{1}), "a refused broadcast() changed its bytes");
 }
 
@@ -199,7 +208,8 @@ void a_late_rank_gets_the_others_timeout_and_the_group_goes_on(Group& group, Fin
   std::vector<uint64_t> values{3};
   check_late(group, found, [&](Deadline deadline) { group.all_reduce(values, Group::Op::kSum, deadline); });
   found.expect(values[0] == 3, "an all_reduce() that failed changed its values");
-  for (const char* const words : {"", "some"}) check_late(group, found, [&](Deadline deadline) { group.decide(words, joined, deadline); });
+  for (const char* const words : {"", "some"})
+    check_late(group, found, [&](Deadline deadline) { group.decide(words, joined, deadline); });
   std::byte byte{};
   check_late(group, found, [&](Deadline deadline) { group.broadcast({&byte, 1}, 0, deadline); });
 }

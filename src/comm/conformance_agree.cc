@@ -16,7 +16,8 @@ namespace {
 void expect_error(Findings& found, const Caught& got, Code code, std::string_view says) {
   found.expect(got.thrown, "agree() threw nothing where '{}' was thrown", says);
   if (!got.thrown) return;
-  found.expect(got.code == code, "agree() threw {}, not {}: {}", base::code_name(got.code), base::code_name(code), got.message);
+  found.expect(got.code == code, "agree() threw {}, not {}: {}", base::code_name(got.code), base::code_name(code),
+               got.message);
   found.expect(got.message.find(says) != std::string::npos, "agree() said '{}', without '{}'", got.message, says);
 }
 
@@ -42,8 +43,9 @@ void check_agree(Group& group, Findings& found, const std::function<bool(int)>& 
   });
   const std::string first = fmt::format("file of rank {}", failed.front());
   const std::string of_others =
-      failed.size() == 1 ? fmt::format("rank {} of {} failed: {}", failed[0], group.size(), first)
-                         : fmt::format("ranks {} of {} failed; rank {}: {}", fmt::join(failed, ", "), group.size(), failed[0], first);
+      failed.size() == 1
+          ? fmt::format("rank {} of {} failed: {}", failed[0], group.size(), first)
+          : fmt::format("ranks {} of {} failed; rank {}: {}", fmt::join(failed, ", "), group.size(), failed[0], first);
   const std::string& expected = failing(group.rank()) ? own : of_others;
   expect_error(found, got, Code::kCorrupt, expected);
   found.expect(got.message == expected, "agree() said '{}', not '{}'", got.message, expected);
@@ -83,7 +85,8 @@ void check_foreign(Group& group, Findings& found, const Thrown& thrown, std::str
 }
 
 void agree_carries_exceptions_of_any_type(Group& group, Findings& found) {
-  check_foreign(group, found, std::out_of_range("index 9"), fmt::format("rank {} of {} failed: index 9", group.size() - 1, group.size()));
+  check_foreign(group, found, std::out_of_range("index 9"),
+                fmt::format("rank {} of {} failed: index 9", group.size() - 1, group.size()));
   check_foreign(group, found, 42, fmt::format("rank {}", group.size() - 1));
 }
 
@@ -94,8 +97,9 @@ void agree_carries_errno(Group& group, Findings& found) {
     });
     found.expect(false, "agree() threw nothing where a rank had no space");
   } catch (const Error& error) {
-    found.expect(error.code() == Code::kOutOfSpace && error.os_errno() == ENOSPC, "out_of_space with errno {} arrived as {} with {}",
-                 ENOSPC, base::code_name(error.code()), error.os_errno());
+    found.expect(error.code() == Code::kOutOfSpace && error.os_errno() == ENOSPC,
+                 "out_of_space with errno {} arrived as {} with {}", ENOSPC, base::code_name(error.code()),
+                 error.os_errno());
   }
 }
 
@@ -103,7 +107,8 @@ void agree_takes_an_error_of_the_file_system_for_what_it_means(Group& group, Fin
   const Caught got = caught([&] {
     agree(group, far(), [&] {
       if (group.rank() == 0)
-        throw std::filesystem::filesystem_error("status", "a", std::make_error_code(std::errc::too_many_symbolic_link_levels));
+        throw std::filesystem::filesystem_error("status", "a",
+                                                std::make_error_code(std::errc::too_many_symbolic_link_levels));
     });
   });
   expect_error(found, got, Code::kIo, "");
@@ -126,10 +131,12 @@ void what_is_about_others_gives_way_to_what_they_say(Group& group, Findings& fou
           throw Error(Code::kPeerFailed, "index 9");
         }
       });
-      expect_error(found, got, foreign ? Code::kPeerFailed : Code::kCorrupt, foreign ? "index 9" : "not what was saved");
+      expect_error(found, got, foreign ? Code::kPeerFailed : Code::kCorrupt,
+                   foreign ? "index 9" : "not what was saved");
     }
   }
-  const Caught all = caught([&] { agree(group, far(), [&] { throw Error(Code::kTimeout, fmt::format("of rank {}", group.rank())); }); });
+  const Caught all = caught(
+      [&] { agree(group, far(), [&] { throw Error(Code::kTimeout, fmt::format("of rank {}", group.rank())); }); });
   expect_error(found, all, Code::kTimeout, "of rank 0");
 }
 
@@ -142,7 +149,8 @@ void agree_tells_after_the_deadline_and_what_was_returned(Group& group, Findings
   };
   std::string expected;
   for (int r = 0; r < group.size(); ++r) expected += fmt::format("of {};", r);
-  const std::string all = agree_on(group, passed, late, [](const auto& told) { return fmt::format("{}", fmt::join(told, "")); });
+  const std::string all =
+      agree_on(group, passed, late, [](const auto& told) { return fmt::format("{}", fmt::join(told, "")); });
   found.expect(all == expected, "'{}' arrived, not '{}'", all, expected);
 }
 
@@ -166,7 +174,8 @@ void agree_shortens_long_messages_between_characters(Group& group, Findings& fou
   if (group.rank() == 0) return;
   const std::string whole = fmt::format("rank 0 of {} failed: {}", group.size(), message);
   const size_t kept = std::max<size_t>(got.message.size(), 3) - 3;
-  found.expect(got.message.size() < 4200 && got.message.ends_with("..."), "a long message arrived with {} bytes", got.message.size());
+  found.expect(got.message.size() < 4200 && got.message.ends_with("..."), "a long message arrived with {} bytes",
+               got.message.size());
   found.expect(whole.starts_with(got.message.substr(0, kept)) && whole[std::min(kept, whole.size() - 1)] != '\xa9',
                "a long message was not cut between two characters");
 }

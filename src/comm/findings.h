@@ -1,4 +1,5 @@
-// For the checks of include/shardow/custom_group.h and for tests of groups: what was found wrong, what a call threw, deadlines.
+// For the checks of include/shardow/custom_group.h and for tests of groups: what was found wrong, what a call threw,
+// deadlines.
 #pragma once
 
 #include <fmt/format.h>

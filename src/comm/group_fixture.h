@@ -1,4 +1,5 @@
-// For tests of groups: the checks of include/shardow/custom_group.h as expectations, ranks as threads, and calls that go wrong.
+// For tests of groups: the checks of include/shardow/custom_group.h as expectations, ranks as threads, and calls that
+// go wrong.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -23,7 +24,8 @@ inline void on_every_rank(Groups& groups, const std::function<void(std::unique_p
 }
 
 inline void expect_fine(const GroupCheck& check, Group& group) {
-  for (const std::string& wrong : check.run(group)) ADD_FAILURE() << check.name << ", rank " << group.rank() << ": " << wrong;
+  for (const std::string& wrong : check.run(group))
+    ADD_FAILURE() << check.name << ", rank " << group.rank() << ": " << wrong;
 }
 
 inline void expect_check(const std::string& name, Group& group) {
@@ -44,8 +46,10 @@ struct WaitingCall {
   void (*call)(Group&);
 };
 inline constexpr WaitingCall kWaitingCalls[] = {
-    {"all_gather", true, [](Group& g) { g.all_gather("", far()); }}, {"broadcast", true, [](Group& g) { g.broadcast({}, 1, far()); }},
-    {"recv", false, [](Group& g) { g.recv({}, 1, far()); }},         {"send", false, [](Group& g) { g.send({}, 1, far()); }},
+    {"all_gather", true, [](Group& g) { g.all_gather("", far()); }},
+    {"broadcast", true, [](Group& g) { g.broadcast({}, 1, far()); }},
+    {"recv", false, [](Group& g) { g.recv({}, 1, far()); }},
+    {"send", false, [](Group& g) { g.send({}, 1, far()); }},
     {"agree", true, [](Group& g) { agree(g, far(), [] {}); }},
 };
 

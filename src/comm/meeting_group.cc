@@ -1,6 +1,6 @@
-// The Group that a Meeting makes: every operation is a round in which each rank brings bytes, and what is computed from them is computed by
-// each rank for itself. A rank brings its call as well, described in full, so that ranks that disagree about length, root or operation are
-// told so instead of being served: all of them, since all read the same.
+// The Group that a Meeting makes: every operation is a round in which each rank brings bytes, and what is computed from
+// them is computed by each rank for itself. A rank brings its call as well, described in full, so that ranks that
+// disagree about length, root or operation are told so instead of being served: all of them, since all read the same.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -109,7 +109,9 @@ class MeetingGroup final : public Group {
 
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
     check_peer(from);
-    copy_into(bytes, meet({Lane::Kind::kPair, {from, rank()}}, describe(bytes.size(), from, rank()), {}, deadline).bytes.front());
+    copy_into(
+        bytes,
+        meet({Lane::Kind::kPair, {from, rank()}}, describe(bytes.size(), from, rank()), {}, deadline).bytes.front());
   }
 
  private:
@@ -127,8 +129,8 @@ class MeetingGroup final : public Group {
       met.bytes.push_back(brought.bytes);
     }
     if (calls.size() != lane.members.size())
-      base::fail(Code::kInvalidArgument, "{}: Meeting::meet() returned what {} of {} members brought", call, calls.size(),
-                 lane.members.size());
+      base::fail(Code::kInvalidArgument, "{}: Meeting::meet() returned what {} of {} members brought", call,
+                 calls.size(), lane.members.size());
     if (const auto failure = comm::do_not_fit(calls, lane.members)) throw Error(failure->code, failure->message);
     return met;
   }
@@ -147,7 +149,8 @@ class MeetingGroup final : public Group {
 
   void check_peer(int peer) const {
     if (peer < 0 || peer >= size() || peer == rank())
-      base::fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank(), size(), peer);
+      base::fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank(),
+                 size(), peer);
   }
 
   const std::unique_ptr<Meeting> meeting_;

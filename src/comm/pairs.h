@@ -5,7 +5,8 @@
 
 namespace shardow::comm {
 
-/// Calls send(partner) and receive(partner) for every other rank. The lower rank of a pair sends first, so that nobody waits in a circle.
+/// Calls send(partner) and receive(partner) for every other rank. The lower rank of a pair sends first, so that nobody
+/// waits in a circle.
 template <class Send, class Receive>
 void with_each_partner(int rank, int num_ranks, Send send, Receive receive) {
   const int rounded = static_cast<int>(std::bit_ceil(static_cast<unsigned>(num_ranks)));

@@ -34,8 +34,9 @@ class Parts {
   Parts(Group& group, std::chrono::milliseconds timeout, int64_t total_bytes, ProgressFn progress)
       : group_(group), timeout_(timeout), total_(total_bytes), progress_(std::move(progress)) {}
 
-  /// Calls `part`, which takes about a second at most, until it is done on every rank, and agree()s on each. Progress is told on rank 0 in
-  /// the step after the one that it is about, so that a callback that throws stops all ranks at once.
+  /// Calls `part`, which takes about a second at most, until it is done on every rank, and agree()s on each. Progress
+  /// is told on rank 0 in the step after the one that it is about, so that a callback that throws stops all ranks at
+  /// once.
   void run(const std::function<Part()>& part);
 
   /// What run() has not told yet; to be called in a step after it.

@@ -1,6 +1,6 @@
-// Every rank counts the rounds that it has come to, so that a late rank meets the round it belongs to, decided as it is, rather than the
-// one that the others are in. A round is kept until every member has come to it or is gone. One condition serves all rounds: groups are
-// small.
+// Every rank counts the rounds that it has come to, so that a late rank meets the round it belongs to, decided as it
+// is, rather than the one that the others are in. A round is kept until every member has come to it or is gone. One
+// condition serves all rounds: groups are small.
 #include "comm/rounds.h"
 
 #include <algorithm>
@@ -65,7 +65,8 @@ void Rounds::arrive(const Lane& lane, Round& round, int rank, Offer offer) {
 
 /// Only members that have not come matter: one that came and left has done its part.
 void Rounds::fail_if_one_is_gone(const Lane& lane, Round& round) {
-  const auto came = std::find_if(round.calls.begin(), round.calls.end(), [](const auto& call) { return call.has_value(); });
+  const auto came =
+      std::find_if(round.calls.begin(), round.calls.end(), [](const auto& call) { return call.has_value(); });
   for (size_t i = 0; i < round.calls.size() && came != round.calls.end(); ++i) {
     if (round.calls[i] || !gone_[static_cast<size_t>(lane.members[i])]) continue;
     decide(round, is_gone(**came, lane.members[i]));

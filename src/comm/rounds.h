@@ -1,5 +1,5 @@
-// Rounds: what ranks in one process share to act together. Each rank brings bytes to a round and takes everybody's away, or the verdict
-// that it failed.
+// Rounds: what ranks in one process share to act together. Each rank brings bytes to a round and takes everybody's
+// away, or the verdict that it failed.
 #pragma once
 
 #include <compare>
@@ -28,7 +28,8 @@ class Rounds {
  public:
   using Bytes = Meeting::Bytes;
 
-  explicit Rounds(int num_ranks) : next_round_(static_cast<size_t>(num_ranks)), gone_(static_cast<size_t>(num_ranks), false) {}
+  explicit Rounds(int num_ranks)
+      : next_round_(static_cast<size_t>(num_ranks)), gone_(static_cast<size_t>(num_ranks), false) {}
 
   /// The next round of the lane for `rank`, one of its members. Throws the verdict, unless that is complete.
   std::shared_ptr<const Bytes> meet(int rank, const Lane& lane, Offer offer, Deadline deadline);

@@ -1,13 +1,16 @@
-// Rounds through a store of keys and values. Its waits are the only thing that ranks do together, so a deadline harms nobody else:
+// Rounds through a store of keys and values. Its waits are the only thing that ranks do together, so a deadline harms
+// nobody else:
 //
 //   1. a member writes its bytes under its own key
-//   2. it waits for everybody's, at most until its deadline, and looks now and then whether one that is missing has left
-//   3. it proposes what it saw, all there or who is missing; the first proposal is the verdict. Who proposes that somebody is missing
-//   writes
+//   2. it waits for everybody's, at most until its deadline, and looks now and then whether one that is missing has
+//   left
+//   3. it proposes what it saw, all there or who is missing; the first proposal is the verdict. Who proposes that
+//   somebody is missing writes
 //      for them, so that nobody else waits
 //   4. all members have everybody's bytes, or throw the same error
 //
-// A member begins a round when it has ended the one before, so a round that is complete lets the keys of all earlier ones be erased.
+// A member begins a round when it has ended the one before, so a round that is complete lets the keys of all earlier
+// ones be erased.
 #include <algorithm>
 #include <map>
 #include <string>
@@ -78,7 +81,9 @@ class StoreMeeting final : public Meeting {
     }
   };
 
-  static std::string told(const Failure& failure) { return static_cast<char>('0' + static_cast<int>(failure.code)) + failure.message; }
+  static std::string told(const Failure& failure) {
+    return static_cast<char>('0' + static_cast<int>(failure.code)) + failure.message;
+  }
 
   static std::string name_of(const Lane& lane) {
     return lane.kind == Lane::Kind::kAll ? "all" : fmt::format("{}>{}", lane.members[0], lane.members[1]);
@@ -121,12 +126,14 @@ class StoreMeeting final : public Meeting {
     }
     std::vector<std::string> values = keys.empty() ? keys : store_->get(keys);
     for (size_t i = 0; i < keys.size(); ++i) values[i] = whole(keys[i], std::move(values[i]));
-    const auto mine = std::find(round.lane.members.begin(), round.lane.members.end(), rank_) - round.lane.members.begin();
+    const auto mine =
+        std::find(round.lane.members.begin(), round.lane.members.end(), rank_) - round.lane.members.begin();
     values.insert(values.begin() + mine, std::move(own));
     return std::make_shared<Bytes>(std::move(values));
   }
 
-  /// Long values take several keys. The first one, which others wait for, is written last and begins with the length of it all.
+  /// Long values take several keys. The first one, which others wait for, is written last and begins with the length of
+  /// it all.
   void write(const std::string& key, const std::string& value, std::vector<std::string>& written) {
     for (size_t at = kMostBytes; at < value.size(); at += kMostBytes) {
       written.push_back(fmt::format("{}/{}", key, at));
@@ -139,7 +146,8 @@ class StoreMeeting final : public Meeting {
   std::string whole(const std::string& key, std::string first) {
     const size_t length = std::stoull(first);
     first.erase(0, first.find('\n') + 1);
-    for (size_t at = kMostBytes; at < length; at += kMostBytes) first += store_->get({fmt::format("{}/{}", key, at)}).at(0);
+    for (size_t at = kMostBytes; at < length; at += kMostBytes)
+      first += store_->get({fmt::format("{}/{}", key, at)}).at(0);
     return first;
   }
 

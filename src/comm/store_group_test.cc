@@ -53,7 +53,9 @@ class ShelfStore final : public Store {
   }
   bool wait(const std::vector<std::string>& keys, Deadline deadline) override {
     auto lock = locked();
-    const auto all = [&] { return std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return shelf_->values.contains(key); }); };
+    const auto all = [&] {
+      return std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return shelf_->values.contains(key); });
+    };
     return shelf_->changed.wait_until(lock, deadline, all);
   }
   int64_t add(const std::string& key) override {
@@ -87,8 +89,11 @@ TEST_P(StoreGroups, Conform) {
   on_every_rank(groups, [](auto& group) { comm::expect_fine(std::get<0>(GetParam()), *group); });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, StoreGroups, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 8)),
-                         [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
+INSTANTIATE_TEST_SUITE_P(All, StoreGroups,
+                         testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 8)),
+                         [](const auto& test) {
+                           return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param));
+                         });
 
 TEST(StoreGroup, KeepsNoMoreKeysThanTwoRoundsHave) {
   const auto shelf = std::make_shared<Shelf>();
@@ -119,7 +124,8 @@ TEST(StoreGroup, MovesValuesThatAreLongerThanAKeyTakes) {
 TEST(StoreGroup, SeveralOverOneStoreDoNotMeet) {
   const auto shelf = std::make_shared<Shelf>();
   Groups one = over(shelf, 2), other = over(shelf, 2);
-  std::jthread first([&] { on_every_rank(one, [](auto& group) { EXPECT_EQ(group->all_gather("one", far())[1], "one"); }); });
+  std::jthread first(
+      [&] { on_every_rank(one, [](auto& group) { EXPECT_EQ(group->all_gather("one", far())[1], "one"); }); });
   on_every_rank(other, [](auto& group) { EXPECT_EQ(group->all_gather("other", far())[1], "other"); });
 }
 

@@ -8,7 +8,8 @@ namespace {
 
 class ThreadMeeting final : public Meeting {
  public:
-  ThreadMeeting(int rank, int size, std::shared_ptr<comm::Rounds> rounds) : rank_(rank), size_(size), rounds_(std::move(rounds)) {}
+  ThreadMeeting(int rank, int size, std::shared_ptr<comm::Rounds> rounds)
+      : rank_(rank), size_(size), rounds_(std::move(rounds)) {}
   ~ThreadMeeting() override { rounds_->leave(rank_); }
 
   int rank() const noexcept override { return rank_; }
@@ -29,7 +30,8 @@ std::vector<std::unique_ptr<Group>> threads(int n) {
   const auto rounds = std::make_shared<comm::Rounds>(n);
   std::vector<std::unique_ptr<Group>> groups;
   groups.reserve(static_cast<size_t>(n));
-  for (int rank = 0; rank < n; ++rank) groups.push_back(meeting_group(std::make_unique<ThreadMeeting>(rank, n, rounds)));
+  for (int rank = 0; rank < n; ++rank)
+    groups.push_back(meeting_group(std::make_unique<ThreadMeeting>(rank, n, rounds)));
   return groups;
 }
 

@@ -23,8 +23,11 @@ TEST_P(ThreadGroups, Conform) {
   on_every_rank(groups, [](auto& group) { expect_fine(std::get<0>(GetParam()), *group); });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ThreadGroups, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 8)),
-                         [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
+INSTANTIATE_TEST_SUITE_P(All, ThreadGroups,
+                         testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 3, 8)),
+                         [](const auto& test) {
+                           return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param));
+                         });
 
 class SoloGroup : public testing::TestWithParam<GroupCheck> {};
 
@@ -32,7 +35,8 @@ TEST_P(SoloGroup, Conforms) {
   expect_fine(GetParam(), *solo());
 }
 
-INSTANTIATE_TEST_SUITE_P(All, SoloGroup, testing::ValuesIn(group_checks()), [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, SoloGroup, testing::ValuesIn(group_checks()),
+                         [](const auto& test) { return test.param.name; });
 
 TEST(Threads, KnowTheirRankAndSize) {
   const Groups groups = threads(5);
@@ -50,7 +54,8 @@ TEST(Threads, EveryMissingRankIsNamedAtTheDeadline) {
     if (group->rank() != 1) given_up.wait();
     const Caught got = caught([&] { group->all_gather("", group->rank() == 1 ? near() : far()); });
     EXPECT_EQ(got.code, Code::kTimeout);
-    EXPECT_EQ(got.message, "all_gather(): ranks 0, 2, 3 did not come before the deadline; every rank must make this call");
+    EXPECT_EQ(got.message,
+              "all_gather(): ranks 0, 2, 3 did not come before the deadline; every rank must make this call");
     if (group->rank() == 1) given_up.count_down();
   });
 }
@@ -78,7 +83,8 @@ TEST(Threads, AGoneRankEndsWaitingAtOnce) {
     Groups groups = threads(3);
     on_every_rank(groups, [&](auto& group) {
       if (group->rank() == 1) return group.reset();
-      for (int again = 0; again < 2; ++again) comm::expect_gone(waiting, *group, 1);  // whether it left before or after the call began
+      for (int again = 0; again < 2; ++again)
+        comm::expect_gone(waiting, *group, 1);  // whether it left before or after the call began
     });
   }
 }
@@ -113,7 +119,8 @@ TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
     for (const char* const later : {"", "a later step of "}) {
       const Caught got = caught([&] { agree(*group, far(), [] {}); });
       EXPECT_EQ(got.code, Code::kInvalidArgument);
-      EXPECT_EQ(got.message, fmt::format("rank 1 calls {0}load(): all_gather() where rank 0 calls {0}save(): all_gather()", later));
+      EXPECT_EQ(got.message,
+                fmt::format("rank 1 calls {0}load(): all_gather() where rank 0 calls {0}save(): all_gather()", later));
     }
     group->begin("save()", kTimeout);
     if (group->rank() == 2) {
@@ -131,7 +138,8 @@ TEST(Threads, BlocksOfDifferentLengthAreRefusedOnBothSides) {
   Groups groups = threads(2);
   on_every_rank(groups, [&](auto& group) {
     std::vector<std::byte> bytes(group->rank() == 0 ? 4 : 5);
-    const Caught got = caught([&] { group->rank() == 0 ? group->send(bytes, 1, far()) : group->recv(bytes, 0, far()); });
+    const Caught got =
+        caught([&] { group->rank() == 0 ? group->send(bytes, 1, far()) : group->recv(bytes, 0, far()); });
     EXPECT_EQ(got.code, Code::kInvalidArgument);
     EXPECT_NE(got.message.find("5 bytes"), std::string::npos) << got.message;
   });
@@ -142,7 +150,8 @@ TEST(Threads, ASenderWithoutReceiverTimesOut) {
   const Caught got = caught([&] { groups[0]->send({}, 1, near()); });
   EXPECT_EQ(got.code, Code::kTimeout);
   EXPECT_NE(got.message.find("rank 1 did not come"), std::string::npos) << got.message;
-  EXPECT_EQ(caught([&] { groups[1]->recv({}, 0, far()); }).code, Code::kTimeout) << "the late receiver gets the same verdict";
+  EXPECT_EQ(caught([&] { groups[1]->recv({}, 0, far()); }).code, Code::kTimeout)
+      << "the late receiver gets the same verdict";
 }
 
 TEST(Threads, PairsDoNotDisturbCollectives) {

@@ -38,7 +38,8 @@ class Receiver {
  private:
   std::string_view take(uint64_t count) {
     if (count > left_.size())
-      base::fail(Code::kInternal, "a rank's message ends {} bytes early; do all ranks run the same version?", count - left_.size());
+      base::fail(Code::kInternal, "a rank's message ends {} bytes early; do all ranks run the same version?",
+                 count - left_.size());
     const std::string_view taken = left_.substr(0, count);
     left_.remove_prefix(count);
     return taken;

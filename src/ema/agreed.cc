@@ -1,5 +1,5 @@
-// The state of an Average as all its ranks have it: what must be equal is compared, what each rank counts for itself is summed. One small
-// message from each rank; all that they have to say only where it is not the same.
+// The state of an Average as all its ranks have it: what must be equal is compared, what each rank counts for itself is
+// summed. One small message from each rank; all that they have to say only where it is not the same.
 #include "ema/agreed.h"
 
 #include <algorithm>
@@ -58,7 +58,8 @@ std::optional<Difference> difference(const Said& first, const Said& other) {
     return Difference{one.name, readable(one.name, one.file), readable(one.name, one.own)};
   const average::Counters &a = zero.counters, &b = here.counters;
   if (a.step != b.step) return Difference{"step", std::to_string(a.step), std::to_string(b.step)};
-  if (a.applied_step != b.applied_step) return Difference{"applied_step", std::to_string(a.applied_step), std::to_string(b.applied_step)};
+  if (a.applied_step != b.applied_step)
+    return Difference{"applied_step", std::to_string(a.applied_step), std::to_string(b.applied_step)};
   if (a.applied_samples != b.applied_samples)
     return Difference{"applied_samples", fmt::format("{}", a.applied_samples), fmt::format("{}", b.applied_samples)};
   return std::nullopt;
@@ -68,7 +69,8 @@ void check_updates(std::string_view call, const std::vector<int64_t>& updates) {
   const auto [least, most] = std::minmax_element(updates.begin(), updates.end());
   if (*least == *most) return;
   fail(Code::kInvalidArgument,
-       "{}: some ranks have made {} updates of their parts of the averages, others {}; call update() on every rank after each step (not "
+       "{}: some ranks have made {} updates of their parts of the averages, others {}; call update() on every rank "
+       "after each step (not "
        "under `if rank == 0`), or load the last state on all of them",
        call, *least, *most);
 }
@@ -89,13 +91,15 @@ void check_same(std::string_view call, const std::vector<std::string>& everybody
   for (size_t rank = 1; rank < everybody.size(); ++rank) {
     if (everybody[rank] == everybody[0]) continue;
     const auto found = difference(unpack(everybody[0]), unpack(everybody[rank]));
-    if (!found) fail(Code::kInternal, "{}: rank {} says something else than rank 0, in nothing that has a name", call, rank);
-    fail(Code::kInvalidArgument, "{}: ranks disagree. {} is {} on rank 0 and {} on rank {}", call, found->name, found->first, found->other,
-         rank);
+    if (!found)
+      fail(Code::kInternal, "{}: rank {} says something else than rank 0, in nothing that has a name", call, rank);
+    fail(Code::kInvalidArgument, "{}: ranks disagree. {} is {} on rank 0 and {} on rank {}", call, found->name,
+         found->first, found->other, rank);
   }
 }
 
-std::string agreed_state(Group& group, std::string_view call, const std::string& own, const Facts& facts, Deadline deadline) {
+std::string agreed_state(Group& group, std::string_view call, const std::string& own, const Facts& facts,
+                         Deadline deadline) {
   if (group.size() == 1) return own;
   State state = average::state_from_json(own);
   const int64_t held = std::exchange(state.counters.held_non_finite, 0);

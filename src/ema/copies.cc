@@ -1,5 +1,5 @@
-// Checksums, joined: who has the same keys (names and regions) must have the same sums. All that a rank holds whole is one such set, and
-// all that it holds a part of is another.
+// Checksums, joined: who has the same keys (names and regions) must have the same sums. All that a rank holds whole is
+// one such set, and all that it holds a part of is another.
 #include "ema/copies.h"
 
 #include <map>
@@ -52,7 +52,8 @@ struct First {
       const auto [found, is_new] = first.try_emplace({std::move(name), std::move(region)}, First{rank, sum});
       if (is_new || found->second.sum == sum) continue;
       base::fail(Code::kInvalidArgument,
-                 "save(): the average of '{}' has other values on rank {} than on rank {}, and a file takes one rank's for all: begin with "
+                 "save(): the average of '{}' has other values on rank {} than on rank {}, and a file takes one rank's "
+                 "for all: begin with "
                  "the same weights on all ranks that hold the same, and give them the same steps",
                  found->first.first, found->second.rank, rank);
     }

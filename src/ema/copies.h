@@ -23,8 +23,8 @@ class Copies {
   std::string whole_, rest_, all_;
 };
 
-/// Throws kInvalidArgument on every rank where two that hold the same whole tensors, or the same parts, differ in their values; names the
-/// first tensor. Collective: one small message, and the rest only where something differs.
+/// Throws kInvalidArgument on every rank where two that hold the same whole tensors, or the same parts, differ in their
+/// values; names the first tensor. Collective: one small message, and the rest only where something differs.
 void check_copies(Group& group, const Copies& mine, Deadline deadline);
 
 }  // namespace shardow::ema

@@ -20,7 +20,8 @@ std::vector<std::string> keys_of(std::span<const Schedule> schedules) {
 }
 
 bool stays_in_a_name(char c) {
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '=' || c == '_' || c == '-';
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '=' ||
+         c == '_' || c == '-';
 }
 
 constexpr std::string_view kBegin = "ema-", kEnd = ".safetensors";
@@ -41,7 +42,8 @@ std::vector<std::string> newest_first(const base::Path& directory) {
 
 bool has_a_model(const base::Path& directory) {
   std::error_code ignored;  // then opening it says why
-  return std::filesystem::exists(directory / file::kSingleName, ignored) || std::filesystem::exists(directory / file::kIndexName, ignored);
+  return std::filesystem::exists(directory / file::kSingleName, ignored) ||
+         std::filesystem::exists(directory / file::kIndexName, ignored);
 }
 
 }  // namespace

@@ -44,8 +44,9 @@ TEST(EmaFile, EqualSchedulesAreRefusedByName) {
 
 TEST(EmaFile, WhatIsNoSavedEmaHasNoKeys) {
   EXPECT_EQ(decay_keys_in({{"format", "pt"}}), Keys());
-  for (const char* state : {"", "1", "[]", "{}", R"({"schedules":1})", R"({"schedules":[]})", R"({"schedules":[1]})",
-                            R"({"schedules":[{"kind":"none"}]})", R"({"schedules":[{"kind":"constant","decay":2}]})", "\xff"})
+  for (const char* state :
+       {"", "1", "[]", "{}", R"({"schedules":1})", R"({"schedules":[]})", R"({"schedules":[1]})",
+        R"({"schedules":[{"kind":"none"}]})", R"({"schedules":[{"kind":"constant","decay":2}]})", "\xff"})
     EXPECT_EQ(decay_keys_in({{kStateKey, state}}), Keys()) << state;
 }
 
@@ -65,7 +66,8 @@ class EmaFiles : public InFolder {
     float weight = 1;
     std::vector<SaveFile> files;
     for (const std::string& key : decay_keys(schedules))
-      files.push_back({ema_file_name(key), {{"w", DType::kF32, Region::whole({1}), &weight}}, {{kStateKey, state_of(schedules)}}});
+      files.push_back(
+          {ema_file_name(key), {{"w", DType::kF32, Region::whole({1}), &weight}}, {{kStateKey, state_of(schedules)}}});
     save(*solo(), files, folder_);
   }
 
@@ -121,7 +123,8 @@ TEST_F(EmaFiles, AreNotWhatOnlyHasSuchAName) {
   fs::rename(folder_ / "model.safetensors", folder_ / "ema-mine.safetensors");
   EXPECT_EQ(found(), Keys());
   save_ema({Schedule::constant(0.7), Schedule::constant(0.6)});
-  fs::rename(folder_ / "ema-0.7.safetensors", folder_ / "ema-copy.safetensors");  // of an EMA, but under no name of its own
+  fs::rename(folder_ / "ema-0.7.safetensors",
+             folder_ / "ema-copy.safetensors");  // of an EMA, but under no name of its own
   save_ema(kSchedules);
   touch("ema-copy.safetensors");
   touch("ema-mine.safetensors");

@@ -39,8 +39,9 @@ std::string counted(const Keys& keys) {
                           : fmt::format("the averages of {} decays ({})", keys.size(), fmt::join(keys, ", "));
 }
 
-/// The keys of an EMA that was saved with several decays, in its order, beside a model where several are `wanted`. Where several are
-/// `wanted`, also of one that was saved with one. None where it is neither, or nothing that can be read: then opening it says so.
+/// The keys of an EMA that was saved with several decays, in its order, beside a model where several are `wanted`.
+/// Where several are `wanted`, also of one that was saved with one. None where it is neither, or nothing that can be
+/// read: then opening it says so.
 Keys keys_at(const base::Path& path, size_t wanted) {
   try {
     Keys keys;
@@ -81,14 +82,16 @@ Keys shared_keys(Group& group, const base::Path& path, const Keys& own, OptionsF
 const std::string& state_in(const Checkpoint& file, const std::string& where) {
   const auto found = file.metadata().find(kStateKey);
   if (found != file.metadata().end()) return found->second;
-  fail(Code::kCorrupt, "{} is not a saved EMA: its metadata has no '{}'; load weights alone as such (in Python with load_state_dict())",
+  fail(Code::kCorrupt,
+       "{} is not a saved EMA: its metadata has no '{}'; load weights alone as such (in Python with load_state_dict())",
        where, kStateKey);
 }
 
 /// `names` that are not in `all` yet: of several files each has the same ones.
 void add(const std::vector<std::string>& names, std::vector<std::string>& all) {
   const std::set<std::string> known(all.begin(), all.end());
-  std::copy_if(names.begin(), names.end(), std::back_inserter(all), [&](const std::string& name) { return !known.contains(name); });
+  std::copy_if(names.begin(), names.end(), std::back_inserter(all),
+               [&](const std::string& name) { return !known.contains(name); });
 }
 
 }  // namespace
@@ -98,8 +101,8 @@ Keys taken_as(const Keys& theirs, const Keys& own, OptionsFrom from, const std::
   if (theirs.empty() || (same && from == OptionsFrom::kOwn)) return own;
   if (theirs.size() == own.size()) return theirs;
   const std::string wanted = theirs.size() == 1 ? theirs[0] : fmt::format("[{}]", fmt::join(theirs, ", "));
-  fail(Code::kInvalidArgument, "{} has {}, this EMA keeps {}: nothing was loaded. Make the EMA with decay={}", where, counted(theirs),
-       counted(own), wanted);
+  fail(Code::kInvalidArgument, "{} has {}, this EMA keeps {}: nothing was loaded. Make the EMA with decay={}", where,
+       counted(theirs), counted(own), wanted);
 }
 
 std::vector<Checkpoint> open(Group& group, const Average& ema, const base::Path& path, OptionsFrom from,
@@ -112,10 +115,17 @@ std::vector<Checkpoint> open(Group& group, const Average& ema, const base::Path&
   return Checkpoint::open_files(group, path, names, timeout);
 }
 
-Loading::Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std::string where, LoadOptions options, OptionsFrom from)
-    : group_(group), ema_(ema), files_(std::move(files)), where_(std::move(where)), options_(std::move(options)), from_(from) {
-  const Facts facts = {
-      {"strict", options_.strict ? "true" : "false"}, {"verify", options_.verify ? "true" : "false"}, {"options", name_of(from)}};
+Loading::Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std::string where, LoadOptions options,
+                 OptionsFrom from)
+    : group_(group),
+      ema_(ema),
+      files_(std::move(files)),
+      where_(std::move(where)),
+      options_(std::move(options)),
+      from_(from) {
+  const Facts facts = {{"strict", options_.strict ? "true" : "false"},
+                       {"verify", options_.verify ? "true" : "false"},
+                       {"options", name_of(from)}};
   const auto mine = [&] {
     static_cast<void>(ema_.views());  // throws while swapped
     state_ = state_in(files_.at(0), where_);
@@ -158,7 +168,8 @@ EmaLoadReport Loading::take() {
 
 }  // namespace ema
 
-EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path, const LoadOptions& options, OptionsFrom from) {
+EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path, const LoadOptions& options,
+                   OptionsFrom from) {
   group.begin("load()", options.timeout);
   const auto timed = file::timed_calls(group, options.timeout);  // files are opened through it, and gone before it
   const Environment machine{timed.get()};
@@ -168,12 +179,14 @@ EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path
   return options.check_only ? loading.report() : loading.take();
 }
 
-EmaLoadReport load(Group& group, Average& ema, const Checkpoint& checkpoint, const LoadOptions& options, OptionsFrom from) {
+EmaLoadReport load(Group& group, Average& ema, const Checkpoint& checkpoint, const LoadOptions& options,
+                   OptionsFrom from) {
   group.begin("load()", options.timeout);
   const std::string where = checkpoint.files().at(0).path.string();
   agree(group, ema::after(options.timeout), [&] {
     if (ema.size() == 1) return;
-    base::fail(Code::kInvalidArgument, "{} is one file, and this EMA keeps {} averages, each in its own; load their directory", where,
+    base::fail(Code::kInvalidArgument,
+               "{} is one file, and this EMA keeps {} averages, each in its own; load their directory", where,
                ema.size());
   });
   ema::Loading loading(group, ema, {checkpoint}, where, options, from);

@@ -15,21 +15,25 @@
 
 namespace shardow::ema {
 
-/// Which of `theirs`, the keys of a saved EMA, each average that has one of the keys `own` goes on from: in their order there, or with
-/// OptionsFrom::kOwn the same keys. `theirs` empty, of what is no EMA: `own`. `where` is for messages. Throws kInvalidArgument where their
-/// numbers differ.
-std::vector<std::string> taken_as(const std::vector<std::string>& theirs, const std::vector<std::string>& own, OptionsFrom from,
-                                  const std::string& where);
+/// Which of `theirs`, the keys of a saved EMA, each average that has one of the keys `own` goes on from: in their order
+/// there, or with OptionsFrom::kOwn the same keys. `theirs` empty, of what is no EMA: `own`. `where` is for messages.
+/// Throws kInvalidArgument where their numbers differ.
+std::vector<std::string> taken_as(const std::vector<std::string>& theirs, const std::vector<std::string>& own,
+                                  OptionsFrom from, const std::string& where);
 
-/// The files of the EMA that was saved to `path`, open, in the order of the averages of `ema`. Collective. Throws as load().
+/// The files of the EMA that was saved to `path`, open, in the order of the averages of `ema`. Collective. Throws as
+/// load().
 std::vector<Checkpoint> open(Group& group, const Average& ema, const std::filesystem::path& path, OptionsFrom from,
                              std::chrono::milliseconds timeout);
 
-/// Averages that are about to be loaded: whatever does not fit is an error when this is made, before anything has changed.
+/// Averages that are about to be loaded: whatever does not fit is an error when this is made, before anything has
+/// changed.
 class Loading {
  public:
-  /// `files`: one for each average, in their order; `where` is for messages. `group` and `ema` must outlive this. Collective.
-  Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std::string where, LoadOptions options, OptionsFrom from);
+  /// `files`: one for each average, in their order; `where` is for messages. `group` and `ema` must outlive this.
+  /// Collective.
+  Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std::string where, LoadOptions options,
+          OptionsFrom from);
 
   /// What does not match, and how options will change; nothing is read yet.
   const EmaLoadReport& report() const noexcept { return report_; }

@@ -25,13 +25,14 @@ struct EmaFile {
   std::string key, name;
 };
 
-/// The files of the EMA with several schedules that was saved in `directory` last, in its order; none where there is no such EMA, or no
-/// such directory. `beside_a_model`: also where a checkpoint in the Hugging Face layout lies there, which is what the directory is by
-/// itself. Throws kIo, and kCorrupt for an ema-*.safetensors that is none. Reads the headers of these files, newest first, until one tells.
+/// The files of the EMA with several schedules that was saved in `directory` last, in its order; none where there is no
+/// such EMA, or no such directory. `beside_a_model`: also where a checkpoint in the Hugging Face layout lies there,
+/// which is what the directory is by itself. Throws kIo, and kCorrupt for an ema-*.safetensors that is none. Reads the
+/// headers of these files, newest first, until one tells.
 std::vector<EmaFile> ema_files_in(const std::filesystem::path& directory, bool beside_a_model = true);
 
-/// The files of `ema` with the state of all ranks, to be saved. A tensor of which each rank has its own (batch statistics) is one rank's to
-/// save: the others erase it from their files' tensors. Local.
+/// The files of `ema` with the state of all ranks, to be saved. A tensor of which each rank has its own (batch
+/// statistics) is one rank's to save: the others erase it from their files' tensors. Local.
 std::vector<SaveFile> ema_files_with(const Average& ema, const std::string& state);
 
 }  // namespace shardow

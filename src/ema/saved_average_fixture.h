@@ -20,7 +20,8 @@
 
 namespace shardow {
 
-inline const std::vector<Schedule> kOne = {Schedule::warmup(0.999)}, kTwo = {Schedule::constant(0.5), Schedule::constant(0.99)};
+inline const std::vector<Schedule> kOne = {Schedule::warmup(0.999)},
+                                   kTwo = {Schedule::constant(0.5), Schedule::constant(0.99)};
 
 /// A rank's rows of one weight, and all of a second one, whose values no sharding changes; averaged.
 struct Rank {
@@ -42,7 +43,8 @@ struct Rank {
   }
   std::vector<TensorView> weights_at(int step) {
     int64_t at = first * kColumns;
-    for (float& value : rows.values) value = static_cast<float>(at++ % 97) * 0.37f - static_cast<float>(step * step) * 0.11f;
+    for (float& value : rows.values)
+      value = static_cast<float>(at++ % 97) * 0.37f - static_cast<float>(step * step) * 0.11f;
     for (float& value : whole.values) value = static_cast<float>(step) * 1.25f;
     return {rows.view, whole.view};
   }

@@ -1,4 +1,5 @@
-// An Average with its state in files: by any number of ranks, with the same bytes, and back to any other number. Ranks are threads.
+// An Average with its state in files: by any number of ranks, with the same bytes, and back to any other number. Ranks
+// are threads.
 #include "ema/saved_average_fixture.h"
 
 namespace shardow {
@@ -10,7 +11,9 @@ TEST_F(SavedAverage, HasTheSameBytesFromAnyNumberOfRanks) {
     save_by(size, kTwo, folder_ / ("two" + std::to_string(size)), 4);
   }
   for (const char* size : {"2", "3", "5"}) {
-    EXPECT_TRUE(bytes_of(folder_ / ("one" + std::string(size) + ".safetensors")) == bytes_of(folder_ / "one1.safetensors")) << size;
+    EXPECT_TRUE(bytes_of(folder_ / ("one" + std::string(size) + ".safetensors")) ==
+                bytes_of(folder_ / "one1.safetensors"))
+        << size;
     for (const char* name : {"ema-0.5.safetensors", "ema-0.99.safetensors"})
       EXPECT_TRUE(bytes_of(folder_ / ("two" + std::string(size)) / name) == bytes_of(folder_ / "two1" / name)) << size;
   }

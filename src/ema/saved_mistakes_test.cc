@@ -52,7 +52,9 @@ TEST_F(SavedAverage, OfRanksThatDisagreeIsAnErrorOnAll) {
          }
        }},
       {"ranks disagree. options is 'file' on rank 0 and 'own' on rank 1",
-       [&](Group& group, Rank& rank) { load(group, rank.ema, path, {}, group.rank() == 1 ? OptionsFrom::kOwn : OptionsFrom::kFile); }},
+       [&](Group& group, Rank& rank) {
+         load(group, rank.ema, path, {}, group.rank() == 1 ? OptionsFrom::kOwn : OptionsFrom::kFile);
+       }},
       {"inference", [&](Group& group, Rank& rank) { save(group, rank.ema, path, {.dtype = DType::kBF16}); }},
       {"choose another key",
        [&](Group& group, Rank& rank) {
@@ -109,7 +111,8 @@ TEST_F(SavedAverage, ThatDoesNotFitChangesNothing) {
   for (const auto& [ema, path, code, says] : cases) {
     const std::string before = ema.state();
     const std::vector<float> values = copy_of(ema.views()[0]);
-    EXPECT_NE(message_of([&, &one_ema = ema, &at = path] { load(*group, one_ema, folder_ / at); }, code).find(says), std::string::npos)
+    EXPECT_NE(message_of([&, &one_ema = ema, &at = path] { load(*group, one_ema, folder_ / at); }, code).find(says),
+              std::string::npos)
         << message_of([&, &one_ema = ema, &at = path] { load(*group, one_ema, folder_ / at); }, code);
     EXPECT_EQ(ema.state(), before) << says;
     EXPECT_EQ(copy_of(ema.views()[0]), values) << says;
@@ -125,7 +128,8 @@ TEST_F(SavedAverage, BesideOtherTensorsIsNotRounded) {
   files.push_back({"weights.safetensors", {rank.rows.view}});
   const auto saved = [&](DType dtype) { save(*group, files, folder_ / "run", {.dtype = dtype}); };
   const std::string said = message_of([&] { saved(DType::kBF16); }, Code::kInvalidArgument);
-  EXPECT_NE(said.find("'rows' of ema.safetensors is F32 and a run goes on from it: dtype BF16"), std::string::npos) << said;
+  EXPECT_NE(said.find("'rows' of ema.safetensors is F32 and a run goes on from it: dtype BF16"), std::string::npos)
+      << said;
   EXPECT_FALSE(fs::exists(folder_ / "run"));
   saved(DType::kF32);
   files.erase(files.begin());
@@ -185,7 +189,8 @@ TEST_F(SavedAverage, ThatIsDamagedLeavesTheStateAsItWas) {
   Rank rank(0, 1, kOne);
   rank.train(0, 1);
   const std::string before = rank.ema.state();
-  EXPECT_NE(message_of([&] { load(*group, rank.ema, path); }, Code::kCorrupt).find("load another checkpoint"), std::string::npos);
+  EXPECT_NE(message_of([&] { load(*group, rank.ema, path); }, Code::kCorrupt).find("load another checkpoint"),
+            std::string::npos);
   EXPECT_EQ(rank.ema.state(), before);
 }
 

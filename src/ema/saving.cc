@@ -17,7 +17,8 @@ using base::fail;
 void check(const Average& ema, const SaveOptions& options) {
   if (options.dtype) {
     fail(Code::kInvalidArgument,
-         "an EMA is saved in the dtype of its averages, since a run goes on from them; for inference, save its views() as tensors");
+         "an EMA is saved in the dtype of its averages, since a run goes on from them; for inference, save its views() "
+         "as tensors");
   }
   if (options.max_shard_size != 0 && ema.size() > 1)
     fail(Code::kInvalidArgument, "max_shard_size goes with one schedule; of {}, each average has one file", ema.size());
@@ -34,7 +35,8 @@ std::vector<SaveFile> ema_files_with(const Average& ema, const std::string& stat
   std::vector<SaveFile> files;
   for (size_t k = 0; k < keys.size(); ++k) {
     const std::span<const TensorView> views = ema.views(k);
-    files.push_back({keys.size() == 1 ? "" : ema_file_name(keys[k]), {views.begin(), views.end()}, {{kStateKey, state}}, true});
+    files.push_back(
+        {keys.size() == 1 ? "" : ema_file_name(keys[k]), {views.begin(), views.end()}, {{kStateKey, state}}, true});
   }
   return files;
 }

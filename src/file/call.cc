@@ -21,19 +21,22 @@ using comm::Sender;
 
 void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
   if (options.dtype && !is_floating(*options.dtype))
-    fail(Code::kInvalidArgument, "dtype {}: only floating tensors are cast, and to floating types", dtype_name(*options.dtype));
+    fail(Code::kInvalidArgument, "dtype {}: only floating tensors are cast, and to floating types",
+         dtype_name(*options.dtype));
   if (options.max_shard_size < 0) fail(Code::kInvalidArgument, "max_shard_size {} is negative", options.max_shard_size);
   std::set<std::string> names;
   for (const SaveFile& file : files) {
     const bool plain = base::Path(file.name).filename() == file.name && file.name.ends_with(".safetensors");
     const bool alone = file.name.empty() && files.size() == 1;  // a checkpoint named by the path
     if (!alone && (!plain || !names.insert(file.name).second))
-      fail(Code::kInvalidArgument, "'{}' is no name for one of several files: a plain one that ends in .safetensors, once", file.name);
+      fail(Code::kInvalidArgument,
+           "'{}' is no name for one of several files: a plain one that ends in .safetensors, once", file.name);
   }
   for (const auto& [name, text] : options.texts) {
-    if (name.empty() || name == "." || name == ".." || base::Path(name).filename() != name || name.ends_with(".safetensors") ||
-        name == kIndexName)
-      fail(Code::kInvalidArgument, "'{}' is no name for a text beside a checkpoint: a plain one, of no file that a save writes", name);
+    if (name.empty() || name == "." || name == ".." || base::Path(name).filename() != name ||
+        name.ends_with(".safetensors") || name == kIndexName)
+      fail(Code::kInvalidArgument,
+           "'{}' is no name for a text beside a checkpoint: a plain one, of no file that a save writes", name);
   }
   if (options.max_shard_size > 0 && !names.empty())
     fail(Code::kInvalidArgument, "max_shard_size splits one file; {} are given", files.size());
@@ -46,7 +49,8 @@ void check_views(std::span<const SaveFile> files, const SaveOptions& options, bo
         fail(Code::kInvalidArgument, "'{}' has no memory: its data is null", view.name);
       if (file.exact && options.dtype && view.dtype != *options.dtype && is_floating(view.dtype)) {
         fail(Code::kInvalidArgument,
-             "'{}'{}{} is {} and a run goes on from it: dtype {} would round it. Save it without; for inference save an Average's views() "
+             "'{}'{}{} is {} and a run goes on from it: dtype {} would round it. Save it without; for inference save "
+             "an Average's views() "
              "as tensors",
              view.name, file.name.empty() ? "" : " of ", file.name, dtype_name(view.dtype), dtype_name(*options.dtype));
       }
@@ -118,7 +122,8 @@ Group::Decision of_all_calls(const std::vector<std::string>& all) {
       first.text();
       const std::string value = in.text(), wanted = first.text();
       if (value != wanted)
-        fail(Code::kInvalidArgument, "save(): {} is {} on rank 0, {} on rank {}; give all ranks the same", name, wanted, value, rank);
+        fail(Code::kInvalidArgument, "save(): {} is {} on rank 0, {} on rank {}; give all ranks the same", name, wanted,
+             value, rank);
     }
     hosts.insert(in.text());
     if (rank == 0) own = in.text();
@@ -136,7 +141,8 @@ void check_call(std::span<const SaveFile> files, const SaveOptions& options, con
   check_views(files, options, producer != nullptr);
 }
 
-Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options, Deadline deadline) {
+Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options,
+               Deadline deadline) {
   Sender mine;
   for (const auto& [name, value] : facts_of(files, path, options)) {
     mine.text(name);

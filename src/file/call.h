@@ -11,7 +11,8 @@
 
 namespace shardow::file {
 
-/// Throws kInvalidArgument or kUnsupported for what no save can do. `producer`: of what has no memory; may be null. Local.
+/// Throws kInvalidArgument or kUnsupported for what no save can do. `producer`: of what has no memory; may be null.
+/// Local.
 void check_call(std::span<const SaveFile> files, const SaveOptions& options, const Producer* producer);
 
 /// What all ranks know of a call when it has begun.
@@ -22,8 +23,9 @@ struct Call {
   std::vector<Metadata> metadata;  ///< of each file, rank 0's
 };
 
-/// Throws kInvalidArgument on every rank where ranks differ in anything but their tensors and metadata, naming what differs. Collective.
-Call same_call(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options,
-               Deadline deadline);
+/// Throws kInvalidArgument on every rank where ranks differ in anything but their tensors and metadata, naming what
+/// differs. Collective.
+Call same_call(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path,
+               const SaveOptions& options, Deadline deadline);
 
 }  // namespace shardow::file

@@ -88,7 +88,9 @@ TEST_F(Checkpoints, OfRanksThatAreAskedForOtherThingsSaysWhichAndWritesNothing) 
        "save(): max_shard_size is 1 KB on rank 0, 1001 bytes on rank 1; give all ranks the same"},
       {[](SaveOptions& options, fs::path&, int rank) { options.checksums = rank != 1; },
        "save(): checksums is on on rank 0, off on rank 1; give all ranks the same"},
-      {[](SaveOptions& options, fs::path&, int rank) { options.dtype = rank == 1 ? std::optional(DType::kF16) : std::nullopt; },
+      {[](SaveOptions& options, fs::path&, int rank) {
+         options.dtype = rank == 1 ? std::optional(DType::kF16) : std::nullopt;
+       },
        "save(): dtype is none on rank 0, F16 on rank 1; give all ranks the same"},
   };
   for (const Case& c : kCases) {

@@ -46,7 +46,8 @@ void order(std::vector<T>& all) {
 /// The one of a name, null where there is none.
 template <class T>
 const T* find_in(const std::vector<T>& ordered, std::string_view name) {
-  const auto at = std::lower_bound(ordered.begin(), ordered.end(), name, [](const T& a, std::string_view b) { return name_of(a) < b; });
+  const auto at = std::lower_bound(ordered.begin(), ordered.end(), name,
+                                   [](const T& a, std::string_view b) { return name_of(a) < b; });
   return at == ordered.end() || name_of(*at) != name ? nullptr : &*at;
 }
 
@@ -64,7 +65,8 @@ std::vector<Checksum> checksums_in(const Metadata& metadata, const std::string& 
       fail(Code::kCorrupt, "{}: the checksum of '{}' is not 8 hexadecimal digits", where, members.key());
     found.emplace_back(members.key(), crc);
   }
-  if (!members.error().empty()) fail(Code::kCorrupt, "{}: {} is no JSON object: {}", where, kChecksums, members.error());
+  if (!members.error().empty())
+    fail(Code::kCorrupt, "{}: {} is no JSON object: {}", where, kChecksums, members.error());
   order(found);
   return found;
 }
@@ -80,8 +82,8 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
     const std::vector<Checksum> crcs = checksums_in(header.metadata, file.path);
     header.metadata.erase(kChecksums);
     const auto written_by = header.metadata.extract(kWrittenBy);
-    catalog.files.push_back(
-        {raw.opened[f], header.data_begin, std::move(header.metadata), written_by.empty() ? std::string() : written_by.mapped()});
+    catalog.files.push_back({raw.opened[f], header.data_begin, std::move(header.metadata),
+                             written_by.empty() ? std::string() : written_by.mapped()});
     size_t next = 0;  // of the checksums: as most stand
     if (f == begin) tensors.reserve(header.entries.size());
     for (Entry& entry : header.entries) {
@@ -90,7 +92,8 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
         if (said == raw.weights->end() || said->second != Path(file.path).filename().string())
           continue;  // the index does not name it: it is not there
       }
-      const Checksum* const crc = next < crcs.size() && crcs[next].first == entry.name ? &crcs[next] : find_in(crcs, entry.name);
+      const Checksum* const crc =
+          next < crcs.size() && crcs[next].first == entry.name ? &crcs[next] : find_in(crcs, entry.name);
       if (crc != nullptr) next = static_cast<size_t>(crc - crcs.data()) + 1;
       tensors.push_back({f - begin, std::move(entry), crc == nullptr ? std::nullopt : std::optional(crc->second)});
     }
@@ -108,8 +111,8 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
 constexpr size_t kFewBytes = 64 << 10;  // of a fact, which goes through one store; what is longer travels by itself
 
 /// (1) Rank 0 reads what is there, for all.
-Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout,
-                 std::string& machine_of_first) {
+Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>& names,
+                 std::chrono::milliseconds timeout, std::string& machine_of_first) {
   Raw raw;
   std::string long_text;
   const std::string first = comm::agree_on(
@@ -144,22 +147,26 @@ bool is_found_here(const Path& path, Raw& raw, const std::string& view_of_first)
     return open_same(path, raw, !view_of_first.empty() && view_of_first == base::view_of_files());
   } catch (const Error& error) {
     if (error.code() != Code::kNotFound) throw;
-    throw Error(Code::kIo,
-                fmt::format("{}: rank 0 found it, and it is not there on {}: the path is not on storage that all machines share",
-                            path.string(), base::host_name()),
-                ENOENT);
+    throw Error(
+        Code::kIo,
+        fmt::format(
+            "{}: rank 0 found it, and it is not there on {}: the path is not on storage that all machines share",
+            path.string(), base::host_name()),
+        ENOENT);
   }
 }
 
 using Told = std::function<std::string(const Raw&)>;
 
-/// One version for all ranks, and what everybody's words come to, behind a plus; behind a minus who came too late for it.
-std::string try_version(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout,
-                        const Told& told, const comm::SumUp& sum_up) {
+/// One version for all ranks, and what everybody's words come to, behind a plus; behind a minus who came too late for
+/// it.
+std::string try_version(Group& group, const Path& path, const std::vector<std::string>& names,
+                        std::chrono::milliseconds timeout, const Told& told, const comm::SumUp& sum_up) {
   std::string first;
   Raw raw = read_for_all(group, path, names, timeout, first);
   const auto told_here = [&] {  // (2) every rank opens the same
-    if (group.rank() != 0 && !is_found_here(path, raw, first)) return fmt::format("-rank {} on {}", group.rank(), base::host_name());
+    if (group.rank() != 0 && !is_found_here(path, raw, first))
+      return fmt::format("-rank {} on {}", group.rank(), base::host_name());
     const std::string words = told(raw);
     return words.empty() ? words : "+" + words;
   };
@@ -173,8 +180,9 @@ std::string try_version(Group& group, const Path& path, const std::vector<std::s
   return comm::agree_on(group, base::now() + timeout, told_here, together);
 }
 
-std::string with_one_version(Group& group, const Path& path, const std::vector<std::string>& names, std::chrono::milliseconds timeout,
-                             const Told& told, const comm::SumUp& sum_up = comm::of_first) {
+std::string with_one_version(Group& group, const Path& path, const std::vector<std::string>& names,
+                             std::chrono::milliseconds timeout, const Told& told,
+                             const comm::SumUp& sum_up = comm::of_first) {
   constexpr int kAttempts = 50;
   std::string said;
   for (int left = kAttempts; left > 0; --left) {
@@ -182,7 +190,8 @@ std::string with_one_version(Group& group, const Path& path, const std::vector<s
     if (!said.starts_with('-')) return said.empty() ? said : said.substr(1);
   }
   const std::string message = fmt::format(
-      "{}: {} does not find what rank 0 found, {} times; is it replaced all the time, or not on storage that all machines share?",
+      "{}: {} does not find what rank 0 found, {} times; is it replaced all the time, or not on storage that all "
+      "machines share?",
       path.string(), said.substr(1), kAttempts);
   throw Error(Code::kIo, message, ESTALE);
 }
@@ -209,7 +218,8 @@ const Stored* StoredTensors::find(std::string_view name) const noexcept {
 }
 
 Discussed discuss_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout,
-                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told, const comm::SumUp& sum_up) {
+                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told,
+                          const comm::SumUp& sum_up) {
   Discussed found;
   const auto told_of = [&](const Raw& raw) {
     found.catalog = std::make_shared<const Catalog>(to_catalog(raw, path.string(), 0, raw.files.size()));

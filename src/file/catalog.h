@@ -1,4 +1,5 @@
-// What a checkpoint holds: one file, or a Hugging Face directory of them, opened once on every rank and read once by the first.
+// What a checkpoint holds: one file, or a Hugging Face directory of them, opened once on every rank and read once by
+// the first.
 #pragma once
 
 #include <chrono>
@@ -62,21 +63,23 @@ class Inside {
   static const Catalog& of(const Checkpoint& checkpoint) noexcept { return *checkpoint.catalog_; }
 };
 
-/// `path` is a file, or a directory with an index or with model.safetensors. Rank 0 reads it, every rank opens it, and all have the same
-/// version, also where it is replaced meanwhile. Collective; throws on every rank: kNotFound where nothing is there, kInvalidArgument where
-/// there are only files with other names, kCorrupt for a missing part and for what breaks a rule, or kIo: with ENOENT where some host does
-/// not see the path, with ESTALE for one that never stands still.
+/// `path` is a file, or a directory with an index or with model.safetensors. Rank 0 reads it, every rank opens it, and
+/// all have the same version, also where it is replaced meanwhile. Collective; throws on every rank: kNotFound where
+/// nothing is there, kInvalidArgument where there are only files with other names, kCorrupt for a missing part and for
+/// what breaks a rule, or kIo: with ENOENT where some host does not see the path, with ESTALE for one that never stands
+/// still.
 Catalog share_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout);
 
-/// The same, and what `sum_up` makes, on one rank, of what every rank has to say of what is there: what `told` gave on each, in the round
-/// that finds out whether all have the same version. What they throw on one rank is thrown on all; both are called again where some rank
-/// came too late for a version.
+/// The same, and what `sum_up` makes, on one rank, of what every rank has to say of what is there: what `told` gave on
+/// each, in the round that finds out whether all have the same version. What they throw on one rank is thrown on all;
+/// both are called again where some rank came too late for a version.
 struct Discussed {
   std::shared_ptr<const Catalog> catalog;
   std::string said;
 };
 Discussed discuss_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout,
-                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told, const comm::SumUp& sum_up);
+                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told,
+                          const comm::SumUp& sum_up);
 
 /// share_catalog() for files of one directory that belong together, in the order of `names`.
 std::vector<Catalog> share_catalogs(Group& group, const base::Path& directory, const std::vector<std::string>& names,

@@ -134,7 +134,9 @@ inline std::vector<int> all(int ranks, int code) {
 class Checkpoints : public InFolder {
  protected:
   /// On machine_.
-  std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn) const { return shardow::on_ranks(ranks, fn, machine_); }
+  std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn) const {
+    return shardow::on_ranks(ranks, fn, machine_);
+  }
 
   std::vector<int> save_as(const fs::path& path, const Sharding& sharding, int ranks, const SaveOptions& options = {}) {
     return on_ranks(ranks, [&](Group& group) {

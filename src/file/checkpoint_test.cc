@@ -84,7 +84,8 @@ TEST_F(Checkpoints, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   EXPECT_EQ(on_ranks(2,
                      [&](Group& group) {
                        Held held("w", DType::kF32, Region::whole({4}));
-                       save(group, std::span(&held.view, 1), folder_ / (group.rank() == 0 ? "x.safetensors" : "y.safetensors"));
+                       save(group, std::span(&held.view, 1),
+                            folder_ / (group.rank() == 0 ? "x.safetensors" : "y.safetensors"));
                      }),
             all(2, invalid));
   EXPECT_EQ(on_ranks(2,
@@ -116,7 +117,8 @@ TEST_F(Checkpoints, OfSeveralNamedFilesAppearsWhole) {
   const auto save_both = [&](int ranks) {
     return on_ranks(ranks, [&](Group& group) {
       auto first = hold(rows, group.rank(), ranks, true), second = hold(columns, group.rank(), ranks, true);
-      const std::vector<SaveFile> files = {{"a.safetensors", views_of(first), {{"which", "a"}}}, {"b.safetensors", views_of(second)}};
+      const std::vector<SaveFile> files = {{"a.safetensors", views_of(first), {{"which", "a"}}},
+                                           {"b.safetensors", views_of(second)}};
       save(group, files, folder_ / "both");
     });
   };
@@ -142,7 +144,8 @@ TEST_F(Checkpoints, ThatWasStagedHasTheValuesOfThatMoment) {
     const auto save_staged = [&](const fs::path& path, bool staged) {
       return on_ranks(3, [&](Group& group) {
         std::vector<Held> held;
-        for (const Spec& spec : {kSpecs[0], kSpecs[8]}) held.emplace_back(spec.name, spec.dtype, columns(spec.shape, group.rank(), 3));
+        for (const Spec& spec : {kSpecs[0], kSpecs[8]})
+          held.emplace_back(spec.name, spec.dtype, columns(spec.shape, group.rank(), 3));
         for (Held& one : held) std::fill(one.memory.begin(), one.memory.end(), std::byte{0x3f});
         const SaveFile file{"", views_of(held)};
         StagedSave save(group, std::span(&file, 1), path, options);
@@ -163,7 +166,9 @@ TEST_F(Checkpoints, ThatWasStagedHasTheValuesOfThatMoment) {
 /// Counts what reaches the kernel.
 class Counted : public base::Syscalls {
  public:
-  ssize_t pread(int fd, void* data, size_t bytes, off_t offset) override { return (++reads, Syscalls::pread(fd, data, bytes, offset)); }
+  ssize_t pread(int fd, void* data, size_t bytes, off_t offset) override {
+    return (++reads, Syscalls::pread(fd, data, bytes, offset));
+  }
   ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
     return (++writes, Syscalls::pwrite(fd, data, bytes, offset));
   }
@@ -177,7 +182,8 @@ TEST_F(Checkpoints, OfSmallTensorsIsWrittenAndReadInFewCalls) {
     for (int i = 0; i < 500; ++i) {
       const DType dtype = i % 3 == 0 ? DType::kBF16 : DType::kF32;
       Held& one = held.emplace_back("small" + std::to_string(i), dtype, Region::whole({i % 7 + 1, 5}));
-      for (size_t b = 0; filled && b < one.memory.size(); ++b) one.memory[b] = static_cast<std::byte>(b * 3 + static_cast<size_t>(i));
+      for (size_t b = 0; filled && b < one.memory.size(); ++b)
+        one.memory[b] = static_cast<std::byte>(b * 3 + static_cast<size_t>(i));
     }
     return held;
   };
@@ -195,7 +201,8 @@ TEST_F(Checkpoints, OfSmallTensorsIsWrittenAndReadInFewCalls) {
                        [&](Group& group) {
                          auto held = small(false), expected = small(true);
                          load(group, views_of(held), path);
-                         for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
+                         for (size_t i = 0; i < held.size(); ++i)
+                           EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
                        }),
               all(ranks, kFine));
     EXPECT_LT(calls.reads, 20);
@@ -225,7 +232,8 @@ TEST_F(Checkpoints, OfMoreFilesThanMayBeOpenIsSavedAndLoaded) {
                          auto held = many(true), found = many(false);
                          save(group, views_of(held), folder_ / "model", options);
                          load(group, views_of(found), folder_ / "model");
-                         for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, found[i].memory) << held[i].view.name;
+                         for (size_t i = 0; i < held.size(); ++i)
+                           EXPECT_EQ(held[i].memory, found[i].memory) << held[i].view.name;
                        }),
               all(2, kFine));
   }

@@ -21,7 +21,8 @@ constexpr std::chrono::seconds kGate{5};  // of waiting for the parent
 
 [[noreturn]] void fail_busy(const Path& target, const Path& draft) {
   base::fail(Code::kTimeout,
-             "{}: another save to this path is under way and does not end: a living process holds {}. Save from one rank, to one path per "
+             "{}: another save to this path is under way and does not end: a living process holds {}. Save from one "
+             "rank, to one path per "
              "model; ranks that hold parts or copies of one model save together, with the wrapped model or with group=",
              target.string(), draft.string());
 }
@@ -111,10 +112,15 @@ void clear_leftovers(const Path& target, const Path& draft, bool local, bool for
       if (one.path == draft) continue;
       FileLock lock, of_maker;
       const FileLock::Result result = lock.take(one.path);
-      const bool made = one.kind != Temporary::kDraft;  // by a save whose draft is locked while it lives, and which needs this one too
-      const FileLock::Result maker = made ? of_maker.take(temporary_path(target, one.nonce, Temporary::kDraft)) : result;
+      const bool made =
+          one.kind !=
+          Temporary::kDraft;  // by a save whose draft is locked while it lives, and which needs this one too
+      const FileLock::Result maker =
+          made ? of_maker.take(temporary_path(target, one.nonce, Temporary::kDraft)) : result;
       const bool dead = result == FileLock::Result::kHeld && maker != FileLock::Result::kUnknown && local;
-      if (result == FileLock::Result::kOthers || result == FileLock::Result::kGone || maker == FileLock::Result::kOthers) continue;
+      if (result == FileLock::Result::kOthers || result == FileLock::Result::kGone ||
+          maker == FileLock::Result::kOthers)
+        continue;
       if (!dead && is_young(one.path, draft)) continue;
       // Who died may have given it this name a moment ago, and the disk may still have it under the checkpoint's.
       if (!std::exchange(flushed, true)) base::sync(base::parent_of(target));

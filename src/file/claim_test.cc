@@ -13,8 +13,9 @@ TEST_F(Saving, ClearsAwayWhatDeadSavesLeftAndNothingElse) {
   const std::string nonce = kNonce;
   fs::create_directories(folder_ / (".a.safetensors." + nonce + ".tmp"));
   write(folder_ / (".a.safetensors." + nonce + "-renamed.tmp"), "half");
-  const std::set<std::string> others = {".another.safetensors." + nonce + ".tmp", ".a." + nonce + ".tmp", ".a.safetensors.4567.tmp",
-                                        ".a.safetensors.notes.tmp", ".a.safetensors." + nonce + ".tmp.bak"};
+  const std::set<std::string> others = {".another.safetensors." + nonce + ".tmp", ".a." + nonce + ".tmp",
+                                        ".a.safetensors.4567.tmp", ".a.safetensors.notes.tmp",
+                                        ".a.safetensors." + nonce + ".tmp.bak"};
   for (const std::string& name : others) write(folder_ / name, "somebody else's");
   save_version(1, folder_ / "a.safetensors");
   std::set<std::string> expected = others;
@@ -31,7 +32,8 @@ TEST_F(Saving, WaitsForALivingSaveToTheSamePathAndSaysSoWhereThatDoesNotEnd) {
     base::FileLock living;
     ASSERT_EQ(living.take(draft), base::FileLock::Result::kHeld);
     version = 2;
-    EXPECT_EQ(save_as(path, rows, 2, {.timeout = std::chrono::milliseconds(400)}), all(2, static_cast<int>(Code::kTimeout)));
+    EXPECT_EQ(save_as(path, rows, 2, {.timeout = std::chrono::milliseconds(400)}),
+              all(2, static_cast<int>(Code::kTimeout)));
     EXPECT_EQ(bytes_of(draft), "of a save that goes on");
     expect_version(1, path);
     save_version(3, folder_ / "b.safetensors");  // another name beside it does not wait
@@ -46,7 +48,8 @@ TEST_F(Saving, WaitsForALivingSaveToTheSamePathAndSaysSoWhereThatDoesNotEnd) {
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "b.safetensors"}));
 }
 
-/// Gives a living save's draft another name just before it is asked whether it lives, once, as its save does to see whether it can.
+/// Gives a living save's draft another name just before it is asked whether it lives, once, as its save does to see
+/// whether it can.
 class Renaming : public base::Syscalls {
  public:
   explicit Renaming(const fs::path& path)
@@ -71,7 +74,8 @@ TEST_F(Saving, WaitsForALivingSaveWhoseDraftIsRenamedWhileItLooks) {
   Renaming machine(path);
   machine_.syscalls = &machine;
   version = 2;
-  EXPECT_EQ(save_as(path, rows, 2, {.timeout = std::chrono::milliseconds(100)}), all(2, static_cast<int>(Code::kTimeout)));
+  EXPECT_EQ(save_as(path, rows, 2, {.timeout = std::chrono::milliseconds(100)}),
+            all(2, static_cast<int>(Code::kTimeout)));
   machine_.syscalls = nullptr;
   expect_version(1, path);
 }
@@ -80,7 +84,8 @@ TEST_F(Saving, WaitsForALivingSaveWhoseDraftIsRenamedWhileItLooks) {
 class Looking : public base::Syscalls {
  public:
   int rename(const char* from, const char* to) override {
-    const bool renamed = std::string_view(to).ends_with("-renamed.tmp") || std::string_view(from).ends_with("-renamed.tmp");
+    const bool renamed =
+        std::string_view(to).ends_with("-renamed.tmp") || std::string_view(from).ends_with("-renamed.tmp");
     if (renamed) ++asked;
     if (renamed && base::FileLock().take(fs::path(from).parent_path()) != base::FileLock::Result::kOthers) ++free;
     return Syscalls::rename(from, to);
@@ -140,17 +145,21 @@ TEST_F(Saving, OfManyAtOnceToOnePathAreOneAfterTheOtherWhileReadersFindAWholeOne
 }
 
 TEST_F(Saving, WhatDeadSavesLeftIsClearedAwayWithoutASaveAndWhatLivingOnesMakeIsNot) {
-  const auto gone = folder_ / "gone", replaced = folder_ / "replaced", living = folder_ / "living", removed = folder_ / "removed";
-  for (const auto& target : {gone, living}) fs::create_directory(file::temporary_path(target, kNonce, file::Temporary::kDraft));
+  const auto gone = folder_ / "gone", replaced = folder_ / "replaced", living = folder_ / "living",
+             removed = folder_ / "removed";
+  for (const auto& target : {gone, living})
+    fs::create_directory(file::temporary_path(target, kNonce, file::Temporary::kDraft));
   fs::create_directory(file::temporary_path(replaced, kNonce, file::Temporary::kOld));
   write(file::temporary_path(replaced, kNonce, file::Temporary::kOld) / "model.safetensors", "the old one");
   fs::create_directory(file::temporary_path(removed, kNonce, file::Temporary::kSpent));
-  write(file::temporary_path(removed, kNonce, file::Temporary::kSpent) / "model.safetensors", "half of what was replaced");
+  write(file::temporary_path(removed, kNonce, file::Temporary::kSpent) / "model.safetensors",
+        "half of what was replaced");
   base::FileLock lock;
   ASSERT_EQ(lock.take(file::temporary_path(living, kNonce, file::Temporary::kDraft)), base::FileLock::Result::kHeld);
   for (const auto& target : {gone, replaced, removed, living, folder_ / "none" / "at all"}) file::clear_dead(target);
   EXPECT_EQ(names(),
-            (std::set<std::string>{"replaced", file::temporary_path(living, kNonce, file::Temporary::kDraft).filename().string()}));
+            (std::set<std::string>{"replaced",
+                                   file::temporary_path(living, kNonce, file::Temporary::kDraft).filename().string()}));
   EXPECT_EQ(bytes_of(replaced / "model.safetensors"), "the old one");
 }
 

@@ -1,5 +1,5 @@
-// CRC-32 with zlib's polynomial, of parts that different ranks have: the checksum of a whole is the exclusive or of its parts'
-// contributions.
+// CRC-32 with zlib's polynomial, of parts that different ranks have: the checksum of a whole is the exclusive or of its
+// parts' contributions.
 #pragma once
 
 #include <array>
@@ -12,12 +12,14 @@ namespace shardow::file {
 /// Of what gave `crc`, followed by `bytes`. crc32(0, ...) begins.
 uint32_t crc32(uint32_t crc, std::span<const std::byte> bytes) noexcept;
 
-/// What a part with this checksum contributes to a whole in which `after` bytes follow it. The contributions of parts that cover a whole
-/// exactly once, combined by exclusive or in any order, are the whole's checksum (zlib's crc32_combine: a CRC is linear).
+/// What a part with this checksum contributes to a whole in which `after` bytes follow it. The contributions of parts
+/// that cover a whole exactly once, combined by exclusive or in any order, are the whole's checksum (zlib's
+/// crc32_combine: a CRC is linear).
 uint32_t crc32_contribution(uint32_t crc, int64_t after) noexcept;
 
-/// The contribution of many parts of one whole, which come in ascending order. Making the operator that moves a checksum over a distance
-/// takes a microsecond, applying it a twentieth of that: those of the last distances are kept, and runs of a shard have few.
+/// The contribution of many parts of one whole, which come in ascending order. Making the operator that moves a
+/// checksum over a distance takes a microsecond, applying it a twentieth of that: those of the last distances are kept,
+/// and runs of a shard have few.
 class CrcSum {
  public:
   void add(int64_t begin, std::span<const std::byte> data) noexcept;

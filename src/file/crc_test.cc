@@ -19,7 +19,8 @@ TEST(Crc, IsZlibs) {
   EXPECT_EQ(of(""), 0u);
   EXPECT_EQ(of("123456789"), 0xcbf43926u);
   const std::string text(100'003, 'x');
-  EXPECT_EQ(of(text), ::crc32(0, reinterpret_cast<const unsigned char*>(text.data()), static_cast<unsigned>(text.size())));
+  EXPECT_EQ(of(text),
+            ::crc32(0, reinterpret_cast<const unsigned char*>(text.data()), static_cast<unsigned>(text.size())));
 }
 
 TEST(Crc, OfPartsInAnyOrderIsThatOfTheWhole) {

@@ -41,17 +41,19 @@ class Death : public base::Syscalls {
   bool can_exchange_;
 };
 
-/// Waits for the threads of calls that are timed, which end a moment after a save: what one of them holds when its process forks, the lock
-/// of an allocator, say, the child never gets.
+/// Waits for the threads of calls that are timed, which end a moment after a save: what one of them holds when its
+/// process forks, the lock of an allocator, say, the child never gets.
 void wait_until_alone() {
-  while (std::distance(fs::directory_iterator("/proc/self/task"), fs::directory_iterator()) > 1) std::this_thread::yield();
+  while (std::distance(fs::directory_iterator("/proc/self/task"), fs::directory_iterator()) > 1)
+    std::this_thread::yield();
 }
 
 TEST_F(Checkpoints, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "ThreadSanitizer does not follow threads started after fork()";
 #endif
-  for (const auto& [limit, can_exchange] : std::vector<std::pair<int64_t, bool>>{{0, true}, {1 << 20, true}, {1 << 20, false}}) {
+  for (const auto& [limit, can_exchange] :
+       std::vector<std::pair<int64_t, bool>>{{0, true}, {1 << 20, true}, {1 << 20, false}}) {
     const auto path = folder_ / (limit == 0 ? "model.safetensors" : "model");
     version = 1;
     ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = limit}), all(3, kFine));
@@ -77,7 +79,8 @@ TEST_F(Checkpoints, IsTheOldOneOrTheNewOneWhereverItsProcessDied) {
       EXPECT_EQ(load_as(path, whole, 1), all(1, kFine)) << "killed at call " << deaths;
       seen_new += version == 2;
       version = 1;
-      ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = limit}), all(3, kFine));  // clears away what the dead one left
+      ASSERT_EQ(save_as(path, flat, 3, {.max_shard_size = limit}),
+                all(3, kFine));  // clears away what the dead one left
       EXPECT_EQ(names().size(), limit == 0 ? 1u : 2u);
     }
     EXPECT_GT(deaths, 15);

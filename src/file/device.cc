@@ -9,13 +9,14 @@
 namespace shardow::file {
 namespace {
 
-/// Chunks of pinned memory that nobody uses, for whoever comes next: to make or free one can stop the device. Never freed: when a process
-/// ends, the runtime may be gone before them.
+/// Chunks of pinned memory that nobody uses, for whoever comes next: to make or free one can stop the device. Never
+/// freed: when a process ends, the runtime may be gone before them.
 class Spare {
  public:
   void* take(int index) {
     const base::Lock lock(mutex_);
-    const auto found = std::find_if(chunks_.begin(), chunks_.end(), [&](const auto& chunk) { return chunk.first == index; });
+    const auto found =
+        std::find_if(chunks_.begin(), chunks_.end(), [&](const auto& chunk) { return chunk.first == index; });
     if (found == chunks_.end()) return nullptr;
     void* const memory = found->second;
     chunks_.erase(found);
@@ -61,7 +62,8 @@ std::byte* Pinned::data(const Device& device) {
   finish();
   if (memory_ == nullptr) {
     void* const kept = Spare::instance().take(device.index);
-    memory_ = static_cast<std::byte*>(kept != nullptr ? kept : kernels::cuda::pin(static_cast<size_t>(kChunkBytes), device.index));
+    memory_ = static_cast<std::byte*>(
+        kept != nullptr ? kept : kernels::cuda::pin(static_cast<size_t>(kChunkBytes), device.index));
     index_ = device.index;
   }
   return memory_;

@@ -1,4 +1,5 @@
-// Device memory on its way to and from files: blocks of pinned host memory, and copies that go on while others are read or written.
+// Device memory on its way to and from files: blocks of pinned host memory, and copies that go on while others are read
+// or written.
 #pragma once
 
 #include <cstddef>

@@ -19,7 +19,12 @@ int64_t chunk_of(const Mine& mine, DType dtype) {
 }  // namespace
 
 Direct::Direct(const std::vector<Mine>& mine, const Layout& layout, std::deque<Output>& outputs, bool count_only)
-    : mine_(mine), layout_(layout), outputs_(outputs), count_only_(count_only), feeds_(outputs.size()), order_(mine.size()) {
+    : mine_(mine),
+      layout_(layout),
+      outputs_(outputs),
+      count_only_(count_only),
+      feeds_(outputs.size()),
+      order_(mine.size()) {
   std::iota(order_.begin(), order_.end(), size_t{0});
   const auto where = [&](size_t i) {
     const Place place = layout.place(mine[i].tensor);

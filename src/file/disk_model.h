@@ -1,7 +1,9 @@
-// For tests of power cuts: the system calls of a save are recorded, and replayed to a disk that forgets what was not flushed.
+// For tests of power cuts: the system calls of a save are recorded, and replayed to a disk that forgets what was not
+// flushed.
 //
-// The disk: a write is kept, lost or torn into sectors until its file is flushed by the machine that wrote it; a change of names is kept or
-// lost, each by itself, until its directory is flushed; a rename is one change. That is the least that file systems promise.
+// The disk: a write is kept, lost or torn into sectors until its file is flushed by the machine that wrote it; a change
+// of names is kept or lost, each by itself, until its directory is flushed; a rename is one change. That is the least
+// that file systems promise.
 #pragma once
 
 #include <fcntl.h>
@@ -55,7 +57,9 @@ struct Recording {
 /// Passes calls on to the kernel and writes down those that change a folder.
 class Recorder : public base::Syscalls {
  public:
-  explicit Recorder(const fs::path& folder, bool can_exchange = true) : folder_(folder), can_exchange_(can_exchange) { start(folder); }
+  explicit Recorder(const fs::path& folder, bool can_exchange = true) : folder_(folder), can_exchange_(can_exchange) {
+    start(folder);
+  }
 
   Recording recording;
 
@@ -67,7 +71,8 @@ class Recorder : public base::Syscalls {
     if (is_new) set_names({{parent(path), name(path), make(path)}});
     if (node_at(path) < 0) take_in(path);
     files_[fd] = node_at(path);
-    if (!is_new && (flags & O_TRUNC) != 0) recording.calls.push_back({.kind = Call::Kind::kSize, .node = files_[fd], .machine = machine});
+    if (!is_new && (flags & O_TRUNC) != 0)
+      recording.calls.push_back({.kind = Call::Kind::kSize, .node = files_[fd], .machine = machine});
     return fd;
   }
   int close(int fd) override {
@@ -79,19 +84,25 @@ class Recorder : public base::Syscalls {
     const std::lock_guard lock(mutex_);
     const ssize_t done = Syscalls::pwrite(fd, data, bytes, offset);
     if (done > 0 && files_.contains(fd))
-      recording.calls.push_back(
-          {Call::Kind::kWrite, {}, files_[fd], offset, {static_cast<const char*>(data), static_cast<size_t>(done)}, machine});
+      recording.calls.push_back({Call::Kind::kWrite,
+                                 {},
+                                 files_[fd],
+                                 offset,
+                                 {static_cast<const char*>(data), static_cast<size_t>(done)},
+                                 machine});
     return done;
   }
   int ftruncate(int fd, off_t length) override {
     const std::lock_guard lock(mutex_);
     const int result = Syscalls::ftruncate(fd, length);
-    if (result == 0 && files_.contains(fd)) recording.calls.push_back({Call::Kind::kSize, {}, files_[fd], length, {}, machine});
+    if (result == 0 && files_.contains(fd))
+      recording.calls.push_back({Call::Kind::kSize, {}, files_[fd], length, {}, machine});
     return result;
   }
   int fsync(int fd) override {
     const std::lock_guard lock(mutex_);
-    if (files_.contains(fd)) recording.calls.push_back({.kind = Call::Kind::kFlush, .node = files_[fd], .machine = machine});
+    if (files_.contains(fd))
+      recording.calls.push_back({.kind = Call::Kind::kFlush, .node = files_[fd], .machine = machine});
     return Syscalls::fsync(fd);
   }
   int rename(const char* from, const char* to) override {
@@ -142,7 +153,9 @@ class Recorder : public base::Syscalls {
   }
 
  private:
-  static fs::path plain(const fs::path& path) { return path.has_filename() ? path : path.parent_path(); }  // "dir/" is "dir"
+  static fs::path plain(const fs::path& path) {
+    return path.has_filename() ? path : path.parent_path();
+  }  // "dir/" is "dir"
   static std::string name(const fs::path& path) { return plain(path).filename().string(); }
   bool inside(const fs::path& path) const { return path.string().starts_with(folder_.string()); }
   int parent(const fs::path& path) { return node_at(plain(path).parent_path()); }
@@ -159,13 +172,16 @@ class Recorder : public base::Syscalls {
     recording.paths[next_] = path.string();
     return nodes_[real(path)] = next_++;
   }
-  void set_names(std::vector<Call::Name> names) { recording.calls.push_back({.kind = Call::Kind::kNames, .names = std::move(names)}); }
+  void set_names(std::vector<Call::Name> names) {
+    recording.calls.push_back({.kind = Call::Kind::kNames, .names = std::move(names)});
+  }
 
   /// A file that was made past us: copied by the standard library.
   void take_in(const fs::path& path) {
     set_names({{parent(path), name(path), make(path)}});
     std::ifstream file(path, std::ios::binary);
-    recording.calls.push_back({Call::Kind::kWrite, {}, node_at(path), 0, {std::istreambuf_iterator<char>(file), {}}, machine});
+    recording.calls.push_back(
+        {Call::Kind::kWrite, {}, node_at(path), 0, {std::istreambuf_iterator<char>(file), {}}, machine});
   }
 
   int start(const fs::path& path) {
@@ -176,7 +192,8 @@ class Recorder : public base::Syscalls {
       recording.before[node].bytes = {std::istreambuf_iterator<char>(file), {}};
       return node;
     }
-    for (const auto& entry : fs::directory_iterator(path)) recording.before[node].entries[name(entry.path())] = start(entry.path());
+    for (const auto& entry : fs::directory_iterator(path))
+      recording.before[node].entries[name(entry.path())] = start(entry.path());
     return node;
   }
 
@@ -191,15 +208,17 @@ class Recorder : public base::Syscalls {
 enum class Fate { kKept, kLost, kAny };
 
 /// What a disk has after the first `count` calls and a power cut; `fate` is that of what was not flushed.
-inline Nodes after_power_cut(const Nodes& before, const std::vector<Call>& calls, size_t count, Fate fate, std::mt19937& random) {
+inline Nodes after_power_cut(const Nodes& before, const std::vector<Call>& calls, size_t count, Fate fate,
+                             std::mt19937& random) {
   std::vector<bool> safe(count, false);
   for (size_t flush = 0; flush < count; ++flush) {
     if (calls[flush].kind != Call::Kind::kFlush) continue;
     for (size_t i = 0; i < flush; ++i) {
       const Call& call = calls[i];
-      const bool named =
-          std::any_of(call.names.begin(), call.names.end(), [&](const auto& one) { return one.directory == calls[flush].node; });
-      if (named || (call.names.empty() && call.node == calls[flush].node && call.machine == calls[flush].machine)) safe[i] = true;
+      const bool named = std::any_of(call.names.begin(), call.names.end(),
+                                     [&](const auto& one) { return one.directory == calls[flush].node; });
+      if (named || (call.names.empty() && call.node == calls[flush].node && call.machine == calls[flush].machine))
+        safe[i] = true;
     }
   }
   constexpr size_t kSector = 512;
@@ -208,7 +227,8 @@ inline Nodes after_power_cut(const Nodes& before, const std::vector<Call>& calls
   for (size_t i = 0; i < count; ++i) {
     const Call& call = calls[i];
     const bool torn = !safe[i] && fate == Fate::kAny && call.data.size() > kSector && chance();
-    if (!safe[i] && !torn && (fate == Fate::kLost || (fate == Fate::kAny && chance(call.names.empty() ? 2 : 4)))) continue;
+    if (!safe[i] && !torn && (fate == Fate::kLost || (fate == Fate::kAny && chance(call.names.empty() ? 2 : 4))))
+      continue;
     if (call.kind == Call::Kind::kNames) {
       for (const auto& [directory, name, node] : call.names) {
         nodes[directory].directory = true;
@@ -225,7 +245,8 @@ inline Nodes after_power_cut(const Nodes& before, const std::vector<Call>& calls
       const size_t at = static_cast<size_t>(call.at);
       bytes.resize(std::max(bytes.size(), at + call.data.size()));
       for (size_t begin = 0; begin < call.data.size(); begin += kSector) {
-        if (!torn || chance()) bytes.replace(at + begin, std::min(kSector, call.data.size() - begin), call.data, begin, kSector);
+        if (!torn || chance())
+          bytes.replace(at + begin, std::min(kSector, call.data.size() - begin), call.data, begin, kSector);
       }
     }
   }
@@ -237,7 +258,8 @@ inline void restore(const Nodes& nodes, int node, const fs::path& path, bool dir
   const auto found = nodes.find(node);
   if (!directory) {
     std::ofstream file(path, std::ios::binary);
-    if (found != nodes.end()) file.write(found->second.bytes.data(), static_cast<std::streamsize>(found->second.bytes.size()));
+    if (found != nodes.end())
+      file.write(found->second.bytes.data(), static_cast<std::streamsize>(found->second.bytes.size()));
     return;
   }
   fs::create_directory(path);

@@ -51,12 +51,15 @@ void check_target(const Draft& draft, const Sizes& files) {
   const auto found = look_at(draft.target);
   if (!found) return;
   const std::string path = draft.target.string();
-  if (!draft.directory && found->directory()) fail(Code::kInvalidArgument, "{} is a directory; a single file is to be written there", path);
+  if (!draft.directory && found->directory())
+    fail(Code::kInvalidArgument, "{} is a directory; a single file is to be written there", path);
   if (!draft.directory && !found->regular())
-    fail(Code::kInvalidArgument, "{} is neither a file nor a directory (a pipe, a device?); save to another name", path);
+    fail(Code::kInvalidArgument, "{} is neither a file nor a directory (a pipe, a device?); save to another name",
+         path);
   if (!draft.directory) return;
   if (!found->directory())
-    fail(Code::kInvalidArgument, "{} is a file; a directory is to be written there. Name it .safetensors for a single file", path);
+    fail(Code::kInvalidArgument,
+         "{} is a file; a directory is to be written there. Name it .safetensors for a single file", path);
   for (const auto& [name, bytes] : files) {
     if (base::leads_to_directory(draft.target / name))
       fail(Code::kInvalidArgument, "{} has a directory {}, where a file is to be written", path, name);
@@ -68,15 +71,17 @@ void move_back(const Draft& draft, const Path& aside) {
   try {
     base::rename(aside, draft.target);
   } catch (const Error&) {
-    if (!base::leads_to_directory(draft.target)) throw;  // who looks for it finds it beside, and the next save puts it back
+    if (!base::leads_to_directory(draft.target))
+      throw;  // who looks for it finds it beside, and the next save puts it back
     base::sync(parent_of(draft.target));
     rescue(aside, draft.target, Temporary::kOld);
   }
   base::sync(parent_of(draft.target));
 }
 
-/// Asks for something that file systems of this machine never do, a directory in place of one that is not empty, to learn whether it may be
-/// moved at all. Were it done hours later, by storage that stands still now, the checkpoint would be where an old one is looked for.
+/// Asks for something that file systems of this machine never do, a directory in place of one that is not empty, to
+/// learn whether it may be moved at all. Were it done hours later, by storage that stands still now, the checkpoint
+/// would be where an old one is looked for.
 void check_movable(Draft& draft) {
   const Path full = temporary_path(draft.target, draft.nonce, Temporary::kOld);
   draft.tried = true;
@@ -90,12 +95,14 @@ void check_movable(Draft& draft) {
     if (base::syscalls().left_one()) throw;
     const int why = error.os_errno();
     if (why == EBUSY) {
-      fail(Code::kUnsupported, "{} is a mount point, which no other directory can replace; save into a directory in it, {}",
+      fail(Code::kUnsupported,
+           "{} is a mount point, which no other directory can replace; save into a directory in it, {}",
            draft.target.string(), (draft.target / "model").string());
     }
     if (why == EXDEV) {
       fail(Code::kUnsupported,
-           "{} belongs to a lower layer of an overlay (an image of a container) and cannot be replaced; save to another name",
+           "{} belongs to a lower layer of an overlay (an image of a container) and cannot be replaced; save to "
+           "another name",
            draft.target.string());
     }
   }
@@ -110,7 +117,8 @@ void check_movable(Draft& draft) {
 
 /// Whether a shard may be of another save in place that goes on: no index names it, and it is young.
 bool is_anothers(const Draft& draft, const std::string& name) {
-  return is_shard_of_a_save(name) && !names_in_index(draft.target).contains(name) && is_young(draft.target / name, draft.target);
+  return is_shard_of_a_save(name) && !names_in_index(draft.target).contains(name) &&
+         is_young(draft.target / name, draft.target);
 }
 
 void make_draft(const Draft& draft) {
@@ -142,12 +150,13 @@ Draft draft_for(const Path& target, bool directory, bool hugging_face, const std
   if (!plain.has_filename() || plain.filename() == "." || plain.filename() == "..")
     fail(Code::kInvalidArgument, "'{}' is no name for a checkpoint", target.string());
   const auto found = look_at_itself(plain);
-  if (directory && found && found->link()) {  // a link to a directory stays; one to a file is replaced, since blobs behind links are shared
+  if (directory && found &&
+      found->link()) {  // a link to a directory stays; one to a file is replaced, since blobs behind links are shared
     std::error_code error;
     const Path behind = fs::canonical(plain, error);
     if (error) {
-      fail(Code::kInvalidArgument, "{} is a symbolic link to nothing, or to itself; remove it, or make its target ({})", plain.string(),
-           error.message());
+      fail(Code::kInvalidArgument, "{} is a symbolic link to nothing, or to itself; remove it, or make its target ({})",
+           plain.string(), error.message());
     }
     return draft_for(behind, directory, hugging_face, nonce);
   }
@@ -157,11 +166,11 @@ Draft draft_for(const Path& target, bool directory, bool hugging_face, const std
 Storage prepare(Draft& draft, const Sizes& files, bool several_hosts, Until until) {
   const Path parent = parent_of(draft.target);
   if (base::may_still_change(draft.target)) {
-    fail(
-        Code::kIo,
-        "{}: an earlier save to this path was given up while the storage stood still, and what it asked for last is under way: done later, "
-        "it would undo this save. Save to another name, or in another process",
-        draft.target.string());
+    fail(Code::kIo,
+         "{}: an earlier save to this path was given up while the storage stood still, and what it asked for last is "
+         "under way: done later, "
+         "it would undo this save. Save to another name, or in another process",
+         draft.target.string());
   }
   base::make_directories(parent);
   check_target(draft, files);
@@ -174,8 +183,8 @@ Storage prepare(Draft& draft, const Sizes& files, bool several_hosts, Until unti
   for (const auto& [name, bytes] : files) needed += bytes;
   const base::Space space = base::space_at(parent);
   if (space.free_bytes < needed) {
-    fail(Code::kOutOfSpace, "{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(), needed,
-         space.free_bytes);
+    fail(Code::kOutOfSpace, "{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(),
+         needed, space.free_bytes);
   }
   const Storage storage = probe(draft, files, !(space.fuse && several_hosts), until);
   if (!storage.rename) {
@@ -197,14 +206,16 @@ void prepare_in_place(Draft& draft, const std::vector<std::string>& files, Until
   for (const std::string& name : files) {
     if (!look_at_itself(draft.target / name)) continue;
     fail(Code::kUnsupported,
-         "{}: this storage cannot rename, so {} files could not take the place of those that are there ({}) at once; save to another "
+         "{}: this storage cannot rename, so {} files could not take the place of those that are there ({}) at once; "
+         "save to another "
          "directory",
          draft.target.string(), files.size(), name);
   }
   draft.made_here = files;
   if (draft.hugging_face) draft.replaced = hugging_face_names(draft.target);
   const bool alone = draft.locks.back().held() && base::space_at(draft.target).local;
-  std::erase_if(draft.replaced, [&](const std::string& name) { return name == kIndexName || (!alone && is_anothers(draft, name)); });
+  std::erase_if(draft.replaced,
+                [&](const std::string& name) { return name == kIndexName || (!alone && is_anothers(draft, name)); });
 }
 
 void release(Draft& draft) noexcept {

@@ -20,7 +20,8 @@ struct Draft {
   bool hugging_face;      ///< files are named by us, and have an index where there are several
   bool in_place = false;  ///< where nothing can be renamed: files have their own names from the beginning
   bool tried = false;     ///< whether the target may be moved, with a directory under the name of an old one
-  bool keep = false;      ///< the disk may have it under the checkpoint's name: the next save removes it, when that is settled
+  bool keep =
+      false;  ///< the disk may have it under the checkpoint's name: the next save removes it, when that is settled
 
   std::string host = {};                    ///< rank 0's, which makes the files
   std::vector<base::FileLock> locks = {};   ///< rank 0's, while it saves
@@ -44,13 +45,14 @@ struct Storage {
 
 using Sizes = std::vector<std::pair<std::string, int64_t>>;  ///< files by name, in bytes
 
-/// Rank 0. Waits until `until` for another save to the same target, removes what dead ones left, checks that there is room, and makes the
-/// files, all of their length, whose first 8 bytes are zero: no reader takes them. The files are also the probe of what the storage can do;
-/// where that is not random writes, they are gone again. `several_hosts`: ranks run on different machines.
+/// Rank 0. Waits until `until` for another save to the same target, removes what dead ones left, checks that there is
+/// room, and makes the files, all of their length, whose first 8 bytes are zero: no reader takes them. The files are
+/// also the probe of what the storage can do; where that is not random writes, they are gone again. `several_hosts`:
+/// ranks run on different machines.
 Storage prepare(Draft& draft, const Sizes& files, bool several_hosts, Until until);
 
-/// Rank 0, where nothing can be renamed: what has to be there before the first file. Throws kUnsupported where files with names of their
-/// own would be written over.
+/// Rank 0, where nothing can be renamed: what has to be there before the first file. Throws kUnsupported where files
+/// with names of their own would be written over.
 void prepare_in_place(Draft& draft, const std::vector<std::string>& files, Until until);
 
 /// Rank 0, when all is done.

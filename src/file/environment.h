@@ -1,4 +1,5 @@
-// The machine that a save or a load works on: one that a test's thread puts in place of its own, so that one rank's disk can fail.
+// The machine that a save or a load works on: one that a test's thread puts in place of its own, so that one rank's
+// disk can fail.
 #pragma once
 
 #include "base/files.h"
@@ -16,7 +17,8 @@ namespace file {
 /// What this thread does until the end of the scope is done in `environment`, where there is one.
 class InEnvironment {
  public:
-  explicit InEnvironment(const Environment* environment) noexcept : syscalls_(environment != nullptr ? environment->syscalls : nullptr) {}
+  explicit InEnvironment(const Environment* environment) noexcept
+      : syscalls_(environment != nullptr ? environment->syscalls : nullptr) {}
 
  private:
   base::Seam<base::Syscalls>::Scope syscalls_;

@@ -1,4 +1,5 @@
-// Disks that fail and machines that lack something: nothing is published where anything failed, and every rank gets the same error.
+// Disks that fail and machines that lack something: nothing is published where anything failed, and every rank gets the
+// same error.
 #include <fcntl.h>
 
 #include <atomic>
@@ -17,7 +18,9 @@ class BadDisk : public base::Syscalls {
   enum class Call { kOpen, kWrite, kRead, kTruncate, kSync, kRename, kMkdir, kSpace, kClose };
   BadDisk(Call call, int after, int error) : call_(call), after_(after), error_(error) {}
 
-  int open(const char* path, int flags, mode_t mode) override { return fails(Call::kOpen) ? -1 : Syscalls::open(path, flags, mode); }
+  int open(const char* path, int flags, mode_t mode) override {
+    return fails(Call::kOpen) ? -1 : Syscalls::open(path, flags, mode);
+  }
   int close(int fd) override {
     const int result = Syscalls::close(fd);
     return fails(Call::kClose) ? -1 : result;
@@ -30,10 +33,16 @@ class BadDisk : public base::Syscalls {
   }
   int ftruncate(int fd, off_t length) override { return fails(Call::kTruncate) ? -1 : Syscalls::ftruncate(fd, length); }
   int fsync(int fd) override { return fails(Call::kSync) ? -1 : Syscalls::fsync(fd); }
-  int rename(const char* from, const char* to) override { return fails(Call::kRename) ? -1 : Syscalls::rename(from, to); }
-  int rename_exchange(const char* a, const char* b) override { return fails(Call::kRename) ? -1 : Syscalls::rename_exchange(a, b); }
+  int rename(const char* from, const char* to) override {
+    return fails(Call::kRename) ? -1 : Syscalls::rename(from, to);
+  }
+  int rename_exchange(const char* a, const char* b) override {
+    return fails(Call::kRename) ? -1 : Syscalls::rename_exchange(a, b);
+  }
   int mkdir(const char* path, mode_t mode) override { return fails(Call::kMkdir) ? -1 : Syscalls::mkdir(path, mode); }
-  int statfs(const char* path, struct statfs* out) override { return fails(Call::kSpace) ? -1 : Syscalls::statfs(path, out); }
+  int statfs(const char* path, struct statfs* out) override {
+    return fails(Call::kSpace) ? -1 : Syscalls::statfs(path, out);
+  }
 
   bool failed() const { return failed_; }
 
@@ -60,11 +69,12 @@ TEST_F(Checkpoints, OfABadDiskIsTheOldOneWithOneErrorForAll) {
   ASSERT_EQ(save_as(path, flat, 3, options), all(3, kFine));
   const std::string before = bytes_of(path / "model-00001-of-00003.safetensors");
   ASSERT_FALSE(before.empty());
-  for (const Call call :
-       {Call::kOpen, Call::kWrite, Call::kTruncate, Call::kSync, Call::kRename, Call::kMkdir, Call::kSpace, Call::kClose}) {
+  for (const Call call : {Call::kOpen, Call::kWrite, Call::kTruncate, Call::kSync, Call::kRename, Call::kMkdir,
+                          Call::kSpace, Call::kClose}) {
     for (const int error : kSlow ? std::vector<int>{EIO} : std::vector<int>{EIO, ENOSPC, EDQUOT}) {
       for (int after = 0;; ++after) {
-        SCOPED_TRACE(std::to_string(static_cast<int>(call)) + " fails with " + std::to_string(error) + " after " + std::to_string(after));
+        SCOPED_TRACE(std::to_string(static_cast<int>(call)) + " fails with " + std::to_string(error) + " after " +
+                     std::to_string(after));
         BadDisk disk(call, after, error);
         machine_.syscalls = &disk;
         const std::vector<int> codes = save_as(path, rows, 3, options);
@@ -73,7 +83,8 @@ TEST_F(Checkpoints, OfABadDiskIsTheOldOneWithOneErrorForAll) {
         const std::set<int> different(codes.begin(), codes.end());
         EXPECT_EQ(different.size(), 1u);
         const int expected = static_cast<int>(error == EIO ? Code::kIo : Code::kOutOfSpace);
-        EXPECT_TRUE(*different.begin() == expected || *different.begin() == kFine);  // closing a file that was only read may fail unheard
+        EXPECT_TRUE(*different.begin() == expected ||
+                    *different.begin() == kFine);  // closing a file that was only read may fail unheard
         EXPECT_EQ(names(), (std::set<std::string>{"model"}));
         EXPECT_EQ(load_as(path, whole, 1), all(1, kFine));
         EXPECT_TRUE(bytes_of(path / "model-00001-of-00003.safetensors") == before);
@@ -94,7 +105,8 @@ TEST_F(Checkpoints, OfOneRankWhoseDiskFailsIsTheOldOneWithOneErrorForAll) {
     for (const Call call : {Call::kOpen, Call::kWrite, Call::kSync, Call::kClose}) {
       for (const int error : {EIO, ENOSPC}) {
         for (int after = 0;; ++after) {
-          SCOPED_TRACE(fmt::format("rank {}: call {} fails with {} after {}", bad, static_cast<int>(call), error, after));
+          SCOPED_TRACE(
+              fmt::format("rank {}: call {} fails with {} after {}", bad, static_cast<int>(call), error, after));
           BadDisk disk(call, after, error);
           const Environment machine{&disk};
           std::atomic<int> right{0};
@@ -104,7 +116,8 @@ TEST_F(Checkpoints, OfOneRankWhoseDiskFailsIsTheOldOneWithOneErrorForAll) {
             try {
               save(group, views_of(held), path, {.max_shard_size = 1 << 20});
             } catch (const Error& one) {
-              const bool named = group.rank() == bad || std::string(one.what()).starts_with(fmt::format("rank {} of 3 failed: ", bad));
+              const bool named =
+                  group.rank() == bad || std::string(one.what()).starts_with(fmt::format("rank {} of 3 failed: ", bad));
               right += named && one.os_errno() == error;
               throw;
             }
@@ -139,8 +152,12 @@ class NoExchange : public base::Syscalls {
 class Interrupted : public base::Syscalls {
  public:
   int open(const char* p, int flags, mode_t mode) override { return now() ? -1 : Syscalls::open(p, flags, mode); }
-  ssize_t pread(int fd, void* data, size_t bytes, off_t at) override { return now() ? -1 : Syscalls::pread(fd, data, bytes, at); }
-  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) override { return now() ? -1 : Syscalls::pwrite(fd, data, bytes, at); }
+  ssize_t pread(int fd, void* data, size_t bytes, off_t at) override {
+    return now() ? -1 : Syscalls::pread(fd, data, bytes, at);
+  }
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) override {
+    return now() ? -1 : Syscalls::pwrite(fd, data, bytes, at);
+  }
   int ftruncate(int fd, off_t length) override { return now() ? -1 : Syscalls::ftruncate(fd, length); }
   int fsync(int fd) override { return now() ? -1 : Syscalls::fsync(fd); }
 

@@ -23,7 +23,8 @@ std::span<const std::byte> Feed::get(const Mine& mine, int64_t begin, int64_t en
   if (mine.dtype == dtype && begin < end && mine.producer == nullptr) {
     if (!on_device(mine.device)) return {mine.data + bytes(begin, dtype), bytes(end - begin, dtype)};
     Block& block = block_at(mine, begin);
-    if (end <= block.end) return {block.memory.data(mine.device) + bytes(begin - block.begin, dtype), bytes(end - begin, dtype)};
+    if (end <= block.end)
+      return {block.memory.data(mine.device) + bytes(begin - block.begin, dtype), bytes(end - begin, dtype)};
   }
   if (const size_t size = bytes(end - begin, dtype); buffer_.size() < size) buffer_.resize(size);
   copy(mine, begin, end, dtype, buffer_.data());

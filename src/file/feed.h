@@ -31,8 +31,8 @@ struct Mine {
 /// Elements that fit into a chunk, a multiple of 16.
 int64_t chunk_elements(DType dtype) noexcept;
 
-/// Not for several threads at once. Holds a chunk of memory at most (two of what is produced and then cast), and two pinned ones where
-/// tensors are on a device: while one is used, the next one is copied.
+/// Not for several threads at once. Holds a chunk of memory at most (two of what is produced and then cast), and two
+/// pinned ones where tensors are on a device: while one is used, the next one is copied.
 class Feed {
  public:
   /// Elements [begin, end) of the part, a chunk of them at most, as `dtype`. Valid until the next call.

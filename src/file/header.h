@@ -1,5 +1,5 @@
-// The header of a safetensors file: 8 bytes of length, JSON, data. docs/file_format.md has the rules; a file from elsewhere is hostile
-// until it is here.
+// The header of a safetensors file: 8 bytes of length, JSON, data. docs/file_format.md has the rules; a file from
+// elsewhere is hostile until it is here.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,8 @@ struct Entry {
   int64_t begin, end;
 };
 
-/// Invariants: entries are ascending and adjacent, the first begins at 0, each has the size that its dtype and shape say; names are unique.
+/// Invariants: entries are ascending and adjacent, the first begins at 0, each has the size that its dtype and shape
+/// say; names are unique.
 struct Header {
   std::vector<Entry> entries;
   Metadata metadata;
@@ -38,8 +39,8 @@ struct Header {
   int64_t data_size() const noexcept { return entries.empty() ? 0 : entries.back().end; }
 };
 
-/// The JSON of a header whose data section has `data_bytes` bytes. `where` is for messages. Throws kCorrupt for what breaks a rule, naming
-/// the tensor.
+/// The JSON of a header whose data section has `data_bytes` bytes. `where` is for messages. Throws kCorrupt for what
+/// breaks a rule, naming the tensor.
 Header parse_header(std::string_view json, int64_t data_bytes, std::string_view where);
 
 /// A header as it stands in a file, not yet parsed.
@@ -51,11 +52,12 @@ struct HeaderText {
 /// Reads nothing but the header, and allocates no more than the file's length has shown to be there.
 HeaderText read_header(const base::File& file);
 
-/// Sets offsets in the order in which files are written (wide dtypes first, then by name), which depends on names and dtypes alone.
-/// Throws kInvalidArgument for a name that is not UTF-8, is "__metadata__" or comes twice.
+/// Sets offsets in the order in which files are written (wide dtypes first, then by name), which depends on names and
+/// dtypes alone. Throws kInvalidArgument for a name that is not UTF-8, is "__metadata__" or comes twice.
 std::vector<Entry> in_file_order(std::vector<Entry> entries);
 
-/// A header of them, in that order. Throws kInvalidArgument above kMostHeaderBytes, and for metadata that are not UTF-8.
+/// A header of them, in that order. Throws kInvalidArgument above kMostHeaderBytes, and for metadata that are not
+/// UTF-8.
 Header lay_out(std::vector<Entry> entries, Metadata metadata);
 
 /// Bytes of JSON that they take in a header, with the commas between them.
@@ -64,7 +66,8 @@ int64_t entries_length(std::span<const Entry> entries);
 /// Where the data of a file begins, of so many entries, whose JSON has so many bytes. Throws as lay_out().
 int64_t data_begin(size_t num_entries, int64_t entries_length, const Metadata& metadata);
 
-/// The length word and the JSON, padded with spaces to kDataAlignment: everything before the data, which begins at `data_begin`.
+/// The length word and the JSON, padded with spaces to kDataAlignment: everything before the data, which begins at
+/// `data_begin`.
 std::string header_bytes(std::span<const Entry> entries, const Metadata& metadata, int64_t data_begin);
 
 }  // namespace shardow::file

@@ -1,4 +1,5 @@
-// simdjson checks UTF-8 and the whole document and keeps duplicate keys visible; what remains are the format's own rules.
+// simdjson checks UTF-8 and the whole document and keeps duplicate keys visible; what remains are the format's own
+// rules.
 #include <simdjson.h>
 
 #include <algorithm>
@@ -31,7 +32,8 @@ template <typename... Args>
   fail(Code::kCorrupt, "{}: {}", where, fmt::format(message, std::forward<Args>(args)...));
 }
 
-/// True for a "-0" outside of strings: simdjson reads it as the integer 0, the reference parser as a float, which is no size.
+/// True for a "-0" outside of strings: simdjson reads it as the integer 0, the reference parser as a float, which is no
+/// size.
 bool has_negative_zero(std::string_view json) {
   if (json.find("-0") == std::string_view::npos) return false;
   bool quoted = false;
@@ -49,8 +51,10 @@ bool has_negative_zero(std::string_view json) {
 }
 
 int64_t to_size(element value, std::string_view where, std::string_view name, const char* what) {
-  if (value.type() == element_type::UINT64) corrupt(where, "tensor '{}': {} {} is too large", name, what, uint64_t(value));
-  if (value.type() != element_type::INT64 || int64_t(value) < 0) corrupt(where, "tensor '{}': {} is no unsigned integer", name, what);
+  if (value.type() == element_type::UINT64)
+    corrupt(where, "tensor '{}': {} {} is too large", name, what, uint64_t(value));
+  if (value.type() != element_type::INT64 || int64_t(value) < 0)
+    corrupt(where, "tensor '{}': {} is no unsigned integer", name, what);
   return int64_t(value);
 }
 
@@ -62,7 +66,8 @@ Shape to_shape(element value, std::string_view where, std::string_view name) {
 }
 
 std::pair<int64_t, int64_t> to_offsets(element value, std::string_view where, std::string_view name) {
-  if (!value.is_array() || value.get_array().size() != 2) corrupt(where, "tensor '{}': its data_offsets are not two numbers", name);
+  if (!value.is_array() || value.get_array().size() != 2)
+    corrupt(where, "tensor '{}': its data_offsets are not two numbers", name);
   const simdjson::dom::array both = value.get_array();
   return {to_size(both.at(0), where, name, "a data_offset"), to_size(both.at(1), where, name, "a data_offset")};
 }
@@ -78,7 +83,8 @@ int64_t size_of(const Entry& entry, std::string_view where) {
     if (bits / 8 > static_cast<Wide>(kMost))
       corrupt(where, "tensor '{}' of shape [{}] has more bytes than 2^63", entry.name, fmt::join(entry.shape, ", "));
   }
-  if (bits % 8 != 0) corrupt(where, "tensor '{}' of shape [{}] is no whole number of bytes", entry.name, fmt::join(entry.shape, ", "));
+  if (bits % 8 != 0)
+    corrupt(where, "tensor '{}' of shape [{}] is no whole number of bytes", entry.name, fmt::join(entry.shape, ", "));
   return static_cast<int64_t>(bits / 8);
 }
 
@@ -96,7 +102,8 @@ Entry to_entry(std::string_view name, element value, std::string_view where, std
   std::sort(keys.begin(), keys.end());
   if (const auto twice = std::adjacent_find(keys.begin(), keys.end()); twice != keys.end())
     corrupt(where, "tensor '{}' has '{}' twice", name, *twice);
-  if (!dtype || !shape || !offsets) corrupt(where, "tensor '{}' lacks its {}", name, !dtype ? "dtype" : !shape ? "shape" : "data_offsets");
+  if (!dtype || !shape || !offsets)
+    corrupt(where, "tensor '{}' lacks its {}", name, !dtype ? "dtype" : !shape ? "shape" : "data_offsets");
   if (!dtype->is_string()) corrupt(where, "tensor '{}': its dtype is no text", name);
   const std::string_view spelled = dtype->get_string();
   const std::optional<DType> known = find_dtype(spelled);
@@ -128,7 +135,8 @@ Metadata to_metadata(std::string_view json, std::string_view where) {
 
 void refuse_twins(const std::vector<Entry>& entries, std::string_view where) {
   const auto not_ascending = [](const Entry& a, const Entry& b) { return a.name >= b.name; };
-  if (std::adjacent_find(entries.begin(), entries.end(), not_ascending) == entries.end()) return;  // as most files have them
+  if (std::adjacent_find(entries.begin(), entries.end(), not_ascending) == entries.end())
+    return;  // as most files have them
   std::vector<std::string_view> names;
   names.reserve(entries.size());
   for (const Entry& entry : entries) names.push_back(entry.name);
@@ -139,13 +147,15 @@ void refuse_twins(const std::vector<Entry>& entries, std::string_view where) {
 
 /// Ascending, adjacent, of the right sizes, and as much as there is.
 void check_layout(std::vector<Entry>& entries, int64_t data_bytes, std::string_view where) {
-  const auto before = [](const Entry& a, const Entry& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); };
+  const auto before = [](const Entry& a, const Entry& b) {
+    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+  };
   if (!std::is_sorted(entries.begin(), entries.end(), before)) std::stable_sort(entries.begin(), entries.end(), before);
   int64_t at = 0;
   for (const Entry& entry : entries) {
     if (entry.begin != at || entry.end < entry.begin) {
-      corrupt(where, "tensor '{}' has bytes [{}, {}) where byte {} should be its first: tensors lie one after another", entry.name,
-              entry.begin, entry.end, at);
+      corrupt(where, "tensor '{}' has bytes [{}, {}) where byte {} should be its first: tensors lie one after another",
+              entry.name, entry.begin, entry.end, at);
     }
     if (const int64_t size = size_of(entry, where); entry.end - entry.begin != size) {
       corrupt(where, "tensor '{}', {} of shape [{}], takes {} bytes and has {}", entry.name, dtype_name(entry.dtype),
@@ -154,8 +164,10 @@ void check_layout(std::vector<Entry>& entries, int64_t data_bytes, std::string_v
     at = entry.end;
   }
   if (at != data_bytes)
-    corrupt(where, "its tensors end at byte {} of the data, which has {} bytes: the file was cut off, or is something else as well", at,
-            data_bytes);
+    corrupt(where,
+            "its tensors end at byte {} of the data, which has {} bytes: the file was cut off, or is something else as "
+            "well",
+            at, data_bytes);
 }
 
 }  // namespace
@@ -174,7 +186,8 @@ Header parse_header(std::string_view json, int64_t data_bytes, std::string_view 
       continue;
     }
     if (members.text().size() > kMostEntryBytes)
-      corrupt(where, "tensor '{}' is described by {} bytes; {} are the most", members.key(), members.text().size(), kMostEntryBytes);
+      corrupt(where, "tensor '{}' is described by {} bytes; {} are the most", members.key(), members.text().size(),
+              kMostEntryBytes);
     element value;
     if (!members.parse(value)) break;
     header.entries.push_back(to_entry(members.key(), value, where, keys));
@@ -196,7 +209,8 @@ HeaderText read_header(const base::File& file) {
   if ((length & 0xffffffff) == kZip) corrupt(where, "a zip file, such as torch.save() makes, is no safetensors file");
   if (length > static_cast<uint64_t>(kMostHeaderBytes))
     corrupt(where, "its header claims {} bytes; {} is the most", length, kMostHeaderBytes);
-  if (static_cast<int64_t>(length) > size - kLengthBytes) corrupt(where, "its header claims {} bytes, the file has {}", length, size);
+  if (static_cast<int64_t>(length) > size - kLengthBytes)
+    corrupt(where, "its header claims {} bytes, the file has {}", length, size);
   std::string json(length, '\0');
   file.read(std::as_writable_bytes(std::span(json)), kLengthBytes);
   return {std::move(json), size - kLengthBytes - static_cast<int64_t>(length)};

@@ -1,5 +1,5 @@
-// Every rule of the format, and the files that others' test suites and fuzzers have found worth trying. What the reference parser says of
-// the same files is compared in tests/file/test_reference_parser.py.
+// Every rule of the format, and the files that others' test suites and fuzzers have found worth trying. What the
+// reference parser says of the same files is compared in tests/file/test_reference_parser.py.
 #include "file/header.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,8 @@ std::string message_of(const std::string& json, int64_t data_bytes) {
   return "accepted";
 }
 
-std::string tensor(const std::string& name, const std::string& dtype, const std::string& shape, const std::string& offsets) {
+std::string tensor(const std::string& name, const std::string& dtype, const std::string& shape,
+                   const std::string& offsets) {
   return '"' + name + R"(":{"dtype":")" + dtype + R"(","shape":[)" + shape + R"(],"data_offsets":[)" + offsets + "]}";
 }
 
@@ -54,11 +55,13 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         Case{"empty", "", 0, "no JSON"}, Case{"not UTF-8", "\xff", 0, "no JSON"}, Case{"open brace", "{", 0, "no JSON"},
         Case{"array", "[]", 0, "no JSON object"}, Case{"null", "null", 0, "no JSON object"},
-        Case{"byte order mark", "\xef\xbb\xbf{}", 0, "JSON"}, Case{"trailing comma", "{\"__metadata__\":{},}", 0, "no JSON"},
-        Case{"trailing garbage", "{} x", 0, "no JSON"}, Case{"padding of zeros", std::string("{}\0\0", 4), 0, "no JSON"},
+        Case{"byte order mark", "\xef\xbb\xbf{}", 0, "JSON"},
+        Case{"trailing comma", "{\"__metadata__\":{},}", 0, "no JSON"}, Case{"trailing garbage", "{} x", 0, "no JSON"},
+        Case{"padding of zeros", std::string("{}\0\0", 4), 0, "no JSON"},
         Case{"lone surrogate", "{\"\\ud800\":1}", 0, "no JSON"},
         Case{"deep in a field", "{\"a\":{\"x\":" + std::string(200, '[') + std::string(200, ']') + "}}", 0, "no JSON"},
-        Case{"very deep", std::string(100000, '['), 0, "no JSON"}, Case{"entry is a number", R"({"a":1})", 0, "no object"},
+        Case{"very deep", std::string(100000, '['), 0, "no JSON"},
+        Case{"entry is a number", R"({"a":1})", 0, "no object"},
         Case{"no dtype", R"({"a":{"shape":[],"data_offsets":[0,4]}})", 4, "lacks its dtype"},
         Case{"no shape", R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4, "lacks its shape"},
         Case{"no offsets", R"({"a":{"dtype":"F32","shape":[]}})", 4, "lacks its data_offsets"},
@@ -71,9 +74,11 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"size as text", "{" + tensor("a", "F32", "\"2\"", "0,8") + "}", 8, "no unsigned integer"},
         Case{"2^64", "{" + tensor("a", "F32", "18446744073709551616", "0,8") + "}", 8, "JSON"},
         Case{"2^64 - 1", "{" + tensor("a", "F32", "18446744073709551615", "0,8") + "}", 8, "too large"},
-        Case{"product overflows", "{" + tensor("a", "I32", "2,9223372036854775807", "0,16") + "}", 16, "more bytes than 2^63"},
+        Case{"product overflows", "{" + tensor("a", "I32", "2,9223372036854775807", "0,16") + "}", 16,
+             "more bytes than 2^63"},
         Case{"product overflows 128 bits",
-             "{" + tensor("a", "I32", "9223372036854775807,9223372036854775807,9223372036854775807", "0,16") + "}", 16, "more bytes"},
+             "{" + tensor("a", "I32", "9223372036854775807,9223372036854775807,9223372036854775807", "0,16") + "}", 16,
+             "more bytes"},
         Case{"one offset", "{" + tensor("a", "F32", "1", "0") + "}", 4, "not two numbers"},
         Case{"three offsets", "{" + tensor("a", "F32", "1", "0,4,8") + "}", 4, "not two numbers"},
         Case{"begin after end", "{" + tensor("a", "F32", "1", "4,0") + "}", 4, "one after another"},
@@ -86,16 +91,20 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"four bits, size", "{" + tensor("a", "F4", "1,2", "0,2") + "}", 2, "takes 1 bytes and has 2"},
         Case{"cut off", "{" + tensor("a", "F32", "2", "0,8") + "}", 6, "end at byte 8 of the data, which has 6"},
         Case{"polyglot", "{" + tensor("a", "F32", "2", "0,8") + "}", 40, "something else"},
-        Case{"same name", "{" + tensor("a", "F32", "1", "0,4") + "," + tensor("a", "F32", "1", "4,8") + "}", 8, "'a' is there twice"},
-        Case{"same name, escaped", "{" + tensor("a", "F32", "1", "0,4") + "," + tensor("\\u0061", "F32", "1", "4,8") + "}", 8,
+        Case{"same name", "{" + tensor("a", "F32", "1", "0,4") + "," + tensor("a", "F32", "1", "4,8") + "}", 8,
+             "'a' is there twice"},
+        Case{"same name, escaped",
+             "{" + tensor("a", "F32", "1", "0,4") + "," + tensor("\\u0061", "F32", "1", "4,8") + "}", 8,
              "'a' is there twice"},
         Case{"two metadata", R"({"__metadata__":{},"__metadata__":{}})", 0, "twice"},
         Case{"metadata key", R"({"__metadata__":{"k":"a","k":"b"}})", 0, "'k' twice"},
         Case{"field", R"({"a":{"dtype":"F32","dtype":"F32","shape":[],"data_offsets":[0,4]}})", 4, "'dtype' twice"},
         Case{"a size for every byte", "{" + tensor("a", "F32", sizes(600'000), "0,8") + "}", 8, "is described by"},
-        Case{"text without end", R"({"a":{"dtype":"F32)", 0, "no JSON"}, Case{"no comma", R"({"__metadata__":{} "a":{}})", 0, "no JSON"},
-        Case{"no colon", R"({"a" {}})", 0, "no JSON"}, Case{"no value", R"({"a":})", 0, "no JSON"},
-        Case{"brackets that do not match", R"({"a":{"x":[}]}})", 0, "no JSON"}, Case{"brackets in a text", R"({"a":"}"})", 0, "no object"},
+        Case{"text without end", R"({"a":{"dtype":"F32)", 0, "no JSON"},
+        Case{"no comma", R"({"__metadata__":{} "a":{}})", 0, "no JSON"}, Case{"no colon", R"({"a" {}})", 0, "no JSON"},
+        Case{"no value", R"({"a":})", 0, "no JSON"},
+        Case{"brackets that do not match", R"({"a":{"x":[}]}})", 0, "no JSON"},
+        Case{"brackets in a text", R"({"a":"}"})", 0, "no object"},
         Case{"metadata is cut off", R"({"__metadata__":{"k":"a"]})", 0, "no JSON"},
         Case{"metadata number", R"({"__metadata__":{"k":1}})", 0, "no text"},
         Case{"metadata null", R"({"__metadata__":{"k":null}})", 0, "no text"},
@@ -112,10 +121,11 @@ TEST(Header, TakesWhatTheReferenceParserTakes) {
   EXPECT_TRUE(parse_header(" \t\n{}   ", 0, "f").entries.empty());
   EXPECT_TRUE(parse_header(R"({"__metadata__":null})", 0, "f").metadata.empty());
   EXPECT_EQ(parse_header(R"({"__metadata__":{"format":"pt","-0":"-0"}})", 0, "f").metadata.at("format"), "pt");
-  const Header header = parse_header("{" + tensor("b", "F32", "1", "6,10") + "," + tensor("", "BF16", "", "0,2") + "," +
-                                         tensor("z\\u0000", "I64", "3,0", "2,2") + "," +
-                                         R"("x":{"dtype":"U8","shape":[4],"data_offsets":[2,6],"unknown":{"a":[1.5]}})" + "}",
-                                     10, "f");
+  const Header header =
+      parse_header("{" + tensor("b", "F32", "1", "6,10") + "," + tensor("", "BF16", "", "0,2") + "," +
+                       tensor("z\\u0000", "I64", "3,0", "2,2") + "," +
+                       R"("x":{"dtype":"U8","shape":[4],"data_offsets":[2,6],"unknown":{"a":[1.5]}})" + "}",
+                   10, "f");
   ASSERT_EQ(header.entries.size(), 4u);
   EXPECT_EQ(header.entries[0].name, "");
   EXPECT_EQ(header.entries[1].name, std::string("z\0", 2));

@@ -32,8 +32,8 @@ void append_metadata(std::string& out, const Metadata& metadata) {
 
 void append_entry(std::string& out, const Entry& entry) {
   append_json_text(out, entry.name);
-  fmt::format_to(std::back_inserter(out), ":{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}", dtype_name(entry.dtype),
-                 fmt::join(entry.shape, ","), entry.begin, entry.end);
+  fmt::format_to(std::back_inserter(out), ":{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}",
+                 dtype_name(entry.dtype), fmt::join(entry.shape, ","), entry.begin, entry.end);
 }
 
 /// Appends the JSON of a header.
@@ -53,20 +53,23 @@ int64_t padded(int64_t bytes) {
 }
 
 void check_text(std::string_view text, const char* what) {
-  if (!simdjson::validate_utf8(text.data(), text.size())) fail(Code::kInvalidArgument, "{} '{}' is not UTF-8", what, text);
+  if (!simdjson::validate_utf8(text.data(), text.size()))
+    fail(Code::kInvalidArgument, "{} '{}' is not UTF-8", what, text);
 }
 
 }  // namespace
 
 std::vector<Entry> in_file_order(std::vector<Entry> entries) {
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
-    return std::tuple(-dtype_bits(a.dtype), std::string_view(a.name)) < std::tuple(-dtype_bits(b.dtype), std::string_view(b.name));
+    return std::tuple(-dtype_bits(a.dtype), std::string_view(a.name)) <
+           std::tuple(-dtype_bits(b.dtype), std::string_view(b.name));
   });
   std::vector<std::string_view> names;
   int64_t at = 0;
   for (Entry& entry : entries) {
     check_text(entry.name, "the name");
-    if (entry.name == "__metadata__") fail(Code::kInvalidArgument, "a tensor cannot be named '__metadata__' in a safetensors file");
+    if (entry.name == "__metadata__")
+      fail(Code::kInvalidArgument, "a tensor cannot be named '__metadata__' in a safetensors file");
     names.push_back(entry.name);
     entry.begin = at;
     at = base::checked_add(at, byte_size(entry.dtype, base::checked_product(entry.shape)));
@@ -100,8 +103,8 @@ int64_t data_begin(size_t num_entries, int64_t entries_length, const Metadata& m
   const int64_t begin = padded(kLengthBytes + static_cast<int64_t>(rest.size()) + comma + entries_length);
   if (begin - kLengthBytes > kMostHeaderBytes) {
     fail(Code::kInvalidArgument,
-         "{} tensors make a header of {} bytes; readers take {} at most. Save into several files: max_shard_size=", num_entries,
-         begin - kLengthBytes, kMostHeaderBytes);
+         "{} tensors make a header of {} bytes; readers take {} at most. Save into several files: max_shard_size=",
+         num_entries, begin - kLengthBytes, kMostHeaderBytes);
   }
   return begin;
 }

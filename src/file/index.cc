@@ -26,10 +26,11 @@ WeightMap to_map(std::string_view json, std::string_view where) {
     if (!members.parse(value)) break;
     if (value.get(file) != simdjson::SUCCESS) fail(Code::kCorrupt, "{}: '{}' is in no file", where, members.key());
     if (!is_plain_name(file)) {
-      fail(Code::kCorrupt, "{}: '{}' is said to be in '{}'; only plain names of files beside the index are followed", where, members.key(),
-           file);
+      fail(Code::kCorrupt, "{}: '{}' is said to be in '{}'; only plain names of files beside the index are followed",
+           where, members.key(), file);
     }
-    if (!weights.emplace(members.key(), file).second) fail(Code::kCorrupt, "{}: '{}' is there twice", where, members.key());
+    if (!weights.emplace(members.key(), file).second)
+      fail(Code::kCorrupt, "{}: '{}' is there twice", where, members.key());
   }
   if (!members.error().empty()) fail(Code::kCorrupt, "{}: no JSON: {}", where, members.error());
   return weights;
@@ -66,7 +67,8 @@ WeightMap read_index(const base::File& file) {
 }
 
 std::string index_bytes(const WeightMap& weights, int64_t total_size) {
-  std::string out = fmt::format("{{\n  \"metadata\": {{\n    \"total_size\": {}\n  }},\n  \"weight_map\": {{", total_size);
+  std::string out =
+      fmt::format("{{\n  \"metadata\": {{\n    \"total_size\": {}\n  }},\n  \"weight_map\": {{", total_size);
   const char* comma = "";
   for (const auto& [name, file] : weights) {
     out += comma;

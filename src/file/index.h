@@ -1,4 +1,5 @@
-// The Hugging Face layout: which file of a directory has which tensor. An index from elsewhere is as hostile as a header.
+// The Hugging Face layout: which file of a directory has which tensor. An index from elsewhere is as hostile as a
+// header.
 #pragma once
 
 #include <map>

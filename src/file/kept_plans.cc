@@ -1,6 +1,6 @@
-// A few plans are kept for each rank of each size of a group. That the inputs are the same is seen by comparing them one by one, which
-// allocates nothing: views that are made once have the very regions that they had. Ranks that are threads of one process have one
-// arrangement.
+// A few plans are kept for each rank of each size of a group. That the inputs are the same is seen by comparing them
+// one by one, which allocates nothing: views that are made once have the very regions that they had. Ranks that are
+// threads of one process have one arrangement.
 #include "file/kept_plans.h"
 
 #include <algorithm>
@@ -30,7 +30,11 @@ struct Request {
   std::vector<std::vector<TensorView>> views;  // without memory
 
   Request(const Group& group, std::span<const SaveFile> files, const SaveOptions& options)
-      : rank(group.rank()), size(group.size()), dtype(options.dtype), max_shard_size(options.max_shard_size), checksums(options.checksums) {
+      : rank(group.rank()),
+        size(group.size()),
+        dtype(options.dtype),
+        max_shard_size(options.max_shard_size),
+        checksums(options.checksums) {
     for (const SaveFile& file : files) {
       names.push_back(file.name);
       auto& mine = views.emplace_back();
@@ -40,15 +44,17 @@ struct Request {
   }
 
   bool is_alike(const SaveOptions& options) const {
-    return std::tie(dtype, max_shard_size, checksums) == std::tie(options.dtype, options.max_shard_size, options.checksums);
+    return std::tie(dtype, max_shard_size, checksums) ==
+           std::tie(options.dtype, options.max_shard_size, options.checksums);
   }
 
   bool is(const Group& group, std::span<const SaveFile> files, const SaveOptions& options) const {
-    if (rank != group.rank() || size != group.size() || !is_alike(options) || names.size() != files.size()) return false;
+    if (rank != group.rank() || size != group.size() || !is_alike(options) || names.size() != files.size())
+      return false;
     for (size_t f = 0; f < files.size(); ++f) {
-      const bool same =
-          std::equal(views[f].begin(), views[f].end(), files[f].tensors.begin(), files[f].tensors.end(),
-                     [](const auto& a, const auto& b) { return a.dtype == b.dtype && a.name == b.name && a.region == b.region; });
+      const bool same = std::equal(
+          views[f].begin(), views[f].end(), files[f].tensors.begin(), files[f].tensors.end(),
+          [](const auto& a, const auto& b) { return a.dtype == b.dtype && a.name == b.name && a.region == b.region; });
       if (names[f] != files[f].name || !same) return false;
     }
     return true;
@@ -73,10 +79,11 @@ class Shelf {
   }
 
   /// What another rank of this process made of the same.
-  std::shared_ptr<const Arrangement> arrangement(const Request& asked, const SaveOptions& options, const std::vector<Sharing>& sharings) {
+  std::shared_ptr<const Arrangement> arrangement(const Request& asked, const SaveOptions& options,
+                                                 const std::vector<Sharing>& sharings) {
     for (const Kept& one : all()) {
-      const bool same = std::equal(one.plan->sharings.begin(), one.plan->sharings.end(), sharings.begin(), sharings.end(),
-                                   [](const Sharing& a, const Sharing& b) { return a.name == b.name; });
+      const bool same = std::equal(one.plan->sharings.begin(), one.plan->sharings.end(), sharings.begin(),
+                                   sharings.end(), [](const Sharing& a, const Sharing& b) { return a.name == b.name; });
       if (same && one.asked->size == asked.size && one.asked->names == asked.names && one.asked->is_alike(options))
         return one.plan->arrangement;
     }
@@ -128,14 +135,16 @@ std::vector<OwnPart> own_parts(int rank, const Arrangement& arrangement, const s
   for (size_t f = 0; f < files.size(); ++f) {
     const auto& tensors = files[f].tensors;
     Finder finder(*sharings[f].tensors);
-    for (size_t v = 0; v < tensors.size(); ++v) views[arrangement.first_of(f) + *finder.find(tensors[v].name)].emplace_back(f, v);
+    for (size_t v = 0; v < tensors.size(); ++v)
+      views[arrangement.first_of(f) + *finder.find(tensors[v].name)].emplace_back(f, v);
   }
   std::vector<OwnPart> own;
   for (size_t t = 0; t < views.size(); ++t) {
     for (const Owned& owned : arrangement.owners(t, rank)) {
       const Region& held = arrangement.tensors()[t].pieces[owned.piece].region;
-      const auto [f, v] = *std::find_if(views[t].begin(), views[t].end(),
-                                        [&](const auto& at) { return files[at.first].tensors[at.second].region == held; });
+      const auto [f, v] = *std::find_if(views[t].begin(), views[t].end(), [&](const auto& at) {
+        return files[at.first].tensors[at.second].region == held;
+      });
       own.push_back({f, v, t, owned.piece, owned.region, owned.local_begin});
     }
   }
@@ -148,12 +157,13 @@ void forget_plans() {
   shelf().forget();
 }
 
-std::shared_ptr<const KeptPlan> kept_plan(const Group& group, std::span<const SaveFile> files, const SaveOptions& options) {
+std::shared_ptr<const KeptPlan> kept_plan(const Group& group, std::span<const SaveFile> files,
+                                          const SaveOptions& options) {
   return shelf().find(group, files, options);
 }
 
-std::shared_ptr<const KeptPlan> new_plan(const Group& group, std::span<const SaveFile> files, const SaveOptions& options,
-                                         std::vector<Sharing> sharings) {
+std::shared_ptr<const KeptPlan> new_plan(const Group& group, std::span<const SaveFile> files,
+                                         const SaveOptions& options, std::vector<Sharing> sharings) {
   auto asked = std::make_shared<const Request>(group, files, options);
   std::shared_ptr<const Arrangement> arrangement = shelf().arrangement(*asked, options, sharings);
   if (!arrangement) {

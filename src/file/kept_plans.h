@@ -25,13 +25,15 @@ struct KeptPlan {
   std::vector<OwnPart> own;  ///< ascending by tensor
 };
 
-/// The plan of this rank's last save with just these names, dtypes and regions, in this order, and these options; null where there was none
-/// lately. Whether the other ranks have what they had is for them to say: share().
-std::shared_ptr<const KeptPlan> kept_plan(const Group& group, std::span<const SaveFile> files, const SaveOptions& options);
+/// The plan of this rank's last save with just these names, dtypes and regions, in this order, and these options; null
+/// where there was none lately. Whether the other ranks have what they had is for them to say: share().
+std::shared_ptr<const KeptPlan> kept_plan(const Group& group, std::span<const SaveFile> files,
+                                          const SaveOptions& options);
 
-/// Works one out, and keeps it. Throws kInvalidArgument where regions of a tensor overlap, or no rank holds some element.
-std::shared_ptr<const KeptPlan> new_plan(const Group& group, std::span<const SaveFile> files, const SaveOptions& options,
-                                         std::vector<Sharing> sharings);
+/// Works one out, and keeps it. Throws kInvalidArgument where regions of a tensor overlap, or no rank holds some
+/// element.
+std::shared_ptr<const KeptPlan> new_plan(const Group& group, std::span<const SaveFile> files,
+                                         const SaveOptions& options, std::vector<Sharing> sharings);
 
 /// For tests that compare saves call by call.
 void forget_plans();

@@ -1,4 +1,5 @@
-// What a later save of the same tensors goes without, and what it may not go without: each save is compared with one that knew nothing.
+// What a later save of the same tensors goes without, and what it may not go without: each save is compared with one
+// that knew nothing.
 #include "file/kept_plans.h"
 
 #include <algorithm>
@@ -19,7 +20,8 @@ class KeptPlans : public Checkpoints {
   KeptPlans() { file::forget_plans(); }
 
   /// Saves on two ranks what `make` gives each; the file's bytes.
-  std::string saved(const std::function<std::vector<Held>(int rank)>& make, const SaveOptions& options = {}, int ranks = 2) {
+  std::string saved(const std::function<std::vector<Held>(int rank)>& make, const SaveOptions& options = {},
+                    int ranks = 2) {
     const fs::path path = folder_ / "a.safetensors";
     EXPECT_EQ(on_ranks(ranks,
                        [&](Group& group) {

@@ -112,7 +112,8 @@ std::string digest(std::string_view text) {
 std::string packed(const std::string& bytes) {
   std::string out(::compressBound(bytes.size()), '\0');
   uLongf size = out.size();
-  ::compress2(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size(), 1);
+  ::compress2(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size(),
+              1);
   out.resize(size);
   Sender sender;
   sender.number(static_cast<int64_t>(bytes.size()));
@@ -124,7 +125,8 @@ std::string unpacked(std::string_view bytes) {
   std::string out(static_cast<size_t>(in.number()), '\0');
   bytes.remove_prefix(sizeof(int64_t));
   uLongf size = out.size();
-  const int found = ::uncompress(reinterpret_cast<Bytef*>(out.data()), &size, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
+  const int found = ::uncompress(reinterpret_cast<Bytef*>(out.data()), &size,
+                                 reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
   if (found != Z_OK || size != out.size()) fail(Code::kInternal, "what another rank has compressed cannot be read");
   return out;
 }

@@ -14,7 +14,8 @@ struct Kind {
   std::vector<std::vector<std::string>> regions;  // [class][index in ranks]
 };
 
-/// All kinds in one text, with the digest of what ranks told, which is `name`. unpack() throws kInternal for what is none.
+/// All kinds in one text, with the digest of what ranks told, which is `name`. unpack() throws kInternal for what is
+/// none.
 std::string pack(const std::vector<Kind>& kinds, const std::string& name);
 std::vector<Kind> unpack(const std::string& said);
 

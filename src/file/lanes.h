@@ -11,8 +11,9 @@ namespace shardow::file {
 
 class Lanes {
  public:
-  /// Calls work(0) here and work(1) .. work(count - 1) on threads that see this one's environment; fewer where the system gives no more,
-  /// and none where a test says who has the turn. Throws what one of them threw, now and whenever it is called again.
+  /// Calls work(0) here and work(1) .. work(count - 1) on threads that see this one's environment; fewer where the
+  /// system gives no more, and none where a test says who has the turn. Throws what one of them threw, now and whenever
+  /// it is called again.
   void run(size_t count, const std::function<void(size_t lane)>& work);
 
   bool failed() const noexcept { return failed_; }  ///< the others may end

@@ -28,7 +28,8 @@ void check_bytes(const Shared& tensor) {
   }
 }
 
-/// Bytes of a header that a tensor takes, with its checksum; more than that unless its name is full of control characters.
+/// Bytes of a header that a tensor takes, with its checksum; more than that unless its name is full of control
+/// characters.
 int64_t about_text(const Entry& entry) {
   return 3 * static_cast<int64_t>(entry.name.size()) + 20 * static_cast<int64_t>(entry.shape.size()) + 160;
 }
@@ -38,7 +39,8 @@ int64_t about_text(const Entry& entry) {
 int64_t bytes_of(int64_t elements, const Entry& entry) {
   const int64_t bits = elements * dtype_bits(entry.dtype);
   if (bits % 8 != 0)
-    base::fail(Code::kUnsupported, "'{}' is cut inside a byte of its {} elements; shard it elsewhere", entry.name, dtype_name(entry.dtype));
+    base::fail(Code::kUnsupported, "'{}' is cut inside a byte of its {} elements; shard it elsewhere", entry.name,
+               dtype_name(entry.dtype));
   return bits / 8;
 }
 
@@ -53,7 +55,8 @@ Arrangement::Arrangement(const std::vector<Volume>& volumes, const SaveOptions& 
   for (size_t v = 0; v < volumes.size(); ++v) add(v, volumes[v].file, *volumes[v].tensors, options);
 }
 
-void Arrangement::add(size_t volume, const std::string& name, const std::vector<Shared>& tensors, const SaveOptions& options) {
+void Arrangement::add(size_t volume, const std::string& name, const std::vector<Shared>& tensors,
+                      const SaveOptions& options) {
   std::vector<Entry> entries;
   for (const Shared& tensor : tensors) {
     check_bytes(tensor);
@@ -66,7 +69,8 @@ void Arrangement::add(size_t volume, const std::string& name, const std::vector<
   for (Entry& entry : in_file_order(std::move(entries))) {
     const int64_t bytes = entry.end - entry.begin, described = about_text(entry);
     const bool full = size > 0 && size + bytes > options.max_shard_size;
-    if (options.max_shard_size > 0 && !files_.back().tensors.empty() && (full || text + described > kMostHeaderBytes / 2)) {
+    if (options.max_shard_size > 0 && !files_.back().tensors.empty() &&
+        (full || text + described > kMostHeaderBytes / 2)) {
       files_.push_back({{}, volume, {}, {}});
       size = text = 0;
       begin = entry.begin;

@@ -27,8 +27,8 @@ struct Place {
   const Entry& entry;
 };
 
-/// Follows from names, dtypes, shapes and options alone: the same on every rank and for every topology, and in every save of the same
-/// tensors. Immutable.
+/// Follows from names, dtypes, shapes and options alone: the same on every rank and for every topology, and in every
+/// save of the same tensors. Immutable.
 class Arrangement {
  public:
   struct File {
@@ -45,13 +45,17 @@ class Arrangement {
   const std::vector<Shared>& tensors() const { return *tensors_; }  ///< of all volumes
   size_t first_of(size_t volume) const { return first_[volume]; }   ///< of its tensors
   const std::vector<File>& files() const { return files_; }
-  Place place(size_t tensor) const { return {places_[tensor].file, files_[places_[tensor].file].entries[places_[tensor].entry]}; }
+  Place place(size_t tensor) const {
+    return {places_[tensor].file, files_[places_[tensor].file].entries[places_[tensor].entry]};
+  }
   int64_t total() const { return total_; }
 
-  /// Who writes what of it; neighbours in a file have the same turn, so that they are written together. `rank`: what that one writes.
+  /// Who writes what of it; neighbours in a file have the same turn, so that they are written together. `rank`: what
+  /// that one writes.
   std::vector<Owned> owners(size_t tensor, std::optional<int> rank = {}) const;
 
-  /// {"name":"01234567",...}: of fixed width, so that the header's length is known before the data: of zeros where there are no `crcs`.
+  /// {"name":"01234567",...}: of fixed width, so that the header's length is known before the data: of zeros where
+  /// there are no `crcs`.
   std::string checksum_text(const File& file, const std::vector<uint64_t>& crcs) const;
 
  private:
@@ -88,7 +92,9 @@ class Layout {
   const std::vector<Shared>& tensors() const { return arrangement_->tensors(); }
   const std::vector<FilePlan>& files() const { return files_; }
   Place place(size_t tensor) const { return arrangement_->place(tensor); }
-  std::vector<Owned> owners(size_t tensor, std::optional<int> rank = {}) const { return arrangement_->owners(tensor, rank); }
+  std::vector<Owned> owners(size_t tensor, std::optional<int> rank = {}) const {
+    return arrangement_->owners(tensor, rank);
+  }
   int64_t total() const { return arrangement_->total(); }  ///< bytes of all tensors
 
   /// Puts the tensors' checksums into the headers, whose length stays what it is.

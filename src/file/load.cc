@@ -37,7 +37,8 @@ bool can_cast(DType from, DType to) {
 /// Why what is in the file does not go into such a tensor; empty where it does.
 std::string difference(const Entry& entry, const Shape& shape, DType dtype) {
   if (entry.shape != shape)
-    return fmt::format("'{}' has shape [{}] in the file and [{}] here", entry.name, fmt::join(entry.shape, ", "), fmt::join(shape, ", "));
+    return fmt::format("'{}' has shape [{}] in the file and [{}] here", entry.name, fmt::join(entry.shape, ", "),
+                       fmt::join(shape, ", "));
   if (!can_cast(entry.dtype, dtype))
     return fmt::format("'{}' is {} in the file and {} here", entry.name, dtype_name(entry.dtype), dtype_name(dtype));
   return {};
@@ -74,8 +75,10 @@ LoadReport compare(const Catalog& catalog, const Wanted& wanted, const LoadOptio
   }
   report.unexpected = wanted.unexpected;
   if (options.strict && !report.missing.empty()) unfit.push_back("missing in the file: " + listed(report.missing));
-  if (options.strict && !report.unexpected.empty()) unfit.push_back("unexpected in the file: " + listed(report.unexpected));
-  if (!unfit.empty()) fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog.path, fmt::join(unfit, "; "));
+  if (options.strict && !report.unexpected.empty())
+    unfit.push_back("unexpected in the file: " + listed(report.unexpected));
+  if (!unfit.empty())
+    fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog.path, fmt::join(unfit, "; "));
   report.metadata = catalog.metadata();
   return report;
 }
@@ -84,7 +87,9 @@ LoadReport compare(const Catalog& catalog, const Wanted& wanted, const LoadOptio
 struct Asked {
   bool strict, verify, check_only, told;
 
-  static Asked by(const LoadOptions& options) { return {options.strict, options.verify, options.check_only, options.progress != nullptr}; }
+  static Asked by(const LoadOptions& options) {
+    return {options.strict, options.verify, options.check_only, options.progress != nullptr};
+  }
 };
 
 std::string pack(const Asked& asked) {
@@ -108,7 +113,8 @@ std::string sum_up_words(const std::vector<std::string>& words) {
   std::vector<std::string> held;
   for (const std::string& one : words) {
     const Asked asked = unpack(one);
-    all = {all.strict || asked.strict, all.verify || asked.verify, all.check_only || asked.check_only, all.told || asked.told};
+    all = {all.strict || asked.strict, all.verify || asked.verify, all.check_only || asked.check_only,
+           all.told || asked.told};
     held.push_back(one.substr(kAskedBytes));
   }
   return pack(all) + sum_up(held);
@@ -120,12 +126,14 @@ int64_t bytes_in_all(const Wanted& wanted) {
   for (size_t i = 0; i < wanted.tensors.size(); ++i) {
     if (wanted.there[i] == nullptr) continue;
     for (const Shared::Piece& piece : wanted.tensors[i].pieces)
-      total += piece.region.size() * dtype_bits(wanted.there[i]->entry.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
+      total += piece.region.size() * dtype_bits(wanted.there[i]->entry.dtype) / 8 *
+               static_cast<int64_t>(piece.holders.size());
   }
   return total;
 }
 
-std::vector<Reader::Job> jobs_of(std::span<const TensorView> views, const Wanted& wanted, const std::optional<Sums>& sums) {
+std::vector<Reader::Job> jobs_of(std::span<const TensorView> views, const Wanted& wanted,
+                                 const std::optional<Sums>& sums) {
   std::vector<Reader::Job> jobs;
   jobs.reserve(views.size());
   Finder finder(wanted.tensors);
@@ -136,10 +144,11 @@ std::vector<Reader::Job> jobs_of(std::span<const TensorView> views, const Wanted
   return jobs;
 }
 
-/// What every rank has said is known: it fits, or throws the same on all ranks; then each reads its own. One step, if all are done within
-/// the time of a part. `mine`: of the views, made where it is missing.
-LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog, std::optional<Holding>& mine,
-                       const std::string& said, LoadOptions options, std::optional<Wanted>& wanted) {
+/// What every rank has said is known: it fits, or throws the same on all ranks; then each reads its own. One step, if
+/// all are done within the time of a part. `mine`: of the views, made where it is missing.
+LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog,
+                       std::optional<Holding>& mine, const std::string& said, LoadOptions options,
+                       std::optional<Wanted>& wanted) {
   const auto begin = base::now();
   const Asked asked = unpack(said);
   if (std::string held = said.substr(kAskedBytes); !wanted || wanted->said != held) {
@@ -172,8 +181,8 @@ struct KeptOpen {
 
 }  // namespace
 
-LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog, const LoadOptions& options,
-                     std::optional<Wanted>* kept) {
+LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog,
+                     const LoadOptions& options, std::optional<Wanted>* kept) {
   const auto begin = base::now();
   std::optional<Wanted> own;
   std::optional<Wanted>& wanted = kept != nullptr ? *kept : own;
@@ -216,13 +225,15 @@ void read_one(const Catalog& catalog, const TensorView& view) {
   Reader reader(catalog, {{&view, &stored, summed}});
   while (!reader.part().last) continue;
   if (summed && *stored.crc != reader.sums()[0]) {
-    fail(Code::kCorrupt, "{}: the data of '{}' is not what was saved (checksums differ): read another checkpoint", catalog.path, view.name);
+    fail(Code::kCorrupt, "{}: the data of '{}' is not what was saved (checksums differ): read another checkpoint",
+         catalog.path, view.name);
   }
 }
 
 }  // namespace file
 
-LoadReport load(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const LoadOptions& options) {
+LoadReport load(Group& group, std::span<const TensorView> views, const std::filesystem::path& path,
+                const LoadOptions& options) {
   group.begin("load()", options.timeout);
   const auto all = [&](const auto&) { return file::Chosen{{views.begin(), views.end()}, options.strict}; };
   return file::load_chosen(group, path, all, options);

@@ -62,7 +62,8 @@ TEST_F(Load, IsThreeRoundsAndOneThatComparesChecksums) {
 TEST_F(Load, OfALongHeaderIsOneRoundMore) {
   std::vector<Held> held;
   for (int i = 0; i < 20'000; ++i)
-    held.emplace_back("a tensor with a long name, of which there are many: " + std::to_string(i), DType::kU8, Region::whole({1}));
+    held.emplace_back("a tensor with a long name, of which there are many: " + std::to_string(i), DType::kU8,
+                      Region::whole({1}));
   save(*solo(), views_of(held), path_);
   EXPECT_EQ(on_ranks(2,
                      [&](Group& group) {
@@ -70,7 +71,8 @@ TEST_F(Load, OfALongHeaderIsOneRoundMore) {
                        Held one("none of them", DType::kU8, Region::whole({1}));
                        LoadOptions options;
                        options.strict = false;
-                       EXPECT_EQ(load(counting, std::span(&one.view, 1), path_, options).unexpected.size(), held.size());
+                       EXPECT_EQ(load(counting, std::span(&one.view, 1), path_, options).unexpected.size(),
+                                 held.size());
                        EXPECT_EQ(counting.rounds, 5);
                      }),
             all(2, kFine));

@@ -16,13 +16,16 @@ struct Holds {
 Holds holds() {
   long all = 0, resident = 0;
   std::ifstream("/proc/self/statm") >> all >> resident;
-  const auto entries = [](const char* path) { return static_cast<long>(std::distance(fs::directory_iterator(path), {})); };
+  const auto entries = [](const char* path) {
+    return static_cast<long>(std::distance(fs::directory_iterator(path), {}));
+  };
   return {resident * ::sysconf(_SC_PAGESIZE), entries("/proc/self/fd"), entries("/proc/self/task")};
 }
 
 TEST(ManySaves, HoldNoMoreThanFew) {
   const fs::path memory = "/dev/shm";
-  const fs::path folder = (fs::is_directory(memory) ? memory : fs::path(testing::TempDir())) / ("many_saves_" + std::to_string(::getpid()));
+  const fs::path folder =
+      (fs::is_directory(memory) ? memory : fs::path(testing::TempDir())) / ("many_saves_" + std::to_string(::getpid()));
   fs::create_directories(folder);
   const int saves = kSlow ? 200 : 1000;
   Held held("a", DType::kF32, Region::whole({40, 3}));

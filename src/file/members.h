@@ -1,5 +1,5 @@
-// The members of a JSON object, one after another, so that reading a large one takes the memory of its largest member and not of a tree:
-// simdjson takes 15 bytes for each byte of text that asks for it.
+// The members of a JSON object, one after another, so that reading a large one takes the memory of its largest member
+// and not of a tree: simdjson takes 15 bytes for each byte of text that asks for it.
 #pragma once
 
 #include <simdjson.h>
@@ -12,13 +12,15 @@ namespace shardow::file {
 
 constexpr size_t kMostDepth = 128;  // serde_json's
 
-/// Walks a text that need not be valid: every byte of it is either checked here or in a member that is parsed. Not for several threads.
+/// Walks a text that need not be valid: every byte of it is either checked here or in a member that is parsed. Not for
+/// several threads.
 class Members {
  public:
   /// `depth`: how deeply the object's values may be nested. `json` outlives it.
   Members(std::string_view json, size_t depth);
 
-  /// Goes to the next member; false after the last, or where the text is no JSON object. Throws std::bad_alloc as parse() does.
+  /// Goes to the next member; false after the last, or where the text is no JSON object. Throws std::bad_alloc as
+  /// parse() does.
   bool next();
 
   const std::string& key() const { return key_; }

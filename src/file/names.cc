@@ -16,8 +16,9 @@ namespace {
 using base::Path;
 
 constexpr size_t kNonce = 16;
-constexpr size_t kMostName = 255;                                                                 // bytes that file systems take
-constexpr size_t kMostStem = kMostName - kNonce - std::string_view("..-renamed.tmp").size();      // of the longest temporary name
+constexpr size_t kMostName = 255;  // bytes that file systems take
+constexpr size_t kMostStem =
+    kMostName - kNonce - std::string_view("..-renamed.tmp").size();  // of the longest temporary name
 constexpr std::array<const char*, 4> kEnds = {".tmp", "-renamed.tmp", "-old.tmp", "-spent.tmp"};  // by Temporary
 
 bool are_digits(std::string_view text) {
@@ -74,7 +75,8 @@ bool is_shard_name(std::string_view name) {
 
 bool is_shard_of_a_save(std::string_view name) {
   constexpr size_t kBegin = std::string_view("model-").size();
-  return is_shard_name(name) && name.size() > kBegin + kNonce && name[kBegin + kNonce] == '-' && are_hex(name.substr(kBegin, kNonce));
+  return is_shard_name(name) && name.size() > kBegin + kNonce && name[kBegin + kNonce] == '-' &&
+         are_hex(name.substr(kBegin, kNonce));
 }
 
 std::set<std::string> names_in_index(const Path& directory) {
@@ -111,7 +113,8 @@ std::vector<Leftover> leftovers_of(const Path& target) {
     const std::string_view rest = std::string_view(name).substr(prefix.size());
     const auto end = std::find(kEnds.begin(), kEnds.end(), rest.substr(kNonce));
     if (are_hex(rest.substr(0, kNonce)) && end != kEnds.end())
-      found.push_back({base::parent_of(target) / name, static_cast<Temporary>(end - kEnds.begin()), std::string(rest.substr(0, kNonce))});
+      found.push_back({base::parent_of(target) / name, static_cast<Temporary>(end - kEnds.begin()),
+                       std::string(rest.substr(0, kNonce))});
   }
   std::sort(found.begin(), found.end(), [](const Leftover& a, const Leftover& b) { return a.path < b.path; });
   return found;

@@ -22,7 +22,8 @@ Checkpoint Checkpoint::open(const std::filesystem::path& path) {
   return open(*solo(), path, milliseconds(0));  // nobody is waited for
 }
 
-std::vector<Checkpoint> Checkpoint::open_files(const std::filesystem::path& directory, const std::vector<std::string>& names) {
+std::vector<Checkpoint> Checkpoint::open_files(const std::filesystem::path& directory,
+                                               const std::vector<std::string>& names) {
   return open_files(*solo(), directory, names, milliseconds(0));
 }
 
@@ -30,10 +31,11 @@ Checkpoint Checkpoint::open(Group& group, const std::filesystem::path& path, mil
   return opened(file::share_catalog(group, path, timeout));
 }
 
-std::vector<Checkpoint> Checkpoint::open_files(Group& group, const std::filesystem::path& directory, const std::vector<std::string>& names,
-                                               milliseconds timeout) {
+std::vector<Checkpoint> Checkpoint::open_files(Group& group, const std::filesystem::path& directory,
+                                               const std::vector<std::string>& names, milliseconds timeout) {
   std::vector<Checkpoint> found;
-  for (file::Catalog& one : file::share_catalogs(group, directory, names, timeout)) found.push_back(opened(std::move(one)));
+  for (file::Catalog& one : file::share_catalogs(group, directory, names, timeout))
+    found.push_back(opened(std::move(one)));
   return found;
 }
 
@@ -66,11 +68,12 @@ void Checkpoint::read(std::string_view name, int64_t begin, int64_t end, std::sp
   const file::Entry& entry = catalog_->find(name).entry;
   const Region all = Region::whole(entry.shape);
   if (begin < 0 || begin > end || end > all.size())
-    base::fail(Code::kInvalidArgument, "{}: '{}' has {} elements; [{}, {}) are not among them", catalog_->path, name, all.size(), begin,
-               end);
-  if (const int64_t bytes = file::bytes_of(end, entry) - file::bytes_of(begin, entry); bytes != static_cast<int64_t>(memory.size()))
-    base::fail(Code::kInvalidArgument, "{}: elements [{}, {}) of '{}' have {} bytes, the memory for them {}", catalog_->path, begin, end,
-               name, bytes, memory.size());
+    base::fail(Code::kInvalidArgument, "{}: '{}' has {} elements; [{}, {}) are not among them", catalog_->path, name,
+               all.size(), begin, end);
+  if (const int64_t bytes = file::bytes_of(end, entry) - file::bytes_of(begin, entry);
+      bytes != static_cast<int64_t>(memory.size()))
+    base::fail(Code::kInvalidArgument, "{}: elements [{}, {}) of '{}' have {} bytes, the memory for them {}",
+               catalog_->path, begin, end, name, bytes, memory.size());
   read({entry.name, entry.dtype, all.window(begin, end), memory.data()});
 }
 
@@ -78,7 +81,8 @@ void Checkpoint::read(const TensorView& view) const {
   file::read_one(*catalog_, view);
 }
 
-LoadReport load(Group& group, std::span<const TensorView> views, const Checkpoint& checkpoint, const LoadOptions& options) {
+LoadReport load(Group& group, std::span<const TensorView> views, const Checkpoint& checkpoint,
+                const LoadOptions& options) {
   group.begin("load()", options.timeout);
   return file::load_from(group, views, file::Inside::of(checkpoint), options);
 }

@@ -15,7 +15,8 @@ TEST_F(Opening, WhatIsNotThereOrDoesNotFitIsNamed) {
   expect(Code::kInvalidArgument, "'counts' has 13 elements; [9, 14) are not among them", read("counts", 9, 14));
   expect(Code::kInvalidArgument, "[-1, 4) are not among them", read("counts", -1, 4));
   expect(Code::kInvalidArgument, "[5, 4) are not among them", read("counts", 5, 4));
-  expect(Code::kInvalidArgument, "elements [0, 4) of 'counts' have 32 bytes, the memory for them 40", read("counts", 0, 4));
+  expect(Code::kInvalidArgument, "elements [0, 4) of 'counts' have 32 bytes, the memory for them 40",
+         read("counts", 0, 4));
   expect(Code::kInvalidArgument, "'half' has shape [8, 5, 3] in the file and [8] here", [&] {
     opened.read({"half", DType::kBF16, Region::whole({8}), bytes.data()});
   });
@@ -35,19 +36,23 @@ TEST_F(Opening, HalfBytesAreRefused) {
 
 TEST_F(Opening, WhatIsNoCheckpointIsRefusedAtOnce) {
   expect(Code::kNotFound, "none.safetensors", [&] { Checkpoint::open(folder_ / "none.safetensors"); });
-  expect(Code::kNotFound, "has neither model.safetensors.index.json nor model.safetensors", [&] { Checkpoint::open(folder_); });
-  expect(Code::kNotFound, "ema-1.safetensors is not there", [&] { Checkpoint::open_files(folder_, {"ema-1.safetensors"}); });
+  expect(Code::kNotFound, "has neither model.safetensors.index.json nor model.safetensors",
+         [&] { Checkpoint::open(folder_); });
+  expect(Code::kNotFound, "ema-1.safetensors is not there",
+         [&] { Checkpoint::open_files(folder_, {"ema-1.safetensors"}); });
   std::ofstream(folder_ / "notes.txt") << "abc";
   expect(Code::kNotFound, "has neither", [&] { Checkpoint::open(folder_); });
   std::ofstream(folder_ / "short.safetensors") << "abc";
-  expect(Code::kInvalidArgument, "nor model.safetensors; what is there: short.safetensors", [&] { Checkpoint::open(folder_); });
+  expect(Code::kInvalidArgument, "nor model.safetensors; what is there: short.safetensors",
+         [&] { Checkpoint::open(folder_); });
   expect(Code::kCorrupt, "short.safetensors", [&] { Checkpoint::open(folder_ / "short.safetensors"); });
   write_file(folder_ / "bad.safetensors", "x", "U8", 5, "abcd");  // a byte is missing
   expect(Code::kCorrupt, "'x'", [&] { Checkpoint::open(folder_ / "bad.safetensors"); });
   std::ofstream(folder_ / "model.safetensors.index.json") << R"({"weight_map":{"x":"../bad.safetensors"}})";
   expect(Code::kCorrupt, "../bad.safetensors", [&] { Checkpoint::open(folder_); });
   std::ofstream(folder_ / "model.safetensors.index.json") << R"({"weight_map":{"x":"part.safetensors"}})";
-  expect(Code::kCorrupt, "part.safetensors is not there, though the index names it", [&] { Checkpoint::open(folder_); });
+  expect(Code::kCorrupt, "part.safetensors is not there, though the index names it",
+         [&] { Checkpoint::open(folder_); });
 }
 
 TEST_F(Opening, BytesThatAreNotWhatWasSavedAreNoticedWhereAllAreRead) {

@@ -47,10 +47,12 @@ TEST_F(Opening, TheExampleOfTheDocs) {
     for (const std::string& name : opened.names()) {
       const shardow::StoredTensor tensor = opened.tensor(name);  // dtype, shape, bytes
       std::vector<std::byte> bytes(tensor.bytes);
-      opened.read(name, 0, shardow::Region::whole(tensor.shape).size(), bytes);  // all of it: compared with its checksum
+      opened.read(name, 0, shardow::Region::whole(tensor.shape).size(),
+                  bytes);  // all of it: compared with its checksum
     }
     rows.resize(2 * 11);
-    opened.read("blocks.0.weight", 3 * 11, 5 * 11, std::as_writable_bytes(std::span(rows)));  // rows 3 and 4, as they are stored
+    opened.read("blocks.0.weight", 3 * 11, 5 * 11,
+                std::as_writable_bytes(std::span(rows)));  // rows 3 and 4, as they are stored
     std::vector<double> column(37);
     const shardow::Region first = shardow::Region::grid({37, 11}, {{{0, 37}}, {{0, 1}}});
     opened.read({"blocks.0.weight", shardow::DType::kF64, first, column.data()});  // any region, converted
@@ -73,7 +75,8 @@ TEST_F(Opening, ReadsAnyRangeAsItIsStored) {
       const int64_t begin = std::min(a, b), end = std::max(a, b);
       std::vector<std::byte> bytes(static_cast<size_t>((end - begin) * each));
       opened.read(spec.name, begin, end, bytes);
-      EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), expected.begin() + begin * each)) << spec.name << ' ' << begin << ' ' << end;
+      EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), expected.begin() + begin * each))
+          << spec.name << ' ' << begin << ' ' << end;
     }
   }
 }
@@ -85,7 +88,8 @@ TEST_F(Opening, ReadsRegions) {
       auto held = hold(sharding, rank, 3, false);
       const auto expected = hold(sharding, rank, 3, true);
       for (const TensorView& view : views_of(held)) opened.read(view);
-      for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << name << ' ' << held[i].view.name;
+      for (size_t i = 0; i < held.size(); ++i)
+        EXPECT_EQ(held[i].memory, expected[i].memory) << name << ' ' << held[i].view.name;
     }
   }
 }

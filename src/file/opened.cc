@@ -75,7 +75,8 @@ class Handles {
 namespace {
 
 [[noreturn]] void fail_changed(const base::Path& path, const char* how) {
-  throw Error(Code::kIo, fmt::format("{} {} since it was opened; open the checkpoint again", path.string(), how), ESTALE);
+  throw Error(Code::kIo, fmt::format("{} {} since it was opened; open the checkpoint again", path.string(), how),
+              ESTALE);
 }
 
 }  // namespace
@@ -93,7 +94,8 @@ std::shared_ptr<const base::File> Opened::handle() {
   if (auto held = Handles::all().use(*this)) return held;
   const base::Seam<base::Syscalls>::Scope scope(calls_);
   try {
-    base::File again = directory_ ? base::File::open_in(*directory_, path_.filename().string()) : base::File::open(path_);
+    base::File again =
+        directory_ ? base::File::open_in(*directory_, path_.filename().string()) : base::File::open(path_);
     if (again.identity() == identity_) return Handles::all().keep(*this, std::move(again));
   } catch (const Error& error) {
     if (error.code() != Code::kNotFound) throw;

@@ -20,7 +20,8 @@ inline std::vector<std::byte> read_whole(const Checkpoint& opened, const std::st
 }
 
 /// A file of one tensor, as anybody could have written it.
-inline void write_file(const fs::path& path, const std::string& name, const std::string& dtype, int64_t elements, const std::string& data) {
+inline void write_file(const fs::path& path, const std::string& name, const std::string& dtype, int64_t elements,
+                       const std::string& data) {
   const std::string json = "{\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":[" + std::to_string(elements) +
                            "],\"data_offsets\":[0," + std::to_string(data.size()) + "]}}";
   std::string length(8, '\0');

@@ -121,7 +121,8 @@ bool Others::keep_file(const Path& at, const Found& found) {
 bool Others::is_kept(const Path& at, const Found& found) const {
   const auto kept = kept_.find(at);
   if (kept == kept_.end() || !kept->second.same(found)) return false;
-  const bool unchanged = kept->second.changed_ns() == found.changed_ns() && kept->second.status.st_size == found.status.st_size;
+  const bool unchanged =
+      kept->second.changed_ns() == found.changed_ns() && kept->second.status.st_size == found.status.st_size;
   if (unchanged) return true;
   const auto there = base::look_at_itself(fresh_ / at);
   return there && there->same(found);
@@ -131,7 +132,8 @@ bool Others::is_kept(const Path& at, const Found& found) const {
 void Others::drop_gone(const Path& old) {
   for (auto one = kept_.begin(); one != kept_.end();) {
     const auto there = base::look_at_itself(fresh_ / one->first);
-    const bool gone = !base::look_at_itself(old / one->first) && base::look_at_itself(old);  // else it is the directory that has gone
+    const bool gone =
+        !base::look_at_itself(old / one->first) && base::look_at_itself(old);  // else it is the directory that has gone
     if (gone && there && there->same(one->second)) base::remove_file(fresh_ / one->first);
     one = gone ? kept_.erase(one) : std::next(one);
   }

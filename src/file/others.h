@@ -1,5 +1,5 @@
-// What lies in a directory beside its checkpoint: it is in the new directory as in the old one, also when it appears meanwhile. Nothing
-// is deleted that is not in the new one.
+// What lies in a directory beside its checkpoint: it is in the new directory as in the old one, also when it appears
+// meanwhile. Nothing is deleted that is not in the new one.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,13 @@ class Others {
   Others(base::Path current, base::Path draft, std::set<std::string> replaced)
       : current_(std::move(current)), draft_(std::move(draft)), fresh_(draft_), replaced_(std::move(replaced)) {}
 
-  /// Links what is beside the old checkpoint into the draft, copies it where the file system has no links, and flushes the draft.
-  /// Whether there was anything that was not there before.
+  /// Links what is beside the old checkpoint into the draft, copies it where the file system has no links, and flushes
+  /// the draft. Whether there was anything that was not there before.
   bool keep();
 
-  /// After the new one is in place, and on the disk: what appeared in the old directory, or was renamed into place there, moves to the
-  /// current one; then the old one, which gets another name first, is removed. What cannot be moved stays in it. Throws nothing.
+  /// After the new one is in place, and on the disk: what appeared in the old directory, or was renamed into place
+  /// there, moves to the current one; then the old one, which gets another name first, is removed. What cannot be moved
+  /// stays in it. Throws nothing.
   void move_from(const base::Path& old) noexcept;
 
  private:
@@ -43,12 +44,14 @@ class Others {
   std::map<base::Path, base::Found> kept_;  ///< by path in the directory, as they were
 };
 
-/// Gives what lies beside `target`, and is about to be emptied, a name that nobody knows: a rename that a dead save asked for may be under
-/// way, and be done at any moment; and what is emptied must not be taken for a whole checkpoint. The new path.
+/// Gives what lies beside `target`, and is about to be emptied, a name that nobody knows: a rename that a dead save
+/// asked for may be under way, and be done at any moment; and what is emptied must not be taken for a whole checkpoint.
+/// The new path.
 base::Path set_aside(const base::Path& leftover, const base::Path& target, Temporary kind);
 
-/// A directory that a dead save left: what is in it and not in `current`, beside checkpoints, moves there. `kind`: it is one that a new one
-/// had replaced, else an unpublished draft, whose files no reader has ever seen. Then it is removed. Throws nothing.
+/// A directory that a dead save left: what is in it and not in `current`, beside checkpoints, moves there. `kind`: it
+/// is one that a new one had replaced, else an unpublished draft, whose files no reader has ever seen. Then it is
+/// removed. Throws nothing.
 void rescue(const base::Path& leftover, const base::Path& current, Temporary kind) noexcept;
 
 /// Whether it was a checkpoint under its name.

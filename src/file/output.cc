@@ -66,7 +66,8 @@ base::File Output::made_by_first(base::File (*open)(const base::Path&), const st
   } catch (const Error& error) {
     if (error.code() != Code::kNotFound) throw;
     throw Error(Code::kIo,
-                fmt::format("{}: rank 0 has made it on {}, and it is not there on {}: the path is not on storage that all machines share. "
+                fmt::format("{}: rank 0 has made it on {}, and it is not there on {}: the path is not on storage that "
+                            "all machines share. "
                             "Nothing was published",
                             draft_.file(name).string(), draft_.host, base::host_name()),
                 ENOENT);

@@ -24,7 +24,8 @@ class Output {
   /// `data` belongs at byte `begin` of the tensor. Every byte is counted once, over all ranks.
   void count(size_t tensor, int64_t begin, std::span<const std::byte> data);
 
-  /// Short pieces that follow one another in a file, of one tensor or of neighbours, are put together and written at once.
+  /// Short pieces that follow one another in a file, of one tensor or of neighbours, are put together and written at
+  /// once.
   void write(size_t tensor, int64_t begin, std::span<const std::byte> data);
 
   /// Where files are written from front to end: makes this one, with its header, unless that is done.

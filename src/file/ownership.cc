@@ -53,7 +53,8 @@ void check_whole(const std::vector<Shared>& tensors) {
     if (!covers(regions, &where))
       fail(Code::kInvalidArgument, "'{}': no rank holds element {}", tensor.name, where_text(tensor.shape, where));
     if (!covers_once(regions, &where)) {
-      fail(Code::kInvalidArgument, "'{}': element {} belongs to two different pieces; ranks must hold equal or disjoint ones", tensor.name,
+      fail(Code::kInvalidArgument,
+           "'{}': element {} belongs to two different pieces; ranks must hold equal or disjoint ones", tensor.name,
            where_text(tensor.shape, where));
     }
   }

@@ -22,7 +22,8 @@ struct Shared {
     std::vector<int> holders;  ///< ascending
   };
 
-  /// Tensors that are held alike have the same pieces, in one place: what follows from those alone is worked out once for all of them.
+  /// Tensors that are held alike have the same pieces, in one place: what follows from those alone is worked out once
+  /// for all of them.
   class Pieces {
    public:
     Pieces() : Pieces(std::vector<Piece>()) {}
@@ -71,8 +72,8 @@ struct Owned {
   int64_t local_begin;
 };
 
-/// Who writes what of a tensor, every element once. Large pieces with several holders are divided among them; of small ones, `turn` says
-/// which holder writes. `rank`: what that one writes, alone.
+/// Who writes what of a tensor, every element once. Large pieces with several holders are divided among them; of small
+/// ones, `turn` says which holder writes. `rank`: what that one writes, alone.
 std::vector<Owned> owners(const Shared& tensor, size_t turn, std::optional<int> rank = {});
 
 /// The pieces' regions, for coverage tests; never none.

@@ -1,4 +1,5 @@
-// Power cuts: whatever a disk forgets of what a save had not flushed, a reader finds the old checkpoint or the new one, whole.
+// Power cuts: whatever a disk forgets of what a save had not flushed, a reader finds the old checkpoint or the new one,
+// whole.
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -62,7 +63,8 @@ class PowerCut : public Checkpoints {
       auto group = solo();
       const file::Catalog catalog = file::share_catalog(*group, path, std::chrono::seconds(10));
       std::vector<Held> held;
-      for (const file::Stored& one : catalog.tensors) held.emplace_back(one.entry.name, one.entry.dtype, Region::whole(one.entry.shape));
+      for (const file::Stored& one : catalog.tensors)
+        held.emplace_back(one.entry.name, one.entry.dtype, Region::whole(one.entry.shape));
       file::load_from(*group, views_of(held), catalog, {});
       return true;
     } catch (const Error&) {
@@ -76,13 +78,15 @@ class PowerCut : public Checkpoints {
     fs::remove_all(disk);
     testing_disk::restore(nodes, 0, disk, true);
     const int found = version_of(disk, way);
-    if (found != 2 && (finished || found != (way.first ? 0 : 1))) return "the reader finds version " + std::to_string(found);
+    if (found != 2 && (finished || found != (way.first ? 0 : 1)))
+      return "the reader finds version " + std::to_string(found);
     if (!way.first && way.directory && fs::exists(disk / "model") && bytes_of(disk / "model" / "config.json") != "mine")
       return "config.json has gone";
     if (way.options.sequential) return "";  // headers come first there, and readers go by the file's size and checksums
     for (const auto& entry : fs::recursive_directory_iterator(disk)) {
       const std::string name = entry.path().filename().string();
-      if (entry.is_regular_file() && name != "config.json" && name.find(".json") == std::string::npos && !is_whole_or_none(entry.path()))
+      if (entry.is_regular_file() && name != "config.json" && name.find(".json") == std::string::npos &&
+          !is_whole_or_none(entry.path()))
         return entry.path().string() + " shows a length and is not whole";
     }
     return "";
@@ -97,7 +101,8 @@ class PowerCut : public Checkpoints {
         const size_t count = calls.size() - left;
         const Nodes nodes = testing_disk::after_power_cut(recording.before, calls, count, fate, random);
         const std::string found = fault(nodes, way, count == calls.size());
-        if (!found.empty()) return found + " after " + std::to_string(count) + " calls, sample " + std::to_string(sample);
+        if (!found.empty())
+          return found + " after " + std::to_string(count) + " calls, sample " + std::to_string(sample);
       }
     }
     return "";
@@ -149,8 +154,8 @@ class Failing : public Recorder {
   bool reached_ = false;
 };
 
-/// What was done to names may be lost when what was done to files is not: so a directory is taken apart only when it is settled on the disk
-/// that it is not the checkpoint.
+/// What was done to names may be lost when what was done to files is not: so a directory is taken apart only when it is
+/// settled on the disk that it is not the checkpoint.
 TEST_F(PowerCut, LeavesOneAlsoWhereTheSaveBeforeFailedOrItsEndWasNotFlushed) {
   for (const Way& way : ways()) {
     const bool plain = way.names.empty() && !way.options.sequential;
@@ -194,11 +199,12 @@ std::vector<Flush> flushes_of(const Recording& recording, const std::vector<size
     const Call& call = recording.calls[i];
     const std::string& path = recording.paths.at(call.node);
     const int after = call.machine == 0 ? --left[call.node] : 2;
-    flushes.push_back(call.node == 0                                                                       ? Flush::kParent
-                      : !path.ends_with(".safetensors") && path.find(".safetensors.") == std::string::npos ? Flush::kDraft
-                      : after == 0                                                                         ? Flush::kLength
-                      : after == 1                                                                         ? Flush::kHeader
-                                                                                                           : Flush::kData);
+    flushes.push_back(call.node == 0 ? Flush::kParent
+                      : !path.ends_with(".safetensors") && path.find(".safetensors.") == std::string::npos
+                          ? Flush::kDraft
+                      : after == 0 ? Flush::kLength
+                      : after == 1 ? Flush::kHeader
+                                   : Flush::kData);
   }
   return flushes;
 }
@@ -218,7 +224,8 @@ TEST_F(PowerCut, IsNoticedToDoHarmWhereASaveLeavesOutAFlush) {
       std::vector<Call> calls;
       for (size_t i = 0; i < recording.calls.size(); ++i) {
         const auto at = std::find(which.begin(), which.end(), i);
-        if (at == which.end() || flushes[static_cast<size_t>(at - which.begin())] != left_out) calls.push_back(recording.calls[i]);
+        if (at == which.end() || flushes[static_cast<size_t>(at - which.begin())] != left_out)
+          calls.push_back(recording.calls[i]);
       }
       EXPECT_LT(calls.size(), recording.calls.size());
       EXPECT_NE(first_fault(recording, calls, way, 60), "");

@@ -30,7 +30,8 @@ bool is_taken(const Error& error) {
   return error.os_errno() == ENOTEMPTY || error.os_errno() == EEXIST;
 }
 
-/// What fails is taken back, but where a call was left: it may be done yet, and in no order that is known with those that follow.
+/// What fails is taken back, but where a call was left: it may be done yet, and in no order that is known with those
+/// that follow.
 void put_in_place(Draft& draft, Others& others, const Path& old) {
   const Path parent = parent_of(draft.target);
   if (base::rename_exchange(draft.temporary, draft.target)) {
@@ -48,7 +49,7 @@ void put_in_place(Draft& draft, Others& others, const Path& old) {
       flush_names(draft);
       throw;
     }
-  } else {               // there is an instant without a checkpoint under its name; who looks for it finds the old one beside it
+  } else {  // there is an instant without a checkpoint under its name; who looks for it finds the old one beside it
     base::sync(parent);  // and no older one, which was removed
     base::rename(draft.target, old);
     bool there = false;  // the new one
@@ -61,7 +62,8 @@ void put_in_place(Draft& draft, Others& others, const Path& old) {
       draft.keep = true;
       if (base::syscalls().left_one()) throw;
       if (!there && is_taken(error)) {  // another save has published meanwhile, and what is others' belongs there
-        base::sync(parent);             // before the old one is emptied: the other's own flush may have failed, or not have come yet
+        base::sync(
+            parent);  // before the old one is emptied: the other's own flush may have failed, or not have come yet
         rescue(old, draft.target, Temporary::kOld);
         draft.keep = false;
         throw;

@@ -45,7 +45,8 @@ TEST_F(Saving, OfNamedFilesLeavesAModelBesideThemAlone) {
 /// Somebody who removes the checkpoint that is there, before call number `at`, and until a new one is in its place.
 class Removing : public base::Syscalls {
  public:
-  Removing(fs::path directory, bool can_exchange, int at) : directory_(std::move(directory)), can_(can_exchange), left_(at) {}
+  Removing(fs::path directory, bool can_exchange, int at)
+      : directory_(std::move(directory)), can_(can_exchange), left_(at) {}
   int open(const char* path, int flags, mode_t mode) override { return next(), Syscalls::open(path, flags, mode); }
   int flock(int fd, int operation) override { return next(), Syscalls::flock(fd, operation); }
   int rename(const char* from, const char* to) override {
@@ -97,7 +98,9 @@ class Publishing : public base::Syscalls {
  public:
   Publishing(fs::path directory, fs::path theirs, bool can_exchange)
       : directory_(std::move(directory)), theirs_(std::move(theirs)), can_(can_exchange) {}
-  int rename_exchange(const char* a, const char* b) override { return can_ ? Syscalls::rename_exchange(a, b) : (errno = EINVAL, -1); }
+  int rename_exchange(const char* a, const char* b) override {
+    return can_ ? Syscalls::rename_exchange(a, b) : (errno = EINVAL, -1);
+  }
   int rename(const char* from, const char* to) override {
     if (to == directory_.string() && fs::exists(theirs_)) {
       fs::rename(theirs_, directory_);
@@ -148,7 +151,8 @@ TEST_F(Saving, TakesThePlaceOfWhatAnotherSavePublishesMeanwhile) {
 /// Somebody who works in the directory at the instant of the exchange, before or after it.
 class Busy : public base::Syscalls {
  public:
-  Busy(fs::path directory, bool can_exchange, bool before) : directory_(std::move(directory)), can_(can_exchange), before_(before) {}
+  Busy(fs::path directory, bool can_exchange, bool before)
+      : directory_(std::move(directory)), can_(can_exchange), before_(before) {}
   int rename_exchange(const char* a, const char* b) override {
     if (!can_) return (errno = EINVAL, -1);
     if (before_) work(b);
@@ -199,7 +203,8 @@ TEST_F(Saving, KeepsWhatAppearsInItsDirectoryWhileItIsPublished) {
       EXPECT_EQ(bytes_of(path / "runs" / "old"), "as it was");
       EXPECT_EQ(bytes_of(path / "config.json"), "second");
       EXPECT_EQ(bytes_of(path / "notes"), "renamed");
-      EXPECT_EQ(in(path), (std::set<std::string>{"model.safetensors", "config.json", "notes", "optimizer.pt", "pipe", "runs"}));
+      EXPECT_EQ(in(path),
+                (std::set<std::string>{"model.safetensors", "config.json", "notes", "optimizer.pt", "pipe", "runs"}));
       EXPECT_EQ(names(), (std::set<std::string>{"model"}));
     }
   }
@@ -219,9 +224,11 @@ TEST_F(Saving, PublishesTextsOfRank0WithTheirDirectory) {
     EXPECT_EQ(bytes_of(path / "config.json"), text);
   }
   for (const std::string name : {"", ".", "..", "../up", "a/b", "model.safetensors", file::kIndexName}) {
-    EXPECT_EQ(save_as(path, rows, 2, {.texts = {{name, ""}}}), all(2, static_cast<int>(Code::kInvalidArgument))) << name;
+    EXPECT_EQ(save_as(path, rows, 2, {.texts = {{name, ""}}}), all(2, static_cast<int>(Code::kInvalidArgument)))
+        << name;
   }
-  EXPECT_EQ(save_as(folder_ / "one.safetensors", rows, 2, {.texts = {{"a.json", ""}}}), all(2, static_cast<int>(Code::kInvalidArgument)));
+  EXPECT_EQ(save_as(folder_ / "one.safetensors", rows, 2, {.texts = {{"a.json", ""}}}),
+            all(2, static_cast<int>(Code::kInvalidArgument)));
   EXPECT_EQ(bytes_of(path / "config.json"), "second");
 }
 
@@ -299,7 +306,8 @@ TEST_F(Saving, TakesMoreFilesThanAProcessMayOpen) {
   for (const int i : {0, 1, 500, kTensors - 1}) {
     Held read("t" + std::to_string(i), DType::kF32, Region::whole({4}));
     load(*solo(), std::span(&read.view, 1),
-         folder_ / "model" / file::read_index(base::File::open(folder_ / "model" / file::kIndexName)).at(read.view.name));
+         folder_ / "model" /
+             file::read_index(base::File::open(folder_ / "model" / file::kIndexName)).at(read.view.name));
     EXPECT_EQ(read.memory, held[static_cast<size_t>(i)].memory);
   }
 }

@@ -30,7 +30,8 @@ File open_standing(const Path& path) {
   }
 }
 
-/// A path as it was when it was opened: a file, or a directory in which names are looked up, wherever it has been moved since.
+/// A path as it was when it was opened: a file, or a directory in which names are looked up, wherever it has been moved
+/// since.
 struct Standing {
   std::optional<File> file;
   std::shared_ptr<const File> directory;
@@ -88,16 +89,18 @@ bool is_replaced(const Path& path, const Standing& place, const std::optional<ba
   }
 }
 
-/// A directory in which nothing is kept is kNotFound: programs start anew there. One that has something, and not this, never is.
+/// A directory in which nothing is kept is kNotFound: programs start anew there. One that has something, and not this,
+/// never is.
 [[noreturn]] void fail_missing(const Path& directory, const std::string& name, const Raw& raw, bool is_given) {
   if (raw.weights) fail(Code::kCorrupt, "{} is not there, though the index names it", (directory / name).string());
   std::vector<std::string> there = base::names_in(standing(directory));
   std::erase_if(there, [](const std::string& one) { return one.starts_with('.') || !one.ends_with(".safetensors"); });
   std::sort(there.begin(), there.end());
   const std::string others = there.empty() ? "" : fmt::format("; what is there: {}", fmt::join(there, ", "));
-  if (is_given) fail(there.empty() ? Code::kNotFound : Code::kCorrupt, "{} is not there{}", (directory / name).string(), others);
-  fail(there.empty() ? Code::kNotFound : Code::kInvalidArgument, "{} has neither {} nor {}{}", directory.string(), kIndexName, kSingleName,
-       others);
+  if (is_given)
+    fail(there.empty() ? Code::kNotFound : Code::kCorrupt, "{} is not there{}", (directory / name).string(), others);
+  fail(there.empty() ? Code::kNotFound : Code::kInvalidArgument, "{} has neither {} nor {}{}", directory.string(),
+       kIndexName, kSingleName, others);
 }
 
 /// Nothing where the path was replaced meanwhile.
@@ -131,7 +134,9 @@ Raw read_raw(const Path& path, const std::vector<std::string>& names) {
       if (std::optional<Raw> raw = read_directory(path, place, names)) return std::move(*raw);
       continue;
     }
-    if (!names.empty()) fail(Code::kInvalidArgument, "{} is a file; a directory with {} is needed", path.string(), fmt::join(names, ", "));
+    if (!names.empty())
+      fail(Code::kInvalidArgument, "{} is a file; a directory with {} is needed", path.string(),
+           fmt::join(names, ", "));
     Raw raw;
     add(raw, std::move(*place.file), nullptr);
     return raw;

@@ -1,4 +1,5 @@
-// What stands in the files of a checkpoint, before it is understood: their headers, read once, and the files themselves, opened.
+// What stands in the files of a checkpoint, before it is understood: their headers, read once, and the files
+// themselves, opened.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@ struct Raw {
 /// Of a file, or of a directory with an index or with model.safetensors; with `names`, of these files of a directory.
 Raw read_raw(const base::Path& path, const std::vector<std::string>& names);
 
-/// Opens here what another rank has read. False where `path` has led to another version by then. On the same machine that is told by the
-/// files' identities, else by their sizes and headers, which carry the checksums.
+/// Opens here what another rank has read. False where `path` has led to another version by then. On the same machine
+/// that is told by the files' identities, else by their sizes and headers, which carry the checksums.
 bool open_same(const base::Path& path, Raw& raw, bool same_machine);
 
 /// For other ranks.

@@ -37,7 +37,8 @@ size_t lanes_for(const std::vector<Reader::Job>& jobs) {
 }
 
 std::vector<size_t> in_file_order(const std::vector<Reader::Job>& jobs) {
-  std::vector<std::tuple<size_t, int64_t, size_t>> places;  // (file, first byte, job): side by side, a million are sorted twice as fast
+  std::vector<std::tuple<size_t, int64_t, size_t>>
+      places;  // (file, first byte, job): side by side, a million are sorted twice as fast
   places.reserve(jobs.size());
   for (size_t j = 0; j < jobs.size(); ++j) places.emplace_back(jobs[j].stored->file, jobs[j].stored->entry.begin, j);
   std::sort(places.begin(), places.end());
@@ -50,7 +51,11 @@ std::vector<size_t> in_file_order(const std::vector<Reader::Job>& jobs) {
 }  // namespace
 
 Reader::Reader(const Catalog& catalog, std::vector<Job> jobs)
-    : catalog_(catalog), jobs_(std::move(jobs)), order_(in_file_order(jobs_)), num_lanes_(lanes_for(jobs_)), sums_(jobs_.size(), 0) {}
+    : catalog_(catalog),
+      jobs_(std::move(jobs)),
+      order_(in_file_order(jobs_)),
+      num_lanes_(lanes_for(jobs_)),
+      sums_(jobs_.size(), 0) {}
 
 comm::Part Reader::part() {
   const int64_t before = done_;
@@ -100,7 +105,8 @@ bool Reader::find_run() {
   return run_.has_value();
 }
 
-/// Whether the run at hand lies close behind what is read anyway, and all of it still fits into a chunk, here and where it goes.
+/// Whether the run at hand lies close behind what is read anyway, and all of it still fits into a chunk, here and where
+/// it goes.
 bool Reader::fits(const Read& read) const {
   const size_t job = order_[next_];
   const size_t last_job = read.pieces.back().job;
@@ -142,7 +148,8 @@ void Reader::perform(const Read& read, Lane& lane) {
   const auto& [j, run] = read.pieces[0];
   const TensorView& view = *jobs_[j].view;
   if (read.pieces.size() > 1 || jobs_[j].stored->entry.dtype != view.dtype) {
-    if (const auto bytes = static_cast<size_t>(read.end - read.begin); lane.buffer.size() < bytes) lane.buffer.resize(bytes);
+    if (const auto bytes = static_cast<size_t>(read.end - read.begin); lane.buffer.size() < bytes)
+      lane.buffer.resize(bytes);
     read_in_steps(read, lane.buffer.data(), lane);
     put_in_place(read, lane);
   } else if (on_device(view.device)) {
@@ -155,7 +162,8 @@ void Reader::perform(const Read& read, Lane& lane) {
   for (const auto& [job, piece] : read.pieces) done_ += bytes_of(piece.length, jobs_[job].stored->entry);
 }
 
-/// Local memory has a job's runs one after another; on a device they are put together in pinned memory and copied in one.
+/// Local memory has a job's runs one after another; on a device they are put together in pinned memory and copied in
+/// one.
 void Reader::put_in_place(const Read& read, Lane& lane) {
   for (size_t begin = 0, end = 0; begin < read.pieces.size(); begin = end) {
     const size_t j = read.pieces[begin].job;
@@ -167,12 +175,14 @@ void Reader::put_in_place(const Read& read, Lane& lane) {
     for (; end < read.pieces.size() && read.pieces[end].job == j; ++end) {
       const Run& run = read.pieces[end].run;
       const auto at = static_cast<size_t>(place_of(j, run.global_begin) - read.begin);
-      const auto data = std::span<const std::byte>(lane.buffer).subspan(at, static_cast<size_t>(bytes_of(run.length, entry)));
+      const auto data =
+          std::span<const std::byte>(lane.buffer).subspan(at, static_cast<size_t>(bytes_of(run.length, entry)));
       place(data, entry.dtype, to + (run.local_begin - first) * dtype_bits(view.dtype) / 8, view.dtype, run.length);
       last = run.local_begin + run.length;
     }
     if (on_device(view.device))
-      lane.pinned.copy_to(destination(view, first), static_cast<size_t>((last - first) * dtype_bits(view.dtype) / 8), view.device);
+      lane.pinned.copy_to(destination(view, first), static_cast<size_t>((last - first) * dtype_bits(view.dtype) / 8),
+                          view.device);
   }
 }
 
@@ -180,15 +190,18 @@ void Reader::put_in_place(const Read& read, Lane& lane) {
 void Reader::read_in_steps(const Read& read, std::byte* to, Lane& lane) {
   size_t next = 0;
   for (int64_t step = read.begin; step < read.end; step += kStepBytes) {
-    const std::span<std::byte> data(to + (step - read.begin), static_cast<size_t>(std::min(kStepBytes, read.end - step)));
+    const std::span<std::byte> data(to + (step - read.begin),
+                                    static_cast<size_t>(std::min(kStepBytes, read.end - step)));
     read.file->read(data, step);
     const int64_t reached = step + static_cast<int64_t>(data.size());
     for (; next < read.pieces.size(); ++next) {
       const auto& [j, run] = read.pieces[next];
       const Entry& entry = jobs_[j].stored->entry;
-      const int64_t base = place_of(j, 0), begin = place_of(j, run.global_begin), end = begin + bytes_of(run.length, entry);
+      const int64_t base = place_of(j, 0), begin = place_of(j, run.global_begin),
+                    end = begin + bytes_of(run.length, entry);
       const int64_t from = std::max(begin, step), until = std::min(end, reached);
-      if (jobs_[j].summed && from < until) lane.sum.add(from - base, {to + (from - read.begin), static_cast<size_t>(until - from)});
+      if (jobs_[j].summed && from < until)
+        lane.sum.add(from - base, {to + (from - read.begin), static_cast<size_t>(until - from)});
       if (end > reached) break;
       if (jobs_[j].summed && (next + 1 == read.pieces.size() || read.pieces[next + 1].job != j))
         std::atomic_ref(sums_[j]).fetch_xor(lane.sum.take(entry.end - entry.begin));

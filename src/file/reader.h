@@ -1,5 +1,5 @@
-// Reads this rank's bytes, several reads in flight: long runs straight into place, short ones that lie close together, of one tensor or of
-// neighbours, in one read.
+// Reads this rank's bytes, several reads in flight: long runs straight into place, short ones that lie close together,
+// of one tensor or of neighbours, in one read.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,8 @@ class Reader {
 
   Reader(const Catalog& catalog, std::vector<Job> jobs);
 
-  /// Half a second's work, in bytes that were wanted. With the last of it, throws kIo where a file was written over meanwhile.
+  /// Half a second's work, in bytes that were wanted. With the last of it, throws kIo where a file was written over
+  /// meanwhile.
   comm::Part part();
 
   /// By job, when all is read: what its bytes contribute to the checksum of its tensor.

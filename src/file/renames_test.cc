@@ -14,7 +14,9 @@ class FailingRename : public base::Syscalls {
  public:
   explicit FailingRename(int fatal) : left_(fatal) {}
   int rename_exchange(const char*, const char*) override { return (errno = EINVAL, -1); }
-  int rename(const char* from, const char* to) override { return left_-- == 0 ? (errno = EIO, -1) : Syscalls::rename(from, to); }
+  int rename(const char* from, const char* to) override {
+    return left_-- == 0 ? (errno = EIO, -1) : Syscalls::rename(from, to);
+  }
   bool failed() const { return left_ < 0; }
 
  private:
@@ -46,8 +48,8 @@ TEST_F(Saving, WithoutAnExchangeGoesBackWhereARenameFails) {
   expect_version(2, path);
 }
 
-/// Somebody who takes this save for a dead one removes what it made, just before the checkpoint is asked to move there; and may publish
-/// before it is back.
+/// Somebody who takes this save for a dead one removes what it made, just before the checkpoint is asked to move there;
+/// and may publish before it is back.
 class Cleaner : public base::Syscalls {
  public:
   explicit Cleaner(std::function<void()> then) : then_(std::move(then)) {}
@@ -89,7 +91,9 @@ TEST_F(Saving, WhereItCannotComeBackTheNextOneFindsIt) {
   class Stuck : public Cleaner {
    public:
     Stuck() : Cleaner([] {}) {}
-    int rename(const char* from, const char* to) override { return cleaned ? (errno = EIO, -1) : Cleaner::rename(from, to); }
+    int rename(const char* from, const char* to) override {
+      return cleaned ? (errno = EIO, -1) : Cleaner::rename(from, to);
+    }
   } machine;
   machine_.syscalls = &machine;
   version = 2;
@@ -130,7 +134,8 @@ class Late : public base::Syscalls {
  public:
   explicit Late(const fs::path& path) : path_(path) {}
   int rename(const char* from, const char* to) override {
-    if (to == path_ && !fs::exists(path_)) fs::rename(file::temporary_path(path_, kNonce, file::Temporary::kDraft), path_);
+    if (to == path_ && !fs::exists(path_))
+      fs::rename(file::temporary_path(path_, kNonce, file::Temporary::kDraft), path_);
     return Syscalls::rename(from, to);
   }
 
@@ -154,7 +159,8 @@ TEST_F(Saving, GoesOnWhereALateRenameComesBeforeTheOldOneIsPutBack) {
   EXPECT_EQ(names(), (std::set<std::string>{"model"}));
 }
 
-/// Without an exchange; what was replaced can be removed in part alone. From the rename number `last` to the checkpoint's name on, none is.
+/// Without an exchange; what was replaced can be removed in part alone. From the rename number `last` to the
+/// checkpoint's name on, none is.
 class Crumbling : public FailingRename {
  public:
   Crumbling(fs::path path, int last) : FailingRename(1 << 20), path_(std::move(path)), left_(last) {}
@@ -180,13 +186,16 @@ TEST_F(Saving, WhatIsHalfRemovedIsNeverTakenForTheCheckpoint) {
   machine_.syscalls = &machine;
   save_version(2, path, kShards);
   ASSERT_EQ(names().size(), 2u);
-  EXPECT_TRUE(names().begin()->ends_with("-spent.tmp")) << *names().begin();  // were the new one removed, it would not be looked for here
+  EXPECT_TRUE(names().begin()->ends_with("-spent.tmp"))
+      << *names().begin();  // were the new one removed, it would not be looked for here
   version = 3;
-  EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));  // in between two renames, and cannot go back
+  EXPECT_EQ(save_as(path, rows, 2, kShards),
+            all(2, static_cast<int>(Code::kIo)));  // in between two renames, and cannot go back
   machine_.syscalls = nullptr;
   ASSERT_FALSE(fs::exists(path));
   for (const std::string& name : names()) {
-    if (!name.ends_with("-old.tmp")) fs::last_write_time(folder_ / name, fs::file_time_type::clock::now() + std::chrono::hours(1));
+    if (!name.ends_with("-old.tmp"))
+      fs::last_write_time(folder_ / name, fs::file_time_type::clock::now() + std::chrono::hours(1));
   }
   expect_version(2, path);
   save_version(4, path, kShards);

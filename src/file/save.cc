@@ -13,7 +13,8 @@ namespace file {
 namespace {
 
 /// What this rank writes: the parts of a plan, in the memory that its views have now.
-std::vector<Mine> in_memory(const std::vector<OwnPart>& parts, std::span<const SaveFile> files, const Producer* producer) {
+std::vector<Mine> in_memory(const std::vector<OwnPart>& parts, std::span<const SaveFile> files,
+                            const Producer* producer) {
   std::vector<Mine> mine;
   mine.reserve(parts.size());
   for (const OwnPart& part : parts) {
@@ -29,7 +30,8 @@ std::vector<Mine> in_memory(const std::vector<OwnPart>& parts, std::span<const S
   return mine;
 }
 
-/// What was worked out for the last save of the same tensors, where every rank has what it had then; else anew. Collective.
+/// What was worked out for the last save of the same tensors, where every rank has what it had then; else anew.
+/// Collective.
 std::shared_ptr<const KeptPlan> plan_of(Group& group, std::span<const SaveFile> files, const SaveOptions& options) {
   std::shared_ptr<const KeptPlan> kept = kept_plan(group, files, options);
   std::vector<Sharing> sharings;
@@ -45,7 +47,9 @@ std::shared_ptr<const KeptPlan> plan_of(Group& group, std::span<const SaveFile> 
 /// Ranks that are missing are told of without the path.
 void say_where(const Error& error, const base::Path& target) {
   const std::string said = error.what();
-  if ((error.code() != Code::kTimeout && error.code() != Code::kPeerFailed) || said.find(target.string()) != std::string::npos) return;
+  if ((error.code() != Code::kTimeout && error.code() != Code::kPeerFailed) ||
+      said.find(target.string()) != std::string::npos)
+    return;
   throw Error(error.code(), fmt::format("{}: {}", target.string(), said), error.os_errno());
 }
 
@@ -54,11 +58,12 @@ void say_where(const Error& error, const base::Path& target) {
 
 using namespace file;
 
-StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options)
+StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path,
+                       const SaveOptions& options)
     : StagedSave(group, files, path, options, nullptr) {}
 
-StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options,
-                       const Producer* producer)
+StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path,
+                       const SaveOptions& options, const Producer* producer)
     : plan_(new Plan{timed_calls(group, options.timeout),
                      group,
                      options,
@@ -83,8 +88,8 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
   const std::shared_ptr<const KeptPlan> found = plan_of(group, files, options);  // (1)
   plan.layout.emplace(found->arrangement, plan.call.metadata);
   if (!directory && plan.layout->files().size() > 1) {
-    base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory", path.string(),
-               plan.layout->files().size());
+    base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory",
+               path.string(), plan.layout->files().size());
   }
   plan.draft = base::in_our_words([&] {
     base::check_path(path);
@@ -94,14 +99,16 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
   plan.mine = in_memory(found->own, files, producer);
 }
 
-StagedSave::StagedSave(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path, const SaveOptions& options)
+StagedSave::StagedSave(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path,
+                       const SaveOptions& options)
     : StagedSave(group, std::vector<SaveFile>{{"", {tensors.begin(), tensors.end()}}}, path, options) {}
 
 StagedSave::~StagedSave() = default;
 
 size_t StagedSave::staging_bytes() const noexcept {
   int64_t bytes = 0;
-  for (const Mine& mine : plan_->mine) bytes += mine.region.size() * dtype_bits(plan_->layout->place(mine.tensor).entry.dtype) / 8;
+  for (const Mine& mine : plan_->mine)
+    bytes += mine.region.size() * dtype_bits(plan_->layout->place(mine.tensor).entry.dtype) / 8;
   return static_cast<size_t>(bytes);
 }
 
@@ -113,10 +120,11 @@ std::vector<std::pair<std::string, Shape>> StagedSave::tensors() const {
 
 void StagedSave::stage(std::span<std::byte> memory) {
   Plan& plan = *plan_;
-  if (plan.staged || plan.begun) base::fail(Code::kInvalidArgument, "{}: stage() comes once, before write()", plan.draft->target.string());
+  if (plan.staged || plan.begun)
+    base::fail(Code::kInvalidArgument, "{}: stage() comes once, before write()", plan.draft->target.string());
   if (memory.size() < staging_bytes())
-    base::fail(Code::kInvalidArgument, "{}: {} bytes of staging memory; {} are needed", plan.draft->target.string(), memory.size(),
-               staging_bytes());
+    base::fail(Code::kInvalidArgument, "{}: {} bytes of staging memory; {} are needed", plan.draft->target.string(),
+               memory.size(), staging_bytes());
   plan.staged = true;
   const InEnvironment here(plan.environment());
   Feed feed;
@@ -132,7 +140,8 @@ void StagedSave::stage(std::span<std::byte> memory) {
 SaveReport StagedSave::write() {
   Plan& plan = *plan_;
   if (std::exchange(plan.begun, true))
-    base::fail(Code::kInvalidArgument, "{}: write() was called already; another save is another StagedSave", plan.draft->target.string());
+    base::fail(Code::kInvalidArgument, "{}: write() was called already; another save is another StagedSave",
+               plan.draft->target.string());
   const InEnvironment here(plan.environment());
   try {
     const Storage storage = plan.storage();
@@ -170,12 +179,14 @@ SaveReport Producer::save(Group& group, std::span<const TensorView> tensors, con
   return StagedSave(group, {&file, 1}, path, options, this).write();
 }
 
-SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path, const SaveOptions& options) {
+SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path,
+                const SaveOptions& options) {
   group.begin("save()", options.timeout);
   return StagedSave(group, files, path, options).write();
 }
 
-SaveReport save(Group& group, std::span<const TensorView> views, const std::filesystem::path& path, const SaveOptions& options) {
+SaveReport save(Group& group, std::span<const TensorView> views, const std::filesystem::path& path,
+                const SaveOptions& options) {
   group.begin("save()", options.timeout);
   return StagedSave(group, views, path, options).write();
 }

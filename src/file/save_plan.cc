@@ -29,7 +29,8 @@ Storage StagedSave::Plan::storage() {
 std::deque<Output> StagedSave::Plan::outputs() const {
   const bool produced = std::any_of(mine.begin(), mine.end(), [](const Mine& one) { return one.producer != nullptr; });
   std::deque<Output> outputs;
-  for (int i = 0; i < (produced ? producer->threads : 1); ++i) outputs.emplace_back(*layout, *draft, options.checksums, produced);
+  for (int i = 0; i < (produced ? producer->threads : 1); ++i)
+    outputs.emplace_back(*layout, *draft, options.checksums, produced);
   return outputs;
 }
 
@@ -38,12 +39,15 @@ void StagedSave::Plan::write_anywhere() {
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
   comm::Parts parts(group, options.timeout, layout->total(), options.progress);
-  const std::vector<bool> shared = group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
+  const std::vector<bool> shared =
+      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
   std::vector<Mine> alone;
-  std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone), [&](const Mine& one) { return !shared[one.tensor]; });
+  std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone),
+               [&](const Mine& one) { return !shared[one.tensor]; });
   Direct direct(alone, *layout, outputs, false);
   parts.run([&] { return direct.part(); });
-  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false), false);
+  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false),
+                       false);
   parts.run([&] { return stripes.round(); });
   agree(group, deadline(), [&] {
     parts.tell();
@@ -64,7 +68,8 @@ void StagedSave::Plan::write_anywhere() {
 void StagedSave::Plan::write_in_sequence() {
   if (group.size() > 1 && !group.moves_blocks()) {
     base::fail(Code::kUnsupported,
-               "{}: this storage takes files only from front to end, and these ranks cannot send each other what one of them would write; "
+               "{}: this storage takes files only from front to end, and these ranks cannot send each other what one "
+               "of them would write; "
                "save elsewhere, or with a process group for CPU tensors (cpu:gloo,cuda:nccl)",
                draft->target.string());
   }
@@ -79,7 +84,8 @@ void StagedSave::Plan::write_in_sequence() {
     layout->set_checksums(output.crcs());
   }
   const std::vector<bool> all(layout->tensors().size(), true);
-  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true), true);
+  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true),
+                       true);
   comm::Parts parts(group, options.timeout, layout->total(), options.progress);
   parts.run([&] { return stripes.round(); });
   agree(group, deadline(), [&] {
@@ -92,7 +98,8 @@ void StagedSave::Plan::write_in_sequence() {
 
 /// (6)
 void StagedSave::Plan::commit() {
-  if (hugging_face && (layout->files().size() > 1 || (draft->in_place && draft->directory))) write_index(*draft, *layout);
+  if (hugging_face && (layout->files().size() > 1 || (draft->in_place && draft->directory)))
+    write_index(*draft, *layout);
   write_texts(*draft, options.texts);
   if (!draft->in_place) {
     publish(*draft);
@@ -104,13 +111,15 @@ void StagedSave::Plan::commit() {
 
 void StagedSave::Plan::give_up() noexcept {
   if (group.rank() != 0) return;
-  if (base::syscalls().left_one()) return release(*draft);  // the next save removes what storage that stands still has of this one
+  if (base::syscalls().left_one())
+    return release(*draft);  // the next save removes what storage that stands still has of this one
   discard(*draft);
 }
 
 SaveReport StagedSave::Plan::report() const {
   SaveReport report;
-  for (const FilePlan& file : layout->files()) report.files.push_back(draft->directory ? draft->target / file.name : draft->target);
+  for (const FilePlan& file : layout->files())
+    report.files.push_back(draft->directory ? draft->target / file.name : draft->target);
   report.bytes_written = written;
   report.seconds = base::seconds_since(begin);
   return report;

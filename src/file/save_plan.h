@@ -34,7 +34,9 @@ struct StagedSave::Plan {
 
   const Environment* environment() const { return timed ? &machine : nullptr; }
   Deadline deadline() const { return base::now() + options.timeout; }
-  Deadline patience() const { return base::now() + options.timeout * 3 / 4; }  ///< with another save; the ranks wait meanwhile
+  Deadline patience() const {
+    return base::now() + options.timeout * 3 / 4;
+  }  ///< with another save; the ranks wait meanwhile
   file::Storage storage();
   std::deque<file::Output> outputs() const;
   void write_anywhere();

@@ -11,8 +11,8 @@
 namespace shardow {
 namespace {
 
-/// What a mount of an object store does: files are written from front to end and appear when they are closed, if all their writes went
-/// well; where `renames` is false nothing is renamed.
+/// What a mount of an object store does: files are written from front to end and appear when they are closed, if all
+/// their writes went well; where `renames` is false nothing is renamed.
 class ObjectStore : public base::Syscalls {
  public:
   explicit ObjectStore(bool renames, int fail_after = -1) : renames_(renames), left_(fail_after) {}
@@ -29,7 +29,8 @@ class ObjectStore : public base::Syscalls {
   int close(int fd) override {
     const std::lock_guard lock(mutex_);
     if (const auto found = open_.find(fd); found != open_.end()) {
-      found->second.failed ? fs::remove(found->second.part) : (fs::rename(found->second.part, found->second.path), true);
+      found->second.failed ? fs::remove(found->second.part)
+                           : (fs::rename(found->second.part, found->second.path), true);
       open_.erase(found);
     }
     return Syscalls::close(fd);
@@ -46,7 +47,9 @@ class ObjectStore : public base::Syscalls {
     return Syscalls::pwrite(fd, data, bytes, offset);
   }
   int ftruncate(int, off_t) override { return refuse(EOPNOTSUPP); }
-  int rename(const char* from, const char* to) override { return renames_ ? Syscalls::rename(from, to) : refuse(ENOSYS); }
+  int rename(const char* from, const char* to) override {
+    return renames_ ? Syscalls::rename(from, to) : refuse(ENOSYS);
+  }
   int rename_exchange(const char*, const char*) override { return refuse(ENOSYS); }
 
   bool failed() const { return left_ < 0; }

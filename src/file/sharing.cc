@@ -1,16 +1,20 @@
 // Ranks mostly hold the same tensors, and many tensors lie alike: those of one shape that are cut the same way. So:
 //
-//   1. a rank lists its tensors: name, dtype, shape, and a number for the region; equal regions have one number (a class). It tells a
+//   1. a rank lists its tensors: name, dtype, shape, and a number for the region; equal regions have one number (a
+//   class). It tells a
 //      digest of the list, and the region of each class
-//   2. one rank puts those together that have the same digest (a kind of ranks; kinds.h), and tells all: the kinds, and for each class
+//   2. one rank puts those together that have the same digest (a kind of ranks; kinds.h), and tells all: the kinds, and
+//   for each class
 //      the regions of the kind's ranks
 //   3. where there is one kind, its list is everybody's own. Else the first rank of each kind tells its list
 //
-// Pieces are made once for a class and shared by all its tensors. What came of it has a name, which follows from everybody's words: where
-// each rank still has what it had, it says that name alone, and all go on with what they know (kept_plans.h).
+// Pieces are made once for a class and shared by all its tensors. What came of it has a name, which follows from
+// everybody's words: where each rank still has what it had, it says that name alone, and all go on with what they know
+// (kept_plans.h).
 //
-// Each round has the whole timeout. A rank that does not come ends the round that it is missing in, and with it the call: so silence costs
-// the others one timeout, and a rank that is late every time, but never by as much, costs nobody the call.
+// Each round has the whole timeout. A rank that does not come ends the round that it is missing in, and with it the
+// call: so silence costs the others one timeout, and a rank that is late every time, but never by as much, costs nobody
+// the call.
 #include "file/sharing.h"
 
 #include <algorithm>
@@ -58,7 +62,8 @@ class PieceMaker {
   size_t index_of(const Region& region) {
     const std::optional<Run> first = RunCursor(region).next();
     std::vector<size_t>& like_it = by_begin_[{first ? first->global_begin : 0, region.size()}];
-    const auto same = std::find_if(like_it.begin(), like_it.end(), [&](size_t p) { return pieces_[p].region == region; });
+    const auto same =
+        std::find_if(like_it.begin(), like_it.end(), [&](size_t p) { return pieces_[p].region == region; });
     if (same != like_it.end()) return *same;
     like_it.push_back(pieces_.size());
     pieces_.push_back({region, {}});
@@ -85,7 +90,8 @@ class PieceStore {
     PieceMaker maker;
     for (const auto& [k, c] : where) {
       const Kind& kind = kinds_[k];
-      for (size_t i = 0; i < kind.ranks.size(); ++i) maker.add(kind.regions.at(c)[i], static_cast<int>(kind.ranks[i]), name);
+      for (size_t i = 0; i < kind.ranks.size(); ++i)
+        maker.add(kind.regions.at(c)[i], static_cast<int>(kind.ranks[i]), name);
     }
     return found->second = maker.take();
   }
@@ -117,11 +123,12 @@ void add(std::vector<Listed>& all, const std::string& list, size_t kind) {
 /// `first`: of the same name.
 void check_same(const Listed& first, const Listed& one, int64_t rank) {
   if (one.dtype != first.dtype) {
-    fail(Code::kInvalidArgument, "'{}' is {} on rank {} and {} before it; every rank must hold the same tensors", one.name,
-         dtype_name(one.dtype), rank, dtype_name(first.dtype));
+    fail(Code::kInvalidArgument, "'{}' is {} on rank {} and {} before it; every rank must hold the same tensors",
+         one.name, dtype_name(one.dtype), rank, dtype_name(first.dtype));
   }
   if (one.shape != first.shape) {
-    fail(Code::kInvalidArgument, "'{}' has shape [{}] on rank {} and [{}] before it; every rank must hold the same tensors", one.name,
+    fail(Code::kInvalidArgument,
+         "'{}' has shape [{}] on rank {} and [{}] before it; every rank must hold the same tensors", one.name,
          fmt::join(one.shape, ", "), rank, fmt::join(first.shape, ", "));
   }
 }
@@ -129,7 +136,8 @@ void check_same(const Listed& first, const Listed& one, int64_t rank) {
 const std::string kAsBefore = "=", kTellAll = "?";
 
 Group::Decision agree_to_go_on(const std::vector<std::string>& everybody) {
-  const bool alike = std::all_of(everybody.begin(), everybody.end(), [&](const std::string& one) { return one == everybody[0]; });
+  const bool alike =
+      std::all_of(everybody.begin(), everybody.end(), [&](const std::string& one) { return one == everybody[0]; });
   const auto knows = [](const std::string& one) { return one.starts_with(kAsBefore); };
   if (alike && knows(everybody[0])) return {kAsBefore};
   if (std::any_of(everybody.begin(), everybody.end(), knows)) return {kTellAll};
@@ -137,15 +145,18 @@ Group::Decision agree_to_go_on(const std::vector<std::string>& everybody) {
 }
 
 /// (3): the lists by kind.
-std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::vector<Kind>& kinds, milliseconds timeout) {
+std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::vector<Kind>& kinds,
+                                  milliseconds timeout) {
   if (kinds.size() == 1) return {mine.list()};
-  const bool tells = std::any_of(kinds.begin(), kinds.end(), [&](const Kind& kind) { return kind.ranks[0] == group.rank(); });
+  const bool tells =
+      std::any_of(kinds.begin(), kinds.end(), [&](const Kind& kind) { return kind.ranks[0] == group.rank(); });
   const auto join = [&](const std::vector<std::string>& everybody) {
     Sender out;
     for (const Kind& kind : kinds) out.text(everybody.at(static_cast<size_t>(kind.ranks[0])));
     return Group::Decision{packed(out.bytes())};
   };
-  const std::string all = unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, base::now() + timeout).common);
+  const std::string all =
+      unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, base::now() + timeout).common);
   std::vector<std::string> lists;
   for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
   return lists;
@@ -158,7 +169,8 @@ Holding::Holding(std::span<const TensorView> views) {
   Sender list, regions;
   std::vector<const TensorView*> ordered;
   for (const TensorView& view : views) ordered.push_back(&view);
-  std::stable_sort(ordered.begin(), ordered.end(), [](const TensorView* a, const TensorView* b) { return a->name < b->name; });
+  std::stable_sort(ordered.begin(), ordered.end(),
+                   [](const TensorView* a, const TensorView* b) { return a->name < b->name; });
   const Region* last = nullptr;
   int64_t class_of_last = 0;
   for (const TensorView* const one : ordered) {  // (1)
@@ -207,7 +219,8 @@ std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::st
   std::vector<Listed> all;
   for (size_t k = 0; k < kinds.size(); ++k) add(all, lists[k], k);
   const auto before = [](const Listed& a, const Listed& b) { return a.name < b.name; };
-  if (!std::is_sorted(all.begin(), all.end(), before)) std::stable_sort(all.begin(), all.end(), before);  // one list is in order
+  if (!std::is_sorted(all.begin(), all.end(), before))
+    std::stable_sort(all.begin(), all.end(), before);  // one list is in order
   PieceStore pieces(kinds);
   PieceStore::Where where;
   std::vector<Shared> tensors;
@@ -228,7 +241,9 @@ std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::st
 Sharing share(Group& group, std::span<const TensorView> views, const Sharing* before, milliseconds timeout) {
   std::optional<Holding> mine;
   const auto words = [&] { return (mine ? *mine : mine.emplace(views)).words(); };
-  std::string said = group.decide(before != nullptr ? kAsBefore + before->name : words(), agree_to_go_on, base::now() + timeout).common;
+  std::string said =
+      group.decide(before != nullptr ? kAsBefore + before->name : words(), agree_to_go_on, base::now() + timeout)
+          .common;
   if (said == kAsBefore) return *before;
   if (said == kTellAll) said = group.decide(words(), agree_to_go_on, base::now() + timeout).common;
   words();

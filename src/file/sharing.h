@@ -11,7 +11,8 @@
 
 namespace shardow::file {
 
-/// A rank's own tensors, for the others: a digest of names, dtypes, shapes and of which tensors lie alike, and one region for all that do.
+/// A rank's own tensors, for the others: a digest of names, dtypes, shapes and of which tensors lie alike, and one
+/// region for all that do.
 class Holding {
  public:
   explicit Holding(std::span<const TensorView> views);
@@ -23,12 +24,15 @@ class Holding {
   std::string words_, list_;
 };
 
-/// What one rank makes of everybody's words, by rank: who has the same list, and the regions of each of those; a new name for all of it.
+/// What one rank makes of everybody's words, by rank: who has the same list, and the regions of each of those; a new
+/// name for all of it.
 std::string sum_up(std::span<const std::string> everybody);
 
-/// Every tensor that some rank has, ascending by name. `said`: what sum_up() gave. Another round, only where ranks have different lists.
-/// Throws kInvalidArgument on every rank where ranks differ in a tensor's dtype or shape, or one has a name twice. Collective.
-std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said, std::chrono::milliseconds timeout);
+/// Every tensor that some rank has, ascending by name. `said`: what sum_up() gave. Another round, only where ranks have
+/// different lists. Throws kInvalidArgument on every rank where ranks differ in a tensor's dtype or shape, or one has a
+/// name twice. Collective.
+std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said,
+                                std::chrono::milliseconds timeout);
 
 /// What all ranks know of their tensors.
 struct Sharing {
@@ -36,9 +40,11 @@ struct Sharing {
   std::shared_ptr<const std::vector<Shared>> tensors;
 };
 
-/// Every tensor that some rank has, ascending by name, from all ranks' views. `before`: what it was when this rank had just these names,
-/// dtypes and regions, if it knows; where every rank does, that is all that is told. Up to three rounds, of `timeout` each. Collective.
-/// Throws kInvalidArgument on every rank where ranks differ in a tensor's dtype or shape, or one has a name twice.
-Sharing share(Group& group, std::span<const TensorView> views, const Sharing* before, std::chrono::milliseconds timeout);
+/// Every tensor that some rank has, ascending by name, from all ranks' views. `before`: what it was when this rank had
+/// just these names, dtypes and regions, if it knows; where every rank does, that is all that is told. Up to three
+/// rounds, of `timeout` each. Collective. Throws kInvalidArgument on every rank where ranks differ in a tensor's dtype
+/// or shape, or one has a name twice.
+Sharing share(Group& group, std::span<const TensorView> views, const Sharing* before,
+              std::chrono::milliseconds timeout);
 
 }  // namespace shardow::file

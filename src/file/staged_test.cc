@@ -86,7 +86,12 @@ TEST_F(Staged, StepsOutOfOrderAreRefusedAndTheSaveIsWhatItWas) {
                        StagedSave staged(group, mine.views(), path);
                        std::vector<std::byte> memory(staged.staging_bytes());
                        std::string told;
-                       EXPECT_EQ(code_of([&] { staged.stage({memory.data(), memory.size() - 1}); }, &told), Code::kInvalidArgument);
+                       EXPECT_EQ(code_of(
+                                     [&] {
+                                       staged.stage({memory.data(), memory.size() - 1});
+                                     },
+                                     &told),
+                                 Code::kInvalidArgument);
                        EXPECT_EQ(told, path.string() + ": 1999 bytes of staging memory; 2000 are needed");
                        staged.stage(memory);
                        mine.become(4);
@@ -95,7 +100,8 @@ TEST_F(Staged, StepsOutOfOrderAreRefusedAndTheSaveIsWhatItWas) {
                        staged.write();
                        EXPECT_EQ(code_of([&] { staged.stage(memory); }), Code::kInvalidArgument);
                        EXPECT_EQ(code_of([&] { staged.write(); }, &told), Code::kInvalidArgument);
-                       EXPECT_EQ(told, path.string() + ": write() was called already; another save is another StagedSave");
+                       EXPECT_EQ(told,
+                                 path.string() + ": write() was called already; another save is another StagedSave");
                      }),
             all(2, kFine));
   expect(3, path);
@@ -170,8 +176,9 @@ TEST_F(Staged, TheCallerNamesWhatItsRoundsAreFor) {
                        Rows mine(group);
                        std::string told;
                        group.begin(group.rank() == 0 ? "autosave()" : "load()", options.timeout);
-                       EXPECT_EQ(code_of([&] { StagedSave(group, mine.views(), folder_ / "a.safetensors", options); }, &told),
-                                 Code::kInvalidArgument);
+                       EXPECT_EQ(
+                           code_of([&] { StagedSave(group, mine.views(), folder_ / "a.safetensors", options); }, &told),
+                           Code::kInvalidArgument);
                        EXPECT_EQ(told, "rank 1 calls load(): all_gather() where rank 0 calls autosave(): all_gather()");
                      }),
             all(2, kFine));
@@ -180,19 +187,22 @@ TEST_F(Staged, TheCallerNamesWhatItsRoundsAreFor) {
 /// What SaveOptions::metadata says.
 TEST_F(Staged, MetadataAreRankZerosInEveryFile) {
   EXPECT_EQ(
-      on_ranks(2,
-               [&](Group& group) {
-                 Rows mine(group), same(group);
-                 const SaveOptions options{.metadata = {{"run", std::to_string(group.rank())}, {"shardow.crc32", "mine"}}};
-                 const std::vector<SaveFile> files = {{"a.safetensors", mine.views(), {{"which", "a"}}}, {"b.safetensors", same.views()}};
-                 StagedSave(group, files, folder_ / "run", options).write();
-               }),
+      on_ranks(
+          2,
+          [&](Group& group) {
+            Rows mine(group), same(group);
+            const SaveOptions options{.metadata = {{"run", std::to_string(group.rank())}, {"shardow.crc32", "mine"}}};
+            const std::vector<SaveFile> files = {{"a.safetensors", mine.views(), {{"which", "a"}}},
+                                                 {"b.safetensors", same.views()}};
+            StagedSave(group, files, folder_ / "run", options).write();
+          }),
       all(2, kFine));
   const auto a = Checkpoint::open(folder_ / "run" / "a.safetensors").metadata();
   EXPECT_EQ(a.at("run"), "0");
   EXPECT_EQ(a.at("which"), "a");
   EXPECT_EQ(Checkpoint::open(folder_ / "run" / "b.safetensors").metadata().at("run"), "0");
-  EXPECT_TRUE(Checkpoint::open(folder_ / "run" / "a.safetensors").tensor("w").crc32.has_value()) << "ours, not somebody else's";
+  EXPECT_TRUE(Checkpoint::open(folder_ / "run" / "a.safetensors").tensor("w").crc32.has_value())
+      << "ours, not somebody else's";
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The handshake has two rounds: addresses, each with a nonce that lies in the memory and tells whether the address led to the right one,
-// and who has reached whom.
+// The handshake has two rounds: addresses, each with a nonce that lies in the memory and tells whether the address led
+// to the right one, and who has reached whom.
 #include "file/stripe_memory.h"
 
 #include <cstring>
@@ -36,12 +36,14 @@ StripeMemory::StripeMemory(Group& group, size_t bytes, std::chrono::milliseconds
   for (size_t rank = 0; rank < offers.size(); ++rank) {
     comm::Receiver in(offers[rank]);
     const std::string address = in.text(), expected = in.text();
-    if (static_cast<int>(rank) != group.rank() && !address.empty()) of_[rank] = base::SharedMemory::open(address, bytes);
+    if (static_cast<int>(rank) != group.rank() && !address.empty())
+      of_[rank] = base::SharedMemory::open(address, bytes);
     if (of_[rank] && std::memcmp(of_[rank]->bytes().data(), expected.data(), kNonceBytes) != 0) of_[rank].reset();
     found += of_[rank] ? '1' : '0';
   }
   const std::vector<std::string> all = group.all_gather(found, base::now() + timeout);
-  for (size_t rank = 0; rank < all.size(); ++rank) reached_by_[rank] = all[rank].at(static_cast<size_t>(group.rank())) == '1';
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    reached_by_[rank] = all[rank].at(static_cast<size_t>(group.rank())) == '1';
 }
 
 }  // namespace shardow::file

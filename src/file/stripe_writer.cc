@@ -22,8 +22,9 @@ const Stripe* owned_by(int rank, const std::vector<Stripe>& stripes) {
 
 }  // namespace
 
-StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine, const Layout& layout,
-                           Output& output, std::vector<std::vector<Stripe>> rounds, bool sequential)
+StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine,
+                           const Layout& layout, Output& output, std::vector<std::vector<Stripe>> rounds,
+                           bool sequential)
     : group_(group),
       timeout_(timeout),
       layout_(layout),

@@ -1,5 +1,6 @@
-// Short runs, in two phases (Thakur, Gropp, Lusk: Data sieving and collective I/O in ROMIO, 1999): ranks give what they have of a stripe to
-// its owner, who writes it whole. On one machine they put it into the owner's memory, else it is sent. Files see writes of megabytes.
+// Short runs, in two phases (Thakur, Gropp, Lusk: Data sieving and collective I/O in ROMIO, 1999): ranks give what they
+// have of a stripe to its owner, who writes it whole. On one machine they put it into the owner's memory, else it is
+// sent. Files see writes of megabytes.
 #pragma once
 
 #include <chrono>
@@ -16,10 +17,10 @@ namespace shardow::file {
 
 class StripeWriter {
  public:
-  /// Collective. `mine`, ascending by tensor and in owners()' order, outlives it. `sequential`: files are made here, and were counted
-  /// before.
-  StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine, const Layout& layout, Output& output,
-               std::vector<std::vector<Stripe>> rounds, bool sequential);
+  /// Collective. `mine`, ascending by tensor and in owners()' order, outlives it. `sequential`: files are made here,
+  /// and were counted before.
+  StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine, const Layout& layout,
+               Output& output, std::vector<std::vector<Stripe>> rounds, bool sequential);
 
   comm::Part round();  ///< one stripe of every rank; each rank must have ended the one before well
 

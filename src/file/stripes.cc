@@ -73,7 +73,8 @@ std::vector<bool> have_short_runs(const Layout& layout) {
   return chosen;
 }
 
-std::vector<std::vector<Stripe>> plan_rounds(const Layout& layout, const std::vector<bool>& chosen, int ranks, bool sequential) {
+std::vector<std::vector<Stripe>> plan_rounds(const Layout& layout, const std::vector<bool>& chosen, int ranks,
+                                             bool sequential) {
   std::vector<std::vector<Stripe>> rounds;
   std::vector<size_t> next(static_cast<size_t>(ranks), 0);  // by rank: the first round in which it owns nothing yet
   size_t turn = 0;

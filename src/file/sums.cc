@@ -15,8 +15,8 @@ namespace {}  // namespace
 
 std::string listed(const std::vector<std::string>& names) {
   constexpr size_t kMost = 20;
-  std::string out =
-      fmt::format("{}", fmt::join(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(std::min(names.size(), kMost)), ", "));
+  std::string out = fmt::format(
+      "{}", fmt::join(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(std::min(names.size(), kMost)), ", "));
   if (names.size() > kMost) out += fmt::format(" and {} more", names.size() - kMost);
   return out;
 }
@@ -37,7 +37,8 @@ template <class Fn>
 void Sums::for_each_of(int rank, Fn fn) const {
   for (size_t t = 0; t < wanted_.size(); ++t) {
     for (size_t p = 0; verified_[t] && p < wanted_[t].pieces.size(); ++p) {
-      if (const auto& holders = wanted_[t].pieces[p].holders; std::binary_search(holders.begin(), holders.end(), rank)) fn(t, p);
+      if (const auto& holders = wanted_[t].pieces[p].holders; std::binary_search(holders.begin(), holders.end(), rank))
+        fn(t, p);
     }
   }
 }
@@ -55,7 +56,8 @@ std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::
   return out.bytes();
 }
 
-void Sums::check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums, Deadline deadline) const {
+void Sums::check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums,
+                 Deadline deadline) const {
   const auto compared = [&](const std::vector<std::string>& everybody) {
     compare(everybody);
     return Group::Decision{};
@@ -86,10 +88,10 @@ void Sums::fail_changed(const std::set<size_t>& tensors) const {
   std::vector<std::string> names;
   names.reserve(tensors.size());
   for (const size_t t : tensors) names.push_back("'" + wanted_[t].name + "'");
-  base::fail(
-      Code::kCorrupt,
-      "{}: the data of {} is not what was saved (checksums differ); the tensors that were loaded into hold it: load another checkpoint",
-      path_, listed(names));
+  base::fail(Code::kCorrupt,
+             "{}: the data of {} is not what was saved (checksums differ); the tensors that were loaded into hold it: "
+             "load another checkpoint",
+             path_, listed(names));
 }
 
 }  // namespace shardow::file

@@ -16,19 +16,21 @@ namespace shardow::file {
 /// The first of many names, for messages.
 std::string listed(const std::vector<std::string>& names);
 
-/// What the ranks find out about the bytes that they read: the checksum of every tensor, from one holder of each piece, and of every piece
-/// with several holders what each of them read.
+/// What the ranks find out about the bytes that they read: the checksum of every tensor, from one holder of each piece,
+/// and of every piece with several holders what each of them read.
 class Sums {
  public:
   /// `path`: for messages. `wanted`, and `there`, what the file has of each or null, outlive it.
   Sums(std::string path, const std::vector<Shared>& wanted, const std::vector<const Stored*>& there);
 
-  /// Whether a tensor's checksum can be compared: the file has it, and the ranks together read everything, each element counted once.
+  /// Whether a tensor's checksum can be compared: the file has it, and the ranks together read everything, each element
+  /// counted once.
   bool of(size_t tensor) const { return verified_[tensor]; }
 
-  /// Throws kCorrupt on every rank where bytes are not what was saved. `sums`: of this rank's jobs, whose numbers are those of the wanted.
-  /// Collective: one rank sees what all tell.
-  void check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums, Deadline deadline) const;
+  /// Throws kCorrupt on every rank where bytes are not what was saved. `sums`: of this rank's jobs, whose numbers are
+  /// those of the wanted. Collective: one rank sees what all tell.
+  void check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums,
+             Deadline deadline) const;
 
  private:
   template <class Fn>

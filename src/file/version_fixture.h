@@ -10,7 +10,8 @@
 namespace shardow::versions {
 
 inline const char* const kText = "checkpoint.json";  // appears with a directory
-inline const std::vector<Spec> kSmall = {{"a", DType::kF32, {40, 900}}, {"b", DType::kBF16, {30, 11}}, {"c", DType::kF64, {5}}};
+inline const std::vector<Spec> kSmall = {
+    {"a", DType::kF32, {40, 900}}, {"b", DType::kBF16, {30, 11}}, {"c", DType::kF64, {5}}};
 
 struct Way {
   const char* name;

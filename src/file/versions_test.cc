@@ -1,4 +1,5 @@
-// Whatever happens to a path while it is read, all ranks read one version of it; and what one rank reads wrongly is noticed.
+// Whatever happens to a path while it is read, all ranks read one version of it; and what one rank reads wrongly is
+// noticed.
 #include <unistd.h>
 
 #include <atomic>
@@ -44,7 +45,8 @@ class Versions : public Saving {
       bool same = true;
       for (int rank = 0; rank < ranks; ++rank) {
         const auto expected = hold(rows, rank, ranks, true);
-        for (size_t i = 0; i < expected.size(); ++i) same = same && loaded[static_cast<size_t>(rank)][i].memory == expected[i].memory;
+        for (size_t i = 0; i < expected.size(); ++i)
+          same = same && loaded[static_cast<size_t>(rank)][i].memory == expected[i].memory;
       }
       if (same) return version;
     }

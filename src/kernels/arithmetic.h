@@ -1,27 +1,30 @@
-// The arithmetic of one element, defined once: what "bit-identical" means here. Host and CUDA compile this very code (without contraction:
-// every fused multiply-add is written out), and the Highway kernels are tested against it bit for bit.
+// The arithmetic of one element, defined once: what "bit-identical" means here. Host and CUDA compile this very code
+// (without contraction: every fused multiply-add is written out), and the Highway kernels are tested against it bit for
+// bit.
 //
-// T is the computing type: double for float64 averages, float for all others. p and e are the parameter and the average in T, W =
-// T(weight), D = T(decay). n is a draw of noise, an odd integer times 2^-17: 16 bits, in (-1/2, 1/2), symmetric, so that its mean is
-// exactly 0.
+// T is the computing type: double for float64 averages, float for all others. p and e are the parameter and the average
+// in T, W = T(weight), D = T(decay). n is a draw of noise, an odd integer times 2^-17: 16 bits, in (-1/2, 1/2),
+// symmetric, so that its mean is exactly 0.
 //
 //   kCopy         p, rounded to nearest even
 //   kLerp         W < 1/2: fma(W, p - e, e)     else fma(W - 1, p - e, p)      torch.lerp
 //   kMulAdd       fma(p, W, round(e D))                                        e.mul_(d).add_(p, alpha=1-d)
 //   kTwoProducts  round(e D) + round(p W)                                      e*d + (1.-d)*p (timm's ModelEma)
-//   kDifference   e - round(W (e - p))                                         e.sub_(w * (e - p)) (torch-ema, diffusers)
-//   kFusedDifference  fma(W, p - e, e)                                         e.sub_(e - p, alpha=w) (diffusers with foreach)
-//   kQuotient     e + round((p - e) / D), D = T(1 / weight), a whole number where that is near one
+//   kDifference   e - round(W (e - p))                                         e.sub_(w * (e - p)) (torch-ema,
+//   diffusers) kFusedDifference  fma(W, p - e, e)                                         e.sub_(e - p, alpha=w)
+//   (diffusers with foreach) kQuotient     e + round((p - e) / D), D = T(1 / weight), a whole number where that is near
+//   one
 //                                                                               e + (p - e) / (n + 1) (torch's SWA)
-//   kStochastic   float32 averages, W < 1/2: e + fma(W, p - e, n ulp(e)); without noise where p = e, so that a weight at rest keeps its
-//   average.
+//   kStochastic   float32 averages, W < 1/2: e + fma(W, p - e, n ulp(e)); without noise where p = e, so that a weight
+//   at rest keeps its average.
 //                 W >= 1/2 and float64 averages: kLerp.
-//   16-bit averages (every form but kCopy): q = W (p - e) / ulp(e); |q| < 1: e + rint(q + n) ulp(e), else fma(W, p - e, e); then
-//   stochastically rounded with
-//                 a second draw, for where a power of two was crossed. A finite result never rounds to Inf. q never passes through the sum
-//                 e + W (p - e), whose own rounding would swallow it.
+//   16-bit averages (every form but kCopy): q = W (p - e) / ulp(e); |q| < 1: e + rint(q + n) ulp(e), else fma(W, p - e,
+//   e); then stochastically rounded with
+//                 a second draw, for where a power of two was crossed. A finite result never rounds to Inf. q never
+//                 passes through the sum e + W (p - e), whose own rounding would swallow it.
 //
-// A NaN result is the canonical quiet NaN: which operand's payload survives, and the sign of Inf - Inf, differ between processors.
+// A NaN result is the canonical quiet NaN: which operand's payload survives, and the sign of Inf - Inf, differ between
+// processors.
 #pragma once
 
 #include <cmath>
@@ -38,7 +41,17 @@ template <class S>
 using Computing = std::conditional_t<std::is_same_v<S, double>, double, float>;
 
 /// A Form with its conditions resolved: what is left to decide per block is one switch.
-enum class Op : uint8_t { kCopy, kLerp, kLerpFromParameter, kMulAdd, kTwoProducts, kDifference, kQuotient, kStochastic, kIntegerStep };
+enum class Op : uint8_t {
+  kCopy,
+  kLerp,
+  kLerpFromParameter,
+  kMulAdd,
+  kTwoProducts,
+  kDifference,
+  kQuotient,
+  kStochastic,
+  kIntegerStep
+};
 
 template <class T>
 struct Formula {
@@ -80,14 +93,15 @@ SHARDOW_HD double canonical(double x) {
   return x == x ? x : double_of(0x7ff8000000000000u);
 }
 
-/// The spacing of a 16-bit format around a float: 2^exponent, where exponents below the format's own (or below 2^-119 for bfloat16, to keep
-/// 1 / ulp a float) count as the least.
+/// The spacing of a 16-bit format around a float: 2^exponent, where exponents below the format's own (or below 2^-119
+/// for bfloat16, to keep 1 / ulp a float) count as the least.
 template <class S>
 struct Grid {
   static constexpr int kMantissaBits = std::is_same_v<S, BF16> ? 7 : 10;
   static constexpr uint32_t kLeastBinade = (std::is_same_v<S, BF16> ? 8u : 113u) << 23;
   static constexpr float kUlpOfOne = 1.0f / (1 << kMantissaBits);
-  static constexpr uint32_t kInverse = static_cast<uint32_t>(254 + kMantissaBits) << 23;  ///< minus a binade's bits: the bits of 1 / ulp
+  static constexpr uint32_t kInverse = static_cast<uint32_t>(254 + kMantissaBits)
+                                       << 23;  ///< minus a binade's bits: the bits of 1 / ulp
 };
 
 template <class S>
@@ -138,7 +152,8 @@ SHARDOW_HD S integer_step(float weight, float p, float e, uint32_t noise) {
 
 SHARDOW_HD float stochastic_lerp(float weight, float p, float e, uint32_t noise) {
   const float difference = p - e, binade = float_of(bits_of(e) & 0x7f800000u);
-  const float shift = difference == 0 ? 0.0f : binade * (static_cast<float>(odd_draw(noise)) * 0x1p-40f);  // ulp(e) = binade * 2^-23
+  const float shift =
+      difference == 0 ? 0.0f : binade * (static_cast<float>(odd_draw(noise)) * 0x1p-40f);  // ulp(e) = binade * 2^-23
   return e + fused(weight, difference, shift);
 }
 
@@ -166,7 +181,8 @@ SHARDOW_HD S next_as(T w, T decay, T p, S average, uint32_t noise) {
   }
 }
 
-/// Calls visit.template operator()<op>() with the operation as a constant: one switch, outside of any loop over elements.
+/// Calls visit.template operator()<op>() with the operation as a constant: one switch, outside of any loop over
+/// elements.
 template <class Visit>
 SHARDOW_HD auto with_op(Op op, Visit&& visit) {
   switch (op) {
@@ -184,7 +200,8 @@ SHARDOW_HD auto with_op(Op op, Visit&& visit) {
 
 template <class S, class T = Computing<S>>
 SHARDOW_HD S next(const Formula<T>& formula, T p, S average, uint32_t noise) {
-  return with_op(formula.op, [&]<Op kOp>() { return next_as<kOp, S>(formula.weight, formula.decay, p, average, noise); });
+  return with_op(formula.op,
+                 [&]<Op kOp>() { return next_as<kOp, S>(formula.weight, formula.decay, p, average, noise); });
 }
 
 }  // namespace shardow::kernels

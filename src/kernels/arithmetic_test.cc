@@ -1,4 +1,5 @@
-// The arithmetic of one element against formulas written out here, and the noise against what is asked of it: no bias, no pattern.
+// The arithmetic of one element against formulas written out here, and the noise against what is asked of it: no bias,
+// no pattern.
 #include "kernels/arithmetic.h"
 
 #include <gtest/gtest.h>
@@ -17,7 +18,9 @@ S updated(Form form, double weight, Computing<S> p, S average, uint32_t noise = 
 
 struct Draws {
   std::mt19937_64 random{1};
-  double value() { return std::ldexp(std::uniform_real_distribution(-1.0, 1.0)(random), static_cast<int>(random() % 40) - 20); }
+  double value() {
+    return std::ldexp(std::uniform_real_distribution(-1.0, 1.0)(random), static_cast<int>(random() % 40) - 20);
+  }
 };
 
 template <class T>
@@ -48,14 +51,16 @@ TYPED_TEST(Forms, GiveOneNanWhicheverWayItArose) {
   using T = TypeParam;
   const T infinity = static_cast<T>(HUGE_VAL),
           nan = std::is_same_v<T, float> ? T(float_of(0xffc12345u)) : T(double_of(0xfff8123456789abcu));
-  const auto canonical_bits = bits_of(std::is_same_v<T, float> ? T(float_of(0x7fc00000u)) : T(double_of(0x7ff8000000000000u)));
-  for (const Form form :
-       {Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kDifference, Form::kFusedDifference, Form::kQuotient, Form::kStochastic}) {
+  const auto canonical_bits =
+      bits_of(std::is_same_v<T, float> ? T(float_of(0x7fc00000u)) : T(double_of(0x7ff8000000000000u)));
+  for (const Form form : {Form::kLerp, Form::kMulAdd, Form::kTwoProducts, Form::kDifference, Form::kFusedDifference,
+                          Form::kQuotient, Form::kStochastic}) {
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, nan, T(1))), canonical_bits);
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, T(1), nan)), canonical_bits);
     EXPECT_EQ(bits_of(updated<T>(form, 0.1, -infinity, infinity)), canonical_bits);
   }
-  EXPECT_EQ(bits_of(updated<T>(Form::kLerp, 0.1, T(1), infinity)), canonical_bits) << "as torch.lerp: Inf + W (1 - Inf)";
+  EXPECT_EQ(bits_of(updated<T>(Form::kLerp, 0.1, T(1), infinity)), canonical_bits)
+      << "as torch.lerp: Inf + W (1 - Inf)";
   EXPECT_EQ(updated<T>(Form::kMulAdd, 0.1, T(1), infinity), infinity) << "as mul_().add_()";
 }
 
@@ -64,7 +69,8 @@ TEST(Stochastic, IsLerpForLargeWeightsAndDoubles) {
   for (uint32_t noise = 0; noise < 1000; ++noise) {
     const double p = draws.value(), e = draws.value();
     const auto bits = noise * 0x9e3779b9u;
-    EXPECT_EQ(updated<float>(Form::kStochastic, 0.5, float(p), float(e), bits), updated<float>(Form::kLerp, 0.5, float(p), float(e)));
+    EXPECT_EQ(updated<float>(Form::kStochastic, 0.5, float(p), float(e), bits),
+              updated<float>(Form::kLerp, 0.5, float(p), float(e)));
     EXPECT_EQ(updated<double>(Form::kStochastic, 1e-5, p, e, bits), updated<double>(Form::kLerp, 1e-5, p, e));
   }
 }
@@ -77,7 +83,8 @@ TEST(Stochastic, EqualsItsFormula) {
     const int odd = 2 * static_cast<int>((noise ^ 0x80000000u) >> 16) - 65535;
     const float ulp = std::nextafter(std::fabs(e), HUGE_VALF) - std::fabs(e);
     const auto w = static_cast<float>(1e-5);
-    ASSERT_EQ(updated<float>(Form::kStochastic, 1e-5, p, e, noise), e + std::fma(w, p - e, static_cast<float>(odd) / 131072.0f * ulp));
+    ASSERT_EQ(updated<float>(Form::kStochastic, 1e-5, p, e, noise),
+              e + std::fma(w, p - e, static_cast<float>(odd) / 131072.0f * ulp));
   }
 }
 
@@ -105,7 +112,8 @@ TYPED_TEST(Rounding, AWeightAtRestKeepsItsAverage) {
 TYPED_TEST(Rounding, HasNoBias) {
   using S = TypeParam;
   constexpr int kDraws = 1 << 20;
-  // Average, distance to the parameter in units of the average, weight. Increments from a thousandth of an ulp to several.
+  // Average, distance to the parameter in units of the average, weight. Increments from a thousandth of an ulp to
+  // several.
   const double cases[][3] = {{1.2345, 1e-2, 1e-4}, {1.2345, -0.3, 1e-5}, {-0.71, 0.9, 1e-3},
                              {100.3, -1.0, 1e-2},  {0.0123, 5.0, 0.2},   {-1.7, 1e-5, 1e-3}};
   for (const auto& [center, relative, weight] : cases) {
@@ -116,14 +124,16 @@ TYPED_TEST(Rounding, HasNoBias) {
     const double exact = weight * (static_cast<double>(p) - e);
     double sum = 0, squares = 0;
     for (int i = 0; i < kDraws; ++i) {
-      const double change =
-          convert<double>(updated<S>(Form::kStochastic, weight, p, average, noise_bits({77, 78}, static_cast<uint32_t>(i)))) - e;
+      const double change = convert<double>(updated<S>(Form::kStochastic, weight, p, average,
+                                                       noise_bits({77, 78}, static_cast<uint32_t>(i)))) -
+                            e;
       sum += change;
       squares += change * change;
     }
     const double mean = sum / kDraws, sigma = std::sqrt(std::max(0.0, squares / kDraws - mean * mean) / kDraws);
     // Besides chance, the noise has 16 bits, and W is rounded to float.
-    EXPECT_NEAR(mean, exact, 5 * sigma + ulp * 0x1p-16 + std::fabs(exact) * 0x1p-22) << center << ", " << relative << ", " << weight;
+    EXPECT_NEAR(mean, exact, 5 * sigma + ulp * 0x1p-16 + std::fabs(exact) * 0x1p-22)
+        << center << ", " << relative << ", " << weight;
   }
 }
 
@@ -135,16 +145,17 @@ TYPED_TEST(Rounding, FollowsWhereRoundingToNearestStandsStill) {
   for (int step = 0; step < kSteps; ++step) {
     const NoiseKey key = noise_key(5, step, 6, 0, 0);
     for (int i = 0; i < kElements; ++i) {
-      averages[static_cast<size_t>(i)] = updated<S>(Form::kStochastic, weight, static_cast<float>(target), averages[static_cast<size_t>(i)],
-                                                    noise_bits(key, static_cast<uint32_t>(i)));
+      averages[static_cast<size_t>(i)] =
+          updated<S>(Form::kStochastic, weight, static_cast<float>(target), averages[static_cast<size_t>(i)],
+                     noise_bits(key, static_cast<uint32_t>(i)));
     }
   }
   double mean = 0;
   for (const S average : averages) mean += convert<double>(average) / kElements;
   const double exact = target + (start - target) * std::pow(1 - weight, kSteps);
   const double ulp = std::ldexp(1.0, std::is_same_v<S, float> ? -23 : std::is_same_v<S, BF16> ? -7 : -10);
-  // A step adds at most ulp^2 q to the variance, q = its expected increment in ulps, at most all the way; and 16 bits of noise leave up to
-  // 2^-17 ulp a step.
+  // A step adds at most ulp^2 q to the variance, q = its expected increment in ulps, at most all the way; and 16 bits
+  // of noise leave up to 2^-17 ulp a step.
   const double sigma = std::sqrt(ulp * (exact - start) / kElements);
   EXPECT_NEAR(mean, exact, 5 * sigma + kSteps * ulp * 0x1p-17);
   EXPECT_GT(exact - start, 5 * sigma + kSteps * ulp * 0x1p-17) << "standing still would pass";
@@ -157,7 +168,8 @@ TEST(IntegerStep, NeverTurnsAFiniteAverageIntoInfinity) {
     ASSERT_EQ(updated<F16>(Form::kLerp, 0.4, -3e38f, F16{0xfbff}, noise).bits, 0xfbff);
     ASSERT_EQ(updated<BF16>(Form::kLerp, 0.4, 0x1.ff8p127f, BF16{0x7f7f}, noise).bits, 0x7f7f);
   }
-  EXPECT_EQ(updated<F16>(Form::kLerp, 0.4, HUGE_VALF, F16{0x3c00}).bits, 0x7c00) << "an infinite parameter, not held, still shows";
+  EXPECT_EQ(updated<F16>(Form::kLerp, 0.4, HUGE_VALF, F16{0x3c00}).bits, 0x7c00)
+      << "an infinite parameter, not held, still shows";
   EXPECT_EQ(updated<BF16>(Form::kLerp, 0.4, std::nanf(""), BF16{0x3f80}).bits, 0x7fc0);
 }
 
@@ -169,7 +181,8 @@ TEST(IntegerStep, LeavesZero) {
       f16 += to_float(updated<F16>(Form::kStochastic, 0.01, float(target), F16{0}, noise_bits({5, 6}, i))) / kDraws;
       bf16 += to_float(updated<BF16>(Form::kStochastic, 0.01, float(target), BF16{0}, noise_bits({5, 6}, i))) / kDraws;
     }
-    const double f16_sigma = std::sqrt(std::max(0x1p-24, std::fabs(target) * 0.01 * 0x1p-10) * std::fabs(target) * 0.01 / kDraws);
+    const double f16_sigma =
+        std::sqrt(std::max(0x1p-24, std::fabs(target) * 0.01 * 0x1p-10) * std::fabs(target) * 0.01 / kDraws);
     EXPECT_NEAR(f16, target * 0.01, 5 * f16_sigma + 0x1p-24 * 0x1p-16);
     EXPECT_NEAR(bf16, target * 0.01, std::fabs(target) * 0.01 * (0x1p-16 + 5 * 0x1p-7 / std::sqrt(kDraws)));
   }
@@ -177,7 +190,8 @@ TEST(IntegerStep, LeavesZero) {
 
 TEST(Noise, IsABijectionOfTheIndex) {
   std::set<uint32_t> seen;
-  for (uint32_t i = 0; i < 300000; ++i) ASSERT_TRUE(seen.insert(noise_bits({0xdeadbeef, 0x12345678}, i * 14313u)).second);
+  for (uint32_t i = 0; i < 300000; ++i)
+    ASSERT_TRUE(seen.insert(noise_bits({0xdeadbeef, 0x12345678}, i * 14313u)).second);
 }
 
 TEST(Noise, DrawsEveryOddIntegerSymmetrically) {

@@ -1,6 +1,7 @@
-// Floating formats by their bits: bfloat16 and float16 without compiler support (clang 14 has no _Float16), and conversions that give the
-// same bits on every device. Rounding is to nearest, ties to even. A NaN keeps its sign and the upper bits of its payload, becomes quiet,
-// and never becomes Inf; only the widening of bfloat16, a plain shift, leaves it as it is.
+// Floating formats by their bits: bfloat16 and float16 without compiler support (clang 14 has no _Float16), and
+// conversions that give the same bits on every device. Rounding is to nearest, ties to even. A NaN keeps its sign and
+// the upper bits of its payload, becomes quiet, and never becomes Inf; only the widening of bfloat16, a plain shift,
+// leaves it as it is.
 #pragma once
 
 #include <cmath>
@@ -70,12 +71,14 @@ SHARDOW_HD float narrow(double x) {
   return float_of(static_cast<uint32_t>(bits >> 63) << 31 | 0x7fc00000u | static_cast<uint32_t>(bits >> 29 & 0x7fffff));
 }
 
-/// To the nearest float, but an inexact result has its last bit set, so that a second rounding to 16 bits ends where a single one would.
+/// To the nearest float, but an inexact result has its last bit set, so that a second rounding to 16 bits ends where a
+/// single one would.
 SHARDOW_HD float narrow_to_odd(double x) {
   const float nearest = narrow(x);
   const double back = widen(nearest);
   if (back == x || x != x) return nearest;
-  const double magnitude = double_of(bits_of(x) & ~(uint64_t{1} << 63)), back_magnitude = double_of(bits_of(back) & ~(uint64_t{1} << 63));
+  const double magnitude = double_of(bits_of(x) & ~(uint64_t{1} << 63)),
+               back_magnitude = double_of(bits_of(back) & ~(uint64_t{1} << 63));
   return float_of((bits_of(nearest) - (back_magnitude > magnitude ? 1 : 0)) | 1);
 }
 

@@ -1,5 +1,5 @@
-// Conversions against an oracle that knows only the formats' definitions: every value of a 16-bit format by ldexp, rounding by looking at
-// the two neighbours.
+// Conversions against an oracle that knows only the formats' definitions: every value of a 16-bit format by ldexp,
+// rounding by looking at the two neighbours.
 #include "kernels/bits.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,8 @@ struct Format {
 };
 constexpr Format kBf16{"bf16", 7, 127, 0x7f80}, kF16{"f16", 10, 15, 0x7c00};
 
-/// The value of positive finite bits; at infinity what would come next, so that rounding to infinity needs no case of its own.
+/// The value of positive finite bits; at infinity what would come next, so that rounding to infinity needs no case of
+/// its own.
 double decode(const Format& format, int bits) {
   const int exponent = bits >> format.mantissa_bits, mantissa = bits & ((1 << format.mantissa_bits) - 1);
   if (exponent == 0) return std::ldexp(mantissa, 1 - format.bias - format.mantissa_bits);
@@ -91,7 +92,8 @@ TYPED_TEST(Narrow, RoundsToNearestEvenAroundEveryValueAndMidpoint) {
 TYPED_TEST(Narrow, RoundsRandomDoublesOnce) {
   std::mt19937_64 random(1);
   for (int i = 0; i < 200000; ++i) {
-    const double x = std::ldexp(std::uniform_real_distribution(-2.0, 2.0)(random), static_cast<int>(random() % 300) - 160);
+    const double x =
+        std::ldexp(std::uniform_real_distribution(-2.0, 2.0)(random), static_cast<int>(random() % 300) - 160);
     expect_rounds<TypeParam>(this->format(), x);
     expect_rounds<TypeParam>(this->format(), static_cast<float>(x));
   }
@@ -111,7 +113,8 @@ TYPED_TEST(Narrow, KeepsNanQuietWithItsSign) {
       const float nan = float_of(sign | 0x7f800000u | payload);
       const int quiet = (this->format().infinity >> this->format().mantissa_bits << this->format().mantissa_bits) |
                         1 << (this->format().mantissa_bits - 1);
-      EXPECT_EQ(convert<TypeParam>(nan).bits, (sign >> 16) | static_cast<uint32_t>(quiet) | payload >> (23 - this->format().mantissa_bits))
+      EXPECT_EQ(convert<TypeParam>(nan).bits,
+                (sign >> 16) | static_cast<uint32_t>(quiet) | payload >> (23 - this->format().mantissa_bits))
           << payload;
       EXPECT_EQ(convert<TypeParam>(widen(nan)).bits, convert<TypeParam>(nan).bits);
     }

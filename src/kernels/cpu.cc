@@ -1,5 +1,6 @@
-// Dispatch: this file is compiled once per instruction set, and the best that the processor has is taken at run time. Where an instruction
-// set lacks a fused multiply-add, the reference does the work, so that the bits are the same everywhere.
+// Dispatch: this file is compiled once per instruction set, and the best that the processor has is taken at run time.
+// Where an instruction set lacks a fused multiply-add, the reference does the work, so that the bits are the same
+// everywhere.
 #include <cstring>
 
 #include "base/float_environment.h"
@@ -49,11 +50,12 @@ constexpr size_t kLine = 64;
 constexpr int64_t kLargeElements = 16 * 1024;
 
 void fetch(const void* memory, size_t bytes) {
-  for (size_t i = 0; i < HWY_MIN(bytes, kFetchedBytes); i += kLine) hwy::Prefetch(static_cast<const std::byte*>(memory) + i);
+  for (size_t i = 0; i < HWY_MIN(bytes, kFetchedBytes); i += kLine)
+    hwy::Prefetch(static_cast<const std::byte*>(memory) + i);
 }
 
-/// A small chunk on its way while others are computed: small tensors lie anywhere, and each would be waited for. Of a large one the
-/// processor sees the stream by itself.
+/// A small chunk on its way while others are computed: small tensors lie anywhere, and each would be waited for. Of a
+/// large one the processor sees the stream by itself.
 void fetch(const Chunk& chunk, int num_averages) {
   if (chunk.count >= kLargeElements) return;
   fetch(chunk.parameter, static_cast<size_t>(byte_size(chunk.parameter_dtype, chunk.count)));
@@ -71,13 +73,16 @@ Tally update(std::span<const Chunk> chunks, const Step& step) {
   return tally;
 }
 
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) {
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
+          Direction direction) {
   if (parameter_dtype == average_dtype) {
     with_dtype(parameter_dtype, [&]<class P>() {
-      swap_words(static_cast<uint16_t*>(parameter), static_cast<uint16_t*>(average), static_cast<size_t>(count) * (sizeof(P) / 2));
+      swap_words(static_cast<uint16_t*>(parameter), static_cast<uint16_t*>(average),
+                 static_cast<size_t>(count) * (sizeof(P) / 2));
     });
   } else if (swaps_in_place(parameter_dtype, average_dtype)) {
-    exchange_all(static_cast<uint16_t*>(parameter), static_cast<uint32_t*>(average), static_cast<size_t>(count), direction);
+    exchange_all(static_cast<uint16_t*>(parameter), static_cast<uint32_t*>(average), static_cast<size_t>(count),
+                 direction);
   }
 }
 
@@ -102,7 +107,8 @@ void add_terms(std::span<const Term> terms, DType dtype, bool first, double* sum
 
 double round_sums(const double* sums, void* to, DType to_dtype, int64_t count) {
   double largest = 0;
-  with_dtype(to_dtype, [&]<class To>() { largest = round_all(sums, static_cast<To*>(to), static_cast<size_t>(count)); });
+  with_dtype(to_dtype,
+             [&]<class To>() { largest = round_all(sums, static_cast<To*>(to), static_cast<size_t>(count)); });
   return largest;
 }
 
@@ -115,7 +121,8 @@ const char* target() {
 Tally update(std::span<const Chunk> chunks, const Step& step) {
   return reference::update(chunks, step);
 }
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) {
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
+          Direction direction) {
   reference::swap(parameter, parameter_dtype, average, average_dtype, count, direction);
 }
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) {
@@ -151,7 +158,8 @@ Tally cpu::update(std::span<const Chunk> chunks, const Step& step) noexcept {
   return HWY_DYNAMIC_DISPATCH(update)(chunks, step);
 }
 
-void cpu::swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) noexcept {
+void cpu::swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
+               Direction direction) noexcept {
   const base::FloatEnvironment environment;
   HWY_DYNAMIC_DISPATCH(swap)(parameter, parameter_dtype, average, average_dtype, count, direction);
 }

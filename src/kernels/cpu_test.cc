@@ -62,8 +62,9 @@ TEST_P(Cpu, UpdateEqualsReferenceForEveryFormAndNumberOfAverages) {
             Step step = make_step(num_averages, hold, random);
             step.averages.fill(one(form, weight));
             for (const Values values : {Values::kFinite, Values::kFewNotFinite, Values::kAnyBits}) {
-              expect_equals_reference(Problem(pair.first, pair.second, num_averages, 333, random() % 8, random() % 8, values, random),
-                                      step);
+              expect_equals_reference(
+                  Problem(pair.first, pair.second, num_averages, 333, random() % 8, random() % 8, values, random),
+                  step);
             }
             if (HasFailure()) return;
           }
@@ -161,7 +162,8 @@ TEST_P(Cpu, SwapEqualsReferenceAndIsUndone) {
     for (int64_t count = 0; count <= 100; ++count) {
       const Problem problem(pair.first, pair.second, 1, count, random() % 8, random() % 8, Values::kAnyBits, random);
       Problem expected = problem, actual = problem;
-      reference::swap(expected.parameter.data(), pair.first, expected.averages[0].data(), pair.second, count, Direction::kIn);
+      reference::swap(expected.parameter.data(), pair.first, expected.averages[0].data(), pair.second, count,
+                      Direction::kIn);
       cpu::swap(actual.parameter.data(), pair.first, actual.averages[0].data(), pair.second, count, Direction::kIn);
       ASSERT_TRUE(actual == expected) << pair << ", " << count;
       cpu::swap(actual.parameter.data(), pair.first, actual.averages[0].data(), pair.second, count, Direction::kOut);

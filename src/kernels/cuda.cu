@@ -1,12 +1,13 @@
 // The host's side of the CUDA kernels: tables in device memory, one launch per update, errors.
 //
-// How a step reaches the kernel: an update() outside of a capture passes it by value, so there is nothing to copy and nothing to wait for.
-// A captured update() passes the address of a step in device memory instead; set_step() writes that one through pinned memory, in stream
-// order: after every earlier replay, before every later one. Pinned slots are used in turn, so that the host waits only when it is kSlots
-// replays ahead.
+// How a step reaches the kernel: an update() outside of a capture passes it by value, so there is nothing to copy and
+// nothing to wait for. A captured update() passes the address of a step in device memory instead; set_step() writes
+// that one through pinned memory, in stream order: after every earlier replay, before every later one. Pinned slots are
+// used in turn, so that the host waits only when it is kSlots replays ahead.
 //
-// How streams follow one another: a table knows the stream that it used last; the first use of another one waits, on the device, for what
-// the last one had to do. A capture can't wait for what is outside of it: whoever captures has synchronised before, as torch does.
+// How streams follow one another: a table knows the stream that it used last; the first use of another one waits, on
+// the device, for what the last one had to do. A capture can't wait for what is outside of it: whoever captures has
+// synchronised before, as torch does.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -50,7 +51,8 @@ std::vector<Tile> make_tiles(std::span<const Chunk> chunks, uint32_t elements) {
   std::vector<Tile> tiles;
   for (size_t c = 0; c < chunks.size(); ++c) {
     for (int64_t begin = 0; begin < chunks[c].count; begin += elements) {
-      tiles.push_back({static_cast<uint32_t>(c), static_cast<uint32_t>(std::min<int64_t>(elements, chunks[c].count - begin)), begin});
+      tiles.push_back({static_cast<uint32_t>(c),
+                       static_cast<uint32_t>(std::min<int64_t>(elements, chunks[c].count - begin)), begin});
     }
   }
   return tiles;
@@ -61,9 +63,11 @@ using Kernel = void (*)(Work, Step, const Step*);
 /// The kernel for a table: of one pair of dtypes for the common ones, else one that looks at each chunk.
 Kernel kernel_for(std::span<const Chunk> chunks) {
   const auto all = [&](auto&& property) {
-    return std::all_of(chunks.begin(), chunks.end(), [&](const Chunk& chunk) { return property(chunk) == property(chunks[0]); });
+    return std::all_of(chunks.begin(), chunks.end(),
+                       [&](const Chunk& chunk) { return property(chunk) == property(chunks[0]); });
   };
-  if (chunks.empty() || !all([](const Chunk& chunk) { return chunk.average_dtype; })) return update_kernel<Mixed, Mixed>;
+  if (chunks.empty() || !all([](const Chunk& chunk) { return chunk.average_dtype; }))
+    return update_kernel<Mixed, Mixed>;
   Kernel kernel = nullptr;
   const bool one_pair = all([](const Chunk& chunk) { return chunk.parameter_dtype; });
   with_dtype(chunks[0].average_dtype, [&]<class S>() {
@@ -79,7 +83,8 @@ Kernel kernel_for(std::span<const Chunk> chunks) {
 
 /// Not in the language's own `<<<>>>`, so that a compiler of plain C++ reads this file too (tests/cuda/emulated.cc).
 template <class... Parameters, class... Arguments>
-void launch(const char* what, void (*kernel)(Parameters...), unsigned blocks, void* stream, const Arguments&... arguments) {
+void launch(const char* what, void (*kernel)(Parameters...), unsigned blocks, void* stream,
+            const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);
@@ -100,8 +105,10 @@ class TableImpl final : public Table {
     if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
     num_tiles_ = static_cast<uint32_t>(tiles.size());
     resources_ = std::make_unique<Resources>(Device{Device::Kind::kCuda, device.index}, chunks.size(), tiles.size());
-    check(cudaMemcpy(resources_->chunks.get(), chunks.data(), chunks.size_bytes(), cudaMemcpyHostToDevice), "copy of the chunks");
-    check(cudaMemcpy(resources_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice), "copy of the tiles");
+    check(cudaMemcpy(resources_->chunks.get(), chunks.data(), chunks.size_bytes(), cudaMemcpyHostToDevice),
+          "copy of the chunks");
+    check(cudaMemcpy(resources_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice),
+          "copy of the tiles");
     check(cudaMemset(resources_->tally.get(), 0, sizeof(DeviceTally)), "reset of the tally");
     check(cudaMemset(resources_->step.get(), 0, sizeof(Step)), "reset of the step");
     check(cudaDeviceSynchronize(), "upload");  // before anything on a stream that does not wait for the default one
@@ -124,24 +131,28 @@ class TableImpl final : public Table {
   void set_step(const Step& step) override {
     const DeviceGuard guard(device_.index);
     if (capturing(device_))
-      throw Error(Code::kInvalidArgument, "set_step() belongs before a replay, not into the capture: it would be replayed with it");
+      throw Error(Code::kInvalidArgument,
+                  "set_step() belongs before a replay, not into the capture: it would be replayed with it");
     const size_t slot = next_slot_++ % kSlots;
     Event& written = resources_->written[slot];
     written.wait();
     Step* const pinned = resources_->pinned.get() + slot;
     std::memcpy(pinned, &step, sizeof(Step));
-    check(cudaMemcpyAsync(resources_->step.get(), pinned, sizeof(Step), cudaMemcpyHostToDevice, stream()), "copy of the step");
+    check(cudaMemcpyAsync(resources_->step.get(), pinned, sizeof(Step), cudaMemcpyHostToDevice, stream()),
+          "copy of the step");
     written.record(stream());
   }
 
   Tally read_tally() override {
     const DeviceGuard guard(device_.index);
     DeviceTally* const read = resources_->read.get();
-    check(cudaMemcpyAsync(read, resources_->tally.get(), sizeof(DeviceTally), cudaMemcpyDeviceToHost, stream()), "copy of the tally");
+    check(cudaMemcpyAsync(read, resources_->tally.get(), sizeof(DeviceTally), cudaMemcpyDeviceToHost, stream()),
+          "copy of the tally");
     check(cudaMemsetAsync(resources_->tally.get(), 0, sizeof(DeviceTally), stream()), "reset of the tally");
     resources_->done.record(stream());
     resources_->done.wait();
-    return {static_cast<int64_t>(read->non_finite), read->non_finite > 0 ? static_cast<int64_t>(0xffffffffu - read->last_chunk) : -1};
+    return {static_cast<int64_t>(read->non_finite),
+            read->non_finite > 0 ? static_cast<int64_t>(0xffffffffu - read->last_chunk) : -1};
   }
 
   void set_stream(void* stream) override {
@@ -200,17 +211,20 @@ std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
   return std::make_unique<TableImpl>(chunks, device);
 }
 
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction, Device device) {
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
+          Direction direction, Device device) {
   const DeviceGuard guard(device.index);
   if (count == 0) return;
   auto* const a = static_cast<uint16_t*>(parameter);
   if (parameter_dtype == average_dtype) {
     with_dtype(parameter_dtype, [&]<class P>() {
       const int64_t words = count * static_cast<int64_t>(sizeof(P) / 2);
-      launch("launch of swap", &swap_kernel, blocks_for(words), device.stream, a, static_cast<uint16_t*>(average), words);
+      launch("launch of swap", &swap_kernel, blocks_for(words), device.stream, a, static_cast<uint16_t*>(average),
+             words);
     });
   } else if (swaps_in_place(parameter_dtype, average_dtype)) {
-    launch("launch of swap", &exchange_kernel, blocks_for(count), device.stream, a, static_cast<uint32_t*>(average), count, direction);
+    launch("launch of swap", &exchange_kernel, blocks_for(count), device.stream, a, static_cast<uint32_t*>(average),
+           count, direction);
   }
 }
 
@@ -221,10 +235,11 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
   with_dtype(from_dtype, [&]<class From>() {
     with_dtype(to_dtype, [&]<class To>() {
       if constexpr (std::is_same_v<From, To>) {
-        check(cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(To), cudaMemcpyDeviceToDevice, stream), "copy");
+        check(cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(To), cudaMemcpyDeviceToDevice, stream),
+              "copy");
       } else {
-        launch("launch of cast", &cast_kernel<From, To>, blocks_for(count), device.stream, static_cast<const From*>(from),
-               static_cast<To*>(to), count);
+        launch("launch of cast", &cast_kernel<From, To>, blocks_for(count), device.stream,
+               static_cast<const From*>(from), static_cast<To*>(to), count);
       }
     });
   });

@@ -1,8 +1,9 @@
-// The same kernels on CUDA devices. cuda.cu and cuda_device.cc fill this where a toolkit is found, no_cuda.cc elsewhere: callers have no
-// #ifdef.
+// The same kernels on CUDA devices. cuda.cu and cuda_device.cc fill this where a toolkit is found, no_cuda.cc
+// elsewhere: callers have no #ifdef.
 //
-// Everything is enqueued on the given stream; nothing waits except read_tally(). Functions throw kUnsupported without a toolkit or a
-// device, kOutOfMemory where the device or pinned memory has none left, kInternal with the runtime's message when a launch fails.
+// Everything is enqueued on the given stream; nothing waits except read_tally(). Functions throw kUnsupported without a
+// toolkit or a device, kOutOfMemory where the device or pinned memory has none left, kInternal with the runtime's
+// message when a launch fails.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +22,12 @@ const char* why_not() noexcept;  ///< one sentence for messages where !available
 class Table {
  public:
   virtual ~Table() = default;
-  /// One kernel launch for all chunks, and nothing else: the step is an argument of the kernel. Captured into a graph, it replays with the
-  /// step of the latest set_step() in place of this one; with no averages in that step, or before the first set_step(), it does nothing.
+  /// One kernel launch for all chunks, and nothing else: the step is an argument of the kernel. Captured into a graph,
+  /// it replays with the step of the latest set_step() in place of this one; with no averages in that step, or before
+  /// the first set_step(), it does nothing.
   virtual void update(const Step& step) = 0;
-  /// For graph replays: those launched on the stream after this use the step. Not to be captured itself: kInvalidArgument.
+  /// For graph replays: those launched on the stream after this use the step. Not to be captured itself:
+  /// kInvalidArgument.
   virtual void set_step(const Step& step) = 0;
   virtual Tally read_tally() = 0;  ///< waits; counts since the last call of read_tally()
   /// From here on the table's work goes to this stream, behind what it has on the last one; the host does not wait.
@@ -35,13 +38,16 @@ bool capturing(const Device& device);  ///< the stream is being captured into a 
 
 std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device);
 
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction, Device device);
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
+          Direction direction, Device device);
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device);
 
 void* allocate(size_t bytes, int index);  ///< 256-byte aligned
 void release(void* memory, int index) noexcept;
 
-void* pin(size_t bytes, int index);  ///< host memory that devices copy from and to without a copy in between; made through device `index`
+void* pin(
+    size_t bytes,
+    int index);  ///< host memory that devices copy from and to without a copy in between; made through device `index`
 void unpin(void* memory, int index) noexcept;
 
 /// A copy that goes on.
@@ -54,19 +60,22 @@ class Copy {
 /// Between pinned and device memory, behind what device.stream has to do before.
 std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device);
 
-/// Copies between a device and pinned memory, one after the other on a stream of their own, beside all else that the device does. The
-/// runtime reports a copy that fails where it is begun, or to whoever waits for a mark behind it. One thread at a time copies and marks;
-/// another one may follow(), join() and hold() meanwhile.
+/// Copies between a device and pinned memory, one after the other on a stream of their own, beside all else that the
+/// device does. The runtime reports a copy that fails where it is begun, or to whoever waits for a mark behind it. One
+/// thread at a time copies and marks; another one may follow(), join() and hold() meanwhile.
 class Link {
  public:
-  virtual ~Link() = default;                          ///< when nothing is on its way any more
-  virtual void follow(void* stream) = 0;              ///< copies begun from here on come after what `stream` has to do by now
-  virtual void join(void* stream, void* behind) = 0;  ///< what `stream` is given from here on comes after what `behind` has to do by now
+  virtual ~Link() = default;              ///< when nothing is on its way any more
+  virtual void follow(void* stream) = 0;  ///< copies begun from here on come after what `stream` has to do by now
+  virtual void join(
+      void* stream,
+      void* behind) = 0;  ///< what `stream` is given from here on comes after what `behind` has to do by now
   virtual void copy(void* to, const void* from, size_t bytes) = 0;
-  virtual void mark(size_t which) = 0;                ///< after the copies begun so far
-  virtual void wait(size_t which) = 0;                ///< the host, until the copies before the last mark(which) have ended
-  virtual void hold(void* stream, size_t which) = 0;  ///< what `stream` is given from here on waits for them, on the device
-  virtual void drain() noexcept = 0;                  ///< the host, until nothing is on its way, however that ended
+  virtual void mark(size_t which) = 0;  ///< after the copies begun so far
+  virtual void wait(size_t which) = 0;  ///< the host, until the copies before the last mark(which) have ended
+  virtual void hold(void* stream,
+                    size_t which) = 0;  ///< what `stream` is given from here on waits for them, on the device
+  virtual void drain() noexcept = 0;    ///< the host, until nothing is on its way, however that ended
 };
 
 std::unique_ptr<Link> make_link(int index, size_t num_marks);

@@ -1,6 +1,6 @@
-// How a warp reads and writes: eight elements per lane and group, streaming (each byte is touched once per update, so it should not
-// displace the model in the L2 cache). Contiguous where every pointer allows 16-byte accesses, else strided by the warp, which coalesces as
-// well, in narrower accesses.
+// How a warp reads and writes: eight elements per lane and group, streaming (each byte is touched once per update, so
+// it should not displace the model in the L2 cache). Contiguous where every pointer allows 16-byte accesses, else
+// strided by the warp, which coalesces as well, in narrower accesses.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,8 @@ template <class T>
 __device__ inline void load_16_bytes(const T* from, T (&to)[kPerLane]) {
   uint4 words[sizeof(to) / 16];
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(to) / 16); ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(from) + i);
+  for (int i = 0; i < static_cast<int>(sizeof(to) / 16); ++i)
+    words[i] = __ldcs(reinterpret_cast<const uint4*>(from) + i);
   memcpy(to, words, sizeof(to));
 }
 
@@ -43,7 +44,9 @@ struct Access {
   int first, stride;
 
   __device__ Access(bool every_pointer_aligned, int lane)
-      : contiguous(every_pointer_aligned), first(contiguous ? lane * kPerLane : lane), stride(contiguous ? 1 : kLanes) {}
+      : contiguous(every_pointer_aligned),
+        first(contiguous ? lane * kPerLane : lane),
+        stride(contiguous ? 1 : kLanes) {}
 
   template <class T>
   __device__ void load(const T* group, T (&to)[kPerLane]) const {

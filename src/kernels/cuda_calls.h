@@ -1,7 +1,8 @@
 // What the files of the CUDA path share: checked calls of the runtime, the current device, events.
 //
-// A process that uses one device of eight must not get contexts on the others, half a gigabyte each. Making a device current makes its
-// context, so the guard makes the previous one current again only where that one has a context already (torch does the same).
+// A process that uses one device of eight must not get contexts on the others, half a gigabyte each. Making a device
+// current makes its context, so the guard makes the previous one current again only where that one has a context
+// already (torch does the same).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,7 +32,9 @@ class DeviceGuard {
 /// A thread that waits for it sleeps: a spinning one would take a core from the training.
 class Event {
  public:
-  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreate"); }
+  Event() {
+    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreate");
+  }
   ~Event() { static_cast<void>(cudaEventDestroy(event_)); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;

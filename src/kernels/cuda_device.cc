@@ -1,4 +1,5 @@
-// Of the CUDA path what is no kernel: which devices answer, their memory, copies that go on. Built where a toolkit is found, as cuda.cu.
+// Of the CUDA path what is no kernel: which devices answer, their memory, copies that go on. Built where a toolkit is
+// found, as cuda.cu.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -22,7 +23,8 @@ bool has_context(int index) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
     constexpr unsigned kSince = 7000;  // of CUDA, where the function came
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found, kSince, cudaEnableDefault, &result);
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found, kSince, cudaEnableDefault, &result);
     return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<GetState>(found) : nullptr;
   }();
   unsigned flags = 0;
@@ -36,7 +38,8 @@ std::string reason() {
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status == cudaSuccess && count > 0) return {};
   static_cast<void>(cudaGetLastError());
-  return std::string("no CUDA device answers: ") + (status == cudaSuccess ? "none is installed" : cudaGetErrorString(status));
+  return std::string("no CUDA device answers: ") +
+         (status == cudaSuccess ? "none is installed" : cudaGetErrorString(status));
 }
 
 const std::string& cached_reason() {
@@ -46,7 +49,8 @@ const std::string& cached_reason() {
 
 class EventCopy final : public Copy {
  public:
-  EventCopy(void* to, const void* from, size_t bytes, Device device) : index_(device.index), event_(std::make_unique<Event>()) {
+  EventCopy(void* to, const void* from, size_t bytes, Device device)
+      : index_(device.index), event_(std::make_unique<Event>()) {
     auto* const stream = static_cast<cudaStream_t>(device.stream);
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "copy between host and device");
     event_->record(stream);
@@ -120,7 +124,8 @@ void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());  // an error that is not sticky must not be reported twice
   const Code code = status == cudaErrorMemoryAllocation ? Code::kOutOfMemory : Code::kInternal;
-  throw Error(code, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
+  throw Error(code,
+              std::string("CUDA: ") + what + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
 }
 
 DeviceGuard::DeviceGuard(int index) : index_(index) {
@@ -149,7 +154,8 @@ const char* why_not() noexcept {
 }
 
 bool capturing(const Device& device) {
-  if (device.kind != Device::Kind::kCuda || device.stream == nullptr) return false;  // the default stream can't be captured
+  if (device.kind != Device::Kind::kCuda || device.stream == nullptr)
+    return false;  // the default stream can't be captured
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(static_cast<cudaStream_t>(device.stream), &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;

@@ -1,5 +1,5 @@
-// swap() and cast() on the device: grids that stride over groups of eight elements per thread where the pointers allow 16-byte accesses,
-// and over single elements elsewhere.
+// swap() and cast() on the device: grids that stride over groups of eight elements per thread where the pointers allow
+// 16-byte accesses, and over single elements elsewhere.
 #pragma once
 
 #include "kernels/cuda_access.cuh"

@@ -1,5 +1,5 @@
-// The device against the reference, with the CPU's tables of cases: equal, not close. Needs a device; elsewhere the tests are skipped,
-// loudly.
+// The device against the reference, with the CPU's tables of cases: equal, not close. Needs a device; elsewhere the
+// tests are skipped, loudly.
 #ifdef SHARDOW_HAVE_CUDA
 
 #include "kernels/cuda.h"
@@ -98,7 +98,8 @@ std::vector<Chunk> host_chunks(std::vector<Problem>& problems) {
 }
 
 void expect_equal(const std::vector<Problem>& actual, const std::vector<Problem>& expected, const Step& step) {
-  for (size_t i = 0; i < actual.size(); ++i) ASSERT_TRUE(actual[i] == expected[i]) << "chunk " << i << ": " << describe(actual[i], step);
+  for (size_t i = 0; i < actual.size(); ++i)
+    ASSERT_TRUE(actual[i] == expected[i]) << "chunk " << i << ": " << describe(actual[i], step);
 }
 
 /// The same update on the device and in the reference.
@@ -128,8 +129,8 @@ TEST_F(Cuda, UpdateEqualsReferenceForEveryPairFormAndNumberOfAverages) {
           std::vector<Problem> problems;
           for (const Values values : {Values::kFinite, Values::kFewNotFinite, Values::kAnyBits}) {
             for (const size_t offset : {size_t{0}, random() % 8}) {
-              problems.emplace_back(pair.first, pair.second, num_averages, 1 + static_cast<int64_t>(random() % 1500), offset, offset,
-                                    values, random);
+              problems.emplace_back(pair.first, pair.second, num_averages, 1 + static_cast<int64_t>(random() % 1500),
+                                    offset, offset, values, random);
             }
           }
           expect_equals_reference(problems, step, device_);
@@ -145,8 +146,8 @@ TEST_F(Cuda, UpdateEqualsReferenceForEveryLengthAndOffset) {
   for (const Pair& pair : all_pairs()) {
     std::vector<Problem> problems;
     for (int64_t count = 0; count <= 600; ++count) {
-      problems.emplace_back(pair.first, pair.second, 1, count, random() % 8, count % 2 == 0 ? 0 : random() % 8, Values::kFewNotFinite,
-                            random);
+      problems.emplace_back(pair.first, pair.second, 1, count, random() % 8, count % 2 == 0 ? 0 : random() % 8,
+                            Values::kFewNotFinite, random);
     }
     expect_equals_reference(problems, random_step(pair.second, 1, true, random), device_);
     if (HasFailure()) return;
@@ -170,7 +171,8 @@ TEST_F(Cuda, UpdateEqualsReferenceForMixedDtypesInOneTable) {
 
 std::vector<Problem> simple_problems(Random& random) {
   std::vector<Problem> problems;
-  for (const int64_t count : {5, 3000, 70000}) problems.emplace_back(DType::kBF16, DType::kF32, 2, count, 0, 0, Values::kFinite, random);
+  for (const int64_t count : {5, 3000, 70000})
+    problems.emplace_back(DType::kBF16, DType::kF32, 2, count, 0, 0, Values::kFinite, random);
   return problems;
 }
 
@@ -239,14 +241,16 @@ TEST_F(Cuda, SwapEqualsReferenceAndIsUndone) {
         const Problem problem(pair.first, pair.second, 1, count, offset, offset, Values::kAnyBits, random);
         Problem expected = problem;
         std::vector<Problem> actual = {problem};
-        reference::swap(expected.parameter.data(), pair.first, expected.averages[0].data(), pair.second, count, Direction::kIn);
+        reference::swap(expected.parameter.data(), pair.first, expected.averages[0].data(), pair.second, count,
+                        Direction::kIn);
         OnDevice on_device(actual);
         void* const parameter = const_cast<void*>(on_device.chunks[0].parameter);
         cuda::swap(parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, Direction::kIn, device_);
         wait();
         on_device.fetch();
         ASSERT_TRUE(actual[0] == expected) << pair << ", " << count;
-        cuda::swap(parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, Direction::kOut, device_);
+        cuda::swap(parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, Direction::kOut,
+                   device_);
         wait();
         on_device.fetch();
         ASSERT_TRUE(actual[0] == problem) << pair << ", " << count;
@@ -264,7 +268,8 @@ TEST_F(Cuda, CastEqualsReference) {
         std::vector<Problem> actual = {expected};
         reference::cast(expected.parameter.data(), pair.first, expected.averages[0].data(), pair.second, count);
         OnDevice on_device(actual);
-        cuda::cast(on_device.chunks[0].parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, device_);
+        cuda::cast(on_device.chunks[0].parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count,
+                   device_);
         wait();
         on_device.fetch();
         ASSERT_TRUE(actual[0] == expected) << pair << ", " << count;

@@ -1,10 +1,11 @@
-// update() on the device. The unit of work is a tile: a stretch of one chunk, handled by one warp. Tiles of any chunks share a block, so
-// thousands of tiny tensors fill the machine as well as one large one, and everything that differs between chunks (dtypes, pointers, noise
-// keys) is uniform in a warp.
+// update() on the device. The unit of work is a tile: a stretch of one chunk, handled by one warp. Tiles of any chunks
+// share a block, so thousands of tiny tensors fill the machine as well as one large one, and everything that differs
+// between chunks (dtypes, pointers, noise keys) is uniform in a warp.
 //
-//   1. The warp reads its tile and chunk, and its first lanes resolve the formulas and draw the keys into shared memory.
-//   2. Groups of 256 elements, eight per lane: the parameters are loaded and converted once; then per average one switch. The next average
-//   is on its way
+//   1. The warp reads its tile and chunk, and its first lanes resolve the formulas and draw the keys into shared
+//   memory.
+//   2. Groups of 256 elements, eight per lane: the parameters are loaded and converted once; then per average one
+//   switch. The next average is on its way
 //      while one is computed, so that a lane always has 32 bytes or more of averages in flight, a multiprocessor 64 KB.
 //   3. What is left, less than a group, element by element.
 #pragma once
@@ -21,7 +22,8 @@ struct Tile {
   int64_t begin;
 };
 
-/// In device memory. `last_chunk` is 2^32 - 1 - (index of the first chunk with a value that is not finite), so that zero means none.
+/// In device memory. `last_chunk` is 2^32 - 1 - (index of the first chunk with a value that is not finite), so that
+/// zero means none.
 struct DeviceTally {
   unsigned long long non_finite;
   unsigned int last_chunk;
@@ -75,7 +77,8 @@ struct Body {
 #pragma unroll 1
     for (int k = 0; k < num_averages; ++k) {
       if (k + 1 < num_averages) access.load(average(k + 1) + begin, following);
-      with_op(tile.ops[k], [&]<Op kOp>() { next_all<kOp>(k, low + static_cast<uint32_t>(begin + access.first), p, held, e); });
+      with_op(tile.ops[k],
+              [&]<Op kOp>() { next_all<kOp>(k, low + static_cast<uint32_t>(begin + access.first), p, held, e); });
       access.store(average(k) + begin, e);
       memcpy(e, following, sizeof(e));
     }
@@ -133,7 +136,8 @@ __device__ bool prepare(const Chunk& chunk, const Tile& tile, const Step& step, 
     out.ops[lane] = formula.op;
     out.weights[lane] = static_cast<double>(formula.weight);
     out.decays[lane] = static_cast<double>(formula.decay);
-    out.keys[lane] = noise_key(step.seed, step.step, chunk.tensor, lane, static_cast<uint32_t>(chunk.global_begin >> 32));
+    out.keys[lane] =
+        noise_key(step.seed, step.step, chunk.tensor, lane, static_cast<uint32_t>(chunk.global_begin >> 32));
     good = good && aligned(average);
   }
   __syncwarp();
@@ -173,7 +177,8 @@ __device__ int update_any(const Chunk& chunk, const Tile& tile, const Step& step
   }
 }
 
-/// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of narrow types; more types in one kernel need more.
+/// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of narrow types; more types in one
+/// kernel need more.
 template <class P, class S>
 inline constexpr int kBlocks = std::is_same_v<S, double> || std::is_same_v<S, Mixed> ? 2
                                : std::is_same_v<P, Mixed>                            ? 3

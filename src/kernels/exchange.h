@@ -1,8 +1,8 @@
 // Weights and averages exchanged in place, without a third buffer and without losing a bit.
 //
-// A bfloat16 parameter P and a float32 average A hold 48 bits together. Into the weights goes the bfloat16 nearest to A (half away from
-// zero), into the average's slot P and A's lower half: (P << 16) | lo. Rounding up is undone by looking at lo, so all that is needed is
-// that "round up" be a bijection of the upper half's magnitude x for lo >= 2^15:
+// A bfloat16 parameter P and a float32 average A hold 48 bits together. Into the weights goes the bfloat16 nearest to A
+// (half away from zero), into the average's slot P and A's lower half: (P << 16) | lo. Rounding up is undone by looking
+// at lo, so all that is needed is that "round up" be a bijection of the upper half's magnitude x for lo >= 2^15:
 //
 //   x <= 0x7f7f (finite)                           x + 1
 //   x = 0x7f80 (a signalling NaN, as lo > 0; never made by arithmetic)   0, the only value left
@@ -32,7 +32,8 @@ SHARDOW_HD void exchange(uint16_t& parameter, uint32_t& average, Direction direc
   const uint32_t lo = average & 0xffff;
   const uint32_t from = direction == Direction::kIn ? average >> 16 : parameter;
   uint32_t to = from;
-  if (lo >= 0x8000) to = (from & 0x8000) | (direction == Direction::kIn ? round_up(from & 0x7fff) : undo_round_up(from & 0x7fff));
+  if (lo >= 0x8000)
+    to = (from & 0x8000) | (direction == Direction::kIn ? round_up(from & 0x7fff) : undo_round_up(from & 0x7fff));
   if (direction == Direction::kIn) {
     average = static_cast<uint32_t>(parameter) << 16 | lo;
     parameter = static_cast<uint16_t>(to);

@@ -1,9 +1,10 @@
 // The averaging kernels: what the average layer asks of a device.
 //
-// A chunk is a stretch of elements contiguous in memory and, where noise is drawn, in the global tensor. One update is one call with a
-// table of chunks: every parameter is read once, every average read and written once. Kernels are noexcept, allocate nothing and know
-// neither names nor ranks. The arithmetic is defined once, in arithmetic.h; reference.cc applies it element by element and every other
-// kernel equals it bit for bit. On a CPU each call computes in IEEE 754's default environment, whatever its thread has set.
+// A chunk is a stretch of elements contiguous in memory and, where noise is drawn, in the global tensor. One update is
+// one call with a table of chunks: every parameter is read once, every average read and written once. Kernels are
+// noexcept, allocate nothing and know neither names nor ranks. The arithmetic is defined once, in arithmetic.h;
+// reference.cc applies it element by element and every other kernel equals it bit for bit. On a CPU each call computes
+// in IEEE 754's default environment, whatever its thread has set.
 #pragma once
 
 #include <array>
@@ -17,7 +18,16 @@ namespace shardow::kernels {
 inline constexpr int kMaxAverages = 8;
 
 /// How one average of one update is computed; see arithmetic.h for the formulas.
-enum class Form : uint8_t { kCopy, kLerp, kMulAdd, kTwoProducts, kDifference, kFusedDifference, kQuotient, kStochastic };
+enum class Form : uint8_t {
+  kCopy,
+  kLerp,
+  kMulAdd,
+  kTwoProducts,
+  kDifference,
+  kFusedDifference,
+  kQuotient,
+  kStochastic
+};
 
 /// What all chunks of one update share. Trivially copyable: the CUDA kernel reads it from device memory.
 struct Step {
@@ -35,9 +45,9 @@ struct Step {
 struct Chunk {
   const void* parameter;
   std::array<void*, kMaxAverages> averages;
-  int64_t count;          ///< elements
-  int64_t global_begin;   ///< index of the first element in the global tensor; a chunk does not cross a multiple of 2^32
-  uint64_t tensor;        ///< tells the noise of different tensors apart
+  int64_t count;         ///< elements
+  int64_t global_begin;  ///< index of the first element in the global tensor; a chunk does not cross a multiple of 2^32
+  uint64_t tensor;       ///< tells the noise of different tensors apart
   DType parameter_dtype;  ///< kF32, kBF16, kF16, kF64
   DType average_dtype;    ///< kF32, kF64, kBF16, kF16
 };
@@ -59,13 +69,15 @@ bool is_averaged_dtype(DType dtype) noexcept;
 
 namespace reference {  // plain loops over arithmetic.h
 Tally update(std::span<const Chunk> chunks, const Step& step) noexcept;
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) noexcept;
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
+          Direction direction) noexcept;
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) noexcept;
 }  // namespace reference
 
 namespace cpu {  // Highway, dispatched at run time; targets without a fused multiply-add use the reference
 Tally update(std::span<const Chunk> chunks, const Step& step) noexcept;
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) noexcept;
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
+          Direction direction) noexcept;
 /// Round to nearest even; ranges that are equal or disjoint.
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count) noexcept;
 const char* target() noexcept;  ///< the instruction set in use

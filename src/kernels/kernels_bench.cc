@@ -1,5 +1,6 @@
-// Updates of averages in float32 beside their limit, the same stream of loads and stores with one max in place of the average. The two take
-// turns within each benchmark, and what counts is `of_limit`, the ratio of their speeds. On a busy machine: --benchmark_repetitions=9
+// Updates of averages in float32 beside their limit, the same stream of loads and stores with one max in place of the
+// average. The two take turns within each benchmark, and what counts is `of_limit`, the ratio of their speeds. On a
+// busy machine: --benchmark_repetitions=9
 // --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 #include <time.h>
@@ -30,7 +31,8 @@ Memory allocate(int64_t elements, size_t size) {
 template <class T>
 void fill(std::byte* memory, int64_t count) {
   std::minstd_rand random(1);
-  for (int64_t i = 0; i < count; ++i) reinterpret_cast<T*>(memory)[i] = convert<T>(std::uniform_real_distribution(-1.0f, 1.0f)(random));
+  for (int64_t i = 0; i < count; ++i)
+    reinterpret_cast<T*>(memory)[i] = convert<T>(std::uniform_real_distribution(-1.0f, 1.0f)(random));
 }
 
 constexpr int64_t kChunk = 65536;
@@ -59,7 +61,8 @@ struct Model {
   void add_chunk(int64_t begin, int64_t count) {
     Chunk chunk{};
     chunk.parameter = reinterpret_cast<P*>(parameters.get()) + begin;
-    for (size_t k = 0; k < averages.size(); ++k) chunk.averages[k] = reinterpret_cast<float*>(averages[k].get()) + begin;
+    for (size_t k = 0; k < averages.size(); ++k)
+      chunk.averages[k] = reinterpret_cast<float*>(averages[k].get()) + begin;
     chunk.count = count;
     chunk.parameter_dtype = std::is_same_v<P, BF16> ? DType::kBF16 : DType::kF32;
     chunk.average_dtype = DType::kF32;
@@ -91,7 +94,8 @@ double seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-/// Times the update; `of_limit` is the median of the ratios of its speed to that of the limit run just before it, over the same memory.
+/// Times the update; `of_limit` is the median of the ratios of its speed to that of the limit run just before it, over
+/// the same memory.
 template <class P>
 void update(benchmark::State& state, const std::vector<int64_t>& tensors, int num_averages, Form form) {
   const Model<P> model(tensors, num_averages);

@@ -7,13 +7,14 @@
 
 namespace shardow::kernels {
 
-/// Memory of a device, the CPU included, or of the host pinned for one; uninitialised, released with the object. Throws kOutOfMemory or
-/// kUnsupported where a device has none to give.
+/// Memory of a device, the CPU included, or of the host pinned for one; uninitialised, released with the object. Throws
+/// kOutOfMemory or kUnsupported where a device has none to give.
 class Memory {
  public:
   Memory() = default;
-  Memory(size_t bytes, const Device& device);                ///< aligned to 64 bytes or more
-  static Memory pinned(size_t bytes, const Device& device);  ///< host memory that the device copies from and to by itself
+  Memory(size_t bytes, const Device& device);  ///< aligned to 64 bytes or more
+  static Memory pinned(size_t bytes,
+                       const Device& device);  ///< host memory that the device copies from and to by itself
   Memory(Memory&& other) noexcept;
   Memory& operator=(Memory&& other) noexcept;
   ~Memory();

@@ -44,7 +44,8 @@ HWY_INLINE void exchange_lanes(A access, uint16_t* parameter, uint32_t* average,
   const auto one = hn::Set(d, 1), lost = hn::Set(d, 0x7f80);
   hn::Vec<decltype(d)> moved;
   if (in) {
-    moved = hn::IfThenElse(hn::Gt(lost, magnitude), hn::Add(magnitude, one), hn::IfThenZeroElse(hn::Eq(magnitude, lost), magnitude));
+    moved = hn::IfThenElse(hn::Gt(lost, magnitude), hn::Add(magnitude, one),
+                           hn::IfThenZeroElse(hn::Eq(magnitude, lost), magnitude));
   } else {
     moved = hn::IfThenElse(hn::Gt(magnitude, lost), magnitude, hn::Sub(magnitude, one));
     moved = hn::IfThenElse(hn::Eq(magnitude, hn::Zero(d)), lost, moved);

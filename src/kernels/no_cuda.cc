@@ -6,7 +6,8 @@ namespace shardow::kernels::cuda {
 namespace {
 
 constexpr const char* kWhyNot =
-    "this build of shardow has no CUDA kernels; build it where nvcc is found (or set CMAKE_CUDA_COMPILER), with SHARDOW_CUDA=ON to insist";
+    "this build of shardow has no CUDA kernels; build it where nvcc is found (or set CMAKE_CUDA_COMPILER), with "
+    "SHARDOW_CUDA=ON to insist";
 
 [[noreturn]] void refuse() {
   throw Error(Code::kUnsupported, kWhyNot);
@@ -34,7 +35,8 @@ void swap(void* /*parameter*/, DType /*parameter_dtype*/, void* /*average*/, DTy
           Direction /*direction*/, Device /*device*/) {
   refuse();
 }
-void cast(const void* /*from*/, DType /*from_dtype*/, void* /*to*/, DType /*to_dtype*/, int64_t /*count*/, Device /*device*/) {
+void cast(const void* /*from*/, DType /*from_dtype*/, void* /*to*/, DType /*to_dtype*/, int64_t /*count*/,
+          Device /*device*/) {
   refuse();
 }
 void* allocate(size_t /*bytes*/, int /*index*/) {

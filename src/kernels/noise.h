@@ -1,12 +1,13 @@
-// Noise by counter: 32 bits for (seed, step, tensor, which average, global element index), the same wherever and in whatever order an
-// element is computed.
+// Noise by counter: 32 bits for (seed, step, tensor, which average, global element index), the same wherever and in
+// whatever order an element is computed.
 //
-//   1. The long part of the address (everything but the index's low 32 bits) becomes a 64-bit key once per chunk, by SplitMix64
+//   1. The long part of the address (everything but the index's low 32 bits) becomes a 64-bit key once per chunk, by
+//   SplitMix64
 //      (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
-//   2. The index's low word walks a Weyl sequence, so that vector code advances by one addition, and is mixed by two multiplications with
-//   the constants of
-//      Chris Wellons' "lowbias32" (hash prospector). The key enters twice, before and between the multiplications: with one entry the noise
-//      of two steps would be one sequence, shifted.
+//   2. The index's low word walks a Weyl sequence, so that vector code advances by one addition, and is mixed by two
+//   multiplications with the constants of
+//      Chris Wellons' "lowbias32" (hash prospector). The key enters twice, before and between the multiplications: with
+//      one entry the noise of two steps would be one sequence, shifted.
 //
 // For a fixed key this is a bijection of the index: over 2^32 elements each value occurs once.
 #pragma once
@@ -46,8 +47,8 @@ SHARDOW_HD uint32_t noise_bits(NoiseKey key, uint32_t low) {
   return x ^ x >> 16;
 }
 
-/// An odd integer in [-65535, 65535], uniform: times 2^-17 a number in (-1/2, 1/2) whose mean is exactly 0. It uses the noise's upper 16
-/// bits.
+/// An odd integer in [-65535, 65535], uniform: times 2^-17 a number in (-1/2, 1/2) whose mean is exactly 0. It uses the
+/// noise's upper 16 bits.
 SHARDOW_HD int32_t odd_draw(uint32_t noise) {
   return static_cast<int32_t>(noise) >> 15 | 1;
 }

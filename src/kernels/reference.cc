@@ -1,5 +1,6 @@
-// The oracle: plain loops over arithmetic.h and exchange.h, element by element. Slow and obvious; every other kernel is tested against it
-// bit for bit, and processors without a fused multiply-add run it (std::fma in software is slow, but right).
+// The oracle: plain loops over arithmetic.h and exchange.h, element by element. Slow and obvious; every other kernel is
+// tested against it bit for bit, and processors without a fused multiply-add run it (std::fma in software is slow, but
+// right).
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -17,7 +18,8 @@ bool is_averaged_dtype(DType dtype) noexcept {
 }
 
 bool swaps_in_place(DType parameter, DType average) noexcept {
-  return is_averaged_dtype(parameter) && (parameter == average || (parameter == DType::kBF16 && average == DType::kF32));
+  return is_averaged_dtype(parameter) &&
+         (parameter == average || (parameter == DType::kBF16 && average == DType::kF32));
 }
 
 namespace reference {
@@ -34,7 +36,8 @@ Tally update(std::span<const Chunk> chunks, const Step& step) noexcept {
   return tally;
 }
 
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count, Direction direction) noexcept {
+void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
+          Direction direction) noexcept {
   const base::FloatEnvironment environment;
   if (parameter_dtype == average_dtype) {
     with_dtype(parameter_dtype, [&]<class P>() {

@@ -22,7 +22,8 @@ HWY_INLINE void limit_block(const Chunk& chunk, int num_averages, A access, int6
   for (int k = 0; k < num_averages; ++k) {
     S* const to = static_cast<S*>(chunk.averages[static_cast<size_t>(k)]) + begin;
     for (int j = 0; j < kVectors; ++j) e[j] = load(d, access, to + static_cast<size_t>(j) * hn::Lanes(d));
-    for (int j = 0; j < kVectors; ++j) store(d, access, hn::Max(p[j], e[j]), to + static_cast<size_t>(j) * hn::Lanes(d));
+    for (int j = 0; j < kVectors; ++j)
+      store(d, access, hn::Max(p[j], e[j]), to + static_cast<size_t>(j) * hn::Lanes(d));
   }
 }
 
@@ -34,7 +35,8 @@ HWY_NOINLINE void limit_row(const Chunk& chunk, int num_averages) {
   int64_t i = static_cast<int64_t>((~address + 1) % (static_cast<size_t>(lanes) * sizeof(S)) / sizeof(S));
   i = HWY_MIN(i, chunk.count);
   if (i > 0) limit_block<1, P, S>(chunk, num_averages, First{static_cast<size_t>(i)}, 0);
-  for (; i + kUnroll * lanes <= chunk.count; i += kUnroll * lanes) limit_block<kUnroll, P, S>(chunk, num_averages, Whole{}, i);
+  for (; i + kUnroll * lanes <= chunk.count; i += kUnroll * lanes)
+    limit_block<kUnroll, P, S>(chunk, num_averages, Whole{}, i);
   for (; i + lanes <= chunk.count; i += lanes) limit_block<1, P, S>(chunk, num_averages, Whole{}, i);
   if (i < chunk.count) limit_block<1, P, S>(chunk, num_averages, First{static_cast<size_t>(chunk.count - i)}, i);
 }

@@ -1,6 +1,7 @@
-// A chunk made ready for the body of one (parameter dtype, average dtype) pair: formulas resolved, noise keys drawn. The bodies are
-// templates on the storage types; with_dtype() is the one place where a DType becomes a type. update_elements() is the scalar body: all of
-// the reference, and what the vector kernels do with a block that holds a parameter that is not finite.
+// A chunk made ready for the body of one (parameter dtype, average dtype) pair: formulas resolved, noise keys drawn.
+// The bodies are templates on the storage types; with_dtype() is the one place where a DType becomes a type.
+// update_elements() is the scalar body: all of the reference, and what the vector kernels do with a block that holds a
+// parameter that is not finite.
 #pragma once
 
 #include <cstdint>
@@ -48,14 +49,16 @@ inline int64_t update_elements(const Row<P, S>& row, int64_t begin, int64_t end)
       if (row.hold) continue;
     }
     for (int k = 0; k < row.num_averages; ++k) {
-      const uint32_t noise = draws(row.formulas[k].op) ? noise_bits(row.keys[k], row.low + static_cast<uint32_t>(i)) : 0;
+      const uint32_t noise =
+          draws(row.formulas[k].op) ? noise_bits(row.keys[k], row.low + static_cast<uint32_t>(i)) : 0;
       row.averages[k][i] = next<S>(row.formulas[k], p, row.averages[k][i], noise);
     }
   }
   return non_finite;
 }
 
-/// Calls visit.template operator()<Type>() with the storage type of one of the four floating dtypes; for any other, nothing happens.
+/// Calls visit.template operator()<Type>() with the storage type of one of the four floating dtypes; for any other,
+/// nothing happens.
 template <class Visit>
 inline void with_dtype(DType dtype, Visit&& visit) {
   switch (dtype) {

@@ -46,7 +46,8 @@ void add_all(std::span<const Term> terms, double* sums, size_t count) {
   }
 }
 
-/// To 16 bits by way of floats: what they lose is kept in their last bit, as narrow_to_odd() does. Not for what a float has as a subnormal.
+/// To 16 bits by way of floats: what they lose is kept in their last bit, as narrow_to_odd() does. Not for what a float
+/// has as a subnormal.
 template <class To, class A>
 HWY_INLINE void store_rounded(A access, hn::Vec<hn::ScalableTag<double>> v, To* to) {
   const hn::ScalableTag<double> d;
@@ -74,7 +75,8 @@ HWY_NOINLINE double round_all(const double* sums, To* to, size_t count) {
     if constexpr (std::is_same_v<To, double>) {
       access.store(d, v, to + i);
     } else {
-      const bool small = is_16_bit<To> && !hn::AllFalse(d, hn::And(hn::Gt(size, hn::Zero(d)), hn::Lt(size, hn::Set(d, 0x1p-126))));
+      const bool small =
+          is_16_bit<To> && !hn::AllFalse(d, hn::And(hn::Gt(size, hn::Zero(d)), hn::Lt(size, hn::Set(d, 0x1p-126))));
       if (!small) return store_rounded(access, v, to + i);
       const size_t n = HWY_MIN(count - i, hn::Lanes(d));
       for (size_t j = i; j < i + n; ++j) to[j] = convert<To>(canonical(sums[j]));

@@ -18,7 +18,8 @@ class Sums : public ::testing::TestWithParam<int64_t> {
 INSTANTIATE_TEST_SUITE_P(Targets, Sums, ::testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
                          [](const auto& target) { return std::string(hwy::TargetName(target.param)); });
 
-/// Values that rounding trips over: ties and their neighbours, subnormals of every format, the largest, what is no number.
+/// Values that rounding trips over: ties and their neighbours, subnormals of every format, the largest, what is no
+/// number.
 double awkward(Random& random) {
   const double edges[] = {0.0,      -0.0,      1.0 + 0x1p-8, 1.0 + 0x1p-11, 0x1p-133,       0x1.8p-134, 0x1p-134,
                           0x1p-25,  0x1.8p-25, 65520.0,      0x1.ffp127,    0x1.fffffep127, 0x1p128,    0x1p-149,
@@ -34,9 +35,10 @@ TEST_P(Sums, AreRoundedAsTheReferenceRoundsAtEveryLengthAndOffset) {
       const auto count = static_cast<int64_t>(random() % 70);
       std::vector<double> sums(static_cast<size_t>(count));
       for (double& one : sums)
-        one = random() % 8 == 0   ? double_of(random())
-              : random() % 2 == 0 ? awkward(random)
-                                  : std::ldexp(1.0 + static_cast<double>(random() % 5000) / 4096, static_cast<int>(random() % 8));
+        one = random() % 8 == 0 ? double_of(random())
+              : random() % 2 == 0
+                  ? awkward(random)
+                  : std::ldexp(1.0 + static_cast<double>(random() % 5000) / 4096, static_cast<int>(random() % 8));
       Buffer expected(static_cast<size_t>(count) * size_of(dtype), random() % 8 * size_of(dtype)), actual = expected;
       const double largest = reference::round_sums(sums.data(), expected.data(), dtype, count);
       ASSERT_EQ(cpu::round_sums(sums.data(), actual.data(), dtype, count), largest) << name_of(dtype) << ", " << count;
@@ -55,7 +57,8 @@ TEST_P(Sums, AddTermsAsTheReferenceDoes) {
       for (size_t t = 0; t < 1 + random() % kMostTerms; ++t) {
         Buffer& one = data.emplace_back(static_cast<size_t>(count) * size_of(dtype), random() % 8 * size_of(dtype));
         std::vector<double> values(static_cast<size_t>(count));
-        for (double& x : values) x = std::ldexp(static_cast<double>(random() % 1000) - 500, static_cast<int>(random() % 20) - 20);
+        for (double& x : values)
+          x = std::ldexp(static_cast<double>(random() % 1000) - 500, static_cast<int>(random() % 20) - 20);
         reference::cast(values.data(), DType::kF64, one.data(), dtype, count);
       }
       for (Buffer& one : data) terms.push_back({one.data(), 1.0 / static_cast<double>(3 + random() % 9)});

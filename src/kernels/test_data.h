@@ -1,5 +1,6 @@
-// Memory and values for the kernels' tests: guarded, deliberately misaligned buffers, filled with the values that arithmetic trips over. A
-// Problem is copied, each copy is updated by one implementation, and the copies, guards included, must then be equal byte for byte.
+// Memory and values for the kernels' tests: guarded, deliberately misaligned buffers, filled with the values that
+// arithmetic trips over. A Problem is copied, each copy is updated by one implementation, and the copies, guards
+// included, must then be equal byte for byte.
 #pragma once
 
 #include <fmt/format.h>
@@ -37,7 +38,8 @@ enum class Values { kFinite, kFewNotFinite, kAnyBits };
 /// `bytes` of memory `offset` bytes behind a 64-byte boundary, with 64 bytes and more of 0xa5 on both sides.
 class Buffer {
  public:
-  Buffer(size_t bytes, size_t offset) : lines_((bytes + offset) / sizeof(Line) + 3), offset_(sizeof(Line) + offset), bytes_(bytes) {
+  Buffer(size_t bytes, size_t offset)
+      : lines_((bytes + offset) / sizeof(Line) + 3), offset_(sizeof(Line) + offset), bytes_(bytes) {
     std::memset(lines_.data(), 0xa5, lines_.size() * sizeof(Line));
   }
   std::byte* data() { return reinterpret_cast<std::byte*>(lines_.data()) + offset_; }
@@ -58,8 +60,9 @@ class Buffer {
 };
 
 inline double special_value(Random& random) {
-  static constexpr double kSpecial[] = {0.0,     -0.0,     1.0,  -1.0,    0x1p-149, -0x1p-140, 0x1p-126, 0x1.8p-24, 6e-8, 0x1p-14, 65504.0,
-                                        65519.9, -65520.0, 1e30, 3.38e38, 3.4e38,   -3.4e38,   0x1p-133, 0x1p-120,  2.0,  0.5,     1e-30};
+  static constexpr double kSpecial[] = {0.0,     -0.0,     1.0,      -1.0,    0x1p-149, -0x1p-140, 0x1p-126, 0x1.8p-24,
+                                        6e-8,    0x1p-14,  65504.0,  65519.9, -65520.0, 1e30,      3.38e38,  3.4e38,
+                                        -3.4e38, 0x1p-133, 0x1p-120, 2.0,     0.5,      1e-30};
   return kSpecial[random() % std::size(kSpecial)];
 }
 
@@ -77,7 +80,9 @@ T random_element(Values values, double center, Random& random) {
     const T special = convert<T>(special_value(random));
     return is_finite(convert<float>(special)) ? special : convert<T>(1.0);
   }
-  if (kind < 4) return convert<T>(std::ldexp(std::uniform_real_distribution(-1.0, 1.0)(random), static_cast<int>(random() % 24) - 14));
+  if (kind < 4)
+    return convert<T>(
+        std::ldexp(std::uniform_real_distribution(-1.0, 1.0)(random), static_cast<int>(random() % 24) - 14));
   return convert<T>(center * (1 + std::uniform_real_distribution(-1e-3, 1e-3)(random)));
 }
 
@@ -92,8 +97,8 @@ inline void fill(Buffer& buffer, DType dtype, Values values, Random& random, con
 
 /// One chunk and its memory.
 struct Problem {
-  Problem(DType parameter_dtype_, DType average_dtype_, int num_averages, int64_t count_, size_t parameter_offset, size_t average_offset,
-          Values values, Random& random)
+  Problem(DType parameter_dtype_, DType average_dtype_, int num_averages, int64_t count_, size_t parameter_offset,
+          size_t average_offset, Values values, Random& random)
       : parameter_dtype(parameter_dtype_),
         average_dtype(average_dtype_),
         count(count_),
@@ -102,11 +107,13 @@ struct Problem {
     for (double& center : centers) center = std::uniform_real_distribution(-2.0, 2.0)(random);
     fill(parameter, parameter_dtype, values, random, centers);
     for (int k = 0; k < num_averages; ++k) {
-      averages.emplace_back(bytes(average_dtype),
-                            (average_offset == 0 ? 0 : average_offset + static_cast<size_t>(k)) * size_of(average_dtype));
-      fill(averages.back(), average_dtype, random() % 4 == 0 ? Values::kFewNotFinite : Values::kFinite, random, centers);
+      averages.emplace_back(bytes(average_dtype), (average_offset == 0 ? 0 : average_offset + static_cast<size_t>(k)) *
+                                                      size_of(average_dtype));
+      fill(averages.back(), average_dtype, random() % 4 == 0 ? Values::kFewNotFinite : Values::kFinite, random,
+           centers);
     }
-    global_begin = static_cast<int64_t>(random() % (uint64_t{1} << 31)) + static_cast<int64_t>(random() % 3) * (int64_t{1} << 32);
+    global_begin =
+        static_cast<int64_t>(random() % (uint64_t{1} << 31)) + static_cast<int64_t>(random() % 3) * (int64_t{1} << 32);
     tensor = random();
   }
 
@@ -168,8 +175,8 @@ inline std::string describe(const Problem& problem, const Step& step) {
     forms += fmt::format(" {}/{}", static_cast<int>(one.form), one.weight);
   }
   return fmt::format("{} <- {}, {} elements, forms{}{}, offsets {} and {}", name_of(problem.average_dtype),
-                     name_of(problem.parameter_dtype), problem.count, forms, step.hold ? ", hold" : "", problem.parameter.offset() % 64,
-                     problem.averages.empty() ? 0 : problem.averages[0].offset() % 64);
+                     name_of(problem.parameter_dtype), problem.count, forms, step.hold ? ", hold" : "",
+                     problem.parameter.offset() % 64, problem.averages.empty() ? 0 : problem.averages[0].offset() % 64);
 }
 
 /// Every pair of dtypes, or of different ones.

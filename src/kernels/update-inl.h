@@ -1,10 +1,10 @@
 // The vector body of update(): one template for every pair of storage types.
 //
-// A row is walked in blocks of four vectors. A block converts its parameters once, tests them once, and then runs over the averages: load,
-// one switch on the operation, store; so nothing is multiplied by the number of averages or by the operations, and every operand is in a
-// register when it is needed. K passes over blocks kept in L1 were measured slower than this; prefetch (within a row) and non-temporal
-// stores gain nothing in place. The first step is a partial one that brings the first average (a store stream) to a vector's boundary, the
-// last one is partial too.
+// A row is walked in blocks of four vectors. A block converts its parameters once, tests them once, and then runs over
+// the averages: load, one switch on the operation, store; so nothing is multiplied by the number of averages or by the
+// operations, and every operand is in a register when it is needed. K passes over blocks kept in L1 were measured
+// slower than this; prefetch (within a row) and non-temporal stores gain nothing in place. The first step is a partial
+// one that brings the first average (a store stream) to a vector's boundary, the last one is partial too.
 #include "kernels/row.h"
 #include "kernels/vectors-inl.h"
 
@@ -30,7 +30,8 @@ HWY_INLINE bool all_finite(D d, const hn::Vec<D> (&p)[kVectors]) {
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V canonical_lanes(D d, V v) {
   const hn::RebindToUnsigned<D> du;
-  constexpr auto kQuietNan = static_cast<hn::TFromD<decltype(du)>>(sizeof(hn::TFromD<D>) == 8 ? 0x7ff8000000000000u : 0x7fc00000u);
+  constexpr auto kQuietNan =
+      static_cast<hn::TFromD<decltype(du)>>(sizeof(hn::TFromD<D>) == 8 ? 0x7ff8000000000000u : 0x7fc00000u);
   return hn::IfThenElse(hn::Eq(v, v), v, hn::BitCast(d, hn::Set(du, kQuietNan)));
 }
 
@@ -109,7 +110,8 @@ HWY_INLINE V integer_step_lanes(D d, V weight, V p, V e, VU noise) {
 template <class S, class D, class A>
 HWY_INLINE void store_value(D d, A access, hn::Vec<D> v, S* to) {
   if constexpr (std::is_same_v<S, BF16>) {
-    store_16_bits(d, access, hn::ShiftRight<16>(hn::BitCast(hn::RebindToUnsigned<D>(), v)), reinterpret_cast<uint16_t*>(to));
+    store_16_bits(d, access, hn::ShiftRight<16>(hn::BitCast(hn::RebindToUnsigned<D>(), v)),
+                  reinterpret_cast<uint16_t*>(to));
   } else {
     store(d, access, v, to);
   }
@@ -117,8 +119,8 @@ HWY_INLINE void store_value(D d, A access, hn::Vec<D> v, S* to) {
 
 /// next_as() for one block: e becomes the new averages. `low` is the global index of the first lane.
 template <int kVectors, class S, class D>
-HWY_INLINE void next_block(D d, const Formula<hn::TFromD<D>>& formula, NoiseKey key, uint32_t low, const hn::Vec<D> (&p)[kVectors],
-                           hn::Vec<D> (&e)[kVectors]) {
+HWY_INLINE void next_block(D d, const Formula<hn::TFromD<D>>& formula, NoiseKey key, uint32_t low,
+                           const hn::Vec<D> (&p)[kVectors], hn::Vec<D> (&e)[kVectors]) {
   const hn::Rebind<uint32_t, D> du;
   const auto lanes = static_cast<uint32_t>(hn::Lanes(d));
   const auto weight = hn::Set(d, formula.weight), decay = hn::Set(d, formula.decay);
@@ -149,7 +151,8 @@ HWY_INLINE void next_block(D d, const Formula<hn::TFromD<D>>& formula, NoiseKey 
     case Op::kStochastic:
       if constexpr (std::is_same_v<S, float>) {
         for (int j = 0; j < kVectors; ++j) {
-          e[j] = stochastic_lerp_lanes(d, weight, p[j], e[j], noise_lanes(du, key, low + static_cast<uint32_t>(j) * lanes));
+          e[j] = stochastic_lerp_lanes(d, weight, p[j], e[j],
+                                       noise_lanes(du, key, low + static_cast<uint32_t>(j) * lanes));
         }
       }
       break;
@@ -187,12 +190,14 @@ HWY_INLINE int64_t update_block(const Row<P, S>& row, A access, int64_t begin, i
     } else {
       next_block<kVectors, S>(d, row.formulas[k], row.keys[k], row.low + static_cast<uint32_t>(begin), p, e);
     }
-    // The next average is loaded before this one is stored: arenas often lie a multiple of 4 KiB apart, where a load waits for an earlier
-    // store.
+    // The next average is loaded before this one is stored: arenas often lie a multiple of 4 KiB apart, where a load
+    // waits for an earlier store.
     if (k + 1 < row.num_averages) {
-      for (int j = 0; j < kVectors; ++j) old[j] = load(d, access, row.averages[k + 1] + begin + static_cast<size_t>(j) * lanes);
+      for (int j = 0; j < kVectors; ++j)
+        old[j] = load(d, access, row.averages[k + 1] + begin + static_cast<size_t>(j) * lanes);
     }
-    for (int j = 0; j < kVectors; ++j) store_value(d, access, e[j], row.averages[k] + begin + static_cast<size_t>(j) * lanes);
+    for (int j = 0; j < kVectors; ++j)
+      store_value(d, access, e[j], row.averages[k] + begin + static_cast<size_t>(j) * lanes);
   }
   return 0;
 }
@@ -210,7 +215,8 @@ HWY_NOINLINE int64_t update_row(const Row<P, S>& row) {
   constexpr int kUnroll = 4;
   int64_t non_finite = 0, i = HWY_MIN(elements_to_boundary(row.averages[0], static_cast<size_t>(lanes)), row.count);
   if (i > 0) non_finite += update_block<1>(row, First{static_cast<size_t>(i)}, 0, i);
-  for (; i + kUnroll * lanes <= row.count; i += kUnroll * lanes) non_finite += update_block<kUnroll>(row, Whole{}, i, kUnroll * lanes);
+  for (; i + kUnroll * lanes <= row.count; i += kUnroll * lanes)
+    non_finite += update_block<kUnroll>(row, Whole{}, i, kUnroll * lanes);
   for (; i + lanes <= row.count; i += lanes) non_finite += update_block<1>(row, Whole{}, i, lanes);
   if (i < row.count) non_finite += update_block<1>(row, First{static_cast<size_t>(row.count - i)}, i, row.count - i);
   return non_finite;

@@ -1,5 +1,5 @@
-// Loads and stores of every storage type as vectors of the computing type, whole or the first n lanes. A partial access touches no byte
-// outside its n elements: neighbours may belong to another thread.
+// Loads and stores of every storage type as vectors of the computing type, whole or the first n lanes. A partial access
+// touches no byte outside its n elements: neighbours may belong to another thread.
 #include "hwy/highway.h"
 #include "kernels/bits.h"
 #include "kernels/kernels.h"
@@ -11,7 +11,8 @@
 #define SHARDOW_KERNELS_VECTORS_INL_H_
 #endif
 
-// Whether this target has what the vector code needs; the others use the reference. Vectors without a fixed size cannot stand in arrays.
+// Whether this target has what the vector code needs; the others use the reference. Vectors without a fixed size cannot
+// stand in arrays.
 #undef SHARDOW_VECTORS
 #if HWY_NATIVE_FMA && HWY_HAVE_FLOAT16 && HWY_HAVE_FLOAT64 && !HWY_HAVE_SCALABLE
 #define SHARDOW_VECTORS 1
@@ -93,7 +94,8 @@ template <OfFloats D, class A>
 HWY_INLINE hn::Vec<D> load(D d, A access, const BF16* from) {
   const hn::Rebind<uint16_t, D> narrow_bits;
   const hn::Rebind<uint32_t, D> wide_bits;
-  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(wide_bits, access.load(narrow_bits, reinterpret_cast<const uint16_t*>(from)))));
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(
+                            wide_bits, access.load(narrow_bits, reinterpret_cast<const uint16_t*>(from)))));
 }
 
 template <OfFloats D, class A>
@@ -108,7 +110,8 @@ HWY_INLINE hn::Vec<D> load(D d, A access, const double* from) {
   const hn::Half<D> half;
   const hn::Rebind<double, decltype(half)> wide;
   const size_t lanes = hn::Lanes(half);
-  const auto lower = hn::DemoteTo(half, access.load(wide, from)), upper = hn::DemoteTo(half, access.after(lanes).load(wide, from + lanes));
+  const auto lower = hn::DemoteTo(half, access.load(wide, from)),
+             upper = hn::DemoteTo(half, access.after(lanes).load(wide, from + lanes));
   return hn::Combine(d, upper, lower);
 }
 

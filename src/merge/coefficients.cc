@@ -1,4 +1,5 @@
-// The formulas of docs/merging.md. Each interval's mean of a curve is written so that nothing cancels where an interval is short.
+// The formulas of docs/merging.md. Each interval's mean of a curve is written so that nothing cancels where an interval
+// is short.
 #include <algorithm>
 #include <cmath>
 #include <numbers>
@@ -38,7 +39,8 @@ void check_ascending(std::span<const int64_t> steps) {
   }
   for (size_t j = 1; j < steps.size(); ++j) {
     if (steps[j] <= steps[j - 1])
-      fail(Code::kInvalidArgument, "step {} after step {}: steps must ascend, each of them once", steps[j], steps[j - 1]);
+      fail(Code::kInvalidArgument, "step {} after step {}: steps must ascend, each of them once", steps[j],
+           steps[j - 1]);
   }
 }
 
@@ -57,7 +59,9 @@ std::vector<double> interval_means(DecayCurve curve, const std::vector<double>& 
         break;
       }
       case DecayCurve::kInvSqrt: mean = 2 * std::sqrt(first) / (std::sqrt(s[j - 1]) + std::sqrt(s[j])); break;
-      case DecayCurve::kOneMinusSqrt: mean = 1 - (a + std::sqrt(a * b) + b) / (std::sqrt(a) + std::sqrt(b)) * 2 / 3; break;
+      case DecayCurve::kOneMinusSqrt:
+        mean = 1 - (a + std::sqrt(a * b) + b) / (std::sqrt(a) + std::sqrt(b)) * 2 / 3;
+        break;
     }
     means.push_back(mean);
   }
@@ -102,7 +106,8 @@ std::vector<double> ema_at(std::span<const double> steps, double decay) {
 std::vector<double> evenly(const std::vector<double>& steps) {
   std::vector<double> even = steps;
   const double n = static_cast<double>(steps.size()) - 1;
-  for (size_t j = 1; j + 1 < steps.size(); ++j) even[j] = steps.front() + (steps.back() - steps.front()) * static_cast<double>(j) / n;
+  for (size_t j = 1; j + 1 < steps.size(); ++j)
+    even[j] = steps.front() + (steps.back() - steps.front()) * static_cast<double>(j) / n;
   return even;
 }
 
@@ -127,7 +132,8 @@ Coefficients given_coefficients(std::vector<double> weights, bool normalize) {
   }
   const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
   if (!normalize) return {std::move(weights), fmt::format("weights (sum {})", sum)};
-  if (sum == 0 || !std::isfinite(1 / sum)) fail(Code::kInvalidArgument, "weights with the sum {} can't be normalized", sum);
+  if (sum == 0 || !std::isfinite(1 / sum))
+    fail(Code::kInvalidArgument, "weights with the sum {} can't be normalized", sum);
   for (double& weight : weights) weight /= sum;
   return {std::move(weights), fmt::format("weights (normalized from the sum {})", sum)};
 }
@@ -151,7 +157,8 @@ Coefficients ema_coefficients(std::span<const int64_t> steps, double decay) {
 
 Coefficients lawa_coefficients(size_t inputs, size_t last) {
   check_inputs(inputs);
-  if (last == 0 || last > inputs) fail(Code::kInvalidArgument, "the last {} of {} inputs: it must be 1 to {}", last, inputs, inputs);
+  if (last == 0 || last > inputs)
+    fail(Code::kInvalidArgument, "the last {} of {} inputs: it must be 1 to {}", last, inputs, inputs);
   std::vector<double> c(inputs, 0.0);
   std::fill(c.end() - static_cast<std::ptrdiff_t>(last), c.end(), 1.0 / static_cast<double>(last));
   return {std::move(c), fmt::format("lawa (last {})", last)};
@@ -160,9 +167,11 @@ Coefficients lawa_coefficients(size_t inputs, size_t last) {
 Coefficients decay_coefficients(DecayCurve curve, std::span<const int64_t> steps) {
   check_ascending(steps);
   if (steps.size() < 2)
-    fail(Code::kInvalidArgument, "a decay curve goes from one input to another: two or more are needed, and 1 is given");
+    fail(Code::kInvalidArgument,
+         "a decay curve goes from one input to another: two or more are needed, and 1 is given");
   if (curve == DecayCurve::kInvSqrt && steps[0] <= 0)
-    fail(Code::kInvalidArgument, "curve inv-sqrt is sqrt(first step / step): the first step must be above 0, and it is {}", steps[0]);
+    fail(Code::kInvalidArgument,
+         "curve inv-sqrt is sqrt(first step / step): the first step must be above 0, and it is {}", steps[0]);
   const std::vector<double> s(steps.begin(), steps.end());
   const std::vector<double> means = interval_means(curve, s);
   return {differences(means), fmt::format("curve {} over steps {} to {}", name_of(curve), steps.front(), steps.back()),

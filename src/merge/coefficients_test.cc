@@ -22,7 +22,8 @@ void expect_near(const std::vector<double>& is, const std::vector<Long>& expecte
 std::vector<int64_t> uneven_steps(int count, int64_t first = 1000) {
   std::mt19937_64 random(7);
   std::vector<int64_t> steps = {first};
-  while (static_cast<int>(steps.size()) < count) steps.push_back(steps.back() + 1 + static_cast<int64_t>(random() % 900));
+  while (static_cast<int>(steps.size()) < count)
+    steps.push_back(steps.back() + 1 + static_cast<int64_t>(random() % 900));
   return steps;
 }
 
@@ -108,7 +109,8 @@ TEST(Coefficients, OfACurveGiveEveryIntervalItsMean) {
 }
 
 TEST(Coefficients, OfACurveAreExactForTokensAndShortIntervals) {
-  std::vector<int64_t> tokens = {4'000'000'000'000, 4'000'000'000'001, 4'500'000'000'000, 4'500'000'000'003, 5'000'000'000'000};
+  std::vector<int64_t> tokens = {4'000'000'000'000, 4'000'000'000'001, 4'500'000'000'000, 4'500'000'000'003,
+                                 5'000'000'000'000};
   for (const char* name : {"linear", "cosine", "inv-sqrt", "1-sqrt"}) {
     const DecayCurve curve = *find_decay_curve(name);
     const std::vector<double> c = decay_coefficients(curve, tokens).values;
@@ -117,7 +119,8 @@ TEST(Coefficients, OfACurveAreExactForTokensAndShortIntervals) {
       implied += c[j];
       const Long middle = (Long(tokens[j - 1]) + Long(tokens[j])) / 2;
       if (tokens[j] - tokens[j - 1] > 10 || j == 1) continue;
-      EXPECT_NEAR(static_cast<double>(implied), static_cast<double>(curve_at(curve, middle, 4e12L, 5e12L)), 1e-12) << name;
+      EXPECT_NEAR(static_cast<double>(implied), static_cast<double>(curve_at(curve, middle, 4e12L, 5e12L)), 1e-12)
+          << name;
     }
   }
 }

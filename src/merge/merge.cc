@@ -1,4 +1,5 @@
-// A merge is a save whose tensors are produced: every rank could make all of every tensor, and is asked for what it writes.
+// A merge is a save whose tensors are produced: every rank could make all of every tensor, and is asked for what it
+// writes.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -41,8 +42,8 @@ std::string facts(const Plan& plan, const std::vector<std::string>& others) {
 }
 
 /// The plan that all ranks have, or an error on all.
-Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype, const std::vector<std::string>& others,
-                 Deadline deadline) {
+Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype,
+                 const std::vector<std::string>& others, Deadline deadline) {
   std::optional<Plan> plan;
   agree(group, deadline, [&] { plan.emplace(std::move(inputs), dtype); });
   if (group.size() == 1) return *std::move(plan);
@@ -50,7 +51,8 @@ Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DTy
   const std::vector<std::string> all = group.all_gather(mine, deadline);
   const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& one) { return one != all[0]; });
   if (other != all.end())
-    base::fail(Code::kInvalidArgument, "rank {} was called with other inputs, coefficients or options than rank 0", other - all.begin());
+    base::fail(Code::kInvalidArgument, "rank {} was called with other inputs, coefficients or options than rank 0",
+               other - all.begin());
   return *std::move(plan);
 }
 
@@ -67,10 +69,11 @@ LoadReport compare(const Plan& plan, const std::vector<file::Shared>& wanted, bo
     const Tensor& tensor = plan.tensors()[*t];
     const bool cast = is_floating(tensor.dtype) && is_floating(one.dtype) && dtype_bits(one.dtype) >= 16;
     if (tensor.shape != one.shape) {
-      unfit.push_back(fmt::format("'{}' has shape [{}] in the inputs and [{}] here", one.name, fmt::join(tensor.shape, ", "),
-                                  fmt::join(one.shape, ", ")));
+      unfit.push_back(fmt::format("'{}' has shape [{}] in the inputs and [{}] here", one.name,
+                                  fmt::join(tensor.shape, ", "), fmt::join(one.shape, ", ")));
     } else if (tensor.dtype != one.dtype && !cast) {
-      unfit.push_back(fmt::format("'{}' is {} in the inputs and {} here", one.name, dtype_name(tensor.dtype), dtype_name(one.dtype)));
+      unfit.push_back(fmt::format("'{}' is {} in the inputs and {} here", one.name, dtype_name(tensor.dtype),
+                                  dtype_name(one.dtype)));
     }
   }
   file::Finder finder(wanted);
@@ -78,8 +81,10 @@ LoadReport compare(const Plan& plan, const std::vector<file::Shared>& wanted, bo
     if (!finder.find(tensor.name)) report.unexpected.push_back(tensor.name);
   }
   if (strict && !report.missing.empty()) unfit.push_back("missing in the inputs: " + file::listed(report.missing));
-  if (strict && !report.unexpected.empty()) unfit.push_back("unexpected in the inputs: " + file::listed(report.unexpected));
-  if (!unfit.empty()) base::fail(Code::kInvalidArgument, "the merge does not fit, nothing was loaded: {}", fmt::join(unfit, "; "));
+  if (strict && !report.unexpected.empty())
+    unfit.push_back("unexpected in the inputs: " + file::listed(report.unexpected));
+  if (!unfit.empty())
+    base::fail(Code::kInvalidArgument, "the merge does not fit, nothing was loaded: {}", fmt::join(unfit, "; "));
   return report;
 }
 
@@ -150,15 +155,18 @@ class Filling {
 
 using namespace merging;
 
-MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::filesystem::path& path, const MergeOptions& options) {
+MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::filesystem::path& path,
+                  const MergeOptions& options) {
   const auto begin = Clock::now();
   group.begin("merge()", options.timeout);
-  const Plan plan = agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()}, begin + options.timeout);
+  const Plan plan =
+      agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()}, begin + options.timeout);
   MergeReport report = plan.report();
   if (options.check_only) return report;
   Sums sums(plan, options.verify);
   std::vector<TensorView> out;
-  for (const Tensor& tensor : plan.tensors()) out.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
+  for (const Tensor& tensor : plan.tensors())
+    out.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
   SaveOptions saving;
   saving.max_shard_size = options.max_shard_size;
   saving.metadata = options.metadata;
@@ -177,14 +185,16 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
   return report;
 }
 
-LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::vector<MergeInput> inputs, const LoadOptions& options) {
+LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::vector<MergeInput> inputs,
+                       const LoadOptions& options) {
   const auto begin = Clock::now();
   group.begin("load()", options.timeout);
   // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
   const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, begin + options.timeout);
   const file::Sharing sharing = file::share(group, tensors, nullptr, options.timeout);
   const std::vector<file::Shared>& wanted = *sharing.tensors;
-  std::array<uint64_t, 3> asked = {options.strict, options.verify, options.check_only};  // what one rank asks for, all do
+  std::array<uint64_t, 3> asked = {options.strict, options.verify,
+                                   options.check_only};  // what one rank asks for, all do
   group.all_reduce(asked, Group::Op::kMax, begin + options.timeout);
   const auto [strict, verify, check_only] = asked;
   LoadReport report = compare(plan, wanted, strict != 0);
@@ -204,7 +214,8 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     const auto t = plan.find(view.name);
     if (!t) continue;
     const file::Shared& one = wanted[*finder.find(view.name)];
-    const auto piece = std::find_if(one.pieces.begin(), one.pieces.end(), [&](const auto& each) { return each.region == view.region; });
+    const auto piece = std::find_if(one.pieces.begin(), one.pieces.end(),
+                                    [&](const auto& each) { return each.region == view.region; });
     views.push_back(view);
     counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());
   }

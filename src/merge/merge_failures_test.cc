@@ -80,7 +80,9 @@ TEST_F(MergeFailures, WhereFilesAreWrittenFromFrontToEndBytesAreTheSame) {
     EXPECT_EQ(codes, all(ranks, kFine));
     EXPECT_TRUE(bytes_of(folder_ / "out.safetensors") == bytes_of(folder_ / "expected.safetensors")) << ranks;
   }
-  std::fstream(folder_ / "a.safetensors", std::ios::in | std::ios::out | std::ios::binary).seekp(-2000, std::ios::end).put('\x55');
+  std::fstream(folder_ / "a.safetensors", std::ios::in | std::ios::out | std::ios::binary)
+      .seekp(-2000, std::ios::end)
+      .put('\x55');
   const MergeInput damaged{"a", Checkpoint::open(folder_ / "a.safetensors"), 0.5};
   expect_error(Code::kCorrupt, {"of a is not what was saved"}, [&] {
     const file::InEnvironment here(&there);
@@ -114,7 +116,8 @@ TEST_F(MergeFailures, ASourceThatFailsOnOneRankFailsOnAll) {
   for (const int reads : {0, 3, 1000}) {
     const auto codes = on_ranks(3, [&](Group& group) {
       std::vector<MergeInput> mine = inputs;
-      mine[1].tensors = std::make_shared<Failing>(std::get<Checkpoint>(inputs[1].tensors), group.rank() == 1 ? reads : 1'000'000);
+      mine[1].tensors =
+          std::make_shared<Failing>(std::get<Checkpoint>(inputs[1].tensors), group.rank() == 1 ? reads : 1'000'000);
       merge(group, mine, folder_ / "out.safetensors");
     });
     EXPECT_EQ(codes, all(3, reads == 1000 ? kFine : static_cast<int>(Code::kIo))) << reads;

@@ -23,9 +23,9 @@ TEST_F(Merge, IsTheSumOfAnyLayoutsAndTakesIntegersFromTheNewest) {
   EXPECT_EQ(report.averaged.size(), kMixed.size() - 2);
   EXPECT_NEAR(report.sum, 0.3 - 0.25 + 0.52 + 0.63 + 0.74, 1e-12);
   EXPECT_EQ(report.inputs.back().name, "input-4.safetensors");
-  EXPECT_NE(
-      out.metadata().at(kMergeKey).find(R"("formula":"weights","step":5000,"inputs":[{"name":"input-0.safetensors","step":1000,"coe)"),
-      std::string::npos)
+  EXPECT_NE(out.metadata().at(kMergeKey).find(
+                R"("formula":"weights","step":5000,"inputs":[{"name":"input-0.safetensors","step":1000,"coe)"),
+            std::string::npos)
       << out.metadata().at(kMergeKey);
   EXPECT_EQ(step_of("out", out.metadata()), 5000);
 }
@@ -78,14 +78,15 @@ TEST_F(Merge, SaysWhichSumsAreBeyondFloat64) {
     return MergeInput{name, Checkpoint::open(folder_ / name), coefficient, {}};
   };
   const std::vector<MergeInput> inputs = {input("a", {1.7e308, -1.7e308, 1.7e308, 1e308, inf, nan, inf}, 2),
-                                          input("b", {1, 1, -1.7e308, 1, 1, 1, -inf}, 2), input("c", {}, 1), input("d", {}, 1),
-                                          input("e", {}, 1)};
+                                          input("b", {1, 1, -1.7e308, 1, 1, 1, -inf}, 2), input("c", {}, 1),
+                                          input("d", {}, 1), input("e", {}, 1)};
   for (const auto dtype : {std::optional<DType>(), std::optional(DType::kF32)}) {
     expect_error(Code::kInvalidArgument, {"4 of 'w'", "smaller weights"},
                  [&] { merge(*solo(), inputs, folder_ / "out.safetensors", {.dtype = dtype}); });
   }
   EXPECT_FALSE(fs::exists(folder_ / "out.safetensors"));
-  merge(*solo(), {input("a", {inf, nan, 1e308}, 1), input("b", {1, 2, 3}, 1)}, folder_ / "out.safetensors");  // as they are in an input
+  merge(*solo(), {input("a", {inf, nan, 1e308}, 1), input("b", {1, 2, 3}, 1)},
+        folder_ / "out.safetensors");  // as they are in an input
 }
 
 TEST_F(Merge, CastsOnceAndTakesInputsOfSeveralDtypesWhereOneIsSaid) {
@@ -110,12 +111,14 @@ TEST_F(Merge, ListsAllThatDoesNotFitBeforeAnythingIsWritten) {
   const auto before = names();
   for (const bool check_only : {false, true}) {
     expect_error(Code::kInvalidArgument,
-                 {"'embed' has shape [301, 2111] in a.safetensors and [302, 2111] in b", "'counts' is I64 in a.safetensors and I32 in b",
-                  "'flags' is missing in b", "'flag' is missing in a.safetensors"},
+                 {"'embed' has shape [301, 2111] in a.safetensors and [302, 2111] in b",
+                  "'counts' is I64 in a.safetensors and I32 in b", "'flags' is missing in b",
+                  "'flag' is missing in a.safetensors"},
                  [&] { merge(*solo(), inputs, folder_ / "out", {.check_only = check_only}); });
   }
   const std::vector<Spec> tiny = {{"x", DType::kF8E4M3, {8}}, {"y", DType::kF32, {8}}};
-  expect_error(Code::kUnsupported, {"'x' is F8_E4M3"}, [&] { merge(*solo(), {saved("c.safetensors", tiny, 1, 1)}, folder_ / "out"); });
+  expect_error(Code::kUnsupported, {"'x' is F8_E4M3"},
+               [&] { merge(*solo(), {saved("c.safetensors", tiny, 1, 1)}, folder_ / "out"); });
   EXPECT_FALSE(fs::exists(folder_ / "out"));
 }
 
@@ -130,49 +133,61 @@ TEST_F(Merge, RefusesNothingZeroAndWhatIsNoNumber) {
   expect_error(Code::kInvalidArgument, {"no inputs"}, [&] { merge(*solo(), {}, out); });
   expect_error(Code::kInvalidArgument, {"all inputs are 0"}, [&] { merge(*solo(), {with(0), with(-0.0)}, out); });
   expect_error(Code::kInvalidArgument, {"coefficient nan"}, [&] { merge(*solo(), {with(std::nan(""))}, out); });
-  expect_error(Code::kInvalidArgument, {"a.safetensors has the coefficient -1e+308"}, [&] { merge(*solo(), {with(-1e308)}, out); });
+  expect_error(Code::kInvalidArgument, {"a.safetensors has the coefficient -1e+308"},
+               [&] { merge(*solo(), {with(-1e308)}, out); });
   expect_error(Code::kInvalidArgument, {"dtype I64"}, [&] { merge(*solo(), {with(1)}, out, {.dtype = DType::kI64}); });
   EXPECT_FALSE(fs::exists(out));
 }
 
 TEST_F(Merge, OfOneInputIsThatInputAndAnOlderInputWithZeroIsNotRead) {
   const std::vector<Spec> specs = {{"a", DType::kBF16, {70'001}}, {"b", DType::kC64, {5}}};
-  MergeInput one = saved("a.safetensors", specs, 3, 1, 2), other = saved("b.safetensors", {{"other", DType::kF32, {3}}}, 4, 0, 1);
+  MergeInput one = saved("a.safetensors", specs, 3, 1, 2),
+             other = saved("b.safetensors", {{"other", DType::kF32, {3}}}, 4, 0, 1);
   merge(*solo(), {one, other}, folder_ / "out.safetensors");
   const Checkpoint out = Checkpoint::open(folder_ / "out.safetensors");
-  for (const Spec& spec : specs) EXPECT_EQ(whole_of(out, spec.name), whole_of(std::get<Checkpoint>(one.tensors), spec.name));
+  for (const Spec& spec : specs)
+    EXPECT_EQ(whole_of(out, spec.name), whole_of(std::get<Checkpoint>(one.tensors), spec.name));
 }
 
 TEST_F(Merge, TakesIntegersFromTheNewestWhateverItsCoefficient) {
-  const std::vector<MergeInput> inputs = {saved("a", kMixed, 1, 0.5, 10), saved("b", kMixed, 2, 0.5, 20), saved("c", kMixed, 3, 0, 30)};
+  const std::vector<MergeInput> inputs = {saved("a", kMixed, 1, 0.5, 10), saved("b", kMixed, 2, 0.5, 20),
+                                          saved("c", kMixed, 3, 0, 30)};
   const MergeReport report = merge(*solo(), inputs, folder_ / "out.safetensors");
   const Checkpoint out = Checkpoint::open(folder_ / "out.safetensors");
-  for (const char* name : {"counts", "flags"}) EXPECT_EQ(whole_of(out, name), whole_of(std::get<Checkpoint>(inputs[2].tensors), name));
+  for (const char* name : {"counts", "flags"})
+    EXPECT_EQ(whole_of(out, name), whole_of(std::get<Checkpoint>(inputs[2].tensors), name));
   expect_sum({inputs[0], inputs[1]}, "embed", whole_of(out, "embed"), DType::kBF16);
   EXPECT_EQ(report.newest, "c");
   EXPECT_EQ(report.inputs.size(), 3U);
   EXPECT_NE(out.metadata().at(kMergeKey).find(R"("step":30)"), std::string::npos);
   EXPECT_NE(out.metadata().at(kMergeKey).find(R"("newest":"c"})"), std::string::npos);
   int64_t floats = 0, others = 0;
-  for (const std::string& name : out.names()) (is_floating(out.tensor(name).dtype) ? floats : others) += out.tensor(name).bytes;
+  for (const std::string& name : out.names())
+    (is_floating(out.tensor(name).dtype) ? floats : others) += out.tensor(name).bytes;
   EXPECT_EQ(report.bytes_read, 2 * floats + others);
 }
 
 TEST_F(Merge, SumsThatBecomeInfiniteAreAnErrorThatCountsThem) {
-  const std::vector<Spec> specs = {{"fits", DType::kF32, {70'000}}, {"large", DType::kF32, {70'000}}, {"inf", DType::kF32, {2}}};
+  const std::vector<Spec> specs = {
+      {"fits", DType::kF32, {70'000}}, {"large", DType::kF32, {70'000}}, {"inf", DType::kF32, {2}}};
   std::vector<Held> held = random_tensors(specs, 1);
-  const auto at = [&](size_t tensor, size_t i) -> float& { return reinterpret_cast<float*>(held[tensor].memory.data())[i]; };
+  const auto at = [&](size_t tensor, size_t i) -> float& {
+    return reinterpret_cast<float*>(held[tensor].memory.data())[i];
+  };
   at(1, 5) = 65519.99f, at(1, 6) = 65520.0f, at(1, 69'999) = -1e30f;  // the first is rounded to 65504
   at(2, 0) = INFINITY, at(2, 1) = NAN;                                // as they were
   save(*solo(), views_of(held), folder_ / "a.safetensors");
   const auto out = folder_ / "out.safetensors";
-  const auto input = [&](double coefficient) { return MergeInput{"a", Checkpoint::open(folder_ / "a.safetensors"), coefficient}; };
+  const auto input = [&](double coefficient) {
+    return MergeInput{"a", Checkpoint::open(folder_ / "a.safetensors"), coefficient};
+  };
   for (const bool verify : {true, false}) {
     for (const int ranks : {1, 3}) {
       EXPECT_EQ(on_ranks(ranks,
                          [&](Group& group) {
-                           expect_error(Code::kInvalidArgument, {"2 of 'large'; choose a dtype"},
-                                        [&] { merge(group, {input(1)}, out, {.dtype = DType::kF16, .verify = verify}); });
+                           expect_error(Code::kInvalidArgument, {"2 of 'large'; choose a dtype"}, [&] {
+                             merge(group, {input(1)}, out, {.dtype = DType::kF16, .verify = verify});
+                           });
                          }),
                 all(ranks, kFine));
     }
@@ -183,7 +198,8 @@ TEST_F(Merge, SumsThatBecomeInfiniteAreAnErrorThatCountsThem) {
   merge(*solo(), {input(0.999)}, out);
   EXPECT_TRUE(std::isinf(value_of(whole_of(Checkpoint::open(out), "inf").data(), DType::kF32)));
   Held half("large", DType::kF16, Region::whole({70'000}));
-  expect_error(Code::kInvalidArgument, {"2 of 'large'"}, [&] { load_merged(*solo(), {{half.view}}, {input(1)}, {.strict = false}); });
+  expect_error(Code::kInvalidArgument, {"2 of 'large'"},
+               [&] { load_merged(*solo(), {{half.view}}, {input(1)}, {.strict = false}); });
 }
 
 TEST_F(Merge, FindsBytesThatAreNotWhatWasSavedBeforeItPublishes) {
@@ -209,14 +225,16 @@ TEST_F(Merge, FindsBytesThatAreNotWhatWasSavedBeforeItPublishes) {
 }
 
 TEST_F(Merge, OntoOneOfItsInputsReplacesIt) {
-  const std::vector<MergeInput> inputs = {saved("a.safetensors", kMixed, 1, 0.5), saved("b.safetensors", kMixed, 2, 0.5)};
+  const std::vector<MergeInput> inputs = {saved("a.safetensors", kMixed, 1, 0.5),
+                                          saved("b.safetensors", kMixed, 2, 0.5)};
   merge(*solo(), inputs, folder_ / "out.safetensors");
   merge(*solo(), inputs, folder_ / "a.safetensors");
   EXPECT_TRUE(bytes_of(folder_ / "a.safetensors") == bytes_of(folder_ / "out.safetensors"));
 }
 
 TEST_F(Merge, RanksThatAskForOtherThingsAreTold) {
-  const std::vector<MergeInput> inputs = {saved("a.safetensors", kMixed, 1, 0.5), saved("b.safetensors", kMixed, 2, 0.5)};
+  const std::vector<MergeInput> inputs = {saved("a.safetensors", kMixed, 1, 0.5),
+                                          saved("b.safetensors", kMixed, 2, 0.5)};
   const auto codes = on_ranks(3, [&](Group& group) {
     std::vector<MergeInput> mine = inputs;
     if (group.rank() == 1) mine[0].coefficient = 0.25;
@@ -251,10 +269,11 @@ TEST_F(Merge, IntoTensorsSaysWhatDoesNotFit) {
   held.emplace_back("embed", DType::kBF16, Region::whole({2111, 301}));
   held.emplace_back("new", DType::kF32, Region::whole({2}));
   held.emplace_back("counts", DType::kF32, Region::whole({13}));
-  expect_error(Code::kInvalidArgument,
-               {"'embed' has shape [301, 2111] in the inputs and [2111, 301] here", "'counts' is I64 in the inputs and F32 here",
-                "missing in the inputs: new", "unexpected in the inputs: "},
-               [&] { load_merged(*solo(), views_of(held), inputs); });
+  expect_error(
+      Code::kInvalidArgument,
+      {"'embed' has shape [301, 2111] in the inputs and [2111, 301] here", "'counts' is I64 in the inputs and F32 here",
+       "missing in the inputs: new", "unexpected in the inputs: "},
+      [&] { load_merged(*solo(), views_of(held), inputs); });
 }
 
 }  // namespace

@@ -75,7 +75,8 @@ class Merging : public Checkpoints {
     std::vector<MergeInput> inputs;
     for (int j = 0; j < count; ++j) {
       const std::string name = "input-" + std::to_string(j) + (j % 2 == 0 ? ".safetensors" : "");
-      inputs.push_back(saved(name, specs, static_cast<unsigned>(17 + j), j == 1 ? -0.25 : 0.3 + 0.11 * j, 1000 * (j + 1)));
+      inputs.push_back(
+          saved(name, specs, static_cast<unsigned>(17 + j), j == 1 ? -0.25 : 0.3 + 0.11 * j, 1000 * (j + 1)));
     }
     return inputs;
   }
@@ -88,7 +89,8 @@ class Merging : public Checkpoints {
   }
 
   /// That a tensor of the merge is the inputs' sum, within half an ulp and a part in 1e12 of the largest term.
-  static void expect_sum(const std::vector<MergeInput>& inputs, const std::string& name, const std::vector<std::byte>& bytes, DType dtype) {
+  static void expect_sum(const std::vector<MergeInput>& inputs, const std::string& name,
+                         const std::vector<std::byte>& bytes, DType dtype) {
     const auto size = static_cast<size_t>(dtype_bits(dtype) / 8);
     std::vector<long double> sums(bytes.size() / size, 0), largest(bytes.size() / size, 0);
     for (const MergeInput& input : inputs) {
@@ -96,8 +98,8 @@ class Merging : public Checkpoints {
       const DType from = opened.tensor(name).dtype;
       const std::vector<std::byte> terms = whole_of(opened, name);
       for (size_t i = 0; i < sums.size(); ++i) {
-        const long double term =
-            static_cast<long double>(input.coefficient) * value_of(terms.data() + i * static_cast<size_t>(dtype_bits(from) / 8), from);
+        const long double term = static_cast<long double>(input.coefficient) *
+                                 value_of(terms.data() + i * static_cast<size_t>(dtype_bits(from) / 8), from);
         sums[i] += term;
         largest[i] = std::max(largest[i], std::abs(term));
       }
@@ -105,7 +107,8 @@ class Merging : public Checkpoints {
     for (size_t i = 0; i < sums.size(); ++i) {
       const double is = value_of(bytes.data() + i * size, dtype);
       const long double off = std::abs(static_cast<long double>(is) - sums[i]);
-      ASSERT_LE(off, half_ulp(static_cast<double>(sums[i]), dtype) + 1e-12L * largest[i]) << name << " at " << i << ": " << is;
+      ASSERT_LE(off, half_ulp(static_cast<double>(sums[i]), dtype) + 1e-12L * largest[i])
+          << name << " at " << i << ": " << is;
     }
   }
 
@@ -115,13 +118,15 @@ class Merging : public Checkpoints {
       ADD_FAILURE() << "nothing was thrown: " << texts[0];
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), code) << error.what();
-      for (const std::string& text : texts) EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+      for (const std::string& text : texts)
+        EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
     }
   }
 };
 
-inline const std::vector<Spec> kMixed = {
-    {"embed", DType::kBF16, {301, 2111}}, {"w32", DType::kF32, {129, 517}}, {"half", DType::kF16, {333, 3}}, {"wide", DType::kF64, {77}},
-    {"scalar", DType::kF32, {}},          {"none", DType::kBF16, {0, 4}},   {"counts", DType::kI64, {13}},   {"flags", DType::kBool, {7}}};
+inline const std::vector<Spec> kMixed = {{"embed", DType::kBF16, {301, 2111}}, {"w32", DType::kF32, {129, 517}},
+                                         {"half", DType::kF16, {333, 3}},      {"wide", DType::kF64, {77}},
+                                         {"scalar", DType::kF32, {}},          {"none", DType::kBF16, {0, 4}},
+                                         {"counts", DType::kI64, {13}},        {"flags", DType::kBool, {7}}};
 
 }  // namespace shardow

@@ -39,8 +39,8 @@ void check(const std::vector<MergeInput>& inputs) {
   bool any = false;
   for (const MergeInput& input : inputs) {
     if (!(std::abs(input.coefficient) <= kMostCoefficient))
-      fail(Code::kInvalidArgument, "{} has the coefficient {}: it must be a number of at most {} in size", input.name, input.coefficient,
-           kMostCoefficient);
+      fail(Code::kInvalidArgument, "{} has the coefficient {}: it must be a number of at most {} in size", input.name,
+           input.coefficient, kMostCoefficient);
     any = any || input.coefficient != 0;
   }
   if (!any) fail(Code::kInvalidArgument, "nothing to merge: the coefficients of all inputs are 0");
@@ -49,7 +49,8 @@ void check(const std::vector<MergeInput>& inputs) {
 /// By (step, name, coefficient).
 std::vector<MergeInput> in_order(std::vector<MergeInput> inputs) {
   const auto key = [](const MergeInput& input) { return std::tie(input.step, input.name, input.coefficient); };
-  std::stable_sort(inputs.begin(), inputs.end(), [&](const MergeInput& a, const MergeInput& b) { return key(a) < key(b); });
+  std::stable_sort(inputs.begin(), inputs.end(),
+                   [&](const MergeInput& a, const MergeInput& b) { return key(a) < key(b); });
   return inputs;
 }
 
@@ -62,7 +63,8 @@ Plan::Plan(std::vector<MergeInput> inputs, std::optional<DType> dtype) : dtype_(
     if (input.newest) newest_ = inputs_.size();
     if (input.newest || input.coefficient != 0) inputs_.push_back(std::move(input));
   }
-  if (dtype && !is_wide(*dtype)) fail(Code::kInvalidArgument, "dtype {}: a merge is F64, F32, F16 or BF16", dtype_name(*dtype));
+  if (dtype && !is_wide(*dtype))
+    fail(Code::kInvalidArgument, "dtype {}: a merge is F64, F32, F16 or BF16", dtype_name(*dtype));
   std::vector<std::set<std::string>> names;
   std::set<std::string> all;
   for (const MergeInput& input : inputs_) {
@@ -82,9 +84,11 @@ Plan::Plan(std::vector<MergeInput> inputs, std::optional<DType> dtype) : dtype_(
       unfit.push_back(fmt::format("'{}' is missing in {}", name, fmt::join(without, ", ")));
     }
   }
-  if (!unfit.empty()) fail(Code::kInvalidArgument, "the inputs do not fit together, nothing was merged: {}", fmt::join(unfit, "; "));
+  if (!unfit.empty())
+    fail(Code::kInvalidArgument, "the inputs do not fit together, nothing was merged: {}", fmt::join(unfit, "; "));
   if (!unsupported.empty())
-    fail(Code::kUnsupported, "element types below 16 bits are not averaged, nothing was merged: {}", fmt::join(unsupported, "; "));
+    fail(Code::kUnsupported, "element types below 16 bits are not averaged, nothing was merged: {}",
+         fmt::join(unsupported, "; "));
 }
 
 void Plan::add(std::string_view name, std::vector<std::string>& unfit, std::vector<std::string>& unsupported) {
@@ -95,13 +99,14 @@ void Plan::add(std::string_view name, std::vector<std::string>& unfit, std::vect
     const auto [other, other_shape] = tensor_of(input, name);
     tensor.types.push_back(other);
     if (other_shape != shape) {
-      unfit.push_back(fmt::format("'{}' has shape [{}] in {} and [{}] in {}", name, fmt::join(other_shape, ", "), input.name,
-                                  fmt::join(shape, ", "), newest.name));
+      unfit.push_back(fmt::format("'{}' has shape [{}] in {} and [{}] in {}", name, fmt::join(other_shape, ", "),
+                                  input.name, fmt::join(shape, ", "), newest.name));
     } else if (other != dtype && !(is_wide(other) && is_wide(dtype))) {
-      unfit.push_back(fmt::format("'{}' is {} in {} and {} in {}", name, dtype_name(other), input.name, dtype_name(dtype), newest.name));
+      unfit.push_back(fmt::format("'{}' is {} in {} and {} in {}", name, dtype_name(other), input.name,
+                                  dtype_name(dtype), newest.name));
     } else if (other != dtype && !dtype_) {
-      unfit.push_back(fmt::format("'{}' is {} in {} and {} in {} (say which dtype the merge is to have)", name, dtype_name(other),
-                                  input.name, dtype_name(dtype), newest.name));
+      unfit.push_back(fmt::format("'{}' is {} in {} and {} in {} (say which dtype the merge is to have)", name,
+                                  dtype_name(other), input.name, dtype_name(dtype), newest.name));
     }
   }
   if (is_floating(dtype) && !is_wide(dtype)) unsupported.push_back(fmt::format("'{}' is {}", name, dtype_name(dtype)));
@@ -110,8 +115,8 @@ void Plan::add(std::string_view name, std::vector<std::string>& unfit, std::vect
 }
 
 std::optional<size_t> Plan::find(std::string_view name) const {
-  const auto found =
-      std::lower_bound(tensors_.begin(), tensors_.end(), name, [](const Tensor& a, std::string_view b) { return a.name < b; });
+  const auto found = std::lower_bound(tensors_.begin(), tensors_.end(), name,
+                                      [](const Tensor& a, std::string_view b) { return a.name < b; });
   if (found == tensors_.end() || found->name != name) return std::nullopt;
   return static_cast<size_t>(found - tensors_.begin());
 }

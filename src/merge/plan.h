@@ -29,7 +29,9 @@ class Plan {
   const std::vector<MergeInput>& inputs() const { return inputs_; }
   size_t newest() const { return newest_; }  ///< among them
   /// Whether an input's bytes of a tensor are read.
-  bool reads(size_t input, const Tensor& tensor) const { return tensor.averaged ? inputs_[input].coefficient != 0 : input == newest_; }
+  bool reads(size_t input, const Tensor& tensor) const {
+    return tensor.averaged ? inputs_[input].coefficient != 0 : input == newest_;
+  }
   const std::vector<Tensor>& tensors() const { return tensors_; }  ///< ascending by name
 
   std::optional<size_t> find(std::string_view name) const;

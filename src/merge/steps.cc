@@ -21,14 +21,15 @@ std::optional<int64_t> number_in(std::string_view text) {
   return value;
 }
 
-/// The member "step" of a JSON object; nothing where the text is anything else. Its other members are not looked at: names of inputs are
-/// paths, which need not be Unicode.
+/// The member "step" of a JSON object; nothing where the text is anything else. Its other members are not looked at:
+/// names of inputs are paths, which need not be Unicode.
 std::optional<int64_t> step_in_json(const std::string& json) {
   simdjson::ondemand::parser parser;
   simdjson::ondemand::document document;
   const simdjson::padded_string text(json);
   int64_t step = 0;
-  if (parser.iterate(text).get(document) != simdjson::SUCCESS || document["step"].get(step) != simdjson::SUCCESS || step < 0)
+  if (parser.iterate(text).get(document) != simdjson::SUCCESS || document["step"].get(step) != simdjson::SUCCESS ||
+      step < 0)
     return std::nullopt;
   return step;
 }
@@ -37,21 +38,25 @@ bool is_digit(char c) {
   return c >= '0' && c <= '9';
 }
 
-/// "step-100", "global_step100", "ckpt_100", "iter_0000100.safetensors": the number behind the last such word; "100" where `alone`: it may
-/// be a directory's name that says something else, such as a year.
+/// "step-100", "global_step100", "ckpt_100", "iter_0000100.safetensors": the number behind the last such word; "100"
+/// where `alone`: it may be a directory's name that says something else, such as a year.
 std::optional<int64_t> step_in_word(std::string name, bool alone) {
   constexpr std::array<std::string_view, 6> kWords = {"step", "steps", "iter", "iteration", "checkpoint", "ckpt"};
   if (const size_t dot = name.rfind(".safetensors"); dot != std::string::npos) name.resize(dot);
-  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   std::optional<int64_t> found;
   for (size_t begin = 0; begin < name.size(); ++begin) {
     if (!is_digit(name[begin])) continue;
     size_t end = begin;
     while (end < name.size() && is_digit(name[end])) ++end;
     std::string_view before(name.data(), begin);
-    while (!before.empty() && (before.back() == '-' || before.back() == '_' || before.back() == '=')) before.remove_suffix(1);
-    const bool named = std::any_of(kWords.begin(), kWords.end(), [&](std::string_view word) { return before.ends_with(word); });
-    if (named || (alone && begin == 0 && end == name.size())) found = number_in(std::string_view(name).substr(begin, end - begin));
+    while (!before.empty() && (before.back() == '-' || before.back() == '_' || before.back() == '='))
+      before.remove_suffix(1);
+    const bool named =
+        std::any_of(kWords.begin(), kWords.end(), [&](std::string_view word) { return before.ends_with(word); });
+    if (named || (alone && begin == 0 && end == name.size()))
+      found = number_in(std::string_view(name).substr(begin, end - begin));
     begin = end;
   }
   return found;
@@ -87,8 +92,9 @@ std::optional<int64_t> step_of(const std::filesystem::path& path, const std::map
 
 bool sort_by_step(std::vector<MergeInput>& inputs) {
   if (!std::all_of(inputs.begin(), inputs.end(), has_step)) return false;
-  std::stable_sort(inputs.begin(), inputs.end(),
-                   [](const MergeInput& a, const MergeInput& b) { return std::tie(a.step, a.name) < std::tie(b.step, b.name); });
+  std::stable_sort(inputs.begin(), inputs.end(), [](const MergeInput& a, const MergeInput& b) {
+    return std::tie(a.step, a.name) < std::tie(b.step, b.name);
+  });
   return true;
 }
 
@@ -108,8 +114,8 @@ std::vector<int64_t> steps_of(std::span<const MergeInput> inputs) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     for (size_t j = 0; j < i; ++j) {
       if (steps[i] == steps[j])
-        base::fail(Code::kInvalidArgument, "{} and {} are both of step {}; give the steps of all inputs", inputs[j].name, inputs[i].name,
-                   steps[i]);
+        base::fail(Code::kInvalidArgument, "{} and {} are both of step {}; give the steps of all inputs",
+                   inputs[j].name, inputs[i].name, steps[i]);
     }
   }
   return steps;

@@ -76,8 +76,11 @@ TEST_F(StepsOfInputs, AreAskedForWhereTheOrderIsPartOfTheRule) {
   some[0].step = 30;
   for (size_t j = 0; j < 3; ++j) all[j].step = 30 - 10 * static_cast<int64_t>(j), twice[j].step = 5;
   const MergeRule ema{.kind = Kind::kEma, .decay = 0.5}, each{.kind = Kind::kEma, .decay = 0.5, .per_step = true};
-  const MergeRule lawa{.kind = Kind::kLawa, .last = 2}, curve{.kind = Kind::kCurve}, mean{}, given{Kind::kWeights, {1, 2, 3}};
-  const auto order = [](std::vector<MergeInput> inputs, const MergeRule& rule) { return weigh(inputs, rule), names_of(inputs); };
+  const MergeRule lawa{.kind = Kind::kLawa, .last = 2}, curve{.kind = Kind::kCurve}, mean{},
+      given{Kind::kWeights, {1, 2, 3}};
+  const auto order = [](std::vector<MergeInput> inputs, const MergeRule& rule) {
+    return weigh(inputs, rule), names_of(inputs);
+  };
   EXPECT_EQ(order(none, ema), "cab");  // as they are given, where nobody knows better
   for (const MergeRule& rule : {ema, each, lawa, curve, mean}) EXPECT_EQ(order(all, rule), "bac");
   for (const MergeRule& rule : {mean, given}) EXPECT_EQ(order(none, rule), "cab");
@@ -86,7 +89,8 @@ TEST_F(StepsOfInputs, AreAskedForWhereTheOrderIsPartOfTheRule) {
     for (const bool partly : {true, false}) {
       if (!partly && rule.kind == Kind::kEma && !rule.per_step) continue;
       std::vector<MergeInput> inputs = partly ? some : none;
-      expect_error(Code::kInvalidArgument, {partly ? "are not known: a, b; give the steps of all inputs" : "are not known: c, a, b;"},
+      expect_error(Code::kInvalidArgument,
+                   {partly ? "are not known: a, b; give the steps of all inputs" : "are not known: c, a, b;"},
                    [&] { weigh(inputs, rule); });
     }
     expect_error(Code::kInvalidArgument, {"both of step 5"}, [&] { order(twice, rule); });

@@ -53,7 +53,10 @@ struct Sums::Scratch {
 };
 
 Sums::Sums(const Plan& plan, bool verify)
-    : plan_(plan), verify_(verify), crcs_(plan.inputs().size() * plan.tensors().size(), 0), too_large_(plan.tensors().size(), 0) {}
+    : plan_(plan),
+      verify_(verify),
+      crcs_(plan.inputs().size() * plan.tensors().size(), 0),
+      too_large_(plan.tensors().size(), 0) {}
 
 Sums::~Sums() = default;
 
@@ -88,10 +91,12 @@ void Sums::read(const TensorView& wanted, bool counted) {
     const Region block = wanted.region.window(begin, end);
     add(inputs, t, {wanted.name, wanted.dtype, block, nullptr}, counted, *scratch, scratch->sums.get(), true);
     const std::span<const double> sums(scratch->sums.get(), static_cast<size_t>(parts(wanted.dtype, end - begin)));
-    const double largest = kernels::cpu::round_sums(sums.data(), to, part_of(wanted.dtype), static_cast<int64_t>(sums.size()));
+    const double largest =
+        kernels::cpu::round_sums(sums.data(), to, part_of(wanted.dtype), static_cast<int64_t>(sums.size()));
     if (counted && !checked_) {
       uint64_t wrong = largest >= most ? count_too_large(sums, most) : 0;
-      if (can_overflow) wrong += count_overflown(inputs, t, {wanted.name, wanted.dtype, block, nullptr}, *scratch, sums);
+      if (can_overflow)
+        wrong += count_overflown(inputs, t, {wanted.name, wanted.dtype, block, nullptr}, *scratch, sums);
       if (wrong > 0) std::atomic_ref(too_large_[t]).fetch_add(wrong);
     }
     to += (end - begin) * dtype_bits(wanted.dtype) / 8;
@@ -100,8 +105,8 @@ void Sums::read(const TensorView& wanted, bool counted) {
 }
 
 /// The sums of a block; not `scaled`: each input times 0, which is NaN where some input is infinite or NaN.
-void Sums::add(std::span<const size_t> inputs, size_t tensor, const TensorView& block, bool counted, Scratch& scratch, double* sums,
-               bool scaled) {
+void Sums::add(std::span<const size_t> inputs, size_t tensor, const TensorView& block, bool counted, Scratch& scratch,
+               double* sums, bool scaled) {
   const std::vector<DType>& types = plan_.tensors()[tensor].types;
   for (size_t i = 0; i < inputs.size();) {
     const DType dtype = types[inputs[i]];
@@ -113,7 +118,8 @@ void Sums::add(std::span<const size_t> inputs, size_t tensor, const TensorView& 
       read_input(inputs[i], tensor, {block.name, dtype, block.region, data}, counted);
       terms[count] = {data, scaled ? plan_.inputs()[inputs[i]].coefficient : 0.0};
     }
-    kernels::cpu::add_terms(std::span(terms).first(count), part_of(dtype), first, sums, parts(dtype, block.region.size()));
+    kernels::cpu::add_terms(std::span(terms).first(count), part_of(dtype), first, sums,
+                            parts(dtype, block.region.size()));
   }
 }
 
@@ -169,7 +175,8 @@ void Sums::check_bytes(const std::vector<bool>& read_once) const {
     }
   }
   if (!wrong.empty())
-    base::fail(Code::kCorrupt, "the data of {} is not what was saved (checksums differ): merge without it", file::listed(wrong));
+    base::fail(Code::kCorrupt, "the data of {} is not what was saved (checksums differ): merge without it",
+               file::listed(wrong));
 }
 
 void Sums::check_sizes() const {
@@ -179,7 +186,8 @@ void Sums::check_sizes() const {
   }
   if (!wrong.empty())
     base::fail(Code::kInvalidArgument,
-               "sums that are numbers are beyond the largest of their dtype, and would be infinite in it: {}; choose a dtype with a wider "
+               "sums that are numbers are beyond the largest of their dtype, and would be infinite in it: {}; choose a "
+               "dtype with a wider "
                "range (float32, or bfloat16 for float16), or smaller weights",
                file::listed(wrong));
 }

@@ -20,13 +20,13 @@ class Sums {
   Sums(const Plan& plan, bool verify);
   ~Sums();
 
-  /// Fills `wanted`, in host memory, in its own dtype. For any thread; each holds a block of every operand. `counted`: these bytes count
-  /// for the inputs' checksums, and for sums that are too large.
+  /// Fills `wanted`, in host memory, in its own dtype. For any thread; each holds a block of every operand. `counted`:
+  /// these bytes count for the inputs' checksums, and for sums that are too large.
   void read(const TensorView& wanted, bool counted);
 
-  /// Collective. Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together have read once; of
-  /// the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in the dtype that was wanted. The first
-  /// time only: later reads are not counted.
+  /// Collective. Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together
+  /// have read once; of the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in
+  /// the dtype that was wanted. The first time only: later reads are not counted.
   void check(Group& group, std::chrono::milliseconds timeout, const std::vector<bool>& read_once);
 
   int64_t bytes_read() const { return bytes_read_; }  ///< by this rank
@@ -36,8 +36,8 @@ class Sums {
 
   std::unique_ptr<Scratch> take();
   void give_back(std::unique_ptr<Scratch> scratch);
-  void add(std::span<const size_t> inputs, size_t tensor, const TensorView& block, bool counted, Scratch& scratch, double* sums,
-           bool scaled);
+  void add(std::span<const size_t> inputs, size_t tensor, const TensorView& block, bool counted, Scratch& scratch,
+           double* sums, bool scaled);
   uint64_t count_overflown(std::span<const size_t> inputs, size_t tensor, const TensorView& block, Scratch& scratch,
                            std::span<const double> sums);
   void read_input(size_t input, size_t tensor, const TensorView& block, bool counted);

@@ -1,4 +1,5 @@
-// Mail: what a Star needs of a network. Messages of one rank to another arrive in the order in which they were sent, or not at all.
+// Mail: what a Star needs of a network. Messages of one rank to another arrive in the order in which they were sent, or
+// not at all.
 #pragma once
 
 #include <memory>

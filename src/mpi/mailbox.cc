@@ -1,5 +1,6 @@
-// A message is an MPI message of the Group's tag on the duplicate; one without bytes says that its sender is gone. What is under way when a
-// Mailbox ends (a message to a rank that never came) is left to the process, which looks after it whenever a Mailbox is made or ends.
+// A message is an MPI message of the Group's tag on the duplicate; one without bytes says that its sender is gone. What
+// is under way when a Mailbox ends (a message to a rank that never came) is left to the process, which looks after it
+// whenever a Mailbox is made or ends.
 #include "mpi/mailbox.h"
 
 #include <sched.h>
@@ -13,7 +14,8 @@
 namespace shardow::over_mpi {
 namespace {
 
-/// What outlives its Mailbox, and who must say goodbye at MPI_Finalize(). Never destroyed: MPI may write into it till the end.
+/// What outlives its Mailbox, and who must say goodbye at MPI_Finalize(). Never destroyed: MPI may write into it till
+/// the end.
 struct Process {
   base::Mutex mutex;
   std::list<UnderWay> left SHARDOW_GUARDED_BY(mutex);
@@ -49,7 +51,8 @@ int largest_tag(MPI_Comm comm) {
   return found != 0 ? *static_cast<int*>(value) : 32767;
 }
 
-/// Begins to receive the next message of the tag, from anybody, where one has come. Its memory has its place before MPI knows of it.
+/// Begins to receive the next message of the tag, from anybody, where one has come. Its memory has its place before MPI
+/// knows of it.
 bool receive_next(MPI_Comm comm, int tag, std::list<UnderWay>& into) {
   int flag = 0;
   MPI_Message message = MPI_MESSAGE_NULL;
@@ -70,14 +73,16 @@ void clear_left_tags(Duplicate& duplicate) {
   Process& process = over_mpi::process();
   const base::Lock lock(process.mutex);
   std::erase_if(duplicate.left_tags, [&](Duplicate::LeftTag& left) SHARDOW_REQUIRES(process.mutex) {
-    while (receive_next(duplicate.comm, left.tag, process.left)) left.goodbyes_to_come -= process.left.back().received.empty() ? 1 : 0;
+    while (receive_next(duplicate.comm, left.tag, process.left))
+      left.goodbyes_to_come -= process.left.back().received.empty() ? 1 : 0;
     return left.goodbyes_to_come <= 0;
   });
   process.left.remove_if(done);
 }
 
-/// A communicator is freed. So is its duplicate when every rank has said goodbye: MPI gives its number to the next communicator, and would
-/// take what still comes for that one's. Where a rank is silent, or Groups are left, the duplicate stays until MPI_Finalize().
+/// A communicator is freed. So is its duplicate when every rank has said goodbye: MPI gives its number to the next
+/// communicator, and would take what still comes for that one's. Where a rank is silent, or Groups are left, the
+/// duplicate stays until MPI_Finalize().
 int at_free(MPI_Comm, int, void* attribute, void*) {
   const std::unique_ptr<std::shared_ptr<Duplicate>> held(static_cast<std::shared_ptr<Duplicate>*>(attribute));
   if (held->use_count() > 1 || !is_on()) return MPI_SUCCESS;
@@ -97,8 +102,10 @@ int at_free(MPI_Comm, int, void* attribute, void*) {
 void make_keys() {
   Process& process = over_mpi::process();
   if (process.duplicates != MPI_KEYVAL_INVALID) return;
-  check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, at_free, &process.duplicates, nullptr), "MPI_Comm_create_keyval()");
-  check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, at_finalize, &process.farewell, nullptr), "MPI_Comm_create_keyval()");
+  check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, at_free, &process.duplicates, nullptr),
+        "MPI_Comm_create_keyval()");
+  check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, at_finalize, &process.farewell, nullptr),
+        "MPI_Comm_create_keyval()");
   check(MPI_Comm_set_attr(MPI_COMM_SELF, process.farewell, nullptr), "MPI_Comm_set_attr()");
 }
 
@@ -147,7 +154,8 @@ void Mailbox::send(int to, std::shared_ptr<const std::string> bytes) {
   UnderWay& one = sending_.emplace_back();
   one.peer = to;
   one.sent = std::move(bytes);
-  if (MPI_Isend(one.sent->data(), static_cast<int>(one.sent->size()), MPI_BYTE, to, tag_, duplicate_->comm, &one.request) == MPI_SUCCESS)
+  if (MPI_Isend(one.sent->data(), static_cast<int>(one.sent->size()), MPI_BYTE, to, tag_, duplicate_->comm,
+                &one.request) == MPI_SUCCESS)
     return;
   lost_.push_back(to);
   sending_.pop_back();
@@ -164,7 +172,8 @@ std::optional<Letter> Mailbox::receive() {
     return Letter{rank, {}};
   }
   for (auto one = receiving_.begin(); one != receiving_.end(); ++one) {
-    const bool is_next = std::none_of(receiving_.begin(), one, [&](const UnderWay& before) { return before.peer == one->peer; });
+    const bool is_next =
+        std::none_of(receiving_.begin(), one, [&](const UnderWay& before) { return before.peer == one->peer; });
     if (!is_next || !done(*one)) continue;
     Letter letter{one->peer, std::move(one->received)};
     receiving_.erase(one);

@@ -1,5 +1,5 @@
-// Mailbox: Mail over MPI. Nothing is ever asked of MPI that waits: messages are sent with MPI_Isend and looked for with MPI_Improbe, and no
-// receive is posted before its message is there, so that none is left over.
+// Mailbox: Mail over MPI. Nothing is ever asked of MPI that waits: messages are sent with MPI_Isend and looked for with
+// MPI_Improbe, and no receive is posted before its message is there, so that none is left over.
 #pragma once
 
 #include <list>
@@ -28,7 +28,8 @@ struct Duplicate {
 /// That of `comm`, made where it has none. Collective then.
 std::shared_ptr<Duplicate> duplicate_of(MPI_Comm comm);
 
-/// A message that MPI may still read or write. Its memory lives until MPI has done with it, whatever becomes of the Mailbox.
+/// A message that MPI may still read or write. Its memory lives until MPI has done with it, whatever becomes of the
+/// Mailbox.
 struct UnderWay {
   MPI_Request request = MPI_REQUEST_NULL;
   int peer;

@@ -16,7 +16,9 @@ namespace shardow {
 namespace {
 
 const char* level_name(int level) {
-  return level == MPI_THREAD_SINGLE ? "MPI_THREAD_SINGLE" : level == MPI_THREAD_FUNNELED ? "MPI_THREAD_FUNNELED" : "MPI_THREAD_SERIALIZED";
+  return level == MPI_THREAD_SINGLE     ? "MPI_THREAD_SINGLE"
+         : level == MPI_THREAD_FUNNELED ? "MPI_THREAD_FUNNELED"
+                                        : "MPI_THREAD_SERIALIZED";
 }
 
 constexpr size_t kMostBytes = size_t{1} << 30;  // MPI counts with int
@@ -30,12 +32,14 @@ class MpiMeeting final : public Meeting {
 
   std::shared_ptr<const Bytes> meet(const Lane& lane, Offer offer, Deadline deadline) override {
     if (!over_mpi::is_on())
-      base::fail(Code::kInvalidArgument, "{}: MPI_Finalize() was called; nothing is shared by ranks after it", offer.call);
+      base::fail(Code::kInvalidArgument, "{}: MPI_Finalize() was called; nothing is shared by ranks after it",
+                 offer.call);
     check_thread(offer.call);
     if (offer.bytes.size() > kMostBytes)
-      base::fail(Code::kInvalidArgument, "{}: {} bytes; a Group moves facts and blocks, of {} bytes at most", offer.call,
-                 offer.bytes.size(), kMostBytes);
-    if (in_use_.exchange(true)) base::fail(Code::kInvalidArgument, "{}: another thread is in a call of this Group", offer.call);
+      base::fail(Code::kInvalidArgument, "{}: {} bytes; a Group moves facts and blocks, of {} bytes at most",
+                 offer.call, offer.bytes.size(), kMostBytes);
+    if (in_use_.exchange(true))
+      base::fail(Code::kInvalidArgument, "{}: another thread is in a call of this Group", offer.call);
     struct Free {
       std::atomic<bool>& flag;
       ~Free() { flag = false; }
@@ -48,7 +52,8 @@ class MpiMeeting final : public Meeting {
     int level = 0;
     if (std::this_thread::get_id() == owner_ || (MPI_Query_thread(&level), level == MPI_THREAD_MULTIPLE)) return;
     base::fail(Code::kInvalidArgument,
-               "{}: this is not the thread that made the Group. A save in the background, or any call from another thread, needs "
+               "{}: this is not the thread that made the Group. A save in the background, or any call from another "
+               "thread, needs "
                "MPI_Init_thread() with MPI_THREAD_MULTIPLE; this program has {}",
                call, level_name(level));
   }
@@ -59,16 +64,19 @@ class MpiMeeting final : public Meeting {
 };
 
 void check_comm(MPI_Comm comm) {
-  if (!over_mpi::is_on()) base::fail(Code::kInvalidArgument, "mpi(): to be called after MPI_Init() and before MPI_Finalize()");
+  if (!over_mpi::is_on())
+    base::fail(Code::kInvalidArgument, "mpi(): to be called after MPI_Init() and before MPI_Finalize()");
   int level = 0, main = 0;
   MPI_Query_thread(&level);
   MPI_Is_thread_main(&main);
   if (level < MPI_THREAD_SERIALIZED && main == 0)
-    base::fail(Code::kInvalidArgument, "mpi(): with {}, only the thread that called MPI_Init() may use MPI", level_name(level));
+    base::fail(Code::kInvalidArgument, "mpi(): with {}, only the thread that called MPI_Init() may use MPI",
+               level_name(level));
   if (comm == MPI_COMM_NULL) base::fail(Code::kInvalidArgument, "mpi(): MPI_COMM_NULL has no ranks");
   int between = 0;
   over_mpi::check(MPI_Comm_test_inter(comm, &between), "MPI_Comm_test_inter()");
-  if (between != 0) base::fail(Code::kInvalidArgument, "mpi(): an intercommunicator; MPI_Intercomm_merge() makes one group of its two");
+  if (between != 0)
+    base::fail(Code::kInvalidArgument, "mpi(): an intercommunicator; MPI_Intercomm_merge() makes one group of its two");
 }
 
 }  // namespace

@@ -40,7 +40,8 @@ TEST_P(MpiGroups, Conform) {
   comm::expect_fine(GetParam(), *mpi(MPI_COMM_WORLD));
 }
 
-INSTANTIATE_TEST_SUITE_P(All, MpiGroups, testing::ValuesIn(group_checks()), [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, MpiGroups, testing::ValuesIn(group_checks()),
+                         [](const auto& test) { return test.param.name; });
 
 TEST(Mpi, KnowsItsRankAndSize) {
   int size = 0;
@@ -84,7 +85,8 @@ TEST(Mpi, BlocksOfAnyLengthArriveInOrder) {
     }
   }
   const auto long_facts = group->all_gather(std::string(200'000, static_cast<char>('a' + group->rank())), far());
-  for (int r = 0; r < group->size(); ++r) EXPECT_EQ(long_facts[static_cast<size_t>(r)], std::string(200'000, static_cast<char>('a' + r)));
+  for (int r = 0; r < group->size(); ++r)
+    EXPECT_EQ(long_facts[static_cast<size_t>(r)], std::string(200'000, static_cast<char>('a' + r)));
 }
 
 /// The program's messages have the tags that ours have, and wait to be received, or take whatever comes.
@@ -105,7 +107,8 @@ TEST(Mpi, TheProgramsOwnMessagesAreLeftAlone) {
   comm::expect_check("blocks_arrive_in_order", *group);
   comm::expect_in_step(*group);
 
-  for (int tag = 1; tag < kTags; ++tag) MPI_Irecv(&received[tag], 1, MPI_INT, last, tag, MPI_COMM_WORLD, &requests[kTags + tag]);
+  for (int tag = 1; tag < kTags; ++tag)
+    MPI_Irecv(&received[tag], 1, MPI_INT, last, tag, MPI_COMM_WORLD, &requests[kTags + tag]);
   requests[kTags] = MPI_REQUEST_NULL;
   MPI_Waitall(2 * kTags + 1, requests.data(), MPI_STATUSES_IGNORE);
   EXPECT_EQ(anything, last * 100);
@@ -124,7 +127,8 @@ TEST(Mpi, ASubCommunicatorIsAGroupOfItsOwnAndOutlivesItsHandle) {
   comm::expect_in_step(*all);
 }
 
-/// What still comes for Groups that are no more does not reach those of a later communicator, which MPI may give the same context.
+/// What still comes for Groups that are no more does not reach those of a later communicator, which MPI may give the
+/// same context.
 TEST(Mpi, GroupsAndCommunicatorsComeAndGo) {
   for (int i = 0; i < 200; ++i) {
     MPI_Comm some;
@@ -156,7 +160,8 @@ TEST(Mpi, RanksMayBeSeveralRoundsApartWhoeverIsLate) {
     if (group->size() < 2) return;
     if (group->rank() == late) clock->all_gather("they have given up", far());
     for (int round = 0; round < 3; ++round) {
-      const Caught got = caught([&] { group->all_gather(std::string(100'000, 'x'), group->rank() == late ? far() : near()); });
+      const Caught got =
+          caught([&] { group->all_gather(std::string(100'000, 'x'), group->rank() == late ? far() : near()); });
       EXPECT_EQ(got.code, Code::kTimeout) << got.message;
     }
     if (group->rank() != late) clock->all_gather("we have", far());
@@ -171,7 +176,9 @@ TEST(Mpi, ABlockThatOneSideGaveUpIsGivenUpByTheOther) {
     for (const size_t length : {size_t{8}, size_t{1} << 20}) {
       if (group->size() < 2) return;
       std::vector<std::byte> bytes(length, std::byte(group->rank()));
-      const auto move = [&](Deadline deadline) { group->rank() == 0 ? group->send(bytes, 1, deadline) : group->recv(bytes, 0, deadline); };
+      const auto move = [&](Deadline deadline) {
+        group->rank() == 0 ? group->send(bytes, 1, deadline) : group->recv(bytes, 0, deadline);
+      };
       if (group->rank() == late) clock->all_gather("the other has given up", far());
       if (group->rank() < 2) {
         EXPECT_EQ(caught([&] { move(group->rank() == late ? far() : near()); }).code, Code::kTimeout);
@@ -188,17 +195,21 @@ TEST(Mpi, CallsThatDoNotFitAreRefusedOnEveryRank) {
   if (group->size() > 2) return comm::expect_misfits_refused(*group);
   group->begin(group->rank() == 0 ? "save()" : "load()", std::chrono::seconds(1));
   const Caught got = caught([&] { group->all_gather("", far()); });
-  EXPECT_EQ(got.message, group->size() == 1 ? "" : "rank 1 calls load(): all_gather() where rank 0 calls save(): all_gather()");
+  EXPECT_EQ(got.message,
+            group->size() == 1 ? "" : "rank 1 calls load(): all_gather() where rank 0 calls save(): all_gather()");
 }
 
 TEST(Mpi, AnotherThreadNeedsThreadMultiple) {
   const auto group = mpi(MPI_COMM_WORLD);
   Caught got;
-  std::jthread([&] { got = caught([&] { EXPECT_EQ(group->all_gather("", far()).size(), static_cast<size_t>(group->size())); }); }).join();
+  std::jthread([&] {
+    got = caught([&] { EXPECT_EQ(group->all_gather("", far()).size(), static_cast<size_t>(group->size())); });
+  }).join();
   EXPECT_EQ(got.thrown, thread_level() < MPI_THREAD_MULTIPLE) << got.message;
   if (got.thrown) {
     EXPECT_EQ(got.code, Code::kInvalidArgument);
-    EXPECT_NE(got.message.find("MPI_THREAD_MULTIPLE; this program has MPI_THREAD_FUNNELED"), std::string::npos) << got.message;
+    EXPECT_NE(got.message.find("MPI_THREAD_MULTIPLE; this program has MPI_THREAD_FUNNELED"), std::string::npos)
+        << got.message;
   }
   comm::expect_in_step(*group);
 }
@@ -206,10 +217,12 @@ TEST(Mpi, AnotherThreadNeedsThreadMultiple) {
 /// A sharded file, written and read through the Group; rank r holds row r.
 struct Saved {
   Saved(Group& group, const std::string& name, const std::string& suffix)
-      : path(std::filesystem::temp_directory_path() / (name + "." + group.all_gather(std::to_string(getpid()), far())[0] + suffix)) {
+      : path(std::filesystem::temp_directory_path() /
+             (name + "." + group.all_gather(std::to_string(getpid()), far())[0] + suffix)) {
     row.assign(5000, static_cast<float>(group.rank() + 1));
     const Shape shape{group.size(), 5000};
-    views = {{"w", DType::kF32, Region::whole(shape).window(5000 * group.rank(), 5000 * (group.rank() + 1)), row.data()}};
+    views = {
+        {"w", DType::kF32, Region::whole(shape).window(5000 * group.rank(), 5000 * (group.rank() + 1)), row.data()}};
   }
   std::filesystem::path path;
   std::vector<float> row;
@@ -255,15 +268,16 @@ TEST(Mpi, ASaveInTheBackgroundGoesOnBesideTheProgramsMessages) {
 class Quiet : public testing::EmptyTestEventListener {
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (result.failed())
-      std::fprintf(stderr, "rank %d: %s:%d: %s\n", world_rank(), result.file_name(), result.line_number(), result.message());
+      std::fprintf(stderr, "rank %d: %s:%d: %s\n", world_rank(), result.file_name(), result.line_number(),
+                   result.message());
   }
 };
 
 }  // namespace
 }  // namespace shardow
 
-// LeakSanitizer's, where it is linked. What MPI_Init() allocates is MPI's own affair, the rest is looked for while Open MPI's components
-// are loaded and tests/mpi/leaks.txt can name them. Only the first check looks.
+// LeakSanitizer's, where it is linked. What MPI_Init() allocates is MPI's own affair, the rest is looked for while Open
+// MPI's components are loaded and tests/mpi/leaks.txt can name them. Only the first check looks.
 extern "C" {
 [[gnu::weak]] void __lsan_disable();
 [[gnu::weak]] void __lsan_enable();
@@ -273,10 +287,12 @@ extern "C" {
 /// SHARDOW_MULTIPLE: asks for MPI_THREAD_MULTIPLE. A Group outlives MPI_Finalize().
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
-  EXPECT_EQ(shardow::caught([] { shardow::mpi(MPI_COMM_WORLD); }).code, shardow::Code::kInvalidArgument) << "before MPI_Init()";
+  EXPECT_EQ(shardow::caught([] { shardow::mpi(MPI_COMM_WORLD); }).code, shardow::Code::kInvalidArgument)
+      << "before MPI_Init()";
   int level = 0;
   if (__lsan_disable != nullptr) __lsan_disable();
-  MPI_Init_thread(&argc, &argv, std::getenv("SHARDOW_MULTIPLE") != nullptr ? MPI_THREAD_MULTIPLE : MPI_THREAD_FUNNELED, &level);
+  MPI_Init_thread(&argc, &argv, std::getenv("SHARDOW_MULTIPLE") != nullptr ? MPI_THREAD_MULTIPLE : MPI_THREAD_FUNNELED,
+                  &level);
   if (__lsan_enable != nullptr) __lsan_enable();
   if (shardow::world_rank() != 0) {
     auto& listeners = testing::UnitTest::GetInstance()->listeners();

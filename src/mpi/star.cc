@@ -1,18 +1,23 @@
-// One member of each lane is the keeper of its rounds: rank 0 of collectives, the sender of blocks. A round is complete only when every
-// member has promised to wait for the keeper's verdict, and a member promises only when it knows that the keeper has come. So whoever has
-// not promised can give up by itself at its deadline, and nobody is left with a success that others don't have:
+// One member of each lane is the keeper of its rounds: rank 0 of collectives, the sender of blocks. A round is complete
+// only when every member has promised to wait for the keeper's verdict, and a member promises only when it knows that
+// the keeper has come. So whoever has not promised can give up by itself at its deadline, and nobody is left with a
+// success that others don't have:
 //
 //   1. the keeper comes, and tells the others (kHere)
 //   2. a member that has come, and knows that, sends its bytes, which is its promise (kJoin)
 //   3. when all have joined the keeper sends everybody's bytes, and is done when they are on their way (kVerdict)
-//   4. at its deadline, or where a member is gone, the keeper sends that as the verdict; a member that promised asks it to (kHurry)
-//   5. a member that has not promised gives up by itself, and tells all others why, so that they don't wait either (kRefuse). A keeper that
+//   4. at its deadline, or where a member is gone, the keeper sends that as the verdict; a member that promised asks it
+//   to (kHurry)
+//   5. a member that has not promised gives up by itself, and tells all others why, so that they don't wait either
+//   (kRefuse). A keeper that
 //      comes then sends that on as the verdict
 //
-// Rounds of a lane are counted by each rank; a letter waits for this rank to come to its round, and one of a round that is over is dropped.
+// Rounds of a lane are counted by each rank; a letter waits for this rank to come to its round, and one of a round that
+// is over is dropped.
 //
-// What no protocol can: where the keeper dies or stands still after (2), members don't know how it decided. They wait kGrace longer, and
-// fail; if it lives on, and had all joins, it takes the round for complete. The ranks are in step again in the next round.
+// What no protocol can: where the keeper dies or stands still after (2), members don't know how it decided. They wait
+// kGrace longer, and fail; if it lives on, and had all joins, it takes the round for complete. The ranks are in step
+// again in the next round.
 #include "mpi/star.h"
 
 #include <fmt/chrono.h>
@@ -152,7 +157,8 @@ void Star::give_up(Turn& turn) {
     round.hurried = true;
     tell(turn, Word::kHurry, {});
   } else if (passed(beyond(turn.deadline))) {
-    constexpr const char* kSilent = "{}: rank {} came, but gave no verdict by the deadline and {} later: it died, or stands still";
+    constexpr const char* kSilent =
+        "{}: rank {} came, but gave no verdict by the deadline and {} later: it died, or stands still";
     round.verdict = {Failure{Code::kPeerFailed, fmt::format(kSilent, turn.call, turn.keeper(), grace_)}, nullptr};
   }
 }
@@ -171,7 +177,8 @@ void Star::refuse(Turn& turn, Failure failure) {
   turn.round.verdict = {std::move(failure), nullptr};
 }
 
-/// A member other than this rank that is gone, and did not come before, as far as is known here: the round can't be complete.
+/// A member other than this rank that is gone, and did not come before, as far as is known here: the round can't be
+/// complete.
 std::optional<int> Star::gone_before_it_came(const Turn& turn) const {
   for (size_t i = 0; i < turn.lane.members.size(); ++i) {
     const int member = turn.lane.members[i];
@@ -225,7 +232,8 @@ void Star::read(const Letter& letter) {
   const auto number = static_cast<uint64_t>(in.number());
   const int64_t code = in.number();
   std::optional<Failure> failure;
-  if (std::string message = in.text(); code != kComplete) failure = Failure{static_cast<Code>(code), std::move(message)};
+  if (std::string message = in.text(); code != kComplete)
+    failure = Failure{static_cast<Code>(code), std::move(message)};
   auto texts = std::make_shared<Bytes>(static_cast<size_t>(in.number()));
   for (std::string& text : *texts) text = in.text();
 

@@ -1,4 +1,5 @@
-// Star: a Meeting over messages alone, where no memory is shared that could hold a verdict. docs/architecture.md says how it compares.
+// Star: a Meeting over messages alone, where no memory is shared that could hold a verdict. docs/architecture.md says
+// how it compares.
 #pragma once
 
 #include <chrono>
@@ -17,14 +18,17 @@
 
 namespace shardow::over_mpi {
 
-/// How long past its deadline a rank waits for the keeper's verdict where it has promised to; only a keeper that died or stands still
-/// during the round takes that long.
+/// How long past its deadline a rank waits for the keeper's verdict where it has promised to; only a keeper that died
+/// or stands still during the round takes that long.
 inline constexpr std::chrono::seconds kGrace{5};
 
 class Star final : public Meeting {
  public:
   explicit Star(std::unique_ptr<Mail> mail, std::chrono::milliseconds grace = kGrace)
-      : mail_(std::move(mail)), grace_(grace), everybody_(static_cast<size_t>(mail_->size())), gone_(everybody_.size(), false) {
+      : mail_(std::move(mail)),
+        grace_(grace),
+        everybody_(static_cast<size_t>(mail_->size())),
+        gone_(everybody_.size(), false) {
     std::iota(everybody_.begin(), everybody_.end(), 0);
   }
 
@@ -60,7 +64,8 @@ class Star final : public Meeting {
   void refuse(Turn& turn, comm::Failure failure);
   void tell_others(const Turn& turn, Word word, const std::optional<comm::Failure>& failure, const Bytes& texts);
   void tell(const Turn& turn, Word word, const Bytes& texts);  // the keeper
-  static std::string letter(const Turn& turn, Word word, const std::optional<comm::Failure>& failure, const Bytes& texts);
+  static std::string letter(const Turn& turn, Word word, const std::optional<comm::Failure>& failure,
+                            const Bytes& texts);
   std::optional<int> gone_before_it_came(const Turn& turn) const;
   bool read_letters();
   void read(const Letter& letter);

@@ -32,7 +32,8 @@ class Network {
     const std::lock_guard lock(mutex_);
     auto& line = lines_[static_cast<size_t>(from * size_ + to)];
     const auto takes = microseconds(std::uniform_int_distribution<int64_t>(0, longest_.count())(draw_));
-    line.push_back({std::max(Clock::now() + takes, line.empty() ? Clock::time_point::min() : line.back().first), std::move(bytes)});
+    line.push_back({std::max(Clock::now() + takes, line.empty() ? Clock::time_point::min() : line.back().first),
+                    std::move(bytes)});
   }
 
   std::optional<Letter> receive(int to) {
@@ -60,7 +61,8 @@ struct Died {};
 /// Of a rank that dies when it would send its last-but-`lives`th message, if that is ever.
 class NetworkMail final : public Mail {
  public:
-  NetworkMail(int rank, std::shared_ptr<Network> network, int lives) : rank_(rank), network_(std::move(network)), lives_(lives) {}
+  NetworkMail(int rank, std::shared_ptr<Network> network, int lives)
+      : rank_(rank), network_(std::move(network)), lives_(lives) {}
   ~NetworkMail() override {
     for (int to = 0; to < size(); ++to) {
       if (to != rank_ && lives_ != 0) network_->send(rank_, to, "");
@@ -84,8 +86,8 @@ class NetworkMail final : public Mail {
 };
 
 /// body(the rank's Group) on a thread for each rank. `victim` has `lives`.
-void on_every_rank(int size, uint64_t seed, const std::function<void(Group&)>& body, milliseconds grace = kGrace, int victim = -1,
-                   int lives = -1) {
+void on_every_rank(int size, uint64_t seed, const std::function<void(Group&)>& body, milliseconds grace = kGrace,
+                   int victim = -1, int lives = -1) {
   const auto network = std::make_shared<Network>(size, seed, microseconds(seed % 2 == 0 ? 0 : 1500));
   std::vector<std::unique_ptr<Group>> groups;
   for (int rank = 0; rank < size; ++rank) {
@@ -112,7 +114,9 @@ TEST_P(Stars, Conform) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Stars, testing::Combine(testing::ValuesIn(group_checks()), testing::Values(1, 2, 4)),
-                         [](const auto& test) { return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param)); });
+                         [](const auto& test) {
+                           return fmt::format("{}_{}", std::get<0>(test.param).name, std::get<1>(test.param));
+                         });
 
 /// How a round ended here: what everybody brought, or the code.
 std::string outcome_of(const std::function<std::string()>& round) {
@@ -187,7 +191,8 @@ TEST(Star, ARankThatDiesBeforeAnyMessageIsAnErrorWithinTheDeadline) {
             auto& mine = outcomes[static_cast<size_t>(group.rank())];
             for (int round = 0; round < 3; ++round) {
               const auto began = Clock::now();
-              mine.push_back(outcome_of([&] { return group.all_gather("x", began + timeout).size() == 3 ? "complete" : "short"; }));
+              mine.push_back(outcome_of(
+                  [&] { return group.all_gather("x", began + timeout).size() == 3 ? "complete" : "short"; }));
               EXPECT_LT(Clock::now() - began, timeout + grace + std::chrono::seconds(2));
             }
           },
@@ -200,7 +205,8 @@ TEST(Star, ARankThatDiesBeforeAnyMessageIsAnErrorWithinTheDeadline) {
       }
       if (victim != 0) {
         const auto& other = outcomes[victim == 1 ? 2 : 1];
-        EXPECT_EQ(outcomes[0], other) << "the keeper tells all survivors alike; rank " << victim << " died after " << lives;
+        EXPECT_EQ(outcomes[0], other) << "the keeper tells all survivors alike; rank " << victim << " died after "
+                                      << lives;
       }
     }
   }
@@ -209,7 +215,8 @@ TEST(Star, ARankThatDiesBeforeAnyMessageIsAnErrorWithinTheDeadline) {
 TEST(Star, WhoWaitsInVainIsTold) {
   on_every_rank(3, 1, [](Group& group) {
     if (group.rank() == 0) std::this_thread::sleep_for(milliseconds(300));
-    const comm::Caught got = comm::caught([&] { group.all_gather("", group.rank() == 2 ? comm::near() : comm::far()); });
+    const comm::Caught got =
+        comm::caught([&] { group.all_gather("", group.rank() == 2 ? comm::near() : comm::far()); });
     EXPECT_EQ(got.code, Code::kTimeout) << got.message;
     EXPECT_EQ(got.message, "all_gather(): rank 0 did not come before the deadline; every rank must make this call")
         << "one silence, one timeout";
@@ -221,7 +228,8 @@ TEST(Star, AMemberAtItsDeadlineHurriesTheKeeper) {
   on_every_rank(3, 1, [](Group& group) {
     std::byte token{};
     if (group.rank() == 1) group.recv({&token, 1}, 0, comm::far());
-    const comm::Caught got = comm::caught([&] { group.all_gather("", group.rank() == 2 ? comm::near() : comm::far()); });
+    const comm::Caught got =
+        comm::caught([&] { group.all_gather("", group.rank() == 2 ? comm::near() : comm::far()); });
     EXPECT_EQ(got.message, "all_gather(): rank 1 did not come before the deadline; every rank must make this call");
     if (group.rank() == 0) group.send({&token, 1}, 1, comm::far());
     expect_in_step(group);

@@ -21,7 +21,8 @@ constexpr double kNothing = 1e-15;  // a coefficient of which no output dtype wo
 PowerPoint power_point(const Schedule& schedule, int64_t step) {
   const auto sigma_rel = sigma_rel_of(schedule);
   if (!sigma_rel) {
-    fail(Code::kInvalidArgument, "the continuous formula is one of power functions; {} is none: use the exact one, for any schedule",
+    fail(Code::kInvalidArgument,
+         "the continuous formula is one of power functions; {} is none: use the exact one, for any schedule",
          schedule.key());
   }
   return {average::power_gamma(*sigma_rel), static_cast<double>(step)};
@@ -38,7 +39,8 @@ Products products_of(const Snapshots& all, const Request& request) {
   }
   const auto since_start = [&](int64_t updates) { return all.updates.at(updates - 1).progress.step; };
   std::vector<PowerPoint> points;
-  for (const Point& one : all.points) points.push_back(power_point(all.profiles[one.profile][0], since_start(one.updates)));
+  for (const Point& one : all.points)
+    points.push_back(power_point(all.profiles[one.profile][0], since_start(one.updates)));
   const std::vector<PowerPoint> target{power_point(request.target, since_start(all.updates.size()))};
   return power_products(points, target);
 }
@@ -69,7 +71,8 @@ Plan plan(const std::filesystem::path& directory, const Request& request) {
   for (double& one : c) one = std::fabs(one) < kNothing ? 0 : one;
   const Profile target(all.updates.record().size(), request.target);
   const Difference off = difference(all.updates, all.profiles, all.points, c, target, request.poll);
-  Plan found{request.target, all.step, {}, all.there.size(), off.residual, off.variation, 0, 0, 0, all.left_out, all.dtype};
+  Plan found{request.target, all.step, {}, all.there.size(), off.residual, off.variation, 0, 0, 0,
+             all.left_out,   all.dtype};
   for (size_t j = 0; j < c.size(); ++j) {
     if (c[j] == 0) continue;
     found.terms.push_back({all.there[j].path, all.there[j].key, all.there[j].step, c[j]});
@@ -81,18 +84,23 @@ Plan plan(const std::filesystem::path& directory, const Request& request) {
 }
 
 std::string describe(const Plan& plan) {
-  std::string text = fmt::format("{} at step {} from {} of {} snapshots (steps {} to {})\n", plan.target.key(), plan.step,
-                                 plan.terms.size(), plan.snapshots, plan.terms.front().step, plan.terms.back().step);
+  std::string text =
+      fmt::format("{} at step {} from {} of {} snapshots (steps {} to {})\n", plan.target.key(), plan.step,
+                  plan.terms.size(), plan.snapshots, plan.terms.front().step, plan.terms.back().step);
   text += fmt::format("  residual  {:.2e}  of the profile's norm\n", plan.residual);
-  text += fmt::format("  error     {:.2e}  at most, in parts of the span that a weight covered in training\n", plan.variation);
-  text += fmt::format("  rounding  {:.2e}  at most, in parts of its largest average; coefficients' sizes sum to {:.4g}\n", plan.rounding,
-                      plan.size);
-  if (plan.least > 1e-30) text += fmt::format("  and       {:.2e}  at most, where averages are subnormal in float16\n", plan.least);
+  text += fmt::format("  error     {:.2e}  at most, in parts of the span that a weight covered in training\n",
+                      plan.variation);
+  text +=
+      fmt::format("  rounding  {:.2e}  at most, in parts of its largest average; coefficients' sizes sum to {:.4g}\n",
+                  plan.rounding, plan.size);
+  if (plan.least > 1e-30)
+    text += fmt::format("  and       {:.2e}  at most, where averages are subnormal in float16\n", plan.least);
   for (const std::string& one : plan.left_out) text += fmt::format("  left out  {}\n", one);
   return text;
 }
 
-Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step, std::vector<double> sigma_rels, const Poll& poll) {
+Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step, std::vector<double> sigma_rels,
+            const Poll& poll) {
   if (sigma_rels.empty()) {
     for (int i = 0; i <= 45; ++i) sigma_rels.push_back(std::min(0.01 + 0.006 * i, 0.28));
   }

@@ -1,5 +1,5 @@
-// Averages whose profile is chosen after training, from snapshots of averages with others: plan() says of which, and how near it comes;
-// sweep() says that for many. Formulas and sources are in docs/posthoc.md.
+// Averages whose profile is chosen after training, from snapshots of averages with others: plan() says of which, and
+// how near it comes; sweep() says that for many. Formulas and sources are in docs/posthoc.md.
 //
 // For any thread. plan() and sweep() read headers alone.
 #pragma once
@@ -18,7 +18,8 @@ namespace shardow::posthoc {
 /// What the profiles of snapshots are taken to be.
 enum class Formula : uint8_t {
   kExact,       ///< sums over the updates that were made: what the EMA computed
-  kContinuous,  ///< EDM2's integrals over power functions, for comparisons with its own code; snapshots and target are power() then
+  kContinuous,  ///< EDM2's integrals over power functions, for comparisons with its own code; snapshots and target are
+                ///< power() then
 };
 
 struct Request {
@@ -42,16 +43,18 @@ struct Plan {
   std::vector<Term> terms;  ///< that are read, by step; their coefficients sum to 1
   size_t snapshots;         ///< that were there to choose from: those up to `step`
   double residual;          ///< |w' - w| / |w|, of what is made from what was asked for
-  double variation;         ///< half of sum |w' - w|: no weight is further off than this part of the span that it covered in training
-  double rounding;          ///< sum |c_j| u_j: and than this part of its largest stored average, by the rounding of stored snapshots
-  double least;             ///< sum |c_j| v_j: and than this, where stored averages are subnormal: 2^-25 of float16
-  double size;              ///< sum |c_j|
+  double variation;  ///< half of sum |w' - w|: no weight is further off than this part of the span that it covered in
+                     ///< training
+  double rounding;   ///< sum |c_j| u_j: and than this part of its largest stored average, by the rounding of stored
+                     ///< snapshots
+  double least;      ///< sum |c_j| v_j: and than this, where stored averages are subnormal: 2^-25 of float16
+  double size;       ///< sum |c_j|
   std::vector<std::string> left_out;  ///< snapshots of other runs
   DType dtype;                        ///< of the averages while they were tracked
 };
 
-/// Throws kNotFound where there are no snapshots up to the step, kInvalidArgument for a step that they do not reach, kUnsupported,
-/// kCorrupt.
+/// Throws kNotFound where there are no snapshots up to the step, kInvalidArgument for a step that they do not reach,
+/// kUnsupported, kCorrupt.
 Plan plan(const std::filesystem::path& directory, const Request& request);
 
 /// In a few lines, for people.
@@ -71,8 +74,8 @@ struct Sweep {
 };
 
 /// Over `sigma_rels`, by default 46 from 0.01 to 0.28.
-Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step = {}, std::vector<double> sigma_rels = {},
-            const Poll& poll = {});
+Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step = {},
+            std::vector<double> sigma_rels = {}, const Poll& poll = {});
 
 /// A picture of it, as SVG.
 std::string svg(const Sweep& sweep);

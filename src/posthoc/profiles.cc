@@ -3,8 +3,8 @@
 //   G_pq(n) = d_p(n) d_q(n) G_pq(n - 1) + w_p(n) w_q(n),    G_pq(0) = 1
 //   <p after a, q after b> = G_pq(a) d_q(a + 1) ... d_q(b)    for a <= b
 //
-// All terms are positive: nothing cancels. The difference of two profiles is summed from the last update to the first, where
-// d_p(n + 1) ... d_p(end) is known; factors are worked out anew for a chunk of updates at a time.
+// All terms are positive: nothing cancels. The difference of two profiles is summed from the last update to the first,
+// where d_p(n + 1) ... d_p(end) is known; factors are worked out anew for a chunk of updates at a time.
 #include "posthoc/profiles.h"
 
 #include <algorithm>
@@ -23,21 +23,22 @@ constexpr double kMostWork = 3e11;  // products of decays: some ten minutes
 
 /// What a file says is not what this does for ever.
 void check_work(const Updates& updates, size_t profiles, size_t targets) {
-  const double work = static_cast<double>(updates.size()) * static_cast<double>(profiles + targets) * static_cast<double>(profiles + 2);
+  const double work =
+      static_cast<double>(updates.size()) * static_cast<double>(profiles + targets) * static_cast<double>(profiles + 2);
   if (work <= kMostWork) return;
-  base::fail(
-      Code::kUnsupported,
-      "{} updates of {} averages, for {} others at once, are {:.2g} products, more than {:.2g}: give fewer widths, or keep fewer averages' "
-      "snapshots in the directory",
-      updates.size(), profiles, targets, work, kMostWork);
+  base::fail(Code::kUnsupported,
+             "{} updates of {} averages, for {} others at once, are {:.2g} products, more than {:.2g}: give fewer "
+             "widths, or keep fewer averages' "
+             "snapshots in the directory",
+             updates.size(), profiles, targets, work, kMostWork);
 }
 
 struct Share {
   long double decay, weight;
 };
 
-/// What several profiles have of each update. Power functions of one update share a logarithm: with millions of updates that is what
-/// counts.
+/// What several profiles have of each update. Power functions of one update share a logarithm: with millions of updates
+/// that is what counts.
 class Shares {
  public:
   explicit Shares(std::vector<Profile> profiles) : profiles_(std::move(profiles)) {
@@ -52,7 +53,9 @@ class Shares {
 
   void of(const Updates::Update& update, Share* into) const {
     const double log =
-        update.copies ? 0 : std::log1p(-static_cast<double>(update.progress.delta) / static_cast<double>(update.progress.step));
+        update.copies
+            ? 0
+            : std::log1p(-static_cast<double>(update.progress.delta) / static_cast<double>(update.progress.step));
     for (size_t p = 0; p < profiles_.size(); ++p) {
       if (update.copies) {
         into[p] = {0, 1};
@@ -132,7 +135,7 @@ class Sums {
   size_t kept_;
   Shares rows_;
   std::vector<std::vector<long double>> pairs_, held_;  // held_[j][p]: of point j with p as it is now
-  std::vector<long double> norms_, since_;              // since_: decays multiplied since held_ was last brought up to date
+  std::vector<long double> norms_, since_;  // since_: decays multiplied since held_ was last brought up to date
   std::vector<Share> now_;
 };
 
@@ -184,7 +187,8 @@ Products power_products(std::span<const PowerPoint> points, std::span<const Powe
 Difference difference(const Updates& updates, std::span<const Profile> profiles, std::span<const Point> points,
                       std::span<const double> coefficients, const Profile& target, const Poll& poll) {
   const size_t k = profiles.size();
-  std::vector<long double> tail(k + 1);  // of each profile: its points' coefficients times the decays that come after; of the target: -1
+  std::vector<long double> tail(
+      k + 1);  // of each profile: its points' coefficients times the decays that come after; of the target: -1
   tail[k] = -1;
   size_t next = points.size();
   const auto reach = [&](int64_t n) {

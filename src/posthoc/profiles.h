@@ -1,8 +1,8 @@
 // How much of every update's weights is in an average, and how alike two averages are in that.
 //
-// An average after n updates is a sum over what the weights were, sum w_i theta_i, with w_i = (1 - d_i) d_(i+1) ... d_n; theta_0 is what it
-// began with. Its profile is w. Inner products of profiles are sums over updates, exact but for rounding: of what the EMA computed,
-// whatever its schedule and its steps.
+// An average after n updates is a sum over what the weights were, sum w_i theta_i, with w_i = (1 - d_i) d_(i+1) ...
+// d_n; theta_0 is what it began with. Its profile is w. Inner products of profiles are sums over updates, exact but for
+// rounding: of what the EMA computed, whatever its schedule and its steps.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,8 @@ struct Point {
 /// Called now and then while updates are gone through; may throw, which ends that.
 using Poll = std::function<void()>;
 
-/// Inner products of points with each other and with targets. In long double: a Gram matrix squares what is nearly alike.
+/// Inner products of points with each other and with targets. In long double: a Gram matrix squares what is nearly
+/// alike.
 struct Products {
   struct Target {
     std::vector<long double> with;  ///< by point
@@ -40,8 +41,9 @@ struct Products {
   std::vector<Target> targets;
 };
 
-/// `points` in the order of their updates; targets are profiles after all updates. Takes O(updates x profiles x (profiles + targets)) time,
-/// and no memory that grows with the updates. Throws kUnsupported where that would be many minutes.
+/// `points` in the order of their updates; targets are profiles after all updates. Takes O(updates x profiles x
+/// (profiles + targets)) time, and no memory that grows with the updates. Throws kUnsupported where that would be many
+/// minutes.
 Products exact_products(const Updates& updates, std::span<const Profile> profiles, std::span<const Point> points,
                         std::span<const Profile> targets, const Poll& poll = {});
 
@@ -57,7 +59,8 @@ Products power_products(std::span<const PowerPoint> points, std::span<const Powe
 /// Of sum c_j (point j) from a target, over all updates.
 struct Difference {
   double residual;   ///< the Euclidean norm, in proportion to the target's
-  double variation;  ///< half the sum of absolute differences: no weight is further off than this part of the span that it covered
+  double variation;  ///< half the sum of absolute differences: no weight is further off than this part of the span that
+                     ///< it covered
 };
 Difference difference(const Updates& updates, std::span<const Profile> profiles, std::span<const Point> points,
                       std::span<const double> coefficients, const Profile& target, const Poll& poll = {});

@@ -1,6 +1,7 @@
-// {"format":1,"segments":[{"run":"9f3c","start_step":0,"schedules":{"0.999":{..}},"updates":[[first, every, count, samples, samples_every],
-// ..]}, ..]}; the last two numbers are left out where no schedule asks for samples. In format 2 segments of many stretches have
-// "packed":{"crc32":"0123abcd","text":".."} in place of "updates": updates.h.
+// {"format":1,"segments":[{"run":"9f3c","start_step":0,"schedules":{"0.999":{..}},"updates":[[first, every, count,
+// samples, samples_every],
+// ..]}, ..]}; the last two numbers are left out where no schedule asks for samples. In format 2 segments of many
+// stretches have "packed":{"crc32":"0123abcd","text":".."} in place of "updates": updates.h.
 #include "posthoc/record.h"
 
 #include <algorithm>
@@ -19,7 +20,8 @@ using base::fail;
 namespace dom = simdjson::dom;
 
 constexpr int64_t kFormat = 2;
-constexpr size_t kMostText = size_t{8} << 20;  // bytes: what kMostStretches take; to parse them takes a dozen times as many
+constexpr size_t kMostText =
+    size_t{8} << 20;  // bytes: what kMostStretches take; to parse them takes a dozen times as many
 constexpr size_t kMarked = 64;
 
 [[noreturn]] void corrupt(std::string_view why) {
@@ -29,7 +31,8 @@ constexpr size_t kMarked = 64;
 template <typename Value>
 Value field(const dom::object& object, std::string_view key) {
   Value value;
-  if (object[key].get(value) != simdjson::SUCCESS) corrupt(fmt::format("no \"{}\", or something else than it has", key));
+  if (object[key].get(value) != simdjson::SUCCESS)
+    corrupt(fmt::format("no \"{}\", or something else than it has", key));
   return value;
 }
 
@@ -41,7 +44,8 @@ Stretch stretch_of(const dom::array& numbers) {
     double real = 0;
     if (whole.size() < 3 && one.get(count) == simdjson::SUCCESS) {
       whole.push_back(count);
-    } else if (whole.size() == 3 && samples.size() < 2 && one.get(real) == simdjson::SUCCESS && real >= 0 && std::isfinite(real)) {
+    } else if (whole.size() == 3 && samples.size() < 2 && one.get(real) == simdjson::SUCCESS && real >= 0 &&
+               std::isfinite(real)) {
       samples.push_back(real);
     } else {
       corrupt("updates are [first, every, count], or these and [samples, samples between]");
@@ -54,7 +58,8 @@ Stretch stretch_of(const dom::array& numbers) {
 
 std::vector<Stretch> unpacked_from(const dom::object& packed) {
   const auto text = field<std::string_view>(packed, "text"), crc = field<std::string_view>(packed, "crc32");
-  if (fmt::format("{:08x}", file::crc32(0, std::as_bytes(std::span(text)))) != crc) corrupt("the checksum of its updates differs");
+  if (fmt::format("{:08x}", file::crc32(0, std::as_bytes(std::span(text)))) != crc)
+    corrupt("the checksum of its updates differs");
   return unpacked(text);
 }
 
@@ -97,8 +102,8 @@ void check(const Record& record) {
     stretches += segment.updates.size();
     for (size_t k = 0; k < segment.updates.size(); ++k) {
       const Stretch one = segment.updates[k];
-      const bool fits = one.first > last && one.first < kMostSteps && one.every >= 1 && one.every < kMostSteps && one.count >= 1 &&
-                        one.count <= kMostSteps && one.every <= (kMostSteps - one.first) / one.count;
+      const bool fits = one.first > last && one.first < kMostSteps && one.every >= 1 && one.every < kMostSteps &&
+                        one.count >= 1 && one.count <= kMostSteps && one.every <= (kMostSteps - one.first) / one.count;
       if (!fits) corrupt(fmt::format("updates [{}, {}, {}] after step {}", one.first, one.every, one.count, last));
       last = one.last();
       count += one.count;
@@ -117,14 +122,16 @@ void drop_empty(Record& record) {
 void check_stretches(size_t count) {
   if (count <= static_cast<size_t>(kMostStretches)) return;
   fail(Code::kUnsupported,
-       "{}: {} stretches of updates at even distances, in steps and in samples; {} are gone through: update less often (update_every), or "
+       "{}: {} stretches of updates at even distances, in steps and in samples; {} are gone through: update less often "
+       "(update_every), or "
        "by steps alone",
        kRecordKey, count, kMostStretches);
 }
 
 Record record_from_json(std::string_view json) {
   if (json.size() > kMostText) {
-    fail(Code::kUnsupported, "{} in a snapshot's metadata has {} bytes; {} are read, which tell some millions of updates", kRecordKey,
+    fail(Code::kUnsupported,
+         "{} in a snapshot's metadata has {} bytes; {} are read, which tell some millions of updates", kRecordKey,
          json.size(), kMostText);
   }
   dom::parser parser;
@@ -157,7 +164,8 @@ Record record_from_state(std::string_view state) {
   const bool even = options.start_step == 0 && !samples && made * every == counters.applied_step;
   if (!even) {
     fail(Code::kUnsupported,
-         "{} updates by step {} with update_every {}, start_step {}{}: when they were made is not recorded; EMA.snapshot() records it",
+         "{} updates by step {} with update_every {}, start_step {}{}: when they were made is not recorded; "
+         "EMA.snapshot() records it",
          made, counters.applied_step, every, options.start_step, samples ? " and a schedule in samples" : "");
   }
   if (made == 0) return {};
@@ -226,7 +234,9 @@ bool Updates::go_on(Row& row) const noexcept {
 
 /// The last mark that is not behind update `i`.
 const Updates::Row& Updates::mark_before(int64_t i) const {
-  return *(std::upper_bound(marks_.begin(), marks_.end(), i, [](int64_t index, const Row& row) { return index < row.begin; }) - 1);
+  return *(std::upper_bound(marks_.begin(), marks_.end(), i,
+                            [](int64_t index, const Row& row) { return index < row.begin; }) -
+           1);
 }
 
 int64_t Updates::until(int64_t step) const noexcept {
@@ -249,7 +259,8 @@ Updates::Update Updates::at(int64_t i) const {
   const double samples = one.samples + one.samples_every * static_cast<double>(k);
   const double samples_before = k > 0 ? samples - one.samples_every : row.samples_before;
   const int64_t since_start = std::max<int64_t>(step - start, 1);
-  const Progress progress{since_start, row.counted + k - copied, std::min(step - before, since_start), samples, samples - samples_before};
+  const Progress progress{since_start, row.counted + k - copied, std::min(step - before, since_start), samples,
+                          samples - samples_before};
   return {row.segment, step <= start || (start > 0 && before == 0), progress};
 }
 

@@ -1,8 +1,8 @@
-// What a snapshot's file says of the run before it: which updates made its averages, and by which schedules. docs/posthoc.md has the
-// format.
+// What a snapshot's file says of the run before it: which updates made its averages, and by which schedules.
+// docs/posthoc.md has the format.
 //
-// A run that was resumed has a segment for each process that it had. Segments name those processes, so that snapshots of a run that went on
-// differently from an earlier step are told apart.
+// A run that was resumed has a segment for each process that it had. Segments name those processes, so that snapshots
+// of a run that went on differently from an earlier step are told apart.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,9 @@ namespace shardow::posthoc {
 inline constexpr const char* kRecordKey = "shardow.snapshot";  // in the metadata of a snapshot's files
 
 struct Segment {
-  std::string run;                         ///< of the process, drawn at random; empty where it took no snapshots
-  std::vector<std::string> replaces = {};  ///< other runs, of which there were snapshots in the directory when this one came to it
+  std::string run;  ///< of the process, drawn at random; empty where it took no snapshots
+  std::vector<std::string> replaces =
+      {};  ///< other runs, of which there were snapshots in the directory when this one came to it
   int64_t start_step = 0;
   std::map<std::string, Schedule, std::less<>> schedules;  ///< in force, by the key of the average
   Stretches updates;                                       ///< never empty
@@ -28,13 +29,15 @@ struct Segment {
 
 using Record = std::vector<Segment>;
 
-/// Throws kCorrupt: no such record, or updates that no run can have made; kUnsupported: of a later version, or longer than any run's.
+/// Throws kCorrupt: no such record, or updates that no run can have made; kUnsupported: of a later version, or longer
+/// than any run's.
 Record record_from_json(std::string_view json);
 
 /// Throws kUnsupported where records tell more stretches than kMostStretches.
 void check_stretches(size_t count);
 
-/// Of an EMA that was saved without one, whose state tells enough where its updates were even: throws kUnsupported where they were not.
+/// Of an EMA that was saved without one, whose state tells enough where its updates were even: throws kUnsupported
+/// where they were not.
 Record record_from_state(std::string_view state);
 
 /// Without the updates after `step`.
@@ -43,8 +46,8 @@ Record until(Record record, int64_t step);
 /// That they are the same past: the same processes made the same updates.
 bool same_past(const Record& a, const Record& b);
 
-/// That `later`'s run took the place of `record`'s, and what that has beyond it is a future that was given up: it was resumed from before
-/// the end of the same process, or found its snapshots when it began.
+/// That `later`'s run took the place of `record`'s, and what that has beyond it is a future that was given up: it was
+/// resumed from before the end of the same process, or found its snapshots when it began.
 bool gives_up(const Record& later, const Record& record);
 
 /// The updates of a record, one after another.

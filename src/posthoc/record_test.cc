@@ -24,8 +24,9 @@ TEST(Record, SaysEachUpdate) {
     int64_t step, updates, delta;
     bool copies;
   };
-  const std::vector<Expected> expected = {{1, 0, 1, true},  {1, 0, 1, true},  {2, 0, 2, false},   {4, 1, 2, false}, {6, 2, 2, false},
-                                          {7, 3, 1, false}, {8, 4, 1, false}, {18, 5, 10, false}, {23, 6, 5, false}};
+  const std::vector<Expected> expected = {{1, 0, 1, true},  {1, 0, 1, true},    {2, 0, 2, false},
+                                          {4, 1, 2, false}, {6, 2, 2, false},   {7, 3, 1, false},
+                                          {8, 4, 1, false}, {18, 5, 10, false}, {23, 6, 5, false}};
   ASSERT_EQ(updates.size(), static_cast<int64_t>(expected.size()));
   for (size_t i = 0; i < expected.size(); ++i) {
     const Updates::Update one = updates.at(static_cast<int64_t>(i));
@@ -74,7 +75,8 @@ TEST(Record, RefusesMoreThanMemoryIsMeantFor) {
     }
     return Code::kInternal;
   };
-  EXPECT_EQ(code_of([] { record_from_json(with_updates("[" + std::string(size_t{9} << 20, ' ') + "]")); }), Code::kUnsupported);
+  EXPECT_EQ(code_of([] { record_from_json(with_updates("[" + std::string(size_t{9} << 20, ' ') + "]")); }),
+            Code::kUnsupported);
   check_stretches(kMostStretches);
   EXPECT_EQ(code_of([] { check_stretches(kMostStretches + 1); }), Code::kUnsupported);
 }
@@ -88,7 +90,8 @@ TEST(Record, SaysSamples) {
   }
 }
 
-Record of_runs(const std::vector<std::pair<std::string, int64_t>>& runs, const std::vector<std::string>& replaces = {}) {
+Record of_runs(const std::vector<std::pair<std::string, int64_t>>& runs,
+               const std::vector<std::string>& replaces = {}) {
   Record record;
   for (int64_t before = 0; const auto& [run, last] : runs) {
     record.push_back({run, {}, 0, {{"0.9", Schedule::constant(0.9)}}, {{before + 1, 1, last - before}}});
@@ -99,7 +102,8 @@ Record of_runs(const std::vector<std::pair<std::string, int64_t>>& runs, const s
 }
 
 TEST(Record, SaysWhatWasGivenUp) {
-  const Record first = of_runs({{"a", 100}}), resumed = of_runs({{"a", 50}, {"b", 70}}), again = of_runs({{"a", 50}, {"c", 60}}, {"b"});
+  const Record first = of_runs({{"a", 100}}), resumed = of_runs({{"a", 50}, {"b", 70}}),
+               again = of_runs({{"a", 50}, {"c", 60}}, {"b"});
   EXPECT_TRUE(gives_up(resumed, first));  // before the end of a's
   EXPECT_FALSE(gives_up(first, resumed));
   EXPECT_TRUE(gives_up(again, first));
@@ -134,10 +138,12 @@ TEST(Products, AreBoundedAndCanBeEnded) {
 
 TEST(Record, RefusesWhatNoRunCanHaveMade) {
   for (const std::string& bad :
-       {std::string("[]"), std::string("{"), with_updates("[[0,1,2]]"), with_updates("[[1,0,2]]"), with_updates("[[1,1,0]]"),
-        with_updates("[[1,1,5],[5,1,1]]"), with_updates("[[1,1]]"), with_updates("[[1,1,1,2]]"), with_updates("[[1,1,1,2,-1]]"),
-        with_updates("[1]"), with_updates("[[1,9007199254740992,1000]]"), with_updates("[[1,1,-3]]"), with_updates("[[1,1,1]]", "-1"),
-        with_updates("[[1,1,9223372036854775807]]"), std::string(R"({"format":1})"), std::string(R"({"format":1,"segments":[1]})")}) {
+       {std::string("[]"), std::string("{"), with_updates("[[0,1,2]]"), with_updates("[[1,0,2]]"),
+        with_updates("[[1,1,0]]"), with_updates("[[1,1,5],[5,1,1]]"), with_updates("[[1,1]]"),
+        with_updates("[[1,1,1,2]]"), with_updates("[[1,1,1,2,-1]]"), with_updates("[1]"),
+        with_updates("[[1,9007199254740992,1000]]"), with_updates("[[1,1,-3]]"), with_updates("[[1,1,1]]", "-1"),
+        with_updates("[[1,1,9223372036854775807]]"), std::string(R"({"format":1})"),
+        std::string(R"({"format":1,"segments":[1]})")}) {
     try {
       record_from_json(bad);
       ADD_FAILURE() << bad;

@@ -1,5 +1,6 @@
-// A directory holds snapshots of one run, and after a resume from an earlier step maybe some of a future that was given up. The last
-// snapshot of a run says what its past was: records name processes, so that this is known. Those whose own past is part of it can be used.
+// A directory holds snapshots of one run, and after a resume from an earlier step maybe some of a future that was given
+// up. The last snapshot of a run says what its past was: records name processes, so that this is known. Those whose own
+// past is part of it can be used.
 #include "posthoc/snapshots.h"
 
 #include <fmt/ranges.h>
@@ -36,7 +37,8 @@ std::optional<int64_t> number_in(std::string_view name, std::string_view prefix)
   name.remove_prefix(prefix.size());
   int64_t step = 0;
   const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), step);
-  const bool whole = error == std::errc() && end == name.data() + name.size() && name.size() >= 9 && name.front() != '-';
+  const bool whole =
+      error == std::errc() && end == name.data() + name.size() && name.size() >= 9 && name.front() != '-';
   return whole ? std::optional(step) : std::nullopt;
 }
 
@@ -129,7 +131,8 @@ std::vector<Saved> all_in(const base::Path& directory) {
   std::reverse(found.begin(), found.end());
   std::stable_sort(found.begin(), found.end(), [](const Saved& a, const Saved& b) { return a.step < b.step; });
   if (found.empty())
-    fail(Code::kNotFound, "{} has no snapshots (snapshot-000001000/ema-*.safetensors); EMA.snapshot() saves them", directory.string());
+    fail(Code::kNotFound, "{} has no snapshots (snapshot-000001000/ema-*.safetensors); EMA.snapshot() saves them",
+         directory.string());
   return found;
 }
 
@@ -137,13 +140,15 @@ Profile profile_of(const std::string& key, const Record& record, const base::Pat
   Profile profile;
   for (const Segment& segment : record) {
     const auto found = segment.schedules.find(key);
-    if (found == segment.schedules.end()) fail(Code::kCorrupt, "{}: its record has no schedule of average {}", path.string(), key);
+    if (found == segment.schedules.end())
+      fail(Code::kCorrupt, "{}: its record has no schedule of average {}", path.string(), key);
     profile.push_back(found->second);
   }
   return profile;
 }
 
-/// Which of the profiles; one more where none is the same up to the end of this one, after which nothing is asked of it.
+/// Which of the profiles; one more where none is the same up to the end of this one, after which nothing is asked of
+/// it.
 size_t find_or_add(std::vector<Profile>& profiles, Profile own, size_t segments) {
   for (size_t p = 0; p < profiles.size(); ++p) {
     if (std::equal(own.begin(), own.end(), profiles[p].begin())) return p;
@@ -161,7 +166,8 @@ bool is_past_of(const Saved& one, const Saved& last) {
 std::vector<const Saved*> ends_of(const std::vector<Saved>& saved) {
   std::vector<const Saved*> ends;
   for (auto one = saved.rbegin(); one != saved.rend(); ++one) {
-    if (std::none_of(ends.begin(), ends.end(), [&](const Saved* end) { return is_past_of(*one, *end); })) ends.push_back(&*one);
+    if (std::none_of(ends.begin(), ends.end(), [&](const Saved* end) { return is_past_of(*one, *end); }))
+      ends.push_back(&*one);
   }
   return ends;
 }
@@ -171,7 +177,8 @@ std::vector<const Saved*> ends_of(const std::vector<Saved>& saved) {
   listed.reserve(ends.size());
   for (const Saved* end : ends) listed.push_back(fmt::format("step {} ({})", end->step, end->path.filename().string()));
   fail(Code::kInvalidArgument,
-       "{} has snapshots of {} runs that went on beside each other, and which one is meant is not known: give the step, of one of their "
+       "{} has snapshots of {} runs that went on beside each other, and which one is meant is not known: give the "
+       "step, of one of their "
        "last: "
        "{}; or keep each run's in a directory of its own",
        directory.string(), ends.size(), fmt::join(listed, ", "));
@@ -182,7 +189,8 @@ const Saved& run_of(const std::vector<Saved>& saved, const base::Path& directory
   const std::vector<const Saved*> ends = ends_of(saved);
   std::vector<const Saved*> present, given_up;
   for (const Saved* end : ends) {
-    const bool over = std::any_of(ends.begin(), ends.end(), [&](const Saved* other) { return gives_up(other->record, end->record); });
+    const bool over =
+        std::any_of(ends.begin(), ends.end(), [&](const Saved* other) { return gives_up(other->record, end->record); });
     (over ? given_up : present).push_back(end);
   }
   for (std::vector<const Saved*> found : {present, given_up}) {
@@ -196,14 +204,16 @@ const Saved& run_of(const std::vector<Saved>& saved, const base::Path& directory
     if (exact == found.end()) fail_beside_each_other(found, directory);
     return **exact;
   }
-  fail(Code::kInvalidArgument, "step {}: the snapshots in {} are of steps {} to {}; give one of these, or one between them",
-       asked.value_or(0), directory.string(), saved.front().step, saved.back().step);
+  fail(Code::kInvalidArgument,
+       "step {}: the snapshots in {} are of steps {} to {}; give one of these, or one between them", asked.value_or(0),
+       directory.string(), saved.front().step, saved.back().step);
 }
 
 void add(Snapshots& all, const Saved& saved) {
   for (const EmaFile& file : saved.files) {
     Profile own = profile_of(file.key, saved.record, saved.path);
-    all.points.push_back({find_or_add(all.profiles, std::move(own), all.updates.record().size()), all.updates.until(saved.step)});
+    all.points.push_back(
+        {find_or_add(all.profiles, std::move(own), all.updates.record().size()), all.updates.until(saved.step)});
     all.there.push_back({saved.path / file.name, file.key, saved.step, saved.roundoff, saved.least});
   }
 }
@@ -219,7 +229,8 @@ Snapshots snapshots_in(const base::Path& directory, std::optional<int64_t> asked
     const bool mine = is_past_of(*one, last);
     if (!mine && (one->step <= step || !asked)) {
       all.left_out.push_back(fmt::format(
-          "{}: of another run, or of a future that this one gave up when it was resumed from an earlier step", one->path.string()));
+          "{}: of another run, or of a future that this one gave up when it was resumed from an earlier step",
+          one->path.string()));
     } else if (mine && one->step <= step && !one->record.empty()) {
       add(all, *one);
     }
@@ -229,8 +240,8 @@ Snapshots snapshots_in(const base::Path& directory, std::optional<int64_t> asked
   std::reverse(all.points.begin(), all.points.end());
   if (all.there.empty()) {
     fail(Code::kInvalidArgument,
-         "step {}: no snapshot up to there has averages that were updated; the snapshots in {} are of steps {} to {}", step,
-         directory.string(), saved.front().step, last.step);
+         "step {}: no snapshot up to there has averages that were updated; the snapshots in {} are of steps {} to {}",
+         step, directory.string(), saved.front().step, last.step);
   }
   return all;
 }
@@ -242,7 +253,8 @@ void check_output(const base::Path& directory, const base::Path& out) {
   for (const auto& [step, path] : directories_in(directory)) {
     const auto snapshot = base::look_at(path);
     if (!snapshot || !((there && there->same(*snapshot)) || (above && above->same(*snapshot)))) continue;
-    fail(Code::kInvalidArgument, "{} would take the place of a snapshot's files, and {} would be no snapshot any more; write elsewhere: {}",
+    fail(Code::kInvalidArgument,
+         "{} would take the place of a snapshot's files, and {} would be no snapshot any more; write elsewhere: {}",
          out.string(), path.string(), (directory / "average.safetensors").string());
   }
 }

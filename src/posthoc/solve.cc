@@ -1,11 +1,13 @@
-// Minimise |P x - t|^2 + rho |D x|^2 with sum(x) = 1, given G = P'P, b = P't and t't; D are the norms of P's columns. With y = D x,
-// C = D^-1 G D^-1 = V L V', beta = V'D^-1 b and sigma = V'D^-1 1:
+// Minimise |P x - t|^2 + rho |D x|^2 with sum(x) = 1, given G = P'P, b = P't and t't; D are the norms of P's columns.
+// With y = D x, C = D^-1 G D^-1 = V L V', beta = V'D^-1 b and sigma = V'D^-1 1:
 //
-//   eta = V'y = (beta + mu sigma) / (lambda + rho),   mu such that sigma'eta = 1;   |P x - t|^2 = t't - 2 eta'beta + eta'L eta
+//   eta = V'y = (beta + mu sigma) / (lambda + rho),   mu such that sigma'eta = 1;   |P x - t|^2 = t't - 2 eta'beta +
+//   eta'L eta
 //
-// Neighbouring snapshots are nearly alike, so that C is nearly singular, and without rho coefficients would be large with changing signs:
-// they multiply what rounding did to the stored snapshots. So of many rho, from the products' own rounding up, the one is taken that makes
-// the residual and that rounding together least. One snapshot alone is tried too: a target that is one of them is that one.
+// Neighbouring snapshots are nearly alike, so that C is nearly singular, and without rho coefficients would be large
+// with changing signs: they multiply what rounding did to the stored snapshots. So of many rho, from the products' own
+// rounding up, the one is taken that makes the residual and that rounding together least. One snapshot alone is tried
+// too: a target that is one of them is that one.
 #include "posthoc/solve.h"
 
 #include <Eigen/Eigenvalues>
@@ -30,8 +32,8 @@ struct Solver::Impl {
   Matrix directions;
   Vector eigenvalues;  // ascending
 
-  /// What a solution costs: what it misses of the target, in proportion to that, and what rounding adds. A square that is a difference of
-  /// nearly equal ones may be nothing.
+  /// What a solution costs: what it misses of the target, in proportion to that, and what rounding adds. A square that
+  /// is a difference of nearly equal ones may be nothing.
   long double cost(const Vector& x, long double square, long double norm) const {
     return (square < kVanishing * norm ? 0 : std::sqrt(square / norm)) + x.cwiseAbs().dot(roundoff);
   }
@@ -51,7 +53,8 @@ Solver::Solver(const Products& products, std::span<const double> roundoff) : imp
       gram(i, j) = products.gram[static_cast<size_t>(i)][static_cast<size_t>(j)] / (impl_->scale[i] * impl_->scale[j]);
   }
   const Eigen::SelfAdjointEigenSolver<Matrix> solver(gram);
-  if (solver.info() != Eigen::Success) base::fail(Code::kInternal, "the eigenvalues of {} snapshots' Gram matrix were not found", n);
+  if (solver.info() != Eigen::Success)
+    base::fail(Code::kInternal, "the eigenvalues of {} snapshots' Gram matrix were not found", n);
   impl_->directions = solver.eigenvectors();
   impl_->eigenvalues = solver.eigenvalues();
 }
@@ -77,10 +80,12 @@ std::vector<double> Solver::solve(const Products::Target& target) const {
     const Vector inverse = (m.eigenvalues.array().max(0) + rho).inverse();
     const long double mu = (1 - sigma.cwiseProduct(inverse).dot(beta)) / sigma.cwiseProduct(inverse).dot(sigma);
     const Vector eta = (beta + mu * sigma).cwiseProduct(inverse);
-    consider((m.directions * eta).cwiseQuotient(m.scale), target.norm - 2 * eta.dot(beta) + eta.cwiseProduct(m.eigenvalues).dot(eta));
+    consider((m.directions * eta).cwiseQuotient(m.scale),
+             target.norm - 2 * eta.dot(beta) + eta.cwiseProduct(m.eigenvalues).dot(eta));
     rho *= 3;
   }
-  if (best.size() == 0) base::fail(Code::kInvalidArgument, "profiles as narrow as these have inner products that no float64 holds");
+  if (best.size() == 0)
+    base::fail(Code::kInvalidArgument, "profiles as narrow as these have inner products that no float64 holds");
   return {best.data(), best.data() + n};
 }
 

@@ -9,7 +9,8 @@
 
 namespace shardow::posthoc {
 
-/// Solves for many targets with one decomposition. `roundoff`: of each snapshot's stored numbers, in proportion to them.
+/// Solves for many targets with one decomposition. `roundoff`: of each snapshot's stored numbers, in proportion to
+/// them.
 class Solver {
  public:
   Solver(const Products& products, std::span<const double> roundoff);

@@ -1,8 +1,9 @@
-// A packed text is "#" where samples are told, "." where not, then numbers and signs. Numbers are those of source maps (base64 VLQ): five
-// bits a letter, the lowest first, the sixth says that another one follows; the lowest bit of all is the sign.
+// A packed text is "#" where samples are told, "." where not, then numbers and signs. Numbers are those of source maps
+// (base64 VLQ): five bits a letter, the lowest first, the sixth says that another one follows; the lowest bit of all is
+// the sign.
 //
-//   #  every  samples_every  then for each update   ["-" steps - every]  samples - samples_every, or "=" samples in all ";"
-//   .  every                 then for each update   steps - every
+//   #  every  samples_every  then for each update   ["-" steps - every]  samples - samples_every, or "=" samples in all
+//   ";" .  every                 then for each update   steps - every
 //   "*" n                    n more updates as far apart as the last two
 //
 // with the steps and samples since the update before, at first since 0.
@@ -106,7 +107,8 @@ class PackedReader {
     if (found_.empty() || found_.back().count < 2 || more < 1) damaged("a repetition of what is not there");
     Stretch& last = found_.back();
     if (more > kMostUpdates) base::fail(Code::kUnsupported, "packed updates: more than {} of them", kMostUpdates);
-    if (last.count + more > (kMostSteps - last.first) / last.every) damaged(fmt::format("{} updates after step {}", more, last.last()));
+    if (last.count + more > (kMostSteps - last.first) / last.every)
+      damaged(fmt::format("{} updates after step {}", more, last.last()));
     last.count += more;
     if (!std::isfinite(last.samples_at_last())) damaged(fmt::format("{} samples between updates", last.samples_every));
   }
@@ -135,8 +137,8 @@ Stretches::Stretches(std::vector<Stretch> all) : size_(all.size()) {
 Stretches Stretches::until(int64_t step) const {
   Stretches cut = *this;
   const auto begin = empty() ? std::vector<Stretch>::const_iterator() : all_->begin();
-  const auto end =
-      std::partition_point(begin, begin + static_cast<ptrdiff_t>(size_), [&](const Stretch& one) { return one.first <= step; });
+  const auto end = std::partition_point(begin, begin + static_cast<ptrdiff_t>(size_),
+                                        [&](const Stretch& one) { return one.first <= step; });
   cut.size_ = static_cast<size_t>(end - begin);
   if (cut.empty()) return {};
   cut.last_ = (*this)[cut.size_ - 1].until(step);
@@ -147,7 +149,8 @@ bool Stretches::operator==(const Stretches& other) const noexcept {
   if (size_ != other.size_) return false;
   if (empty()) return true;
   const size_t whole = size_ - 1;
-  return last_ == other.last_ && (all_ == other.all_ || std::equal(all_->data(), all_->data() + whole, other.all_->data()));
+  return last_ == other.last_ &&
+         (all_ == other.all_ || std::equal(all_->data(), all_->data() + whole, other.all_->data()));
 }
 
 void add_update(std::vector<Stretch>& stretches, int64_t step, double samples) {
@@ -155,8 +158,8 @@ void add_update(std::vector<Stretch>& stretches, int64_t step, double samples) {
     Stretch& last = stretches.back();
     const bool second = last.count == 1;
     if (second) last.every = step - last.first, last.samples_every = samples - last.samples;
-    if (second ||
-        (step == last.first + last.every * last.count && samples == last.samples + last.samples_every * static_cast<double>(last.count))) {
+    if (second || (step == last.first + last.every * last.count &&
+                   samples == last.samples + last.samples_every * static_cast<double>(last.count))) {
       ++last.count;
       return;
     }
@@ -165,7 +168,10 @@ void add_update(std::vector<Stretch>& stretches, int64_t step, double samples) {
 }
 
 PackedText::PackedText(int64_t every, std::optional<int64_t> samples_every)
-    : every_(every), samples_every_(samples_every.value_or(0)), in_samples_(samples_every.has_value()), text_(in_samples_ ? "#" : ".") {
+    : every_(every),
+      samples_every_(samples_every.value_or(0)),
+      in_samples_(samples_every.has_value()),
+      text_(in_samples_ ? "#" : ".") {
   add_number(every_);
   if (in_samples_) add_number(samples_every_);
 }
@@ -218,7 +224,8 @@ void RecordedUpdates::add(int64_t step, double samples) {
 }
 
 void RecordedUpdates::add_evenly(int64_t first, int64_t every, int64_t count) {
-  for (int64_t k = 0; k < std::min<int64_t>(count, 3); ++k) add(first + k * every, 0);  // by the third they have that distance
+  for (int64_t k = 0; k < std::min<int64_t>(count, 3); ++k)
+    add(first + k * every, 0);  // by the third they have that distance
   if (count > 3) stretches_.back().count += count - 3;
 }
 

@@ -1,5 +1,5 @@
-// Updates of a run as they are made, and how a snapshot's record spells them: few stretches as lists of numbers, many as a text of two or
-// three bytes for each update. docs/posthoc.md has the format.
+// Updates of a run as they are made, and how a snapshot's record spells them: few stretches as lists of numbers, many
+// as a text of two or three bytes for each update. docs/posthoc.md has the format.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@
 
 namespace shardow::posthoc {
 
-inline constexpr int64_t kMostUpdates = 100'000'000;  // more would take minutes to go through, and nobody has made as many
+inline constexpr int64_t kMostUpdates =
+    100'000'000;  // more would take minutes to go through, and nobody has made as many
 inline constexpr int64_t kMostStretches = 1'000'000;  // of all that a directory's records tell: 40 MB
 inline constexpr int64_t kMostSteps = int64_t{1} << 53;
 
@@ -50,7 +51,8 @@ class Stretches {
   Stretch last_{};  // as far as it counts
 };
 
-/// Adds the update that comes next: to the last stretch where it goes on with that. Who adds the same updates has the same stretches.
+/// Adds the update that comes next: to the last stretch where it goes on with that. Who adds the same updates has the
+/// same stretches.
 void add_update(std::vector<Stretch>& stretches, int64_t step, double samples);
 
 /// Stretches as a text, each once it is over.
@@ -73,7 +75,8 @@ class PackedText {
   std::string text_;
 };
 
-/// Throws kCorrupt, saying why: no such text, updates that no run can have made; kUnsupported: more than kMostUpdates, kMostStretches.
+/// Throws kCorrupt, saying why: no such text, updates that no run can have made; kUnsupported: more than kMostUpdates,
+/// kMostStretches.
 std::vector<Stretch> unpacked(std::string_view text);
 
 /// Updates one after another. Memory and time do not grow with those that lie at even distances.
@@ -86,7 +89,8 @@ class RecordedUpdates {
   void add_evenly(int64_t first, int64_t every, int64_t count);  ///< without samples
   bool empty() const noexcept { return stretches_.empty(); }
 
-  /// An object with what a segment has of them: {"updates":[[1,1,9]]}, or of many stretches {"packed":{"crc32":"..","text":".."}}.
+  /// An object with what a segment has of them: {"updates":[[1,1,9]]}, or of many stretches
+  /// {"packed":{"crc32":"..","text":".."}}.
   std::string to_json() const;
 
  private:

@@ -37,9 +37,11 @@ std::ostream& operator<<(std::ostream& out, const Kind& run) {
 
 class Runs : public testing::TestWithParam<Kind> {};
 INSTANTIATE_TEST_SUITE_P(Some, Runs,
-                         testing::Values(Kind{"batches that differ a little", 1, 500, 512, 1, 1.5}, Kind{"batches", 1, 1, 1024, 1, 2.1},
-                                         Kind{"tokens", 1, 30000, 60000, 1, 3.1}, Kind{"tokens, skipped steps", 3, 30000, 60000, 1, 5},
-                                         Kind{"fractions", 1, 100, 200, 0.125, 17}, Kind{"steps alone", 20, 0, 0, 1, 1.6},
+                         testing::Values(Kind{"batches that differ a little", 1, 500, 512, 1, 1.5},
+                                         Kind{"batches", 1, 1, 1024, 1, 2.1}, Kind{"tokens", 1, 30000, 60000, 1, 3.1},
+                                         Kind{"tokens, skipped steps", 3, 30000, 60000, 1, 5},
+                                         Kind{"fractions", 1, 100, 200, 0.125, 17},
+                                         Kind{"steps alone", 20, 0, 0, 1, 1.6},
                                          Kind{"more than 2^31 samples", 2, 1e9, 1e12, 1, 25}),
                          [](const auto& one) { return "Run" + std::to_string(one.index); });
 
@@ -74,7 +76,8 @@ TEST(RecordedUpdates, AreListsWhereTheyAreFew) {
 TEST(RecordedUpdates, TakeManyAtEvenDistancesAtOnce) {
   for (const int64_t count : {0, 1, 2, 3, 4, 5, 100}) {
     for (const int64_t every : {1, 2, 5}) {
-      for (const std::vector<int64_t>& before : std::vector<std::vector<int64_t>>{{}, {1}, {1, 2}, {1, 3}, {1, 2, 4}, {1, 2, 3, 5, 7}}) {
+      for (const std::vector<int64_t>& before :
+           std::vector<std::vector<int64_t>>{{}, {1}, {1, 2}, {1, 3}, {1, 2, 4}, {1, 2, 3, 5, 7}}) {
         RecordedUpdates one(false), many(false);
         for (const int64_t step : before) one.add(step, 0), many.add(step, 0);
         many.add_evenly(10, every, count);

@@ -1,7 +1,7 @@
-// Two steps. In the grid's own numbering, where dimension d has counts[d] indices, the window is a flat range; peeling it from the front,
-// always taking the largest box that begins there, gives at most 2n - 1 boxes. Each is then laid on the global tensor: a dimension whose
-// indices lie in several intervals breaks it, and so that every box stays one stretch of local memory, the dimensions before the last such
-// one go index by index.
+// Two steps. In the grid's own numbering, where dimension d has counts[d] indices, the window is a flat range; peeling
+// it from the front, always taking the largest box that begins there, gives at most 2n - 1 boxes. Each is then laid on
+// the global tensor: a dimension whose indices lie in several intervals breaks it, and so that every box stays one
+// stretch of local memory, the dimensions before the last such one go index by index.
 #include <algorithm>
 
 #include "shardow/region.h"
@@ -21,8 +21,8 @@ int64_t product(const Shape& sizes) {
   return result;
 }
 
-/// The largest box of a tensor of shape `counts` that begins at flat index `begin` and ends at or before `end`, contiguous there. At least
-/// one dimension.
+/// The largest box of a tensor of shape `counts` that begins at flat index `begin` and ends at or before `end`,
+/// contiguous there. At least one dimension.
 Corner first_box(const Shape& counts, int64_t begin, int64_t end) {
   const size_t n = counts.size();
   Shape strides(n, 1);

@@ -41,7 +41,8 @@ TEST(RegionBoxes, AreFew) {
 
 TEST(RegionBoxes, OfSmallRegions) {
   EXPECT_EQ(Region::whole({}).boxes(), (std::vector<Box>{{{}, {}, 0}}));
-  EXPECT_EQ(Region::grid({6, 4}, {{{0, 1}, {3, 5}}, {{1, 4}}}).boxes(), (std::vector<Box>{{{0, 1}, {1, 3}, 0}, {{3, 1}, {2, 3}, 3}}));
+  EXPECT_EQ(Region::grid({6, 4}, {{{0, 1}, {3, 5}}, {{1, 4}}}).boxes(),
+            (std::vector<Box>{{{0, 1}, {1, 3}, 0}, {{3, 1}, {2, 3}, 3}}));
   EXPECT_EQ(Region::whole({4, 5}).window(3, 17).boxes(),
             (std::vector<Box>{{{0, 3}, {1, 2}, 0}, {{1, 0}, {2, 5}, 2}, {{3, 0}, {1, 2}, 12}}));
 }

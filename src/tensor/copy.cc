@@ -1,6 +1,6 @@
-// A run is a stretch of the row-major numbering of the tensor's shape. Dimensions whose strides are those of one longer dimension are
-// joined first: a contiguous tensor then has one dimension, and every run is one copy. Along what is left a run goes row by row of the last
-// one.
+// A run is a stretch of the row-major numbering of the tensor's shape. Dimensions whose strides are those of one longer
+// dimension are joined first: a contiguous tensor then has one dimension, and every run is one copy. Along what is left
+// a run goes row by row of the last one.
 #include "shardow/copy.h"
 
 #include <algorithm>
@@ -40,7 +40,8 @@ void copy_each(const std::byte* from, int64_t from_stride, std::byte* to, int64_
   for (; count > 0; --count, from += from_stride, to += to_stride) std::memcpy(to, from, kBytes);
 }
 
-void copy_row(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t count, int64_t itemsize) {
+void copy_row(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t count,
+              int64_t itemsize) {
   if (from_stride == itemsize && to_stride == itemsize) {
     std::memcpy(to, from, static_cast<size_t>(count * itemsize));
     return;
@@ -83,10 +84,13 @@ void for_each_row(const Region& region, const Joined& tensor, Fn&& fn) {
 int64_t check(const StridedView& tensor, const TensorView& part) {
   const size_t dims = part.region.shape().size();
   if (tensor.strides.size() != dims)
-    fail(Code::kInvalidArgument, "'{}' has {} dimensions and its tensor {} strides", part.name, dims, tensor.strides.size());
+    fail(Code::kInvalidArgument, "'{}' has {} dimensions and its tensor {} strides", part.name, dims,
+         tensor.strides.size());
   if (tensor.dtype != part.dtype)
-    fail(Code::kInvalidArgument, "'{}' is {} and its tensor {}", part.name, dtype_name(part.dtype), dtype_name(tensor.dtype));
-  if (part.device.kind != Device::Kind::kCpu) fail(Code::kUnsupported, "'{}' is on a device; only host memory is copied here", part.name);
+    fail(Code::kInvalidArgument, "'{}' is {} and its tensor {}", part.name, dtype_name(part.dtype),
+         dtype_name(tensor.dtype));
+  if (part.device.kind != Device::Kind::kCpu)
+    fail(Code::kUnsupported, "'{}' is on a device; only host memory is copied here", part.name);
   if (dtype_bits(part.dtype) < 8)
     fail(Code::kUnsupported, "'{}' is {}, whose elements are no whole bytes", part.name, dtype_name(part.dtype));
   return dtype_bits(part.dtype) / 8;

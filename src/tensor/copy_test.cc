@@ -59,7 +59,8 @@ void check_both_ways(DType dtype, uint64_t seed) {
     ASSERT_EQ(local, expected) << sample.region.to_string() << ", case " << i;
 
     std::vector<T> changed = memory;
-    for (size_t n = 0; n < local.size(); ++n) changed[lying.place_of(sample.elements[n], shape)] = local[n] = static_cast<T>(100 + n % 20);
+    for (size_t n = 0; n < local.size(); ++n)
+      changed[lying.place_of(sample.elements[n], shape)] = local[n] = static_cast<T>(100 + n % 20);
     place(part, tensor);
     ASSERT_EQ(memory, changed) << sample.region.to_string() << ", case " << i;
   }

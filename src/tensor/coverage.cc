@@ -1,5 +1,5 @@
-// The runs of each region ascend, so a merge of all cursors by their next run's begin sees every element of the tensor in order, holding
-// one run per region.
+// The runs of each region ascend, so a merge of all cursors by their next run's begin sees every element of the tensor
+// in order, holding one run per region.
 #include "tensor/coverage.h"
 
 #include <algorithm>
@@ -35,7 +35,9 @@ class Merge {
   struct Head {
     Run run;
     size_t cursor;
-    bool operator<(const Head& other) const { return run.global_begin > other.run.global_begin; }  // the queue's top is its greatest
+    bool operator<(const Head& other) const {
+      return run.global_begin > other.run.global_begin;
+    }  // the queue's top is its greatest
   };
 
   void refill(size_t cursor) {
@@ -51,7 +53,8 @@ bool check(const std::vector<Region>& regions, bool once, int64_t* where) {
   const Shape& shape = regions.front().shape();
   for (const Region& region : regions) {
     if (region.shape() != shape)
-      base::fail(Code::kInvalidArgument, "regions {} and {} are of different tensors", regions.front().to_string(), region.to_string());
+      base::fail(Code::kInvalidArgument, "regions {} and {} are of different tensors", regions.front().to_string(),
+                 region.to_string());
   }
   const auto found = [&](int64_t element) {
     if (where != nullptr) *where = element;

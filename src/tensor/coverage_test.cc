@@ -14,8 +14,8 @@ namespace {
 using oracle::pick;
 using oracle::Random;
 
-/// A mesh as fully_shard and tensor parallelism make them: replicas, strided shards in front of the shards that they interleave with,
-/// others.
+/// A mesh as fully_shard and tensor parallelism make them: replicas, strided shards in front of the shards that they
+/// interleave with, others.
 std::vector<oracle::Placed> random_mesh(Random& random, size_t num_dims) {
   const auto dim = [&] { return static_cast<int>(pick(random, 0, static_cast<int64_t>(num_dims) - 1)); };
   std::vector<oracle::Placed> mesh;

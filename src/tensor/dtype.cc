@@ -67,7 +67,9 @@ std::optional<DType> find_dtype(std::string_view name) noexcept {
 
 DType dtype_from_name(std::string_view name) {
   const std::optional<DType> found = find_dtype(name);
-  if (!found) base::fail(Code::kInvalidArgument, "no dtype is named '{}'; names are those of safetensors, such as F32, BF16 or I64", name);
+  if (!found)
+    base::fail(Code::kInvalidArgument,
+               "no dtype is named '{}'; names are those of safetensors, such as F32, BF16 or I64", name);
   return *found;
 }
 
@@ -86,7 +88,8 @@ int64_t byte_size(DType dtype, int64_t count) {
   // Eight elements fill `bits` bytes; what is left of them must fill whole bytes too.
   const int64_t rest = count % 8 * bits;
   if (rest % 8 != 0)
-    base::fail(Code::kInvalidArgument, "{} elements of {} ({} bits each) do not fill whole bytes", count, dtype_name(dtype), bits);
+    base::fail(Code::kInvalidArgument, "{} elements of {} ({} bits each) do not fill whole bytes", count,
+               dtype_name(dtype), bits);
   return count / 8 * bits + rest / 8;
 }
 

@@ -21,8 +21,8 @@ int dtype_bits(DType dtype) noexcept;  ///< of one element: 4, 6, 8, 16, 32 or 6
 /// Real floating point: not integers, not BOOL, not C64.
 bool is_floating(DType dtype) noexcept;
 
-/// Bytes of `count` elements, packed. Throws kInvalidArgument where that does not fit in 64 bits, is negative, or (F4, F6) is not a whole
-/// number of bytes.
+/// Bytes of `count` elements, packed. Throws kInvalidArgument where that does not fit in 64 bits, is negative, or (F4,
+/// F6) is not a whole number of bytes.
 int64_t byte_size(DType dtype, int64_t count);
 
 /// Where an element of the view's memory begins; `element`: its index among those that the rank holds.

@@ -31,8 +31,8 @@ Likeness::Likeness(std::span<const TensorView> views) {
   keys_.reserve(views.size());
   for (const TensorView& view : views) {
     const GridKey& key = RunCursor::key_of(view.region);
-    rows_.push_back({view.data, &key, RunCursor::window_of(view.region), view.region.size(), view.name.size(), view.device.index,
-                     view.device.kind, view.dtype});
+    rows_.push_back({view.data, &key, RunCursor::window_of(view.region), view.region.size(), view.name.size(),
+                     view.device.index, view.device.kind, view.dtype});
     keys_.push_back(key);
     names_ += view.name;
     on_host_ = on_host_ && view.device.kind == Device::Kind::kCpu;
@@ -50,7 +50,9 @@ bool Likeness::holds(std::span<const TensorView> views) const noexcept {
     }
     const TensorView& view = views[i];
     const Row& row = rows_[i];
-    if (view.data != row.data || view.dtype != row.dtype || view.device.kind != row.kind || view.device.index != row.device) return false;
+    if (view.data != row.data || view.dtype != row.dtype || view.device.kind != row.kind ||
+        view.device.index != row.device)
+      return false;
     if (RunCursor::window_of(view.region) != row.window || view.region.size() != row.size) return false;
     if (view.name.size() != row.name || !equal_bytes(view.name.data(), name, row.name)) return false;
     const GridKey& key = RunCursor::key_of(view.region);

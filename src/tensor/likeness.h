@@ -11,15 +11,15 @@
 
 namespace shardow {
 
-/// What views are, in memory that is read from front to end: on thousands of them the lines in which names and regions lie take most of
-/// the time, and so only those of the other side are looked for. Streams are not in it.
+/// What views are, in memory that is read from front to end: on thousands of them the lines in which names and regions
+/// lie take most of the time, and so only those of the other side are looked for. Streams are not in it.
 class Likeness {
  public:
   Likeness() = default;
   explicit Likeness(std::span<const TensorView> views);
 
-  /// True only where all of them are equal one by one, be they the same ones or made anew; false also for regions that were made otherwise.
-  /// The views that it was made of, or copies of them, live.
+  /// True only where all of them are equal one by one, be they the same ones or made anew; false also for regions that
+  /// were made otherwise. The views that it was made of, or copies of them, live.
   bool holds(std::span<const TensorView> views) const noexcept;
 
   bool empty() const noexcept { return rows_.empty(); }

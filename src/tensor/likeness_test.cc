@@ -11,7 +11,8 @@ namespace {
 std::vector<TensorView> views() {
   static float memory[32] = {};
   std::vector<TensorView> all;
-  for (const char* name : {"", "w", "weight", "weight.7", "weights.8", "weights.of.ten.8", "model.blocks.0.attention.projection.weight"}) {
+  for (const char* name :
+       {"", "w", "weight", "weight.7", "weights.8", "weights.of.ten.8", "model.blocks.0.attention.projection.weight"}) {
     const auto more = std::vector<Interval>{{0, 1}, {3, 4}, {6, 7}, {9, 10}};
     all.push_back({name, DType::kF32, Region::grid({8, 4}, {{{2, 4}}, {{0, 4}}}).window(1, 3), memory});
     all.push_back({std::string(name) + "?", DType::kF32, Region::grid({10, 4}, {more, {{0, 2}}}), memory + 8});

@@ -26,7 +26,8 @@ std::optional<Message> Messages::next() {
       if (next_want_ == count_) break;
       now_ = wanted_(next_want_++);
       begin_ = 0;
-      if (now_->item_bytes < 1) base::fail(Code::kInvalidArgument, "want {} has items of {} bytes", next_want_ - 1, now_->item_bytes);
+      if (now_->item_bytes < 1)
+        base::fail(Code::kInvalidArgument, "want {} has items of {} bytes", next_want_ - 1, now_->item_bytes);
     }
     while (begin_ < now_->region.size()) {
       if (auto full = take()) return full;
@@ -36,7 +37,8 @@ std::optional<Message> Messages::next() {
   return std::exchange(packed_, {});
 }
 
-/// The next piece of the want at hand: a message, if it fills one. Where it does not fit any more, what is packed; it is next then.
+/// The next piece of the want at hand: a message, if it fills one. Where it does not fit any more, what is packed; it
+/// is next then.
 std::optional<Message> Messages::take() {
   const int64_t length = std::min(std::max<int64_t>(most_ / now_->item_bytes, 1), now_->region.size() - begin_);
   const int64_t bytes = length * now_->item_bytes;
@@ -45,7 +47,8 @@ std::optional<Message> Messages::take() {
     packed_bytes_ = 0;
     return std::exchange(packed_, {});
   }
-  MessagePiece piece{next_want_ - 1, now_->region.window(begin_, begin_ + length), begin_, alone ? 0 : packed_bytes_, bytes};
+  MessagePiece piece{next_want_ - 1, now_->region.window(begin_, begin_ + length), begin_, alone ? 0 : packed_bytes_,
+                     bytes};
   begin_ += length;
   if (alone) return Message{std::move(piece)};
   packed_.push_back(std::move(piece));

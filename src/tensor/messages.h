@@ -1,8 +1,10 @@
-// Messages: how one rank sends another its parts of many tensors. Both sides cut what is wanted into the same messages, so that nothing
-// has to be said about them: small pieces are packed together, large ones travel alone, none is longer than a bound.
+// Messages: how one rank sends another its parts of many tensors. Both sides cut what is wanted into the same messages,
+// so that nothing has to be said about them: small pieces are packed together, large ones travel alone, none is longer
+// than a bound.
 //
 //   Messages messages(wants.size(), [&](size_t i) { return Wanted{wants[i].region, 4}; });
-//   while (const auto message = messages.next()) { fill or empty a block of message_bytes(*message); send or receive it; }
+//   while (const auto message = messages.next()) { fill or empty a block of message_bytes(*message); send or receive
+//   it; }
 #pragma once
 
 #include <cstddef>
@@ -21,25 +23,29 @@ struct Wanted {
   int64_t item_bytes;
 };
 
-/// Elements [begin, begin + region.size()) of want number `want`, counted as it holds them; they lie `at` bytes from their message's start.
+/// Elements [begin, begin + region.size()) of want number `want`, counted as it holds them; they lie `at` bytes from
+/// their message's start.
 struct MessagePiece {
   size_t want;
   Region region;
   int64_t begin, at, bytes;
 };
 
-/// Never empty. A piece of more than half of the bound is alone, at 0; others begin at multiples of 16 bytes, in the order of the wants.
+/// Never empty. A piece of more than half of the bound is alone, at 0; others begin at multiples of 16 bytes, in the
+/// order of the wants.
 using Message = std::vector<MessagePiece>;
 
 int64_t message_bytes(const Message& message);
 
-/// Every element of every want, once. Equal wants and bounds give equal messages. One thread at a time; holds one message.
+/// Every element of every want, once. Equal wants and bounds give equal messages. One thread at a time; holds one
+/// message.
 class Messages {
  public:
   static constexpr int64_t kMostBytes = 4 << 20;
 
-  /// `wanted` is asked for wants 0 to `count` - 1, each once, in order, when its turn comes. `most_bytes`: of a message, unless one element
-  /// is longer. What `wanted` throws comes out of next(), which throws kInvalidArgument itself for an item of no bytes.
+  /// `wanted` is asked for wants 0 to `count` - 1, each once, in order, when its turn comes. `most_bytes`: of a
+  /// message, unless one element is longer. What `wanted` throws comes out of next(), which throws kInvalidArgument
+  /// itself for an item of no bytes.
   Messages(size_t count, std::function<Wanted(size_t)> wanted, int64_t most_bytes = kMostBytes);
 
   /// Nothing after the last. Cost O(1) for each piece.

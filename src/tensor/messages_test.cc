@@ -77,8 +77,10 @@ TEST(Messages, AreTheSameOnBothSides) {
 
 TEST(Messages, OfLargePiecesAreAlone) {
   const int64_t most = Messages::kMostBytes;
-  const std::vector<Message> messages = all_of(
-      {{Region::whole({10}), 4}, {Region::whole({most / 4 + 5}), 4}, {Region::whole({most / 2}), 1}, {Region::whole({most / 2}), 1}});
+  const std::vector<Message> messages = all_of({{Region::whole({10}), 4},
+                                                {Region::whole({most / 4 + 5}), 4},
+                                                {Region::whole({most / 2}), 1},
+                                                {Region::whole({most / 2}), 1}});
   ASSERT_EQ(messages.size(), 3u);  // the small ones wait for one another
   EXPECT_EQ(messages[0].size(), 1u);
   EXPECT_EQ(messages[0][0].want, 1u);

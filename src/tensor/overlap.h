@@ -11,9 +11,9 @@
 
 namespace shardow {
 
-/// Calls fn(global_begin, a_local, b_local, length) for every stretch that both hold and that is contiguous in both, in ascending order.
-/// The runs of a region ascend in global and in local order, so one pass over both lists finds all: O(runs of a + runs of b), no
-/// allocation. Throws kInvalidArgument for different shapes.
+/// Calls fn(global_begin, a_local, b_local, length) for every stretch that both hold and that is contiguous in both, in
+/// ascending order. The runs of a region ascend in global and in local order, so one pass over both lists finds all:
+/// O(runs of a + runs of b), no allocation. Throws kInvalidArgument for different shapes.
 template <std::invocable<int64_t, int64_t, int64_t, int64_t> Fn>
 void for_each_overlap(const Region& a, const Region& b, Fn&& fn) {
   if (a.shape() != b.shape())
@@ -24,7 +24,8 @@ void for_each_overlap(const Region& a, const Region& b, Fn&& fn) {
     const int64_t left_end = left->global_begin + left->length, right_end = right->global_begin + right->length;
     const int64_t begin = std::max(left->global_begin, right->global_begin), end = std::min(left_end, right_end);
     if (begin < end) {
-      fn(begin, left->local_begin + (begin - left->global_begin), right->local_begin + (begin - right->global_begin), end - begin);
+      fn(begin, left->local_begin + (begin - left->global_begin), right->local_begin + (begin - right->global_begin),
+         end - begin);
     }
     if (left_end <= right_end) {
       left = a_runs.next();

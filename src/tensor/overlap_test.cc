@@ -40,7 +40,8 @@ TEST(Overlap, IsWhatBothHold) {
 }
 
 TEST(Overlap, RefusesRegionsOfDifferentTensors) {
-  EXPECT_THROW(for_each_overlap(Region::whole({2}), Region::whole({3}), [](int64_t, int64_t, int64_t, int64_t) {}), Error);
+  EXPECT_THROW(for_each_overlap(Region::whole({2}), Region::whole({3}), [](int64_t, int64_t, int64_t, int64_t) {}),
+               Error);
 }
 
 }  // namespace

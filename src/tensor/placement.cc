@@ -1,5 +1,6 @@
-// The rule was compared with what torch's fully_shard, parallelize_module and distribute_tensor really cut (python/tests/model/
-// test_regions.py), since torch's own helper for offsets is wrong for tensor parallelism under fully_shard where sizes are uneven.
+// The rule was compared with what torch's fully_shard, parallelize_module and distribute_tensor really cut
+// (python/tests/model/ test_regions.py), since torch's own helper for offsets is wrong for tensor parallelism under
+// fully_shard where sizes are uneven.
 #include "shardow/placement.h"
 
 #include <algorithm>
@@ -29,7 +30,8 @@ Intervals chunk(const Intervals& held, int64_t count, int64_t index) {
   return part;
 }
 
-/// The cut of dimension `dim` by number `place` of the mesh, and the factor that later mesh dimensions have still to make up before it.
+/// The cut of dimension `dim` by number `place` of the mesh, and the factor that later mesh dimensions have still to
+/// make up before it.
 struct Cut {
   size_t place;
   MeshDim mesh;
@@ -48,7 +50,8 @@ class Cutter {
     const int dim = placement.dim < 0 ? placement.dim + num_dims : placement.dim;
     if (dim < 0 || dim >= num_dims)
       fail(Code::kInvalidArgument, "'{}' is sharded along dimension {}; it has {}", name_, placement.dim, num_dims);
-    if (placement.split_factor < 1) fail(Code::kInvalidArgument, "'{}' has a split factor of {}", name_, placement.split_factor);
+    if (placement.split_factor < 1)
+      fail(Code::kInvalidArgument, "'{}' has a split factor of {}", name_, placement.split_factor);
     const Cut cut{place, mesh, static_cast<size_t>(dim), placement.split_factor};
     if (cut.waits_for > 1) {
       late_.push_back(cut);
@@ -79,7 +82,8 @@ class Cutter {
 
   [[noreturn]] void refuse(const Cut& cut) const {
     fail(Code::kUnsupported,
-         "'{}' has a strided shard of dimension {} whose split factor later mesh dimensions don't make up ({} is left); only views of "
+         "'{}' has a strided shard of dimension {} whose split factor later mesh dimensions don't make up ({} is "
+         "left); only views of "
          "sharded tensors have that",
          name_, cut.dim, cut.waits_for);
   }
@@ -91,16 +95,20 @@ class Cutter {
 
 }  // namespace
 
-Region region_of(std::string_view name, const Shape& shape, std::span<const MeshDim> mesh, std::span<const Placement> placements) {
+Region region_of(std::string_view name, const Shape& shape, std::span<const MeshDim> mesh,
+                 std::span<const Placement> placements) {
   if (mesh.size() != placements.size())
-    fail(Code::kInvalidArgument, "'{}' has {} placements on a mesh of {} dimensions", name, placements.size(), mesh.size());
+    fail(Code::kInvalidArgument, "'{}' has {} placements on a mesh of {} dimensions", name, placements.size(),
+         mesh.size());
   Cutter cutter(name, shape);
   for (size_t i = 0; i < mesh.size(); ++i) {
     const auto& [size, coordinate] = mesh[i];
     if (coordinate < 0 || coordinate >= size)
-      fail(Code::kInvalidArgument, "'{}' is placed at coordinate {} of a mesh dimension of {} ranks", name, coordinate, size);
+      fail(Code::kInvalidArgument, "'{}' is placed at coordinate {} of a mesh dimension of {} ranks", name, coordinate,
+           size);
     if (placements[i].kind == Placement::Kind::kPartial)
-      fail(Code::kUnsupported, "'{}' has a partial placement, which no weight has; average it when it is reduced", name);
+      fail(Code::kUnsupported, "'{}' has a partial placement, which no weight has; average it when it is reduced",
+           name);
     if (placements[i].kind == Placement::Kind::kShard) cutter.add(i, mesh[i], placements[i]);
   }
   return Region::grid(shape, cutter.take());

@@ -105,7 +105,8 @@ TEST(Placement, HoldsWhatChunkingIndicesInTheSameOrderHolds) {
 TEST(Placement, CutsAsTorchChunk) {
   const auto sizes = [](int64_t rows, int64_t ranks) {
     Indices found;
-    for (int64_t i = 0; i < ranks; ++i) found.push_back(oracle::sharded({rows}, {{ranks, Placement::shard(0)}}, {i}).size());
+    for (int64_t i = 0; i < ranks; ++i)
+      found.push_back(oracle::sharded({rows}, {{ranks, Placement::shard(0)}}, {i}).size());
     return found;
   };
   EXPECT_EQ(sizes(7, 4), (Indices{2, 2, 2, 1}));  // as measured
@@ -114,7 +115,8 @@ TEST(Placement, CutsAsTorchChunk) {
 }
 
 TEST(Placement, FullyShardUnderTensorParallelism) {
-  const std::vector<oracle::Placed> mesh = {{2, Placement::shard(0, 2)}, {2, Placement::shard(0)}};  // 9 rows: tp has 5 and 4 of them
+  const std::vector<oracle::Placed> mesh = {{2, Placement::shard(0, 2)},
+                                            {2, Placement::shard(0)}};  // 9 rows: tp has 5 and 4 of them
   EXPECT_EQ(oracle::sharded({9}, mesh, {0, 0}).to_string(), "[9] at [0:3]");
   EXPECT_EQ(oracle::sharded({9}, mesh, {1, 0}).to_string(), "[9] at [3:5]");
   EXPECT_EQ(oracle::sharded({9}, mesh, {0, 1}).to_string(), "[9] at [5:7]");
@@ -139,10 +141,13 @@ TEST(Placement, RefusesWhatNoWeightHas) {
     const char* message;
   };
   const Case cases[] = {
-      {{{2, Placement::partial()}}, Code::kUnsupported, "'t' has a partial placement, which no weight has; average it when it is reduced"},
+      {{{2, Placement::partial()}},
+       Code::kUnsupported,
+       "'t' has a partial placement, which no weight has; average it when it is reduced"},
       {{{2, Placement::shard(0, 2)}, {2}},
        Code::kUnsupported,
-       "'t' has a strided shard of dimension 0 whose split factor later mesh dimensions don't make up (2 is left); only views of sharded "
+       "'t' has a strided shard of dimension 0 whose split factor later mesh dimensions don't make up (2 is left); "
+       "only views of sharded "
        "tensors have that"},
       {{{2, Placement::shard(0, 2)}, {2, Placement::shard(1)}}, Code::kUnsupported, nullptr},
       {{{2, Placement::shard(0, 3)}, {2, Placement::shard(0)}}, Code::kUnsupported, nullptr},
@@ -165,7 +170,8 @@ TEST(Placement, RefusesWhatNoWeightHas) {
 
 TEST(Placement, RefusesAMeshThatIsNone) {
   const Placement shard[] = {Placement::shard(0)};
-  for (const MeshDim dim : {MeshDim{2, 2}, {2, -1}, {0, 0}}) EXPECT_THROW(region_of("t", {4}, std::vector{dim}, shard), Error);
+  for (const MeshDim dim : {MeshDim{2, 2}, {2, -1}, {0, 0}})
+    EXPECT_THROW(region_of("t", {4}, std::vector{dim}, shard), Error);
   EXPECT_THROW(region_of("t", {4}, {}, shard), Error);
 }
 

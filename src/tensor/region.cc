@@ -1,5 +1,5 @@
-// A region is made once and asked often: construction checks and normalises, so that everything after it is plain arithmetic that cannot
-// overflow (every product is bounded by the elements of the global tensor).
+// A region is made once and asked often: construction checks and normalises, so that everything after it is plain
+// arithmetic that cannot overflow (every product is bounded by the elements of the global tensor).
 #include "shardow/region.h"
 
 #include <algorithm>
@@ -20,10 +20,12 @@ std::vector<Interval> normalised(const std::vector<Interval>& intervals, size_t 
   int64_t reached = 0;
   for (const auto& [begin, end] : intervals) {
     if (begin > end || begin < 0 || end > size) {
-      fail(Code::kInvalidArgument, "interval [{}, {}) of dimension {} is not inside its {} indices", begin, end, dim, size);
+      fail(Code::kInvalidArgument, "interval [{}, {}) of dimension {} is not inside its {} indices", begin, end, dim,
+           size);
     }
     if (begin < reached)
-      fail(Code::kInvalidArgument, "interval [{}, {}) of dimension {} begins before {}, where the last one ends", begin, end, dim, reached);
+      fail(Code::kInvalidArgument, "interval [{}, {}) of dimension {} begins before {}, where the last one ends", begin,
+           end, dim, reached);
     reached = end;
     if (begin == end) continue;
     if (!result.empty() && result.back().end == begin) {
@@ -43,7 +45,8 @@ int64_t num_indices(const std::vector<Interval>& intervals) {
 
 }  // namespace
 
-Region::Grid::Grid(Shape shape_, std::vector<std::vector<Interval>> dims_) : shape(std::move(shape_)), dims(std::move(dims_)) {
+Region::Grid::Grid(Shape shape_, std::vector<std::vector<Interval>> dims_)
+    : shape(std::move(shape_)), dims(std::move(dims_)) {
   if (shape.size() > static_cast<size_t>(kMaxDims))
     fail(Code::kInvalidArgument, "a tensor of {} dimensions; at most {} are supported", shape.size(), kMaxDims);
   base::checked_product(shape);
@@ -120,7 +123,8 @@ bool Region::operator==(const Region& other) const noexcept {
   }
 }
 
-/// Dimension by dimension: elements whose index there is smaller come before, those with the same index are decided by the next one.
+/// Dimension by dimension: elements whose index there is smaller come before, those with the same index are decided by
+/// the next one.
 int64_t Region::position(int64_t global) const noexcept {
   const Grid& grid = *grid_;
   int64_t before = 0, below = grid.elements;

@@ -30,7 +30,8 @@ inline std::vector<int64_t> elements(const Shape& shape, const Dims& dims) {
     std::vector<int64_t> next;
     for (const int64_t outer : found) {
       for (int64_t i = 0; i < shape[d]; ++i) {
-        const bool held = std::any_of(dims[d].begin(), dims[d].end(), [i](Interval v) { return v.begin <= i && i < v.end; });
+        const bool held =
+            std::any_of(dims[d].begin(), dims[d].end(), [i](Interval v) { return v.begin <= i && i < v.end; });
         if (held) next.push_back(outer * shape[d] + i);
       }
     }

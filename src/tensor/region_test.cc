@@ -62,7 +62,8 @@ TEST(RegionWindow, CountsFromTheOuterWindow) {
 
 TEST(RegionWindow, RefusesElementsOutside) {
   const Region region = Region::whole({10}).window(2, 8);
-  for (const auto& [begin, end] : {std::pair{-1, 2}, {0, 7}, {3, 2}, {7, 7}}) EXPECT_THROW(region.window(begin, end), Error);
+  for (const auto& [begin, end] : {std::pair{-1, 2}, {0, 7}, {3, 2}, {7, 7}})
+    EXPECT_THROW(region.window(begin, end), Error);
   EXPECT_EQ(region.window(6, 6).size(), 0);
 }
 
@@ -108,7 +109,8 @@ TEST(RegionPosition, CountsTheElementsBefore) {
     int64_t size = 1;
     for (const int64_t n : sample.region.shape()) size *= n;
     for (int64_t global = 0; global <= size + 1; global += pick(random, 1, 5)) {
-      const auto before = std::lower_bound(sample.elements.begin(), sample.elements.end(), global) - sample.elements.begin();
+      const auto before =
+          std::lower_bound(sample.elements.begin(), sample.elements.end(), global) - sample.elements.begin();
       ASSERT_EQ(sample.region.position(global), before) << sample.region.to_string() << ", element " << global;
     }
   }

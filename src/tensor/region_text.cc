@@ -3,8 +3,8 @@
 //   bytes    := version ndim dim* begin end           all numbers LEB128 (7 bits a byte, low first), version = 1
 //   dim      := size num_intervals (gap length)*      gap: from the end of the last interval, or from 0
 //
-// There is one encoding of each grid and window: decode() makes the region, encodes it again and refuses what differs, which covers
-// overlong numbers, touching intervals and trailing bytes without a rule for each.
+// There is one encoding of each grid and window: decode() makes the region, encodes it again and refuses what differs,
+// which covers overlong numbers, touching intervals and trailing bytes without a rule for each.
 #include <fmt/format.h>
 
 #include "base/checked.h"
@@ -109,7 +109,8 @@ Region Region::decode(std::string_view bytes) {
   if (const int64_t version = reader.get(); version != kVersion)
     fail(Code::kCorrupt, "an encoded region of version {}; this build reads {}", version, kVersion);
   const int64_t ndim = reader.get();
-  if (ndim > kMaxDims) fail(Code::kCorrupt, "an encoded region of {} dimensions; at most {} are supported", ndim, kMaxDims);
+  if (ndim > kMaxDims)
+    fail(Code::kCorrupt, "an encoded region of {} dimensions; at most {} are supported", ndim, kMaxDims);
   try {
     Shape shape;
     std::vector<std::vector<Interval>> dims;
@@ -120,7 +121,8 @@ Region Region::decode(std::string_view bytes) {
     Region region = grid(std::move(shape), std::move(dims));
     const int64_t begin = reader.get(), end = reader.get();
     region = region.window(begin, end);
-    if (region.encode() != bytes) fail(Code::kCorrupt, "an encoded region of {} bytes is not in its one valid form", bytes.size());
+    if (region.encode() != bytes)
+      fail(Code::kCorrupt, "an encoded region of {} bytes is not in its one valid form", bytes.size());
     return region;
   } catch (const Error& error) {
     if (error.code() == Code::kCorrupt) throw;

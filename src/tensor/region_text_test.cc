@@ -16,7 +16,8 @@ using oracle::random_sample;
 TEST(RegionText, SaysWhatIsHeld) {
   EXPECT_EQ(Region::whole({}).to_string(), "[]");
   EXPECT_EQ(Region::whole({7, 8}).to_string(), "[7, 8]");
-  EXPECT_EQ(Region::grid({7, 8}, {{{0, 2}, {4, 6}}, {{0, 8}}}).window(3, 17).to_string(), "[7, 8] at [0:2 + 4:6, 0:8], elements 3:17");
+  EXPECT_EQ(Region::grid({7, 8}, {{{0, 2}, {4, 6}}, {{0, 8}}}).window(3, 17).to_string(),
+            "[7, 8] at [0:2 + 4:6, 0:8], elements 3:17");
   EXPECT_EQ(Region::grid({7}, {{}}).to_string(), "[7] at [none]");
   EXPECT_EQ(Region::grid({20}, {{{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}}}).to_string(),
             "[20] at [0:1 + 2:3 + 4:5 + 6:7 + ... (5 intervals)]");
@@ -69,7 +70,8 @@ TEST(RegionBytes, DecodeOfDamagedBytesRefusesOrMakesAnotherRegion) {
   for (int i = 0; i < 3000; ++i) {
     const std::string good = random_sample(random, true).region.encode();
     std::string bad = good;
-    bad[static_cast<size_t>(pick(random, 0, static_cast<int64_t>(bad.size()) - 1))] ^= static_cast<char>(pick(random, 1, 255));
+    bad[static_cast<size_t>(pick(random, 0, static_cast<int64_t>(bad.size()) - 1))] ^=
+        static_cast<char>(pick(random, 1, 255));
     try {
       EXPECT_EQ(Region::decode(bad).encode(), bad);
     } catch (const Error& error) {

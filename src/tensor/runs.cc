@@ -1,6 +1,7 @@
-// An odometer over the grid. Its lowest wheel is the interval list of the split dimension: one interval times the whole dimensions after it
-// is one contiguous piece. The wheels above count the indices of the dimensions before the split, one row each. Two pieces join into one
-// run only where a row ends at the end of the split dimension and the next begins at its start, so a run has at most two pieces.
+// An odometer over the grid. Its lowest wheel is the interval list of the split dimension: one interval times the whole
+// dimensions after it is one contiguous piece. The wheels above count the indices of the dimensions before the split,
+// one row each. Two pieces join into one run only where a row ends at the end of the split dimension and the next
+// begins at its start, so a run has at most two pieces.
 #include "tensor/runs.h"
 
 #include <algorithm>
@@ -63,7 +64,8 @@ Run RunCursor::next_piece() noexcept {
   if (left_ == 0) return {};
   const std::vector<Interval>& intervals = grid_->dims[static_cast<size_t>(grid_->split)];
   const auto [begin, end] = intervals[column_];
-  const Run piece{row_begin_ + begin * grid_->inner + skip_, local_, std::min((end - begin) * grid_->inner - skip_, left_)};
+  const Run piece{row_begin_ + begin * grid_->inner + skip_, local_,
+                  std::min((end - begin) * grid_->inner - skip_, left_)};
   skip_ = 0;
   local_ += piece.length;
   left_ -= piece.length;

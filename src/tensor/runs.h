@@ -11,8 +11,8 @@ namespace shardow {
 
 class GridKey;  // tensor/grid.h
 
-/// Walks the maximal runs of a region, which must outlive it. Allocates nothing; the first run is found by arithmetic, not by walking up to
-/// it.
+/// Walks the maximal runs of a region, which must outlive it. Allocates nothing; the first run is found by arithmetic,
+/// not by walking up to it.
 class RunCursor {
  public:
   explicit RunCursor(const Region& region) noexcept;

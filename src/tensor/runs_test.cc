@@ -35,7 +35,8 @@ TEST(RegionRuns, OfSmallRegions) {
       {Region::grid({3, 4}, {{}, {{0, 4}}}), {}},
       // The end of a row and the begin of the next are one run.
       {Region::grid({2, 5}, {{{0, 2}}, {{0, 2}, {4, 5}}}), {{0, 0, 2}, {4, 2, 3}, {9, 5, 1}}},
-      {Region::grid({4, 2, 3}, {{{1, 3}}, {{0, 2}}, {{0, 2}}}).window(1, 7), {{7, 0, 1}, {9, 1, 2}, {12, 3, 2}, {15, 5, 1}}},
+      {Region::grid({4, 2, 3}, {{{1, 3}}, {{0, 2}}, {{0, 2}}}).window(1, 7),
+       {{7, 0, 1}, {9, 1, 2}, {12, 3, 2}, {15, 5, 1}}},
       {Region::whole({4, 5}).window(3, 17), {{3, 0, 14}}},
   };
   for (const Case& c : cases) EXPECT_EQ(runs_of(c.region), c.runs) << c.region.to_string();
@@ -71,12 +72,14 @@ TEST(RegionRuns, AllocateNothing) {
 TEST(RegionRuns, StartAtTheWindowWithoutWalkingToIt) {
   const Region region = Region::grid({int64_t{1} << 40, 4}, {{{0, int64_t{1} << 40}}, {{0, 2}}});
   const int64_t last = region.size() - 3;  // walking 2^40 rows would not end
-  EXPECT_EQ(runs_of(region.window(last, region.size())), (Runs{{(int64_t{1} << 42) - 7, 0, 1}, {(int64_t{1} << 42) - 4, 1, 2}}));
+  EXPECT_EQ(runs_of(region.window(last, region.size())),
+            (Runs{{(int64_t{1} << 42) - 7, 0, 1}, {(int64_t{1} << 42) - 4, 1, 2}}));
 }
 
 TEST(RegionRuns, ReachTheEndOf64Bits) {
   EXPECT_EQ(runs_of(Region::whole({kMax})), (Runs{{0, 0, kMax}}));
-  EXPECT_EQ(runs_of(Region::grid({kMax / 7, 7}, {{{kMax / 7 - 1, kMax / 7}}, {{5, 7}}})), (Runs{{kMax / 7 * 7 - 2, 0, 2}}));
+  EXPECT_EQ(runs_of(Region::grid({kMax / 7, 7}, {{{kMax / 7 - 1, kMax / 7}}, {{5, 7}}})),
+            (Runs{{kMax / 7 * 7 - 2, 0, 2}}));
 }
 
 }  // namespace

@@ -22,7 +22,12 @@ COMMAND = ROOT / "build" / "release" / "shardow"
 
 def run(*words: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(COMMAND), *map(str, words)], capture_output=True, text=True, cwd=cwd, timeout=120, env={**os.environ, **environment}
+        [str(COMMAND), *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        env={**os.environ, **environment},
     )
 
 
@@ -37,7 +42,9 @@ def told_json(*words: object, status: int = 0) -> Any:
     return json.loads(told(*words, "--json", status=status))
 
 
-def tensors(seed: int = 0, sizes: tuple[int, ...] = (7, 4096, 300_000), dtype: str = "float32") -> dict[str, np.ndarray]:
+def tensors(
+    seed: int = 0, sizes: tuple[int, ...] = (7, 4096, 300_000), dtype: str = "float32"
+) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {f"layer.{i}.weight": rng.standard_normal(size).astype(dtype) for i, size in enumerate(sizes)}
 

@@ -1,7 +1,7 @@
 """hostile.py COMMAND: files that nobody should have written, through every verb of a build of the command.
 
-Each run must end by itself with a status that the help names, say why on standard error where that is not 0 or 1, use little memory, and
-leave nothing behind. Needs nothing but Python, so that CTest runs it on the sanitizers' builds.
+Each run must end by itself with a status that the help names, say why on standard error where that is not 0 or 1, use
+little memory, and leave nothing behind. Needs nothing but Python, so that CTest runs it on the sanitizers' builds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 import seeds
 
 STATUSES = {0, 1, 2, 3, 4, 5}
-MOST_BYTES = 300 << 20  # of one allocation under the sanitizers, and of resident memory elsewhere: the largest header has 100 MB
+MOST_BYTES = (
+    300 << 20
+)  # of one allocation under the sanitizers, and of resident memory elsewhere: the largest header has 100 MB
 
 
 def safetensors(header: bytes, data: bytes = b"") -> bytes:
@@ -53,7 +55,16 @@ def broken_headers() -> Iterator[bytes]:
     yield safetensors(b"\xef\xbb\xbf{}")
     yield safetensors(b"[" * 100_000)
     yield safetensors(b'{"a":' * 500 + b"1" + b"}" * 500)
-    for name in ("\\u0000", "\\u001b]0;x\\u0007", "\\ud800", "../../x", "x" * 1_000_000, "a\\nshardow: b", "__metadata__", "\\u202ex"):
+    for name in (
+        "\\u0000",
+        "\\u001b]0;x\\u0007",
+        "\\ud800",
+        "../../x",
+        "x" * 1_000_000,
+        "a\\nshardow: b",
+        "__metadata__",
+        "\\u202ex",
+    ):
         yield safetensors(("{" + entry(name) + "}").encode(), bytes(8))
     for shape in (
         "[18446744073709551615]",
@@ -67,7 +78,9 @@ def broken_headers() -> Iterator[bytes]:
         yield safetensors(("{" + entry("a", offsets=offsets) + "}").encode(), bytes(8))
     for dtype in ("F4", "F6_E2M3", "F8_E8M0", "C64", "BOOL", "I64", "F64", "U8", "f32", ""):
         yield safetensors(("{" + entry("a", dtype, "[8]") + "}").encode(), bytes(8))
-    yield safetensors(("{" + ",".join(entry(f"t{i}", shape="[2]", offsets="[0,8]") for i in range(1000)) + "}").encode(), bytes(8))
+    yield safetensors(
+        ("{" + ",".join(entry(f"t{i}", shape="[2]", offsets="[0,8]") for i in range(1000)) + "}").encode(), bytes(8)
+    )
     for value in ("1", "null", "[]", "{}", '{"a":1}', '{"shardow.crc32":"{}"}', '{"k":"\\u001b[31m"}'):
         yield safetensors(('{"__metadata__":' + value + "," + entry("a") + "}").encode(), bytes(8))
     for sums in (
@@ -82,7 +95,17 @@ def broken_headers() -> Iterator[bytes]:
         "{" * 1000,
     ):
         yield good({"shardow.crc32": sums})
-    for text in ("", "x", "{}", '{"schedules":[]}', '{"format":1,"step":-1}', "[" * 1000, '{"inputs":1}', '{"step":1e999}', "\x1b[2J"):
+    for text in (
+        "",
+        "x",
+        "{}",
+        '{"schedules":[]}',
+        '{"format":1,"step":-1}',
+        "[" * 1000,
+        '{"inputs":1}',
+        '{"step":1e999}',
+        "\x1b[2J",
+    ):
         for key in ("shardow.state", "shardow.merge", "shardow.snapshot", "shardow.values"):
             yield good({key: text})
     yield good() + b"trailing"
@@ -109,8 +132,8 @@ def folders() -> Iterator[dict[str, bytes]]:
     yield {}
 
 
-STATE = """{"format":1,"step":10,"updates":10,"applied_step":10,"applied_samples":0,"held_non_finite":0,"seed":"0","update_every":1,
-"start_step":0,"rule":"lerp","rounding":"auto","dtype":"F32","schedules":[{"kind":"power","sigma_rel":0.05}]}"""
+STATE = """{"format":1,"step":10,"updates":10,"applied_step":10,"applied_samples":0,"held_non_finite":0,"seed":"0",
+"update_every":1,"start_step":0,"rule":"lerp","rounding":"auto","dtype":"F32","schedules":[{"kind":"power","sigma_rel":0.05}]}"""
 RECORD = """{"format":1,"segments":[{"run":"5c202cdb48fef2d1","start_step":0,
 "schedules":{"power(sigma_rel=0.05)":{"kind":"power","sigma_rel":0.05}},"updates":[[1,1,10]]}]}"""
 
@@ -157,9 +180,21 @@ def snapshots() -> Iterator[dict[str, bytes]]:
     yield folder(RECORD.replace("[1,1,10]", many))
     for width in ("0", "-1", "1e999", "1e-320", '"x"', "0.28", "null"):
         yield folder(RECORD.replace("0.05}", width + "}"), STATE.replace("0.05", width))
-    for record in ("", "{}", "[" * 1000, RECORD.replace('"format":1', '"format":3'), RECORD.replace("power", "\u001b[31m"), RECORD[:-1]):
+    for record in (
+        "",
+        "{}",
+        "[" * 1000,
+        RECORD.replace('"format":1', '"format":3'),
+        RECORD.replace("power", "\u001b[31m"),
+        RECORD[:-1],
+    ):
         yield folder(record)
-    for state in ("", "{}", STATE.replace('"step":10', '"step":9223372036854775807'), STATE.replace("power", "constant")):
+    for state in (
+        "",
+        "{}",
+        STATE.replace('"step":10', '"step":9223372036854775807'),
+        STATE.replace("power", "constant"),
+    ):
         yield folder(RECORD, state)
     for step in ("9223372036854775807", "99999999999999999999", "-1", "000000020x", "0"):
         yield folder(RECORD, step=step)

@@ -107,7 +107,10 @@ def test_wrong_calls(tmp_path: Path, inputs: list[Path]) -> None:
 
 
 def test_whole_numbers_are_the_newest_and_that_is_said(tmp_path: Path) -> None:
-    inputs = [foreign(tmp_path / f"step-{step}.safetensors", {"w": np.ones(3), "n": np.array([step])}) for step in (30, 10, 20)]
+    inputs = [
+        foreign(tmp_path / f"step-{step}.safetensors", {"w": np.ones(3), "n": np.array([step])})
+        for step in (30, 10, 20)
+    ]
     assert "1 tensor of integers or booleans is that of" in told("average", *inputs, "-o", tmp_path / "out.safetensors")
     assert load_file(tmp_path / "out.safetensors")["n"] == [30]
 

@@ -31,9 +31,16 @@ def test_layout_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_every_dtype_that_there_is_goes_through(tmp_path: Path) -> None:
-    kinds = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)] + ["bool", "float8_e4m3fn", "float8_e5m2", "complex64"]
+    kinds = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)] + [
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "complex64",
+    ]
     kinds += ["bfloat16", "float16", "float32", "float64"]
-    values = {kind: torch.arange(600_001).remainder(2 if kind == "bool" else 100).to(getattr(torch, kind)) for kind in kinds}
+    values = {
+        kind: torch.arange(600_001).remainder(2 if kind == "bool" else 100).to(getattr(torch, kind)) for kind in kinds
+    }
     values |= {
         "scalar": torch.tensor(3.0),
         "empty": torch.zeros(0, 3),
@@ -94,7 +101,9 @@ def test_a_rule_is_applied_once(tmp_path: Path) -> None:
     assert list(load_file(tmp_path / "b.safetensors")) == ["module.x"]
 
 
-@pytest.mark.parametrize(("size", "files"), [("8KB", 3), ("8KiB", 2), ("8192", 2), ("8191B", 3), ("8.192 kb", 2), ("1G", 1)])
+@pytest.mark.parametrize(
+    ("size", "files"), [("8KB", 3), ("8KiB", 2), ("8192", 2), ("8191B", 3), ("8.192 kb", 2), ("1G", 1)]
+)
 def test_files_are_as_large_as_that_and_no_larger(tmp_path: Path, size: str, files: int) -> None:
     path = foreign(tmp_path / "a.safetensors", {name: np.zeros(1024, np.float32) for name in "abc"})
     assert len(told_json("convert", path, "-o", tmp_path / "b", "--max-shard-size", size)["files"]) == files
@@ -113,7 +122,9 @@ def test_files_are_as_large_as_that_and_no_larger(tmp_path: Path, size: str, fil
         (["--dtype", "int8"], 2, "--dtype"),
     ],
 )
-def test_what_does_not_go_is_said_before_anything_is_written(tmp_path: Path, words: list[str], status: int, message: str) -> None:
+def test_what_does_not_go_is_said_before_anything_is_written(
+    tmp_path: Path, words: list[str], status: int, message: str
+) -> None:
     path = foreign(tmp_path / "a.safetensors", tensors())
     done = run("convert", path, "-o", tmp_path / "b.safetensors", *words)
     assert done.returncode == status
@@ -177,7 +188,10 @@ def test_ctrl_c_leaves_what_was_there(tmp_path: Path, verb: str, what: signal.Si
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, verb: str) -> None:
     path = ours(tmp_path / "a.safetensors", tensors(sizes=(3_000_000,)))
     (tmp_path / "b.safetensors").write_bytes(b"old")
-    limited = lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, 5 << 20)))  # noqa: E731
+    limited = lambda: (  # noqa: E731
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, 5 << 20)),
+    )
     words = [COMMAND, verb, path, "-o", tmp_path / "b.safetensors", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, preexec_fn=limited)
     assert done.returncode == 6
@@ -191,7 +205,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, verb: str) -> None:
 def test_an_error_after_it_was_written_says_so(tmp_path: Path, verb: str, json_words: list[str]) -> None:
     path, out = ours(tmp_path / "a.safetensors", tensors()), tmp_path / "b.safetensors"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([COMMAND, verb, path, "-o", out, *json_words], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [COMMAND, verb, path, "-o", out, *json_words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert done.returncode == 7
     assert f"No space left on device; {out} had been written by then, and is whole" in done.stderr
     told("verify", out)

@@ -13,7 +13,16 @@ import torch
 from command import foreign, ours, run, tensors, told, told_json
 from safetensors.torch import save_file
 
-FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+FLOATS = [
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+]
 WHOLE = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"]
 
 
@@ -48,7 +57,9 @@ def test_floats(tmp_path: Path, dtype: str, size: int) -> None:
     torch.manual_seed(size)
     a = torch.randn(size).to(kind)
     b = (a.float() + torch.randn(size) * (torch.rand(size) < 0.3) + (torch.arange(size) == size // 2)).to(kind)
-    agrees(values_of(written(tmp_path / "a.safetensors", {"x": a}), written(tmp_path / "b.safetensors", {"x": b})), a, b)
+    agrees(
+        values_of(written(tmp_path / "a.safetensors", {"x": a}), written(tmp_path / "b.safetensors", {"x": b})), a, b
+    )
 
 
 @pytest.mark.parametrize("dtype", WHOLE)
@@ -56,11 +67,16 @@ def test_whole_numbers(tmp_path: Path, dtype: str) -> None:
     a = torch.arange(100).remainder(2 if dtype == "bool" else 100).to(getattr(torch, dtype))
     b = a.clone()
     b[50] = 1
-    agrees(values_of(written(tmp_path / "a.safetensors", {"x": a}), written(tmp_path / "b.safetensors", {"x": b})), a, b)
+    agrees(
+        values_of(written(tmp_path / "a.safetensors", {"x": a}), written(tmp_path / "b.safetensors", {"x": b})), a, b
+    )
 
 
 def exactly(found: dict[str, Any], a: list[Any], b: list[Any]) -> None:
-    x, apart = [Fraction(one) for one in a], [abs(Fraction(one) - Fraction(other)) for one, other in zip(a, b, strict=True)]
+    x, apart = (
+        [Fraction(one) for one in a],
+        [abs(Fraction(one) - Fraction(other)) for one, other in zip(a, b, strict=True)],
+    )
     norms = [math.isqrt(int(sum(one**2 for one in all) * 10**900)) for all in (apart, x)]  # times 1e450
     assert found["differing"] == sum(one != 0 for one in apart)
     assert found["max"] == float(max(apart))
@@ -74,9 +90,14 @@ def test_whole_numbers_that_float64_does_not_have(tmp_path: Path, dtype: str) ->
     most = np.iinfo(dtype).max
     a = [most, most - 1, 2**53 + 1, 2**60, 5, 0] * 1000
     b = [most - 1, most - 1, 2**53, 2**60 + 1, 2**61, most] * 1000
-    paths = [foreign(tmp_path / f"{name}.safetensors", {"x": np.array(value, dtype)}) for name, value in (("a", a), ("b", b))]
+    paths = [
+        foreign(tmp_path / f"{name}.safetensors", {"x": np.array(value, dtype)}) for name, value in (("a", a), ("b", b))
+    ]
     exactly(values_of(*paths), a, b)
-    one = [foreign(tmp_path / f"{name}.safetensors", {"x": np.array(value[:1], dtype)}) for name, value in (("a", a), ("b", b))]
+    one = [
+        foreign(tmp_path / f"{name}.safetensors", {"x": np.array(value[:1], dtype)})
+        for name, value in (("a", a), ("b", b))
+    ]
     assert "1 of 1 numbers, max 1, rms 1" in told("diff", *one, status=1)
 
 
@@ -90,7 +111,8 @@ def test_numbers_whose_squares_float64_does_not_have(tmp_path: Path, size: float
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("float32", "bfloat16"), ("float64", "float16"), ("int32", "float32"), ("float8_e4m3fn", "float32")]
+    ("one", "other"),
+    [("float32", "bfloat16"), ("float64", "float16"), ("int32", "float32"), ("float8_e4m3fn", "float32")],
 )
 def test_another_dtype_differs_whatever_the_values(tmp_path: Path, one: str, other: str) -> None:
     a = torch.arange(20).to(getattr(torch, one))
@@ -132,7 +154,9 @@ def test_equal_bytes_are_equal_whatever_they_are(tmp_path: Path) -> None:
 
 def test_layout_makes_no_difference(tmp_path: Path) -> None:
     values = tensors()
-    assert "equal" in told("diff", ours(tmp_path / "dir", values, max_shard_size=50_000), foreign(tmp_path / "one.safetensors", values))
+    assert "equal" in told(
+        "diff", ours(tmp_path / "dir", values, max_shard_size=50_000), foreign(tmp_path / "one.safetensors", values)
+    )
 
 
 def test_names_and_shapes(tmp_path: Path) -> None:
@@ -151,7 +175,9 @@ def test_tensors_are_compared_by_name_whatever_their_files_are_called(tmp_path: 
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         foreign(tmp_path / name / f"{name}.safetensors", values)
-    assert told("diff", file, tmp_path / "one") == told("diff", tmp_path / "one", tmp_path / "two") == "equal, 3 tensors\n"
+    assert (
+        told("diff", file, tmp_path / "one") == told("diff", tmp_path / "one", tmp_path / "two") == "equal, 3 tensors\n"
+    )
     first, *others = values
     foreign(tmp_path / "two" / "two.safetensors", {first: values[first]})
     foreign(tmp_path / "two" / "more.safetensors", {name: values[name] for name in others})
@@ -166,7 +192,10 @@ def test_files_whose_tensors_have_the_same_names_are_told_apart(tmp_path: Path) 
     assert told("diff", tmp_path / "one", tmp_path / "two") == "equal, 6 tensors\n"
     done = run("diff", tmp_path / "one", tmp_path / "two" / "ema-0.9.safetensors")
     assert done.returncode == 2
-    assert "2 files with the same names of tensors in them, ema-0.9.safetensors, ema-0.99.safetensors; name one of them" in done.stderr
+    assert (
+        "2 files with the same names of tensors in them, ema-0.9.safetensors, ema-0.99.safetensors; name one of them"
+        in done.stderr
+    )
     model = foreign(tmp_path / "one" / "model.safetensors", tensors(2))
     text = told("diff", tmp_path / "one", model, status=1)
     assert text.count("only in") == 6
@@ -195,7 +224,10 @@ def test_the_worst_come_first(tmp_path: Path) -> None:
 
 
 def test_threads_change_nothing(tmp_path: Path) -> None:
-    a, b = foreign(tmp_path / "a.safetensors", tensors(0, (3_000_000,))), foreign(tmp_path / "b.safetensors", tensors(1, (3_000_000,)))
+    a, b = (
+        foreign(tmp_path / "a.safetensors", tensors(0, (3_000_000,))),
+        foreign(tmp_path / "b.safetensors", tensors(1, (3_000_000,))),
+    )
     once = told("diff", "--json", "--threads", "1", a, b, status=1)
     for threads in (2, 4, 4, 7):
         assert told("diff", "--json", "--threads", threads, a, b, status=1) == once

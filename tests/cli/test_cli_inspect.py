@@ -16,8 +16,12 @@ import shardow
 def test_all_tensors_are_there_as_the_file_has_them(tmp_path: Path) -> None:
     values = {**tensors(), "scalar": np.array(3.0), "empty": np.zeros((0, 5), np.int64)}
     one = told_json("inspect", ours(tmp_path / "a.safetensors", values))["checkpoints"][0]
-    assert {tensor["name"]: tensor["shape"] for tensor in one["tensors"]} == {name: list(value.shape) for name, value in values.items()}
-    assert {tensor["name"]: tensor["bytes"] for tensor in one["tensors"]} == {name: value.nbytes for name, value in values.items()}
+    assert {tensor["name"]: tensor["shape"] for tensor in one["tensors"]} == {
+        name: list(value.shape) for name, value in values.items()
+    }
+    assert {tensor["name"]: tensor["bytes"] for tensor in one["tensors"]} == {
+        name: value.nbytes for name, value in values.items()
+    }
     assert {tensor["dtype"] for tensor in one["tensors"]} == {"F32", "F64", "I64"}
     assert one["written_by"] == told("--version").strip()
     text = told("inspect", tmp_path / "a.safetensors")
@@ -72,7 +76,8 @@ def test_a_model_in_many_files_is_one(tmp_path: Path) -> None:
 
 def test_the_tree_adds_up_its_branches(tmp_path: Path) -> None:
     path = foreign(
-        tmp_path / "a.safetensors", {"a.x": np.zeros(250, np.float32), "a.b.y": np.zeros(500, np.float32), "z": np.zeros(3, np.int8)}
+        tmp_path / "a.safetensors",
+        {"a.x": np.zeros(250, np.float32), "a.b.y": np.zeros(500, np.float32), "z": np.zeros(3, np.int8)},
     )
     assert told("inspect", "--tree", path).split("\n\n")[1].splitlines() == [
         "a  2 tensors, 3.00 kB",
@@ -86,7 +91,8 @@ def test_the_tree_adds_up_its_branches(tmp_path: Path) -> None:
 def test_a_name_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     names = ["\x1b]0;title\x07", "two\nlines", "\u202eback", "b\x9b31mred"]
     header = json.dumps(
-        {name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names} | {"__metadata__": {"k\x1b": "v\x1b[31m"}}
+        {name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names}
+        | {"__metadata__": {"k\x1b": "v\x1b[31m"}}
     )
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
     for words in (["inspect"], ["inspect", "--tree"], ["inspect", "--full"]):
@@ -95,7 +101,9 @@ def test_a_name_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
         assert "\\x1b]0;title\\x07" in text
         assert "\u202e" not in text
         assert "\x9b" not in text
-    assert sorted(one["name"] for one in told_json("inspect", tmp_path / "a.safetensors")["checkpoints"][0]["tensors"]) == sorted(names)
+    assert sorted(
+        one["name"] for one in told_json("inspect", tmp_path / "a.safetensors")["checkpoints"][0]["tensors"]
+    ) == sorted(names)
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What the command says of itself: docs/cli.md, the man page and completions are made from the description that parses the words."""
+"""What the command says of itself: docs/cli.md, the man page and completions are made from the description that parses
+the words.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_help_has_examples_that_call_the_verb(verb: str) -> None:
 def test_every_exit_status_is_explained_once() -> None:
     table = re.findall(r"^  +(\d+)  ", told("--help"), re.MULTILINE)
     source = (ROOT / "src" / "base" / "errors.cc").read_text()
-    assert sorted(map(int, table)) == sorted({0, 1, *map(int, re.findall(r"return (\d+);\n  ", source.split("exit_code")[1]))})
+    assert sorted(map(int, table)) == sorted(
+        {0, 1, *map(int, re.findall(r"return (\d+);\n  ", source.split("exit_code")[1]))}
+    )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

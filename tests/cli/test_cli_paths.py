@@ -1,4 +1,6 @@
-"""Paths and names that are not what one expects: no UTF-8, as long as can be. In JSON they are as surrogateescape has them."""
+"""Paths and names that are not what one expects: no UTF-8, as long as can be. In JSON they are as surrogateescape has
+them.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_such_a_path_is_averaged_and_its_name_is_in_the_header(tmp_path: Path, o
     assert [os.fsencode(one["name"]) for one in merged["inputs"]] == [odd, os.fsencode(other)]
     assert len(load_file(tmp_path / "mean.safetensors")) == 2  # the reference reads it
     later = foreign(tmp_path / "step-30.safetensors", tensors(2, (7, 5000)))
-    again = said("average", tmp_path / "mean.safetensors", later, "-o", tmp_path / "again.safetensors", "--curve", "linear")
+    again = said(
+        "average", tmp_path / "mean.safetensors", later, "-o", tmp_path / "again.safetensors", "--curve", "linear"
+    )
     assert [one["step"] for one in again["inputs"]] == [20, 30]  # that of the newest, out of that metadata
 
 

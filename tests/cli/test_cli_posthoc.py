@@ -45,12 +45,16 @@ def test_it_is_what_python_makes(snapshots: Path, tmp_path: Path, step: int | No
     assert found["residual"] == plan.residual
     assert sum(term["coefficient"] for term in found["terms"]) == pytest.approx(1)
     told("verify", tmp_path / "a.safetensors")
-    assert str(plan).splitlines()[0] in told("posthoc", snapshots, "--sigma-rel", "0.15", "-o", tmp_path / "c.safetensors", *at)
+    assert str(plan).splitlines()[0] in told(
+        "posthoc", snapshots, "--sigma-rel", "0.15", "-o", tmp_path / "c.safetensors", *at
+    )
 
 
 def test_threads_change_nothing(snapshots: Path, tmp_path: Path) -> None:
     for threads in (1, 4):
-        told("posthoc", snapshots, "--sigma-rel", "0.2", "-o", tmp_path / f"{threads}.safetensors", "--threads", threads)
+        told(
+            "posthoc", snapshots, "--sigma-rel", "0.2", "-o", tmp_path / f"{threads}.safetensors", "--threads", threads
+        )
     assert (tmp_path / "1.safetensors").read_bytes() == (tmp_path / "4.safetensors").read_bytes()
 
 
@@ -59,7 +63,9 @@ def test_a_sweep_is_a_picture_and_writes_nothing_else(snapshots: Path, tmp_path:
     assert ElementTree.parse(tmp_path / "sweep.svg").getroot().tag.endswith("svg")
     assert [one.name for one in tmp_path.iterdir()] == ["sweep.svg"]
     assert [point["sigma_rel"] for point in points] == sorted(point["sigma_rel"] for point in points)
-    assert "the error to expect at step 120 of 24 snapshots" in told("posthoc", snapshots, "--sweep", tmp_path / "sweep.svg")
+    assert "the error to expect at step 120 of 24 snapshots" in told(
+        "posthoc", snapshots, "--sweep", tmp_path / "sweep.svg"
+    )
 
 
 def test_wrong_calls(snapshots: Path, tmp_path: Path) -> None:
@@ -74,7 +80,11 @@ def test_wrong_calls(snapshots: Path, tmp_path: Path) -> None:
         ([snapshots, "--sweep", tmp_path / "x.png"], 2, "ends in .svg"),
         ([snapshots, "--sweep", tmp_path / "x"], 2, "ends in .svg"),
         ([snapshots, "--sweep", tmp_path / "no" / "x.svg"], 3, "No such file"),
-        ([snapshots, "--sigma-rel", "0.1", "-o", tmp_path / "o.safetensors", "--max-shard-size", "1GB"], 2, "goes with a directory"),
+        (
+            [snapshots, "--sigma-rel", "0.1", "-o", tmp_path / "o.safetensors", "--max-shard-size", "1GB"],
+            2,
+            "goes with a directory",
+        ),
         ([tmp_path, "--sigma-rel", "0.1", "-o", tmp_path / "o.safetensors"], 3, "snapshots"),
         ([snapshots, "--sigma-rel", "0.1", "--step", "5", "-o", tmp_path / "o.safetensors"], 2, "steps 10 to 120"),
     ):
@@ -89,7 +99,13 @@ def test_a_snapshot_stays_one(snapshots: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(snapshots / "snapshot-000000050")
     before = {path: path.stat() for path in snapshots.rglob("*")}
     at = snapshots / "snapshot-000000050"
-    for out in (at, f"{at}/", tmp_path / "link", at / "ema-power-sigma_rel=0.05.safetensors", at / "ema-mine.safetensors"):
+    for out in (
+        at,
+        f"{at}/",
+        tmp_path / "link",
+        at / "ema-power-sigma_rel=0.05.safetensors",
+        at / "ema-mine.safetensors",
+    ):
         done = run("posthoc", snapshots, "--sigma-rel", "0.15", "-o", out)
         assert done.returncode == 2, out
         assert f"{at} would be no snapshot any more; write elsewhere: {snapshots}/average.safetensors" in done.stderr
@@ -116,7 +132,9 @@ def test_a_picture_goes_where_its_path_leads(snapshots: Path, tmp_path: Path) ->
     assert (tmp_path / "there" / "picture.svg").read_bytes() == picture
     assert (tmp_path / "there" / "picture.svg").stat().st_mode & 0o777 == 0o600
     os.mkfifo(tmp_path / "fifo")
-    with subprocess.Popen([COMMAND, "posthoc", snapshots, "--sweep", tmp_path / "fifo"], stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [COMMAND, "posthoc", snapshots, "--sweep", tmp_path / "fifo"], stdout=subprocess.DEVNULL
+    ) as process:
         assert (tmp_path / "fifo").read_bytes() == picture
         assert process.wait(30) == 0
     assert (tmp_path / "fifo").is_fifo()
@@ -146,7 +164,10 @@ def large(snapshots: Path, to: Path, elements: int) -> Path:
         header = json.loads(text[8 : 8 + struct.unpack("<Q", text[:8])[0]])
         del header["__metadata__"]["shardow.crc32"]
         new = json.dumps(
-            {"__metadata__": header["__metadata__"], "a": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}
+            {
+                "__metadata__": header["__metadata__"],
+                "a": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]},
+            }
         ).encode()
         (to / path.parent.name).mkdir(parents=True, exist_ok=True)
         (to / path.parent.name / path.name).write_bytes(struct.pack("<Q", len(new)) + new)

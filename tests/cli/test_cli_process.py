@@ -52,7 +52,9 @@ def test_closed_streams(tmp_path: Path) -> None:
     before = path.read_bytes()
     for closed, status in (("<&-", 0), (">&-", 6), ("2>&-", 0), ("<&- >&- 2>&-", 6)):
         done = subprocess.run(
-            ["bash", "-c", f"{COMMAND} verify --manifest=write {path} {closed}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ["bash", "-c", f"{COMMAND} verify --manifest=write {path} {closed}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         assert done.returncode == status, closed
         assert (tmp_path / "a.safetensors.sha256").read_text().endswith("  a.safetensors\n")
@@ -63,8 +65,13 @@ def test_a_manifest_on_a_full_disk_leaves_the_old_one(tmp_path: Path) -> None:
     path = foreign(tmp_path / "a.safetensors", tensors())
     manifest = tmp_path / "a.safetensors.sha256"
     manifest.write_text("old\n")
-    limited = lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)))  # noqa: E731
-    done = subprocess.run([COMMAND, "verify", "--manifest=write", path], capture_output=True, text=True, preexec_fn=limited)
+    limited = lambda: (  # noqa: E731
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
+    )
+    done = subprocess.run(
+        [COMMAND, "verify", "--manifest=write", path], capture_output=True, text=True, preexec_fn=limited
+    )
     assert done.returncode == 6
     assert manifest.read_text() == "old\n"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a.safetensors", "a.safetensors.sha256"]
@@ -75,7 +82,9 @@ def test_a_signal_ends_it_as_that_signal(tmp_path: Path, what: signal.Signals) -
     path = sparse(tmp_path / "a.safetensors", 10**12)  # which takes longer than any patience
     for words in (["verify", path], ["diff", path, path], ["verify", "--manifest", path]):
         default = lambda: signal.signal(what, signal.SIG_DFL)  # noqa: E731
-        with subprocess.Popen([COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default) as process:
+        with subprocess.Popen(
+            [COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default
+        ) as process:
             time.sleep(0.3)
             process.send_signal(what)
             out, error = process.communicate(timeout=30)
@@ -88,7 +97,9 @@ def test_a_file_that_is_cut_off_while_it_is_compared_is_reported(tmp_path: Path)
     """What the kernel says then of a file that is looked at in memory."""
     path = sparse(tmp_path / "a.safetensors", 10**12)
     for words in ([], ["--json"]):
-        with subprocess.Popen([COMMAND, "diff", path, path, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            [COMMAND, "diff", path, path, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
             time.sleep(0.5)
             process.send_signal(signal.SIGBUS)
             out, error = process.communicate(timeout=30)
@@ -103,7 +114,9 @@ def test_files_that_become_shorter_are_never_a_crash(tmp_path: Path) -> None:
     values = tensors(sizes=(3_000_000,))
     for verb in ("diff", "verify") * 10:
         a, b = (ours(tmp_path / f"{name}.safetensors", values) for name in "ab")
-        with subprocess.Popen([COMMAND, verb, a, b], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            [COMMAND, verb, a, b], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process:
             os.truncate(a, 5000)
             _, error = process.communicate(timeout=30)
         assert process.returncode in (0, 1, 4, 6), error
@@ -114,7 +127,9 @@ def test_too_many_files_are_opened_one_after_another(tmp_path: Path) -> None:
     a, b = (ours(tmp_path / name, values, max_shard_size=400) for name in "ab")
     for few, status in ((14, 0), (5, 6)):
         limited = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))  # noqa: B023, E731
-        done = subprocess.run([COMMAND, "diff", a, b, "--threads", "1"], capture_output=True, text=True, preexec_fn=limited)
+        done = subprocess.run(
+            [COMMAND, "diff", a, b, "--threads", "1"], capture_output=True, text=True, preexec_fn=limited
+        )
         assert done.returncode == status, done.stderr
     assert "Too many open files; this process may have 5 open: raise that (ulimit -n)" in done.stderr
 
@@ -126,7 +141,10 @@ def test_names_with_a_nul_are_shown_whole(tmp_path: Path) -> None:
     done = run("average", a, b, "-o", tmp_path / "out")
     assert done.returncode == 2
     assert f"'x\\x00y' is missing in {b}; 'x\\x00z' is missing in {a}" in done.stderr
-    assert "'x\\x00z' is missing" in json.loads(run("average", a, b, "-o", tmp_path / "out", "--json").stdout)["error"]["message"]
+    assert (
+        "'x\\x00z' is missing"
+        in json.loads(run("average", a, b, "-o", tmp_path / "out", "--json").stdout)["error"]["message"]
+    )
     assert "x\\x00y" in told("inspect", a)
     assert "x\0y" in json.loads(told("inspect", a, "--json"))["checkpoints"][0]["tensors"][1]["name"]
     with pytest.raises(ValueError, match=r"'x\\x00y' is missing in .*; 'x\\x00z' is missing in"):
@@ -220,5 +238,7 @@ def test_a_signal_while_it_complains_ends_it_as_that_signal(tmp_path: Path) -> N
 def test_threads_change_nothing_that_verify_says(tmp_path: Path) -> None:
     path = ours(tmp_path / "model", tensors(sizes=(3_000_000, 70_000, 5)), max_shard_size=1_000_000)
     flip(path / "model-00001-of-00002.safetensors", -5)
-    told = {run("verify", path, *words, "--threads", threads).stdout for threads in (1, 4) for words in ([], ["--json"])}
+    told = {
+        run("verify", path, *words, "--threads", threads).stdout for threads in (1, 4) for words in ([], ["--json"])
+    }
     assert len(told) == 2

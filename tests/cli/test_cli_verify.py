@@ -83,7 +83,13 @@ def test_a_manifest_is_written_once_then_checked_also_by_sha256sum(tmp_path: Pat
 
 
 def test_what_sha256sum_wrote_is_checked(tmp_path: Path) -> None:
-    names = ["model.safetensors", "with space.safetensors", "new\nline.safetensors", "back\\slash.safetensors", "config.json"]
+    names = [
+        "model.safetensors",
+        "with space.safetensors",
+        "new\nline.safetensors",
+        "back\\slash.safetensors",
+        "config.json",
+    ]
     for i, name in enumerate(names):
         foreign(tmp_path / name, tensors(i, (5,)))
     sums = subprocess.run(["sha256sum", "--binary", *names], cwd=tmp_path, capture_output=True, check=True).stdout

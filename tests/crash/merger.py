@@ -23,7 +23,10 @@ def rank(group: _core.Group, me: int, source: _core.Checkpoint, out: str) -> Non
 
 def main() -> None:
     source = _core.Checkpoint.open(sys.argv[1])
-    threads = [threading.Thread(target=rank, args=(group, me, source, sys.argv[2])) for me, group in enumerate(_core.threads(2))]
+    threads = [
+        threading.Thread(target=rank, args=(group, me, source, sys.argv[2]))
+        for me, group in enumerate(_core.threads(2))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,5 +1,5 @@
-"""kill -9 of one rank or of all, at random instants of Checkpoints.save(), synchronous and not: latest() is whole, every part of one step,
-and the run goes on from it."""
+"""kill -9 of one rank or of all, at random instants of Checkpoints.save(), synchronous and not: latest() is whole,
+every part of one step, and the run goes on from it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ class Job:
     def __init__(self, root: Path) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["trainer", "torch.distributed.fsdp"])
         self.root, self._rounds = root, 0
 
     def run_and_kill(self, asynchronous: bool, seconds: float, victims: list[int], new_steps: int) -> int:
-        """Kills ``victims``, then the others, ``seconds`` after ``new_steps`` were saved; returns the last step that was reported."""
+        """Kills ``victims``, then the others, ``seconds`` after ``new_steps`` were saved; returns the last step that
+        was reported.
+        """
         reported = self._context.Value("q", 0, lock=False)
         self._rounds += 1
         port, began = self._store.port, self.latest()

@@ -27,7 +27,8 @@ STRIDE = 1 if ALL else 9  # of the steps
 RANDOM_KILLS = 150 if ALL else 5  # of each form
 
 WORLD, MIDDLE = 3, 1
-TIMEOUT = 4.0  # of saves in which somebody dies; without that they take 0.05 s, and 2 s more where torch looks up names in vain
+# of saves in which somebody dies; without that they take 0.05 s, and 2 s more where torch looks up names in vain
+TIMEOUT = 4.0
 GRACE = 3.0  # seconds beyond it, of a busy machine
 LANES = 8  # rounds at once: most of a round is waiting for the timeout
 
@@ -59,18 +60,22 @@ class Ranks:
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
-        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1; that of 127.0.0.1 is
-        # in every /etc/hosts.
+        # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1;
+        # that of 127.0.0.1 is in every /etc/hosts.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._rounds = itertools.count()
 
     def save(self, path: Path, version: int, timeout: float = 30.0, kill: Kill | None = None) -> list[Outcome]:
         kill = kill or Kill(0, -1)
         limit = None if path.suffix else FILE_BYTES
         name = f"round{next(self._rounds)}"
-        return self._zygote.run(Save(name, self._store.port, WORLD, path, version, timeout, limit, kill.victim, kill.step, kill.everyone))
+        return self._zygote.run(
+            Save(name, self._store.port, WORLD, path, version, timeout, limit, kill.victim, kill.step, kill.everyone)
+        )
 
 
 class Place:
@@ -132,7 +137,9 @@ def check(found: Round, zero_lives: bool, told: str) -> None:
 
 
 def play(ranks: Ranks, folder: Path, form: str, kills: Iterable[Kill], to_survival: bool = False) -> list[Round]:
-    """A round for each kill, several at once, each in a place of its own; with ``to_survival`` until a victim has come through."""
+    """A round for each kill, several at once, each in a place of its own; with ``to_survival`` until a victim has come
+    through.
+    """
     stop, lock, remaining = threading.Event(), threading.Lock(), iter(kills)
 
     def take() -> Kill | None:
@@ -158,7 +165,9 @@ def play(ranks: Ranks, folder: Path, form: str, kills: Iterable[Kill], to_surviv
 
 def every_step(ranks: Ranks, folder: Path, form: str, victim: int, everyone: bool) -> list[Round]:
     """From the first call on, until there are no more."""
-    rounds = play(ranks, folder, form, (Kill(victim, step, everyone) for step in itertools.count(0, STRIDE)), to_survival=True)
+    rounds = play(
+        ranks, folder, form, (Kill(victim, step, everyone) for step in itertools.count(0, STRIDE)), to_survival=True
+    )
     assert [one.kill.step for one in rounds] == [i * STRIDE for i in range(len(rounds))]
     assert not rounds[-1].died
     return rounds
@@ -175,8 +184,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is some to write to: a kill loses nothing of either, and a disk that others use too may take longer to flush
-    than a save has time for here."""
+    """In memory where there is some to write to: a kill loses nothing of either, and a disk that others use too may
+    take longer to flush than a save has time for here."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -217,6 +226,8 @@ def test_random_kills_of_random_ranks_leave_one_whole_version(form: str, ranks: 
     rng = random.Random(form)
     steps = [len(one.calls) for one in Place(ranks, folder / "undisturbed", form).save()]
     victims = [rng.randrange(WORLD) for _ in range(RANDOM_KILLS)]
-    rounds = play(ranks, folder, form, [Kill(victim, rng.randrange(steps[victim]), rng.random() < 0.3) for victim in victims])
+    rounds = play(
+        ranks, folder, form, [Kill(victim, rng.randrange(steps[victim]), rng.random() < 0.3) for victim in victims]
+    )
     assert len(rounds) == RANDOM_KILLS
     assert sum(one.died for one in rounds) > RANDOM_KILLS / 2

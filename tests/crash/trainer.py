@@ -1,4 +1,5 @@
-"""A rank of a run that saves one step after the other, until it is killed; every value of a step is the step's number."""
+"""A rank of a run that saves one step after the other, until it is killed; every value of a step is the step's
+number."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ class Trainer:
     def become(self, step: int) -> None:
         for p in self.model.parameters():
             p.fill_(step)
-            state = {"step": torch.tensor(float(step)), "exp_avg": torch.full_like(p, step), "exp_avg_sq": torch.full_like(p, step)}
+            state = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": torch.full_like(p, step),
+                "exp_avg_sq": torch.full_like(p, step),
+            }
             self.optimizer.state[p] = state
         self.scheduler.last_epoch = step
         self.ema.reset()

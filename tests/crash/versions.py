@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardow
 
-#: {name: (shape, dtype, the axis that ranks share)}; some do not divide evenly, and of one the last rank of three has nothing.
+# :{name: (shape, dtype, the axis that ranks share)}; some do not divide evenly, and of one the last rank of three has
+# nothing.
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
     "embedding": ((96, 720), torch.float32, 0),  # long enough for each rank to write its own
     "across": ((3, 70), torch.bfloat16, 1),
@@ -34,12 +35,15 @@ def whole(name: str, version: int) -> torch.Tensor:
 def on_this_rank(version: int) -> dict[str, torch.Tensor]:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     return {
-        name: distribute_tensor(whole(name, version), mesh, [Shard(axis)], src_data_rank=None) for name, (_, _, axis) in TENSORS.items()
+        name: distribute_tensor(whole(name, version), mesh, [Shard(axis)], src_data_rank=None)
+        for name, (_, _, axis) in TENSORS.items()
     }
 
 
 def version_at(path: Path) -> int:
-    """Of the checkpoint, after looking at every value, through safetensors and through ours, and at the files that are not ours."""
+    """Of the checkpoint, after looking at every value, through safetensors and through ours, and at the files that are
+    not ours.
+    """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     found: set[str] = set()
     theirs: dict[str, torch.Tensor] = {}

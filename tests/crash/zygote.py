@@ -2,9 +2,9 @@
 
 So a rank begins in milliseconds, and dies without harm to the next round.
 
-The zygote itself never communicates and has one thread, so that its forks are whole. Each round is handled by a process forked for it,
-which forks the ranks, in a process group of their own, and answers when all have ended; rounds may run at once. What a rank's calls were is
-read from memory that it shares, also after its death (die.c).
+The zygote itself never communicates and has one thread, so that its forks are whole. Each round is handled by a process
+forked for it, which forks the ranks, in a process group of their own, and answers when all have ended; rounds may run
+at once. What a rank's calls were is read from memory that it shares, also after its death (die.c).
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Zygote:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # before a warning of a timeout, torch looks up the names of addresses, which can take seconds
+            # before a warning of a timeout, torch looks up the names of addresses, which can take seconds
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
@@ -79,7 +80,8 @@ class Zygote:
         self._lock = Lock()
 
     def run(self, save: Save, patience: float = 60.0) -> list[Outcome]:
-        """By rank. From any thread. Raises where a rank has not ended within ``patience`` seconds; it is killed then."""
+        """By rank. From any thread. Raises where a rank has not ended within ``patience`` seconds; it is killed
+        then."""
         ours, theirs = Pipe()
         with ours:
             with theirs, self._lock:
@@ -177,7 +179,11 @@ class _Rank:
 
     def outcome(self) -> Outcome:
         _, status = os.waitpid(self.pid, 0)
-        calls = [self._log[at : at + SLOT_BYTES].rstrip(b"\0").decode() for at in range(0, len(self._log), SLOT_BYTES) if self._log[at]]
+        calls = [
+            self._log[at : at + SLOT_BYTES].rstrip(b"\0").decode()
+            for at in range(0, len(self._log), SLOT_BYTES)
+            if self._log[at]
+        ]
         if self._received is not None:
             return Outcome(*self._received, calls)
         ended = os.waitstatus_to_exitcode(status)

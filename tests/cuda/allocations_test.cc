@@ -1,5 +1,6 @@
-// An update of averages on the host allocates nothing, on any thread. The fake runtime allocates for each call, so that here the layer's
-// whole view of devices is replaced: memory is the host's, and copies are done when they are asked for.
+// An update of averages on the host allocates nothing, on any thread. The fake runtime allocates for each call, so that
+// here the layer's whole view of devices is replaced: memory is the host's, and copies are done when they are asked
+// for.
 #include "base/allocations.h"
 
 #include <gtest/gtest.h>
@@ -43,7 +44,8 @@ std::unique_ptr<Table> upload(std::span<const Chunk> /*chunks*/, Device /*device
 }
 void swap(void* /*parameter*/, DType /*parameter_dtype*/, void* /*average*/, DType /*average_dtype*/, int64_t /*count*/,
           Direction /*direction*/, Device /*device*/) {}
-void cast(const void* /*from*/, DType /*from_dtype*/, void* /*to*/, DType /*to_dtype*/, int64_t /*count*/, Device /*device*/) {}
+void cast(const void* /*from*/, DType /*from_dtype*/, void* /*to*/, DType /*to_dtype*/, int64_t /*count*/,
+          Device /*device*/) {}
 void* allocate(size_t bytes, int /*index*/) {
   return ::operator new(bytes);
 }
@@ -74,7 +76,8 @@ TEST(OffloadAllocations, AnUpdateMakesNone) {
     std::vector<uint16_t> weights(kCount);
     std::vector<float> average(kCount);
     const Region columns = Region::grid({1024, 2048}, {{{0, 1024}}, {{7, 1031}}});
-    const std::vector<TensorView> views = {{"p", DType::kBF16, columns, weights.data(), {Device::Kind::kCuda, 0, nullptr}}};
+    const std::vector<TensorView> views = {
+        {"p", DType::kBF16, columns, weights.data(), {Device::Kind::kCuda, 0, nullptr}}};
     const std::vector<std::vector<TensorView>> averages = {{{"p", DType::kF32, columns, average.data(), {}}}};
     AverageOptions options{.schedules = {Schedule::constant(0.99)}, .rounding = Rounding::kStochastic};
     options.ring_bytes = ring_bytes;

@@ -37,8 +37,9 @@ cudaError_t release(const char* what, void* memory) {
   world().note(what, nullptr, memory);
   if (memory == nullptr) return cudaSuccess;
   const auto marks = world().streams.all(std::nullopt);
-  world().streams.until(lock,
-                        [&] { return std::all_of(marks.begin(), marks.end(), [](const MarkPtr& one) { return !one || one->done; }); });
+  world().streams.until(lock, [&] {
+    return std::all_of(marks.begin(), marks.end(), [](const MarkPtr& one) { return !one || one->done; });
+  });
   return world().memory.give(memory) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 
@@ -50,7 +51,8 @@ bool copy_fails() {
   return true;
 }
 
-/// In pieces, which a kernel of another stream may come between. What is not pinned is read at once and written before the call returns.
+/// In pieces, which a kernel of another stream may come between. What is not pinned is read at once and written before
+/// the call returns.
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, void* stream, bool waits) {
   auto lock = called();
   World& all = world();
@@ -72,7 +74,8 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, 
   const auto part = [=](size_t number, Random*) {
     static_cast<void>(kept);
     const size_t begin = bytes * number / parts, end = bytes * (number + 1) / parts;
-    if (end > begin) std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
+    if (end > begin)
+      std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
   };
   const MarkPtr mark = enqueue(stream, on_device({parts, part}));
   if (mark != nullptr && (waits || (to_host && !pinned_to))) all.streams.until(lock, [&] { return mark->done; });
@@ -108,7 +111,8 @@ cudaError_t launch(dim3 grid, dim3 block, cudaStream_t stream, const Kernel& ker
   }
   const size_t each = (grid.x + 63) / 64, parts = (grid.x + each - 1) / each;  // blocks to a part
   enqueue(stream, on_device({parts, [=, body = kernel.body](size_t number, Random* random) {
-                               for (size_t index = number * each; index < std::min<size_t>((number + 1) * each, grid.x); ++index) {
+                               for (size_t index = number * each; index < std::min<size_t>((number + 1) * each, grid.x);
+                                    ++index) {
                                  run_block(grid, block, static_cast<unsigned>(index), body, random);
                                }
                              }}));
@@ -142,8 +146,9 @@ cudaError_t cudaDeviceSynchronize() {
   auto lock = called();
   world().note("host waits for device");
   const auto marks = world().streams.all(current_device());
-  world().streams.until(lock,
-                        [&] { return std::all_of(marks.begin(), marks.end(), [](const MarkPtr& one) { return !one || one->done; }); });
+  world().streams.until(lock, [&] {
+    return std::all_of(marks.begin(), marks.end(), [](const MarkPtr& one) { return !one || one->done; });
+  });
   return state();
 }
 cudaError_t cudaGetLastError() {
@@ -236,7 +241,8 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     }
   }
   if (capturing(stream)) return event->captured != nullptr ? cudaSuccess : failed(cudaErrorStreamCaptureIsolation);
-  if (event->mark != nullptr && !world().drops_waits) world().streams.add(current_device(), stream, Work{}, {event->mark});
+  if (event->mark != nullptr && !world().drops_waits)
+    world().streams.add(current_device(), stream, Work{}, {event->mark});
   return cudaSuccess;
 }
 

@@ -1,5 +1,5 @@
-// What the CUDA path asks of the runtime, and in what order: read from the log of a runtime without a device. That kernels compute the
-// right numbers is shown by src/kernels/cuda_test.cc, on a device and over the emulation.
+// What the CUDA path asks of the runtime, and in what order: read from the log of a runtime without a device. That
+// kernels compute the right numbers is shown by src/kernels/cuda_test.cc, on a device and over the emulation.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -45,7 +45,8 @@ class CudaCalls : public ::testing::Test {
 };
 
 size_t place(const std::vector<Call>& calls, const std::string& what, void* on) {
-  const auto found = std::find_if(calls.begin(), calls.end(), [&](const Call& one) { return one.what == what && one.stream == on; });
+  const auto found =
+      std::find_if(calls.begin(), calls.end(), [&](const Call& one) { return one.what == what && one.stream == on; });
   return static_cast<size_t>(found - calls.begin());
 }
 
@@ -170,7 +171,9 @@ TEST_F(CudaCalls, OnlyTheDevicesInUseGetContexts) {
     freeing.join();
   }
   file::Pinned pinned;
-  std::thread copying([&] { pinned.copy_from(static_cast<const std::byte*>(memory_[0]), 64, {Device::Kind::kCuda, 3, stream(1)}); });
+  std::thread copying([&] {
+    pinned.copy_from(static_cast<const std::byte*>(memory_[0]), 64, {Device::Kind::kCuda, 3, stream(1)});
+  });
   copying.join();
   pinned.finish();
   for (void* memory : memory_) kernels::cuda::release(memory, 3);

@@ -13,7 +13,8 @@ thread_local int mine = 0;
 
 }  // namespace
 
-DrawnTurns::DrawnTurns(uint64_t seed) : random_(seed), stays_(1 + static_cast<unsigned>(random_() % 8)), present_{{nullptr, 0}} {
+DrawnTurns::DrawnTurns(uint64_t seed)
+    : random_(seed), stays_(1 + static_cast<unsigned>(random_() % 8)), present_{{nullptr, 0}} {
   mine = 0;
   base::turns = this;
   between = [this] { pass(); };
@@ -33,7 +34,8 @@ void DrawnTurns::add(const void* who) {
 void DrawnTurns::begin(const void* who) {
   Lock lock(mutex_);
   changed_.wait(lock, [&] {
-    const auto found = std::find_if(present_.begin(), present_.end(), [&](const auto& one) { return one.first == who; });
+    const auto found =
+        std::find_if(present_.begin(), present_.end(), [&](const auto& one) { return one.first == who; });
     return found != present_.end() && (mine = found->second) == turn_;
   });
 }

@@ -1,5 +1,6 @@
-// The host's threads by turns, drawn from a seed: at each call of the fake runtime, and where one waits for another, whoever has the turn
-// may pass it on. Exactly one thread goes on at any time, so what happens is a function of the seed.
+// The host's threads by turns, drawn from a seed: at each call of the fake runtime, and where one waits for another,
+// whoever has the turn may pass it on. Exactly one thread goes on at any time, so what happens is a function of the
+// seed.
 #pragma once
 
 #include <condition_variable>

@@ -1,6 +1,6 @@
-// A warp: 32 fibers, resumed in an order that the caller draws. Each goes on until it meets the others or ends; when all have arrived, what
-// they brought is put where all can read it, and the next round begins. Warps of a block know nothing of each other here, since no kernel
-// of ours has blocks that meet.
+// A warp: 32 fibers, resumed in an order that the caller draws. Each goes on until it meets the others or ends; when
+// all have arrived, what they brought is put where all can read it, and the next round begins. Warps of a block know
+// nothing of each other here, since no kernel of ours has blocks that meet.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +16,8 @@ namespace {
 constexpr unsigned kLanes = 32;
 
 [[noreturn]] void refuse(const char* what) {
-  std::fprintf(stderr, "a kernel on a device would go wrong: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
+  std::fprintf(stderr, "a kernel on a device would go wrong: %s (block %u, thread %u)\n", what, blockIdx.x,
+               threadIdx.x);
   std::abort();
 }
 
@@ -91,7 +92,8 @@ void run_block(dim3 grid, dim3 block, unsigned index, const std::function<void()
   std::vector<unsigned> warps((block.x + kLanes - 1) / kLanes);
   std::iota(warps.begin(), warps.end(), 0u);
   if (random != nullptr) std::shuffle(warps.begin(), warps.end(), *random);
-  for (const unsigned warp : warps) Warp::here().run(body, warp * kLanes, std::min(kLanes, block.x - warp * kLanes), random);
+  for (const unsigned warp : warps)
+    Warp::here().run(body, warp * kLanes, std::min(kLanes, block.x - warp * kLanes), random);
 }
 
 }  // namespace shardow::fake

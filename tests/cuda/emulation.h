@@ -1,8 +1,8 @@
-// Kernels on the host: the words of CUDA's language for g++, and launches. Each thread of a warp is a fiber (emulation.cc), so that a
-// warp's lanes really stand where they meet, and come there in any order.
+// Kernels on the host: the words of CUDA's language for g++, and launches. Each thread of a warp is a fiber
+// (emulation.cc), so that a warp's lanes really stand where they meet, and come there in any order.
 //
-// What this shows: indexing, tails, tallies, noise, what lanes tell each other, alignment of 16-byte accesses. What it can't show stands in
-// docs/architecture.md.
+// What this shows: indexing, tails, tallies, noise, what lanes tell each other, alignment of 16-byte accesses. What it
+// can't show stands in docs/architecture.md.
 #pragma once
 
 #include <cstring>
@@ -30,7 +30,8 @@ void check_access(const void* address, size_t bytes);
 
 enum class Meeting { kSync, kAll, kShuffle };
 
-/// All lanes of the warp arrive; returns what they brought. Aborts where lanes come to different meetings or one has ended.
+/// All lanes of the warp arrive; returns what they brought. Aborts where lanes come to different meetings or one has
+/// ended.
 const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought);
 
 unsigned lane_number();
@@ -57,7 +58,8 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... given) {
   const std::tuple<Parameters...> arguments(std::forward<Arguments>(given)...);
   shardow::fake::Kernel one{reinterpret_cast<const void*>(kernel), {}, [=] { std::apply(kernel, arguments); }};
-  std::apply([&](const auto&... argument) { (one.arguments.emplace_back(&typeid(argument), &argument), ...); }, arguments);
+  std::apply([&](const auto&... argument) { (one.arguments.emplace_back(&typeid(argument), &argument), ...); },
+             arguments);
   return shardow::fake::launch(config->gridDim, config->blockDim, config->stream, one);
 }
 
@@ -106,7 +108,8 @@ T atomicAdd(T* to, T value) {
 template <class T>
 T atomicMax(T* to, T value) {
   T before = __atomic_load_n(to, __ATOMIC_RELAXED);
-  while (before < value && !__atomic_compare_exchange_n(to, &before, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  while (before < value &&
+         !__atomic_compare_exchange_n(to, &before, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
   return before;
 }

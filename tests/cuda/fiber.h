@@ -25,7 +25,8 @@ class Fiber {
     own_.uc_stack.ss_size = kStack;
     own_.uc_link = nullptr;
     const auto self = reinterpret_cast<uintptr_t>(this);
-    makecontext(&own_, reinterpret_cast<void (*)()>(&Fiber::enter), 2, static_cast<unsigned>(self >> 32), static_cast<unsigned>(self));
+    makecontext(&own_, reinterpret_cast<void (*)()>(&Fiber::enter), 2, static_cast<unsigned>(self >> 32),
+                static_cast<unsigned>(self));
 #if defined(__SANITIZE_THREAD__)
     tsan_own_ = __tsan_create_fiber(0);
 #endif

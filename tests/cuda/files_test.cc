@@ -1,4 +1,5 @@
-// Tensors in device memory: what is saved and loaded through pinned chunks, over a device that copies late and in pieces.
+// Tensors in device memory: what is saved and loaded through pinned chunks, over a device that copies late and in
+// pieces.
 #include <algorithm>
 #include <string>
 
@@ -58,13 +59,16 @@ TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
       EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
       ASSERT_EQ(on_ranks(2,
                          [&](Group& group) {
-                           auto held = hold_much(columns, group.rank(), 2, false), expected = hold_much(columns, group.rank(), 2, true);
+                           auto held = hold_much(columns, group.rank(), 2, false),
+                                expected = hold_much(columns, group.rank(), 2, true);
                            load(group, on_device(views_of(held)), folder_ / "device.safetensors");
-                           for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
+                           for (size_t i = 0; i < held.size(); ++i)
+                             EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
                          }),
                 all(2, kFine));
       EXPECT_EQ(fake::pending(), 0u);
-      // Two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that load.
+      // Two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that
+      // load.
       EXPECT_LE(most_pinned(), 3 * 4);
     }
   }
@@ -75,7 +79,8 @@ TEST_F(Checkpoints, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
     return on_ranks(1, [&](Group& group) {
       Held held("wide", DType::kF32, Region::whole({3 << 20}));
       for (size_t i = 0; i < held.memory.size(); ++i) held.memory[i] = static_cast<std::byte>(i * 31 + i / 251);
-      const std::vector<TensorView> views = {held.view, {"narrow", DType::kI16, Region::whole({6 << 20}), held.view.data}};
+      const std::vector<TensorView> views = {held.view,
+                                             {"narrow", DType::kI16, Region::whole({6 << 20}), held.view.data}};
       save(group, from_device ? on_device(views) : views, path);
     });
   };
@@ -84,7 +89,8 @@ TEST_F(Checkpoints, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
   EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
 }
 
-/// Whichever copy or chunk of pinned memory is refused: an error of the rank's own, the file as it was, and the next save goes through.
+/// Whichever copy or chunk of pinned memory is refused: an error of the rank's own, the file as it was, and the next
+/// save goes through.
 TEST_F(Checkpoints, OfDeviceMemoryAreErrorsWhereACopyIsRefused) {
   const fs::path path = folder_ / "model.safetensors";
   ASSERT_EQ(save_as(path, whole, 1), all(1, kFine));

@@ -42,7 +42,8 @@ void Memory::start(bool guard) {
 void* Memory::take(size_t bytes, bool pinned) {
   if (bytes > kArena) return nullptr;
   const bool in_arena = guard_ && !pinned;
-  void* const memory = in_arena ? take_from_arena(up(bytes + 1, kAlignment)) : std::aligned_alloc(kAlignment, up(bytes + 1, kAlignment));
+  void* const memory =
+      in_arena ? take_from_arena(up(bytes + 1, kAlignment)) : std::aligned_alloc(kAlignment, up(bytes + 1, kAlignment));
   if (memory == nullptr) return nullptr;
   blocks_[memory] = {bytes, bytes, pinned, in_arena};
   allocated_ += bytes;

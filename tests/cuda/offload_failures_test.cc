@@ -48,7 +48,8 @@ TEST(OffloadFailures, AnUpdateWhoseWeightsFitTheRingIsMadeWholeOrNotAtAll) {
       twins.resident->update(2);
     } else {
       ++failed;
-      EXPECT_NE(then.find("the update of step 2 was not made, since weights did not reach the host; the averages are those of step 1"),
+      EXPECT_NE(then.find("the update of step 2 was not made, since weights did not reach the host; the averages are "
+                          "those of step 1"),
                 then.npos)
           << then;
     }
@@ -126,7 +127,8 @@ TEST(OffloadFailures, AnUpdateThatStoppedHalfwayIsTakenUpByTheNextCall) {
   EXPECT_GE(not_made, 10);
 }
 
-/// Some weights are on the host and averaged already, the others have not come when finish_reading() lets them change, and never do.
+/// Some weights are on the host and averaged already, the others have not come when finish_reading() lets them change,
+/// and never do.
 TEST(OffloadFailures, TornAveragesAreRefusedUntilTheyBeginAgain) {
   fake::reset({.threads = true});
   Twins twins(model(DType::kF32), options_of(1, 1 << 20), 1, {.on_host = {0}, .beside = {}});
@@ -138,7 +140,9 @@ TEST(OffloadFailures, TornAveragesAreRefusedUntilTheyBeginAgain) {
   fake::break_after(1);
   held.count_down();
   const std::string said = error_of([&] { twins.offloaded->wait(); });
-  EXPECT_NE(said.find("the update of step 1 stopped after 0 of 1 blocks, and the weights may have changed since"), said.npos) << said;
+  EXPECT_NE(said.find("the update of step 1 stopped after 0 of 1 blocks, and the weights may have changed since"),
+            said.npos)
+      << said;
   EXPECT_EQ(error_of([&] { static_cast<void>(twins.offloaded->views()); }), said);
   EXPECT_EQ(error_of([&] { twins.offloaded->update(); }), said);
   EXPECT_EQ(error_of([&] { twins.offloaded->swap_in(); }), said);

@@ -1,5 +1,5 @@
-// For tests of averages on the host: the same training twice, with weights on a device of the fake runtime and averages on the host, and
-// all of it on the host.
+// For tests of averages on the host: the same training twice, with weights on a device of the fake runtime and averages
+// on the host, and all of it on the host.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -54,7 +54,8 @@ inline std::vector<Spec> model(DType dtype, int num_devices = 1) {
 inline AverageOptions options_of(size_t num_decays, int64_t ring_bytes) {
   AverageOptions options;
   options.schedules.clear();
-  for (size_t k = 0; k < num_decays; ++k) options.schedules.push_back(Schedule::constant(k == 0 ? 0.9 : k == 1 ? 0.99999 : 0.3));
+  for (size_t k = 0; k < num_decays; ++k)
+    options.schedules.push_back(Schedule::constant(k == 0 ? 0.9 : k == 1 ? 0.99999 : 0.3));
   options.ring_bytes = ring_bytes;
   options.seed = 7;
   return options;
@@ -71,7 +72,8 @@ inline Bytes draw(const Spec& spec, std::mt19937_64& random) {
     const double wide = value;
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
-    const auto upper = static_cast<uint16_t>(bits >> 16), half = static_cast<uint16_t>(0x3000 + random() % 0x800 + (random() % 2) * 0x8000);
+    const auto upper = static_cast<uint16_t>(bits >> 16),
+               half = static_cast<uint16_t>(0x3000 + random() % 0x800 + (random() % 2) * 0x8000);
     switch (spec.dtype) {
       case DType::kF32: std::memcpy(&bytes[at], &value, 4); break;
       case DType::kF64: std::memcpy(&bytes[at], &wide, 8); break;
@@ -99,8 +101,8 @@ struct Averages {
       for (size_t i = 0; i < parameters.size(); ++i) {
         const bool there = std::find(beside.begin(), beside.end(), i) != beside.end();
         memory[k].emplace_back(static_cast<size_t>(byte_size(dtype, parameters[i].region.size())) + 64);
-        views[k].push_back(
-            {parameters[i].name, dtype, parameters[i].region, memory[k].back().data(), there ? parameters[i].device : Device{}});
+        views[k].push_back({parameters[i].name, dtype, parameters[i].region, memory[k].back().data(),
+                            there ? parameters[i].device : Device{}});
       }
     }
   }
@@ -192,7 +194,8 @@ class Twins {
 
   void expect_equal_weights(const std::string& what = "") {
     fake::synchronize();
-    for (size_t i = 0; i < here_.size(); ++i) ASSERT_TRUE(bytes_of(there_[i]) == bytes_of(here_[i])) << what << ": " << here_[i].name;
+    for (size_t i = 0; i < here_.size(); ++i)
+      ASSERT_TRUE(bytes_of(there_[i]) == bytes_of(here_[i])) << what << ": " << here_[i].name;
   }
 
   /// The averages, the weights with the k-th ones swapped in, and the way back.
@@ -248,7 +251,8 @@ class Twins {
     if (view.device.kind == Device::Kind::kCpu) {
       std::memcpy(to(view), values.data(), values.size());
     } else {
-      fake::enqueue(view.device.index, view.device.stream, [to = to(view), values] { std::memcpy(to, values.data(), values.size()); });
+      fake::enqueue(view.device.index, view.device.stream,
+                    [to = to(view), values] { std::memcpy(to, values.data(), values.size()); });
     }
   }
 

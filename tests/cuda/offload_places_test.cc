@@ -1,5 +1,6 @@
-// Random programs with weights and averages in several places of one Average: weights on the host and on devices, averages beside them and
-// on the host, options.overlap, weights that are not finite, copies that are refused. program.h draws more calls, of weights in one place.
+// Random programs with weights and averages in several places of one Average: weights on the host and on devices,
+// averages beside them and on the host, options.overlap, weights that are not finite, copies that are refused.
+// program.h draws more calls, of weights in one place.
 #include <gtest/gtest.h>
 
 #include "drawn_turns.h"
@@ -128,7 +129,8 @@ TEST(OffloadPlaces, OneAverageOfAllOfThem) {
   const uint64_t first = one != nullptr ? std::strtoull(one, nullptr, 10) : 1;
   const uint64_t count = one != nullptr ? 1 : all != nullptr ? 3000 : 100;
   for (uint64_t seed = first; seed < first + count; ++seed) {
-    SCOPED_TRACE("to see it alone: SHARDOW_SEED=" + std::to_string(seed) + " offload_test --gtest_filter=OffloadPlaces.*");
+    SCOPED_TRACE("to see it alone: SHARDOW_SEED=" + std::to_string(seed) +
+                 " offload_test --gtest_filter=OffloadPlaces.*");
     fake::reset({.num_devices = 2, .seed = seed, .log = false});
     const fake::DrawnTurns turns(seed);
     Places(seed).run();

@@ -51,7 +51,8 @@ TEST(OffloadStreams, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {
   twins.expect_equal();
 }
 
-/// For the thread sanitizer: a copy, the averaging and the optimizer's step are on three threads, and each finds the others' work done.
+/// For the thread sanitizer: a copy, the averaging and the optimizer's step are on three threads, and each finds the
+/// others' work done.
 TEST(OffloadStreams, OnThreadsThatMeet) {
   for (const int64_t ring_bytes : kRings) {
     fake::reset({.num_devices = 2, .threads = true});
@@ -92,10 +93,12 @@ TEST(OffloadStreams, IsNotCaptured) {
   twins.step();
   twins.update();
   fake::capture(stream_of(0), true);
-  EXPECT_NE(error_of([&] { twins.offloaded->update(); }).find("update() while its stream is captured"), std::string::npos);
+  EXPECT_NE(error_of([&] { twins.offloaded->update(); }).find("update() while its stream is captured"),
+            std::string::npos);
   twins.offloaded->finish_reading();
   fake::capture(stream_of(0), false);
-  EXPECT_NE(error_of([&] { twins.offloaded->prepare_replay(); }).find("call update() after each replay"), std::string::npos);
+  EXPECT_NE(error_of([&] { twins.offloaded->prepare_replay(); }).find("call update() after each replay"),
+            std::string::npos);
   twins.expect_equal();
 }
 

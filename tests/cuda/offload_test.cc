@@ -15,7 +15,8 @@ TEST(Offload, EqualsResidentAveragesForEveryDTypeRuleDecayAndRing) {
   for (const DType dtype : kDTypes) {
     for (const DType of_averages : kDTypes) {
       const bool narrow = of_averages == DType::kBF16 || of_averages == DType::kF16;
-      for (const Rule rule : {Rule::kLerp, Rule::kMulAdd, Rule::kTwoProducts, Rule::kDifference, Rule::kFusedDifference, Rule::kQuotient}) {
+      for (const Rule rule : {Rule::kLerp, Rule::kMulAdd, Rule::kTwoProducts, Rule::kDifference, Rule::kFusedDifference,
+                              Rule::kQuotient}) {
         if (narrow && rule != Rule::kLerp) continue;
         for (const size_t num_decays : {1, 3}) {
           for (const int64_t ring_bytes : kRings) {
@@ -29,8 +30,8 @@ TEST(Offload, EqualsResidentAveragesForEveryDTypeRuleDecayAndRing) {
               twins.step();
               twins.update();
             }
-            twins.expect_equal(std::string(dtype_name(dtype)) + " averaged as " + std::string(dtype_name(of_averages)) + ", ring of " +
-                               std::to_string(ring_bytes));
+            twins.expect_equal(std::string(dtype_name(dtype)) + " averaged as " + std::string(dtype_name(of_averages)) +
+                               ", ring of " + std::to_string(ring_bytes));
             if (HasFatalFailure()) return;
           }
         }
@@ -92,7 +93,8 @@ TEST(Offload, NamesTheTensorOnTheDeviceThatIsNotFinite) {
       twins.poison(3, 1200);
       twins.poison(3, 1201);
       twins.offloaded->update();
-      const std::string said = error_of([&] { twins.offloaded->wait(); }), wanted = error_of([&] { twins.resident->update(); });
+      const std::string said = error_of([&] { twins.offloaded->wait(); }),
+                        wanted = error_of([&] { twins.resident->update(); });
       EXPECT_EQ(said, wanted);
       EXPECT_EQ(said.empty(), mode != NonFinite::kRaise);
       twins.expect_equal();
@@ -206,7 +208,8 @@ TEST(Offload, HoldsItsMemoryEventsThreadsAndDescriptorsOver10000Updates) {
 TEST(Offload, RefusesWhatDoesNotFit) {
   fake::reset({.num_devices = 2});
   AverageOptions options = options_of(1, 100);
-  EXPECT_NE(error_of([&] { Twins(model(DType::kF32), options); }).find("ring_bytes is 100; it must be at least 4096"), std::string::npos);
+  EXPECT_NE(error_of([&] { Twins(model(DType::kF32), options); }).find("ring_bytes is 100; it must be at least 4096"),
+            std::string::npos);
   options = options_of(1, 4096);
   options.overlap = true;
   Twins overlapped(model(DType::kF32), options);

@@ -208,7 +208,8 @@ void Program::move() {
   }
   call([&] { tested_->bind(there_); });
   for (const TensorView& view : before) {
-    fake::enqueue(view.device.index, view.device.stream, [=, bytes = size_of(view), from = view.data] { std::memset(from, 0x7f, bytes); });
+    fake::enqueue(view.device.index, view.device.stream,
+                  [=, bytes = size_of(view), from = view.data] { std::memset(from, 0x7f, bytes); });
   }
 }
 
@@ -216,7 +217,8 @@ void Program::move() {
 void Program::change_stream() {
   const int device = static_cast<int>(random_() % static_cast<uint64_t>(num_devices_));
   void* const next = stream_of(device, static_cast<int>(random_() % 3));
-  const auto first = std::find_if(there_.begin(), there_.end(), [&](const TensorView& view) { return view.device.index == device; });
+  const auto first =
+      std::find_if(there_.begin(), there_.end(), [&](const TensorView& view) { return view.device.index == device; });
   if (first == there_.end() || fake::broken()) return;
   fake::follow(device, next, first->device.stream);
   for (TensorView& view : there_) {

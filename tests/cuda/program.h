@@ -1,5 +1,6 @@
-// A random program: a model, options and calls drawn from a seed, done by an Average of weights on devices and by an oracle, a plain
-// Average of the same weights on the host. What both hold must be equal, byte for byte, whenever the program looks.
+// A random program: a model, options and calls drawn from a seed, done by an Average of weights on devices and by an
+// oracle, a plain Average of the same weights on the host. What both hold must be equal, byte for byte, whenever the
+// program looks.
 #pragma once
 
 #include <cstddef>

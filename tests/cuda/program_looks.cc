@@ -19,7 +19,8 @@ Program::Bytes Program::fetch(const TensorView& view) const {
   if (view.device.kind == Device::Kind::kCpu) {
     std::copy_n(static_cast<const std::byte*>(view.data), bytes.size(), bytes.data());
   } else {
-    const auto weight = std::find_if(there_.begin(), there_.end(), [&](const TensorView& one) { return one.name == view.name; });
+    const auto weight =
+        std::find_if(there_.begin(), there_.end(), [&](const TensorView& one) { return one.name == view.name; });
     fake::fetch(bytes.data(), view.data, bytes.size(), view.device.index, weight->device.stream);
     if (fake::broken()) throw Broken();
   }
@@ -70,7 +71,8 @@ void Program::look_at_counters() {
   const AverageStats expected = oracle_->stats();
   if (stats.step != expected.step || stats.updates != expected.updates) differs("counters");
   if (!faulty_ && stats.held_non_finite != expected.held_non_finite)
-    differs("what was held: " + std::to_string(stats.held_non_finite) + ", not " + std::to_string(expected.held_non_finite));
+    differs("what was held: " + std::to_string(stats.held_non_finite) + ", not " +
+            std::to_string(expected.held_non_finite));
   if (!faulty_ && state != oracle_->state()) differs("states: " + state + " and " + oracle_->state());
 }
 
@@ -104,7 +106,8 @@ void Program::look_at_remains() {
 
 void Program::differs(const std::string& what) {
   if (difference_.empty())
-    difference_ = what + (offloaded_ ? " (offloaded" : " (resident") + (faulty_ ? ", with failures)" : ")") + " after" + calls_;
+    difference_ =
+        what + (offloaded_ ? " (offloaded" : " (resident") + (faulty_ ? ", with failures)" : ")") + " after" + calls_;
 }
 
 }  // namespace shardow::testing

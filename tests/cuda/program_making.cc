@@ -25,7 +25,8 @@ int64_t one_of(const int64_t (&choices)[kSize], std::mt19937_64& random) {
 void Program::choose_decays() {
   options_.schedules.clear();
   for (uint64_t k = 1 + random_() % 3; k > 0; --k) {
-    const Schedule choices[] = {Schedule::constant(0.9), Schedule::constant(0.99999), Schedule::constant(0.3), Schedule::tf_warmup(0.999)};
+    const Schedule choices[] = {Schedule::constant(0.9), Schedule::constant(0.99999), Schedule::constant(0.3),
+                                Schedule::tf_warmup(0.999)};
     options_.schedules.push_back(choices[random_() % std::size(choices)]);
   }
 }
@@ -37,7 +38,8 @@ void Program::choose() {
   choose_decays();
   options_.dtype = random_() % 2 == 0 ? DType::kF32 : kDTypes[random_() % 4];
   options_.rule = is_narrow(options_.dtype) ? Rule::kLerp : static_cast<Rule>(random_() % 6);
-  if (is_narrow(options_.dtype) || (options_.dtype == DType::kF32 && options_.rule == Rule::kLerp && random_() % 3 == 0))
+  if (is_narrow(options_.dtype) ||
+      (options_.dtype == DType::kF32 && options_.rule == Rule::kLerp && random_() % 3 == 0))
     options_.rounding = Rounding::kStochastic;
   options_.non_finite = random_() % 4 == 0 ? NonFinite::kPropagate : NonFinite::kHold;
   options_.update_every = random_() % 4 == 0 ? 2 : 1;
@@ -72,7 +74,8 @@ Program::Bytes Program::draw(const TensorView& view) {
     const auto value = static_cast<float>(wide);
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
-    auto half = static_cast<uint16_t>(view.dtype == DType::kBF16 ? bits >> 16 : 0x3000 + random_() % 0x800 + random_() % 2 * 0x8000);
+    auto half = static_cast<uint16_t>(view.dtype == DType::kBF16 ? bits >> 16
+                                                                 : 0x3000 + random_() % 0x800 + random_() % 2 * 0x8000);
     if (view.dtype == DType::kF16 && (bits & 0x7f800000) == 0x7f800000) half = 0x7c00;
     if (width == 8) std::memcpy(&bytes[at], &wide, 8);
     if (width == 4) std::memcpy(&bytes[at], &value, 4);

@@ -1,5 +1,5 @@
-// Random programs over the fake device (program.h): every interleaving of copies, averages, swaps, saves and steps that a seed draws.
-// SHARDOW_SEED=n runs the program of that seed alone; SHARDOW_ALL=1 runs ten thousand.
+// Random programs over the fake device (program.h): every interleaving of copies, averages, swaps, saves and steps that
+// a seed draws. SHARDOW_SEED=n runs the program of that seed alone; SHARDOW_ALL=1 runs ten thousand.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -29,7 +29,8 @@ std::string alone(uint64_t seed) {
 }
 
 std::string run(uint64_t seed, Missing missing = Missing::kNothing) {
-  std::snprintf(under_way, sizeof(under_way), "the host touched memory of a device; to see it alone: %s\n", alone(seed).c_str());
+  std::snprintf(under_way, sizeof(under_way), "the host touched memory of a device; to see it alone: %s\n",
+                alone(seed).c_str());
   return Program(seed, missing).run();
 }
 

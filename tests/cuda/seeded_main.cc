@@ -1,4 +1,5 @@
-// Before each test a device that does what it is asked late, in an order that the test's name seeds. Tests that want another one say so.
+// Before each test a device that does what it is asked late, in an order that the test's name seeds. Tests that want
+// another one say so.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -11,7 +12,8 @@ namespace {
 class Seeded : public ::testing::EmptyTestEventListener {
   void OnTestStart(const ::testing::TestInfo& test) override {
     uint64_t seed = 0;
-    for (const char* letter = test.name(); *letter != 0; ++letter) seed = seed * 31 + static_cast<unsigned char>(*letter);
+    for (const char* letter = test.name(); *letter != 0; ++letter)
+      seed = seed * 31 + static_cast<unsigned char>(*letter);
     shardow::fake::reset({.seed = seed});
   }
 };

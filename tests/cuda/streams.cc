@@ -1,6 +1,6 @@
-// By a seed: each step takes one part of the first operation of one stream whose operation waits for nothing, both drawn. A stream may be
-// stalled for a number of steps, so that the others get far ahead. How much is done at a call of the runtime is drawn too; some seeds are
-// so lazy that nothing happens before the host waits.
+// By a seed: each step takes one part of the first operation of one stream whose operation waits for nothing, both
+// drawn. A stream may be stalled for a number of steps, so that the others get far ahead. How much is done at a call of
+// the runtime is drawn too; some seeds are so lazy that nothing happens before the host waits.
 //
 // The default stream of a device and its blocking streams wait for each other, as CUDA has it.
 #include "streams.h"
@@ -69,8 +69,8 @@ void Streams::retire(void* handle) {
 MarkPtr Streams::add(int device, void* handle, Work work, std::vector<MarkPtr> after) {
   Stream& stream = find(device, handle);
   for (const Stream& other : streams_) {
-    const bool meet =
-        other.device == stream.device && other.blocking && stream.blocking && (handle == nullptr) != (other.handle == nullptr);
+    const bool meet = other.device == stream.device && other.blocking && stream.blocking &&
+                      (handle == nullptr) != (other.handle == nullptr);
     if (meet && !done(other.last)) after.push_back(other.last);
   }
   Operation operation{std::move(work), std::move(after), std::make_shared<Mark>(), {}};
@@ -104,7 +104,8 @@ std::vector<MarkPtr> Streams::all(std::optional<int> device) const {
 }
 
 bool Streams::ready(const Stream& stream) {
-  return !stream.queue.empty() && std::all_of(stream.queue.front().after.begin(), stream.queue.front().after.end(), done);
+  return !stream.queue.empty() &&
+         std::all_of(stream.queue.front().after.begin(), stream.queue.front().after.end(), done);
 }
 
 /// One part. After a failure nothing is done any more, but ends.
@@ -171,7 +172,8 @@ void Streams::until(std::unique_lock<std::mutex>& lock, const std::function<bool
 void Streams::only(const MarkPtr& mark) {
   while (!done(mark)) {
     const auto has = [&](const Stream& stream) {
-      return std::any_of(stream.queue.begin(), stream.queue.end(), [&](const Operation& one) { return one.mark == mark; });
+      return std::any_of(stream.queue.begin(), stream.queue.end(),
+                         [&](const Operation& one) { return one.mark == mark; });
     };
     const auto stream = std::find_if(streams_.begin(), streams_.end(), has);
     for (const MarkPtr& other : std::vector<MarkPtr>(stream->queue.front().after)) only(other);

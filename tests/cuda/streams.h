@@ -36,10 +36,10 @@ class Streams {
   void stop();                                             ///< does what there is and ends the threads
 
   void make(int device, void* stream, bool blocking);
-  void retire(void* stream);                                                          ///< does what it has; its handle may come again
+  void retire(void* stream);  ///< does what it has; its handle may come again
   MarkPtr add(int device, void* stream, Work work, std::vector<MarkPtr> after = {});  ///< the mark of its end
-  MarkPtr last(int device, void* stream);                                             ///< of what the stream has by now; null: nothing
-  std::vector<MarkPtr> all(std::optional<int> device) const;                          ///< of all there is
+  MarkPtr last(int device, void* stream);                     ///< of what the stream has by now; null: nothing
+  std::vector<MarkPtr> all(std::optional<int> device) const;  ///< of all there is
 
   /// Returns when done() holds. `lock` is of mutex().
   void until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done);

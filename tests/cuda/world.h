@@ -34,7 +34,8 @@ struct World {
   int until_allocation_fails = -1, until_copy_fails = -1, times = 0;
   bool drops_waits = false;
   Copied copied;
-  std::map<void*, std::shared_ptr<CUgraph_st>> captures;  ///< by stream; of streams that are captured together they are the same
+  std::map<void*, std::shared_ptr<CUgraph_st>>
+      captures;  ///< by stream; of streams that are captured together they are the same
   Memory memory;
   Streams streams;
 

@@ -1,5 +1,7 @@
-"""Every Python example of the README and the docs runs; every C++ example stands in a C++ test, word for word. Whole C++ programs are built
-and run by tests/mpi, and the sketches of docs/cpp_reference.md compiled by tests/install, tests/mpi and tests/libtorch."""
+"""Every Python example of the README and the docs runs; every C++ example stands in a C++ test, word for word. Whole
+C++ programs are built and run by tests/mpi, and the sketches of docs/cpp_reference.md compiled by tests/install,
+tests/mpi and tests/libtorch.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,13 @@ def test_the_readme_s_first_example_is_a_distributed_loop_as_it_stands(tmp_path:
     assert FIRST[0].startswith("README")
     assert command
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[0].split()[1:]], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-m", "torch.distributed.run", *command[0].split()[1:]], cwd=tmp_path, capture_output=True,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240,
     )  # fmt: skip
-    assert run.returncode == 0 or "terminate called without an active exception" in run.stderr, run.stderr  # torch's: docs/torch.md
+    assert run.returncode == 0 or "terminate called without an active exception" in run.stderr, (
+        run.stderr
+    )  # torch's: docs/torch.md
     assert run.stdout.count("tensor([") == 2
     for path, dtype in (("run/ema.safetensors", torch.float32), ("run/model", torch.bfloat16)):
         with shardow.open(tmp_path / path) as opened:
@@ -98,7 +103,9 @@ WORD_FOR_WORD = [(name, code) for name, code in examples("cpp") if not name.star
 
 @pytest.mark.parametrize(("name", "code"), WORD_FOR_WORD, ids=[name for name, _ in WORD_FOR_WORD])
 def test_a_cpp_example_is_run_by_a_test(name: str, code: str) -> None:
-    assert "int main(" in code or any(lines(code) in lines(test.read_text()) for test in (ROOT / "src").rglob("*_test.cc"))
+    assert "int main(" in code or any(
+        lines(code) in lines(test.read_text()) for test in (ROOT / "src").rglob("*_test.cc")
+    )
 
 
 def test_there_are_cpp_examples() -> None:

@@ -1,4 +1,5 @@
-"""Files that the README, CONTRIBUTING and the docs name are there, and so is what a dotted name below shardow leads to."""
+"""Files that the README, CONTRIBUTING and the docs name are there, and so is what a dotted name below shardow leads
+to."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ KEYS = {
 @cache
 def tracked() -> frozenset[str]:
     """Files below the root, and their folders with a slash at the end."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     files = [name for name in listed.stdout.split("\n") if name and (ROOT / name).exists()]
     return frozenset(files) | {f"{parent}/" for name in files for parent in Path(name).parents}
 
@@ -39,7 +42,9 @@ def tracked() -> frozenset[str]:
 def named(page: str) -> set[str]:
     """Sources by any tail of their path, folders from the root on, and what links lead to."""
     sources = re.findall(r"(?<![\w/.*<-])[\w-][\w./-]*\.(?:py|cc|h|cu|cuh|c)\b(?![\w(])", page)
-    roots = "|".join(sorted(one[:-1] for one in tracked() if one.count("/") == 1 and one.endswith("/") and one[0] != "."))
+    roots = "|".join(
+        sorted(one[:-1] for one in tracked() if one.count("/") == 1 and one.endswith("/") and one[0] != ".")
+    )
     folders = re.findall(rf"(?<![\w/.-])(?:{roots})/(?:[\w.-]+/)*(?![\w*.])", page)
     return {*sources, *folders}
 
@@ -58,7 +63,8 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 def test_a_page_that_names_what_is_not_there_is_found() -> None:
     found = named(
-        "see `python/shardow/ema.py`, averages/swap.py, `src/none/x.cc` and python/tests/harness/; not `optimizer.step()`, run/a.py"
+        "see `python/shardow/ema.py`, averages/swap.py, `src/none/x.cc` and python/tests/harness/; not "
+        "`optimizer.step()`, run/a.py"
     )
     assert {name for name in found if not is_there(name)} == {"src/none/x.cc", "python/tests/harness/", "run/a.py"}
 

@@ -13,7 +13,11 @@ import shardow
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-QUOTED = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) for line in PAGE.split("## Ranks", 1)[1].splitlines() if line.startswith("| `")]
+QUOTED = [
+    re.findall(r"`([^`]+)`", line.split(" | ")[0])
+    for line in PAGE.split("## Ranks", 1)[1].splitlines()
+    if line.startswith("| `")
+]
 
 
 def text_of(node: ast.expr) -> str:
@@ -27,7 +31,11 @@ def messages() -> str:
     """All string literals, each whole: adjacent ones are joined, and what is put into them is left out."""
     found = []
     for path in (ROOT / "python" / "shardow").rglob("*.py"):
-        found += [text_of(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant | ast.JoinedStr)]
+        found += [
+            text_of(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant | ast.JoinedStr)
+        ]
     for path in [*(ROOT / "src").rglob("*.cc"), *(ROOT / "src").rglob("*.h"), *(ROOT / "include").rglob("*.h")]:
         if not path.name.endswith("_test.cc"):
             found.append(re.sub(r'"\s*\n\s*"', "", path.read_text()))
@@ -45,7 +53,9 @@ def test_what_is_quoted_is_said(quotes: list[str]) -> None:
 
 
 def test_every_class_of_errors_is_explained() -> None:
-    classes = {name for name, one in vars(shardow.errors).items() if isinstance(one, type) and issubclass(one, shardow.Error)}
+    classes = {
+        name for name, one in vars(shardow.errors).items() if isinstance(one, type) and issubclass(one, shardow.Error)
+    }
     assert set(re.findall(r"`(\w+Error)`", PAGE.split("## Ranks")[0])) >= classes - {"Error"}
 
 

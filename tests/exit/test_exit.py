@@ -25,10 +25,19 @@ def free_port() -> int:
 
 def run(kind: str, ranks: int) -> list[tuple[int, str]]:
     """(exit status, standard error) of each rank."""
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     started = [
         subprocess.Popen(
-            [sys.executable, PROGRAM, kind], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+            [sys.executable, PROGRAM, kind],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(ranks)
     ]

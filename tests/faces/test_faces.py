@@ -1,5 +1,5 @@
-"""One trajectory of weights, averaged by a C++ program and by Python on several numbers of ranks: their files are the same bytes, and each
-goes on from the other's."""
+"""One trajectory of weights, averaged by a C++ program and by Python on several numbers of ranks: their files are the
+same bytes, and each goes on from the other's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def in_python(first: int, last: int, source: str | None, target: str, kind: str)
 
 
 def in_cpp(start: list[str], first: int, last: int, source: str | None, target: str, kind: str) -> None:
-    texts = [shardow.schedules.constant(one).to_json() if isinstance(one, float) else one.to_json() for one in KINDS[kind]]
+    texts = [
+        shardow.schedules.constant(one).to_json() if isinstance(one, float) else one.to_json() for one in KINDS[kind]
+    ]
     command = [*start, str(first), str(last), source or "-", target, *texts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -91,7 +93,9 @@ WHO = [("python", 1), ("cpp", 1), ("python", 2), ("cpp", 2), ("cpp", 3), ("cpp",
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_are_the_same_bytes_whoever_wrote_them_and_each_goes_on_from_the_others(kind: str, tmp_path: Path) -> None:
+def test_files_are_the_same_bytes_whoever_wrote_them_and_each_goes_on_from_the_others(
+    kind: str, tmp_path: Path
+) -> None:
     halves, wholes = {}, {}
     for face, size in WHO:
         at = tmp_path / f"{face}{size}"
@@ -102,7 +106,12 @@ def test_files_are_the_same_bytes_whoever_wrote_them_and_each_goes_on_from_the_o
     assert len(first) == len(KINDS[kind])
     assert {who: found == first for who, found in halves.items()} == dict.fromkeys(WHO, True)
     by("python", 1, 0, 9, None, str(tmp_path / f"straight-{WHERE[kind]}"), kind)
-    for source, (face, size) in [("python2", ("cpp", 3)), ("cpp3", ("python", 2)), ("cpp2", ("python", 1)), ("python1", ("cpp", 2))]:
+    for source, (face, size) in [
+        ("python2", ("cpp", 3)),
+        ("cpp3", ("python", 2)),
+        ("cpp2", ("python", 1)),
+        ("python1", ("cpp", 2)),
+    ]:
         target = tmp_path / f"{source}-{face}-{WHERE[kind]}"
         by(face, size, 6, 9, str(tmp_path / source / WHERE[kind]), str(target), kind)
         wholes[source] = files(target)

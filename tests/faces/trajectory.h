@@ -3,9 +3,9 @@
 //   trajectory RANKS FIRST LAST FROM TO SCHEDULE...
 //   mpirun -n RANKS mpi_trajectory_test FIRST LAST FROM TO SCHEDULE...
 //
-// Steps FIRST + 1 to LAST, after the averages and their state were loaded from FROM ("-": begun at the weights of step FIRST); then they
-// are saved to TO. Schedules are JSON. Rank r of N has rows r, r + N, ... of the matrix "rows", its own columns of "columns", and all of
-// "whole". tests/faces/test_faces.py does the same in Python.
+// Steps FIRST + 1 to LAST, after the averages and their state were loaded from FROM ("-": begun at the weights of step
+// FIRST); then they are saved to TO. Schedules are JSON. Rank r of N has rows r, r + N, ... of the matrix "rows", its
+// own columns of "columns", and all of "whole". tests/faces/test_faces.py does the same in Python.
 #pragma once
 
 #include <cstdlib>
@@ -60,7 +60,8 @@ inline void train(shardow::Group& group, const Arguments& given) {
   const std::vector<Interval> all_rows = {{0, kRows}}, all_columns = {{0, kColumns}};
   std::vector<Part> parts;
   parts.emplace_back("rows", every_nth, all_columns);
-  parts.emplace_back("columns", all_rows, std::vector<Interval>{{kColumns * rank / size, kColumns * (rank + 1) / size}});
+  parts.emplace_back("columns", all_rows,
+                     std::vector<Interval>{{kColumns * rank / size, kColumns * (rank + 1) / size}});
   parts.emplace_back("whole", all_rows, all_columns);
   const auto set = [&](int64_t step) {
     for (size_t i = 0; i < parts.size(); ++i) parts[i].set(step, static_cast<int64_t>(i));

@@ -147,7 +147,8 @@ def test_mutated_headers_get_the_same_verdict() -> None:
     [
         (b"{}", 0), (b" \t\n{}", 0), (b"{}    ", 0), (b'{"__metadata__":null}', 0),
         (b'{"":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}', 1),
-        (b'{"a":{"dtype":"U8","shape":[0,5],"data_offsets":[0,0]},"b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', 0),
+        (b'{"a":{"dtype":"U8","shape":[0,5],"data_offsets":[0,0]},"b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+         0),
         (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":{"y":[1.5,-2,null]}}}', 1),
         (b'{"a":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]}}', 2),
         (b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}', 3),

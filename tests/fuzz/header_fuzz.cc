@@ -1,5 +1,5 @@
-// Any bytes as a header: refused as corrupt, or read into what can be written again and read the same. The first two bytes choose how much
-// data follows.
+// Any bytes as a header: refused as corrupt, or read into what can be written again and read the same. The first two
+// bytes choose how much data follows.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

@@ -17,7 +17,10 @@ def headers() -> list[tuple[str, int]]:
         ("{" + one() + "}  ", 8),
         ('{"__metadata__":{"format":"pt"},' + one("\\u00e9") + "," + one("b", "BF16", "[]", "[8,10]") + "}", 10),
     ]
-    good += [("{" + one("a", "F4", "[2,2]", "[0,2]") + "," + one("z", "I64", "[0,3]", "[2,2]") + "}", 2), ('{"__metadata__":null}', 0)]
+    good += [
+        ("{" + one("a", "F4", "[2,2]", "[0,2]") + "," + one("z", "I64", "[0,3]", "[2,2]") + "}", 2),
+        ('{"__metadata__":null}', 0),
+    ]
     broken = [
         one(shape="[-2]"),
         one(shape="[2.0]"),
@@ -32,7 +35,10 @@ def headers() -> list[tuple[str, int]]:
 
 def indexes() -> list[str]:
     maps = [{}, {"a": "model.safetensors"}, {"a": "../x"}, {"a": "/x"}, {"a": ""}, {"a": 1}]
-    return [json.dumps({"metadata": {"total_size": 8}, "weight_map": one}) for one in maps] + ["{}", '{"weight_map":{"a":"x","a":"y"}}']
+    return [json.dumps({"metadata": {"total_size": 8}, "weight_map": one}) for one in maps] + [
+        "{}",
+        '{"weight_map":{"a":"x","a":"y"}}',
+    ]
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ import shardow
 from shardow import _core
 
 pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and _core.cuda_available()), reason="no CUDA device answers: make gpu, where one does"
+    not (torch.cuda.is_available() and _core.cuda_available()),
+    reason="no CUDA device answers: make gpu, where one does",
 )
 
 STEPS = 6
@@ -109,7 +110,9 @@ def test_an_update_on_another_stream_waits_for_the_one_before() -> None:
         train(there, step)
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[step % 2]):
-            torch.cuda._sleep(2_000_000)  # the update is behind this, and the next one, on the other stream, behind the update
+            torch.cuda._sleep(
+                2_000_000
+            )  # the update is behind this, and the next one, on the other stream, behind the update
             on_device.update()
         torch.cuda.current_stream().wait_stream(streams[step % 2])  # the weights change next
     same(on_cpu.full_state_dict(), on_device.full_state_dict())
@@ -148,11 +151,17 @@ def test_an_update_is_one_launch_and_no_wait() -> None:
     model = model_of(torch.float32).cuda()
     ema = shardow.EMA(model, decay=0.9)
     ema.update()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         for _ in range(10):
             ema.update()
         torch.cuda.synchronize()
-    kernels = [one for one in profile.events() if "update_kernel" in one.name and one.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        one
+        for one in profile.events()
+        if "update_kernel" in one.name and one.device_type == torch.autograd.DeviceType.CUDA
+    ]
     waits = [one for one in profile.events() if "EventSynchronize" in one.name or "StreamSynchronize" in one.name]
     assert len(kernels) == 10
     assert waits == []

@@ -1,4 +1,5 @@
-"""Averages on the host of weights on a CUDA device: the bits of a CPU, weights that nobody changes too early, and what crosses the link.
+"""Averages on the host of weights on a CUDA device: the bits of a CPU, weights that nobody changes too early, and what
+crosses the link.
 
 Skipped, with the reason, where no device answers; `make gpu` runs it where one does.
 """
@@ -43,7 +44,8 @@ def test_averages_on_the_host_have_the_bits_of_the_cpu(kind: str, dtype: torch.d
     emas = []
     for model, where in zip(models, ({}, {"device": "cpu", "ring_bytes": 1 << 16}), strict=True):
         optimizer = Steps(model)
-        emas.append(shardow.EMA(model, **KINDS[kind], **where, optimizer=optimizer if attached else None))  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        emas.append(shardow.EMA(model, **KINDS[kind], **where, optimizer=optimizer if attached else None))
         for _ in range(STEPS):
             optimizer.step()
             if not attached:
@@ -76,7 +78,10 @@ def test_a_step_would_tear_averages_if_it_did_not_wait(waits: bool, monkeypatch:
 def test_steps_on_other_streams_wait_too() -> None:
     models = [model_of(torch.float32), model_of(torch.float32).cuda()]
     optimizers = [Steps(model) for model in models]
-    emas = [shardow.EMA(models[0], 0.9, optimizer=optimizers[0]), shardow.EMA(models[1], 0.9, device="cpu", optimizer=optimizers[1])]
+    emas = [
+        shardow.EMA(models[0], 0.9, optimizer=optimizers[0]),
+        shardow.EMA(models[1], 0.9, device="cpu", optimizer=optimizers[1]),
+    ]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for step in range(20):
         optimizers[0].step()

@@ -1,4 +1,5 @@
-// Groups of a stranger's, written from the headers and docs/cpp.md alone, before the judge: groups store|meeting RANKS DIRECTORY
+// Groups of a stranger's, written from the headers and docs/cpp.md alone, before the judge: groups store|meeting RANKS
+// DIRECTORY
 #include <fcntl.h>
 #include <shardow/custom_group.h>
 #include <shardow/error.h>
@@ -24,7 +25,8 @@ using shardow::Code, shardow::Deadline, shardow::Error, shardow::Group, shardow:
 /// A file for each key.
 class Files final : public shardow::Store {
  public:
-  Files(fs::path directory, int rank) : directory_(std::move(directory)), draft_(directory_ / ("draft-" + std::to_string(rank))) {}
+  Files(fs::path directory, int rank)
+      : directory_(std::move(directory)), draft_(directory_ / ("draft-" + std::to_string(rank))) {}
 
   void set(const std::string& key, const std::string& value) override {
     write(value);
@@ -65,7 +67,8 @@ class Files final : public shardow::Store {
  private:
   fs::path at(const std::string& key) const {
     std::string name = "key-";
-    for (const char c : key) name += std::isalnum(static_cast<unsigned char>(c)) != 0 ? std::string(1, c) : "%" + std::to_string(c);
+    for (const char c : key)
+      name += std::isalnum(static_cast<unsigned char>(c)) != 0 ? std::string(1, c) : "%" + std::to_string(c);
     return directory_ / name;
   }
   void write(const std::string& value) const { std::ofstream(draft_, std::ios::binary) << value; }
@@ -154,8 +157,9 @@ int main(int argc, char** argv) {
   std::vector<std::jthread> ranks;
   for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {
-      const std::unique_ptr<Group> group = by_store ? shardow::store_group(std::make_unique<Files>(argv[3], rank), rank, size)
-                                                    : shardow::meeting_group(std::make_unique<Table>(hall, rank, size));
+      const std::unique_ptr<Group> group =
+          by_store ? shardow::store_group(std::make_unique<Files>(argv[3], rank), rank, size)
+                   : shardow::meeting_group(std::make_unique<Table>(hall, rank, size));
       for (const shardow::GroupCheck& check : shardow::group_checks()) {
         for (const std::string& one : check.run(*group)) {
           const std::lock_guard lock(printing);

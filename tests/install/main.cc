@@ -26,7 +26,8 @@ class Mine : public shardow::Error {
   Mine() : Error(shardow::Code::kCorrupt, "mine") {}
 };
 
-/// What the program throws goes through the library and is what it was; what it derived is told from what the library derived.
+/// What the program throws goes through the library and is what it was; what it derived is told from what the library
+/// derived.
 bool types_cross(shardow::Group& group) {
   const auto theirs = shardow::solo();
   if (dynamic_cast<Counted*>(&group) == nullptr || dynamic_cast<Counted*>(theirs.get()) != nullptr) return false;
@@ -40,7 +41,8 @@ bool types_cross(shardow::Group& group) {
 
 int run(const char* path) {
   std::vector<float> weights = {1, 2, 3, 4, 5, 6};
-  const std::vector<shardow::TensorView> views = {{"w", shardow::DType::kF32, shardow::Region::whole({2, 3}), weights.data()}};
+  const std::vector<shardow::TensorView> views = {
+      {"w", shardow::DType::kF32, shardow::Region::whole({2, 3}), weights.data()}};
   shardow::Average ema(views, {.schedules = {shardow::Schedule::constant(0.5)}});
   for (float& weight : weights) weight += 1;
   ema.update();
@@ -48,7 +50,8 @@ int run(const char* path) {
   Counted group;
   shardow::save(group, ema, path);
   std::vector<float> loaded(6);
-  const std::vector<shardow::TensorView> into = {{"w", shardow::DType::kF32, shardow::Region::whole({2, 3}), loaded.data()}};
+  const std::vector<shardow::TensorView> into = {
+      {"w", shardow::DType::kF32, shardow::Region::whole({2, 3}), loaded.data()}};
   if (!types_cross(group)) return 2;
   shardow::load(*shardow::solo(), into, path);
   if (loaded != std::vector<float>{1.5, 2.5, 3.5, 4.5, 5.5, 6.5}) return 3;

@@ -45,7 +45,13 @@ def test_found_by_cmake(component: str, installed: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["store", "meeting"])
 def test_a_group_written_from_the_headers_alone_passes_the_judge(kind: str, installed: Path, tmp_path: Path) -> None:
     program = tmp_path / "groups"
-    flags = [f"-I{installed / 'include'}", f"-L{installed / 'lib'}", "-lshardow", f"-Wl,-rpath,{installed / 'lib'}", "-pthread"]
+    flags = [
+        f"-I{installed / 'include'}",
+        f"-L{installed / 'lib'}",
+        "-lshardow",
+        f"-Wl,-rpath,{installed / 'lib'}",
+        "-pthread",
+    ]
     succeed("g++", *WARNINGS, HERE / "groups.cc", "-o", program, *flags)
     for ranks in (1, 3):
         place = tmp_path / f"of-{ranks}"
@@ -57,7 +63,9 @@ def test_a_group_written_from_the_headers_alone_passes_the_judge(kind: str, inst
 def test_found_by_pkg_config(flags: Sequence[str], installed: Path, tmp_path: Path) -> None:
     if shutil.which("pkg-config") is None:
         pytest.skip("no pkg-config: apt-get install pkg-config")
-    told = succeed("pkg-config", "--cflags", "--libs", *flags, "shardow", PKG_CONFIG_PATH=str(installed / "lib" / "pkgconfig")).split()
+    told = succeed(
+        "pkg-config", "--cflags", "--libs", *flags, "shardow", PKG_CONFIG_PATH=str(installed / "lib" / "pkgconfig")
+    ).split()
     if flags:
         told = ["-l:libshardow.a" if word == "-lshardow" else word for word in told]
     program = tmp_path / "consumer"
@@ -81,9 +89,13 @@ def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, t
 
 def test_every_sketch_of_a_header_compiles(installed: Path, tmp_path: Path) -> None:
     headers = public(installed)
-    assert [one.name for one in headers if blocks_of(one.read_text())] == ["average.h"], "the others' are in docs/cpp_reference.md"
+    assert [one.name for one in headers if blocks_of(one.read_text())] == ["average.h"], (
+        "the others' are in docs/cpp_reference.md"
+    )
     assert {one.name for one in headers if not shown_of(one.name)} == {"average.h", "error.h"}
-    assert REFERENCE.read_text().count("```cpp\n") == sum(len(shown_of(one.name)) for one in headers), "each below its header's name"
+    assert REFERENCE.read_text().count("```cpp\n") == sum(len(shown_of(one.name)) for one in headers), (
+        "each below its header's name"
+    )
     source = tmp_path / "sketches.cc"
     for header in headers:
         if header.name in NEED_MORE:
@@ -91,13 +103,17 @@ def test_every_sketch_of_a_header_compiles(installed: Path, tmp_path: Path) -> N
         source.write_text(program_of(header))
         succeed("g++", *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
     for header, call in (("average.h", "ema.update()"), ("copy.h", "take(")):
-        source.write_text(program_of(installed / "include" / "shardow" / header).replace(call, call.replace("(", "_no_such_call(")))
+        source.write_text(
+            program_of(installed / "include" / "shardow" / header).replace(call, call.replace("(", "_no_such_call("))
+        )
         told = run("g++", *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)
         assert "_no_such_call" in told.stderr, "and one that does not is found"
 
 
 def test_all_headers_are_read_in_a_quarter_of_an_hour(installed: Path) -> None:
-    """At 250 words of comments a minute and 350 of code, sketches included; what is rarer goes to docs/cpp_reference.md."""
+    """At 250 words of comments a minute and 350 of code, sketches included; what is rarer goes to
+    docs/cpp_reference.md.
+    """
     comments = code = 0
     for line in "\n".join(header.read_text() for header in public(installed)).splitlines():
         said = re.fullmatch(r'((?:[^"/]|"[^"]*"|/(?!/))*)(?://[/<]*(.*))?', line)
@@ -116,7 +132,11 @@ def test_the_command_and_its_pages(installed: Path) -> None:
     needed = succeed("readelf", "-d", installed / "bin" / "shardow")
     assert "libcrypto" not in needed
     assert ".SH VERBS" in (installed / "share/man/man1/shardow.1").read_text()
-    for page in ("bash-completion/completions/shardow", "zsh/site-functions/_shardow", "fish/vendor_completions.d/shardow.fish"):
+    for page in (
+        "bash-completion/completions/shardow",
+        "zsh/site-functions/_shardow",
+        "fish/vendor_completions.d/shardow.fish",
+    ):
         assert "shardow" in (installed / "share" / page).read_text()
 
 
@@ -126,22 +146,37 @@ def test_nothing_of_what_it_is_built_on_shows(installed: Path) -> None:
     exported = [line.split(" ", 2)[2] for line in names.splitlines()]
     assert any(name.startswith("shardow::Average::update(") for name in exported)
     inner = re.compile(r"shardow::(base|tensor|kernels|average|comm|file|ema)::[\w~]|::(Impl|Plan)::")
-    assert [name for name in exported if "shardow::" not in name or inner.match(name) or inner.search(name.split("(")[0])] == []
+    assert [
+        name for name in exported if "shardow::" not in name or inner.match(name) or inner.search(name.split("(")[0])
+    ] == []
     text = "".join(path.read_text() for path in public(installed) if path.name not in NEED_MORE)
     ours = [name for name in exported if name.startswith("shardow::") and "operator" not in name]
     named = {name.split("(")[0].split("[abi")[0] for name in ours}
-    assert [name for name in sorted(named) if not re.search(rf"\b{re.escape(name.split('::')[-1].lstrip('~'))}\b", text)] == []
+    assert [
+        name for name in sorted(named) if not re.search(rf"\b{re.escape(name.split('::')[-1].lstrip('~'))}\b", text)
+    ] == []
     assert re.findall(r"#include [<\"](?!shardow/)[\w/]+\.h|(?:fmt|simdjson|hwy)::", text) == []
     assert "SONAME" in succeed("readelf", "-d", library)
 
 
 def test_without_mpi_its_component_is_refused_by_the_packages_name(installed: Path, tmp_path: Path) -> None:
-    told = succeed(CMAKE, "-S", HERE.parents[1], "-B", tmp_path / "none", "-DSHARDOW_MPI=OFF", "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF")
+    told = succeed(
+        CMAKE,
+        "-S",
+        HERE.parents[1],
+        "-B",
+        tmp_path / "none",
+        "-DSHARDOW_MPI=OFF",
+        "-DSHARDOW_TESTS=OFF",
+        "-DSHARDOW_CUDA=OFF",
+    )
     assert "shardow/mpi.h: OFF (SHARDOW_MPI=OFF); it needs Debian's libopenmpi-dev and openmpi-bin" in told
     shutil.copytree(installed, tmp_path / "prefix", symlinks=True)
     shutil.copy(tmp_path / "none" / "shardow-config.cmake", tmp_path / "prefix" / "lib" / "cmake" / "shardow")
     given = ["-S", HERE, f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}"]
-    refused = subprocess.run([CMAKE, *given, "-B", tmp_path / "refused", "-DCOMPONENT=mpi"], capture_output=True, text=True)
+    refused = subprocess.run(
+        [CMAKE, *given, "-B", tmp_path / "refused", "-DCOMPONENT=mpi"], capture_output=True, text=True
+    )
     assert refused.returncode != 0
     assert "built without MPI: install libopenmpi-dev" in " ".join(refused.stderr.split())
     succeed(CMAKE, *given, "-B", tmp_path / "fine", "-DCOMPONENT=OPTIONAL_COMPONENTS;mpi")

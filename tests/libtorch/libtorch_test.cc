@@ -63,7 +63,8 @@ struct Block : torch::nn::Module {
 
 TEST(Views, HaveTheNamesOfAStateDictAndTiedWeightsOnce) {
   const Block block;
-  EXPECT_EQ(names(parameters(block)), (Names{"tied", "empty", "in.bias", "norm.weight", "norm.bias", "out.weight", "out.bias"}));
+  EXPECT_EQ(names(parameters(block)),
+            (Names{"tied", "empty", "in.bias", "norm.weight", "norm.bias", "out.weight", "out.bias"}));
   EXPECT_EQ(names(parameters(block, Params::kAll)).size(), 8u);
   EXPECT_EQ(names(buffers(block)), (Names{"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}));
   std::map<std::string, std::string> others;
@@ -134,8 +135,9 @@ TEST(Views, ThatOverlapAreRefusedAndNamed) {
     both.insert("other", other);
     return caught([&] { views(both); });
   };
-  for (const auto& got : {refused(memory.slice(0, 0, 6), memory.slice(0, 5)), refused(memory.slice(0, 5), memory.slice(0, 0, 6)),
-                          refused(memory, memory.view({2, 5})), refused(memory, memory.slice(0, 0, 5))}) {
+  for (const auto& got :
+       {refused(memory.slice(0, 0, 6), memory.slice(0, 5)), refused(memory.slice(0, 5), memory.slice(0, 0, 6)),
+        refused(memory, memory.view({2, 5})), refused(memory, memory.slice(0, 0, 5))}) {
     EXPECT_EQ(got.code, Code::kUnsupported);
     EXPECT_NE(got.message.find("'one'"), std::string::npos);
     EXPECT_NE(got.message.find("'other'"), std::string::npos);
@@ -243,7 +245,8 @@ Stores over_tcp(int n) {
   options.isServer = false;
   options.port = first->getPort();
   Stores stores = {first};
-  while (stores.size() < static_cast<size_t>(n)) stores.push_back(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options));
+  while (stores.size() < static_cast<size_t>(n))
+    stores.push_back(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options));
   return stores;
 }
 
@@ -271,7 +274,8 @@ TEST_P(C10dGroup, Conforms) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, C10dGroup, testing::Values(Kind{"memory", in_memory}, Kind{"file", in_a_file}, Kind{"tcp", over_tcp}),
+INSTANTIATE_TEST_SUITE_P(All, C10dGroup,
+                         testing::Values(Kind{"memory", in_memory}, Kind{"file", in_a_file}, Kind{"tcp", over_tcp}),
                          [](const auto& test) { return test.param.name; });
 
 TEST(C10dGroupOverTcp, MovesLongBlocksAndSaysWhenItsStoreIsGone) {

@@ -1,4 +1,6 @@
-"""shardow/libtorch.h and the program over it (examples/libtorch), against the installed package and the LibTorch that torch brings."""
+"""shardow/libtorch.h and the program over it (examples/libtorch), against the installed package and the LibTorch that
+torch brings.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,13 @@ def built(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with both programs. They are compiled side by side: torch's headers take half a minute each."""
     build = tmp_path_factory.mktemp("build")
     for name, source in {"tests": HERE, "example": ROOT / "examples" / "libtorch"}.items():
-        succeed(CMAKE, "-S", source, "-B", build / name, f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}")
-    compilers = [subprocess.Popen([CMAKE, "--build", build / name], stdout=subprocess.PIPE, text=True) for name in ("tests", "example")]
+        succeed(
+            CMAKE, "-S", source, "-B", build / name, f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}"
+        )
+    compilers = [
+        subprocess.Popen([CMAKE, "--build", build / name], stdout=subprocess.PIPE, text=True)
+        for name in ("tests", "example")
+    ]
     for one in compilers:
         said, _ = one.communicate()
         assert one.returncode == 0, said
@@ -83,7 +90,9 @@ def test_what_stopped_or_was_killed_goes_on_bit_for_bit(built: Path, straight: P
     assert len(contents(straight)) == 5
     assert contents(stopped) == contents(straight)
     killed.mkdir()
-    running = subprocess.Popen(["env", "OMP_NUM_THREADS=1", built / "example" / "train", killed, "200"], stdout=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        ["env", "OMP_NUM_THREADS=1", built / "example" / "train", killed, "200"], stdout=subprocess.DEVNULL
+    )
     while not (killed / "checkpoint").exists():
         assert running.poll() is None
         time.sleep(0.002)
@@ -128,7 +137,13 @@ def test_the_header_compiles_with_clang_too(installed: Path, tmp_path: Path) -> 
     (tmp_path / "twice.cc").write_text("#include <shardow/libtorch.h>\n" * 2)
     torchs = Path(torch.utils.cmake_prefix_path).parents[1] / "include"
     warnings = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
-    where = [f"-I{installed / 'include'}", "-isystem", torchs, "-isystem", torchs / "torch" / "csrc" / "api" / "include"]
+    where = [
+        f"-I{installed / 'include'}",
+        "-isystem",
+        torchs,
+        "-isystem",
+        torchs / "torch" / "csrc" / "api" / "include",
+    ]
     succeed(clang, *warnings, *where, "-fsyntax-only", tmp_path / "twice.cc")
 
 
@@ -138,12 +153,17 @@ def test_a_python_process_takes_all_three_in_any_order(first: str, installed: Pa
     library = f"import ctypes; ctypes.CDLL({str(installed / 'lib' / 'libshardow.so')!r}, ctypes.RTLD_GLOBAL)"
     order = ["import torch", library, "import shardow"]
     work = "net = torch.nn.Linear(2048, 1024); ema = shardow.EMA(net, decay=0.5); before = net.weight.detach().clone()"
-    step = "net.weight.data.add_(1); ema.update(); assert torch.equal(ema.full_state_dict()['weight'], before.lerp(net.weight, 0.5))"
+    step = (
+        "net.weight.data.add_(1); ema.update(); assert torch.equal(ema.full_state_dict()['weight'], "
+        "before.lerp(net.weight, 0.5))"
+    )
     succeed(sys.executable, "-c", "\n".join([*(order if first == "torch" else order[::-1]), work, step]))
 
 
 def test_without_libtorch_the_example_says_what_is_missing(installed: Path, tmp_path: Path) -> None:
     source = ROOT / "examples" / "libtorch"
-    done = subprocess.run([CMAKE, "-S", source, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={installed}"], capture_output=True, text=True)
+    done = subprocess.run(
+        [CMAKE, "-S", source, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={installed}"], capture_output=True, text=True
+    )
     assert done.returncode != 0
     assert "LibTorch was not found. It comes with PyTorch (pip install torch)" in " ".join(done.stderr.split())

@@ -1,5 +1,5 @@
-"""A file system of a program's, of which a test says what is wrong with it. It speaks the kernel's protocol (fuse(4), linux/fuse.h) itself:
-what a library in between would do with a call that is never answered is its own affair.
+"""A file system of a program's, of which a test says what is wrong with it. It speaks the kernel's protocol (fuse(4),
+linux/fuse.h) itself: what a library in between would do with a call that is never answered is its own affair.
 
 Files lie in another folder, which several mounts may have in common. One process, one thread, a call at a time.
 """
@@ -21,8 +21,10 @@ from weather import Shared
 
 _ROOT, _HEAD, _MOST = 1, 40, 1 << 20
 _NAMES = {
-    1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink", 11: "rmdir", 12: "rename", 13: "link", 14: "open", 15: "read",
-    16: "write", 17: "statfs", 18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir", 28: "readdir", 29: "release",
+    1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink", 11: "rmdir", 12: "rename", 13: "link",
+    14: "open", 15: "read",
+    16: "write", 17: "statfs", 18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir", 28: "readdir",
+    29: "release",
     30: "fsync", 35: "create", 45: "rename2",
 }  # fmt: skip
 _SILENT = (2, 36, 42)  # forget, interrupt, and many of them: nobody waits for an answer
@@ -30,9 +32,10 @@ _SILENT = (2, 36, 42)  # forget, interrupt, and many of them: nobody waits for a
 
 @dataclass(frozen=True)
 class Faults:
-    """``anywhere``: writes elsewhere than at a file's end. ``fails``: how often a call that changes something fails, from ``seed``.
-    ``hangs``: the call that is never answered, as "write". ``merges``: writes of several machines into one file come together; else each
-    machine has a copy of what it writes, and the one that closes last stays, as in mounts of object stores."""
+    """``anywhere``: writes elsewhere than at a file's end. ``fails``: how often a call that changes something fails,
+    from ``seed``. ``hangs``: the call that is never answered, as "write". ``merges``: writes of several machines into
+    one file come together; else each machine has a copy of what it writes, and the one that closes last stays, as in
+    mounts of object stores."""
 
     renames: bool = True
     anywhere: bool = True
@@ -43,7 +46,9 @@ class Faults:
 
 
 def mount(path: Path, files: Path, faults: Shared[Faults], not_mine: Callable[[], None]) -> None:
-    """In this process's namespace of mounts, until that or this process ends. ``not_mine()``: what the server's process does first."""
+    """In this process's namespace of mounts, until that or this process ends. ``not_mine()``: what the server's process
+    does first.
+    """
     files.mkdir(exist_ok=True)
     device = os.open("/dev/fuse", os.O_RDWR)
     ns.mount_fuse(str(path), device)
@@ -89,7 +94,10 @@ class _Server:
                 call: Callable[[int, bytes], bytes] | None = getattr(self, f"_{name}", None) if name else None
                 if call is None:
                     raise _Refused(errno.ENOSYS)
-                if name in ("write", "create", "mkdir", "fsync", "rename", "rename2") and self._random.random() < faults.fails:
+                if (
+                    name in ("write", "create", "mkdir", "fsync", "rename", "rename2")
+                    and self._random.random() < faults.fails
+                ):
                     raise _Refused(errno.EIO)
                 answer = call(node, request[_HEAD:])
             except _Refused as refused:
@@ -104,7 +112,9 @@ class _Server:
     def _init(self, _: int, body: bytes) -> bytes:
         _, minor, readahead, _ = struct.unpack_from("<IIII", body)
         long_writes = 1 << 5 | 1 << 22
-        return struct.pack("<IIIIHHIIHHII24x", 7, min(minor, 31), readahead, long_writes, 16, 12, _MOST, 1, _MOST >> 12, 0, 0, 0)
+        return struct.pack(
+            "<IIIIHHIIHHII24x", 7, min(minor, 31), readahead, long_writes, 16, 12, _MOST, 1, _MOST >> 12, 0, 0, 0
+        )
 
     def _at(self, node: int, name: bytes) -> str:
         return os.path.join(self._paths[node], name.split(b"\0", 1)[0].decode())
@@ -114,7 +124,9 @@ class _Server:
         node = next((one for one, there in self._paths.items() if there == path), 0) or next(self._numbers)
         self._paths[node] = path
         copy = self._copy_of(node)
-        return struct.pack("<QQQQII", node, 0, 0, 0, 0, 0) + _attributes(node, found, os.stat(copy).st_size if copy else found.st_size)
+        return struct.pack("<QQQQII", node, 0, 0, 0, 0, 0) + _attributes(
+            node, found, os.stat(copy).st_size if copy else found.st_size
+        )
 
     def _lookup(self, node: int, body: bytes) -> bytes:
         return self._entry(self._at(node, body))

@@ -1,7 +1,9 @@
-"""The test's side of machines in miniature (miniature.py): what ranks do, and what becomes of their links and disks meanwhile.
+"""The test's side of machines in miniature (miniature.py): what ranks do, and what becomes of their links and disks
+meanwhile.
 
 with Lab(Plan(folder)) as lab:
-    answers = lab.run(fn, ...)  # fn(...) on every rank; what it does may `tell()` the test, as where it is, and the test cuts a link
+    answers = lab.run(fn, ...)  # fn(...) on every rank; what it does may `tell()` the test, as where it is, and the
+    test cuts a link
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from weather import end_of_link
 
 @dataclass
 class Answer:
-    """Of a rank: what fn() returned, or its traceback; ``seconds`` until then; and how long the process took to end, None if it did not."""
+    """Of a rank: what fn() returned, or its traceback; ``seconds`` until then; and how long the process took to end,
+    None if it did not.
+    """
 
     fine: bool
     value: Any
@@ -54,7 +58,11 @@ def _why_no_disks() -> str:
         ns.mount_memory("/mnt")
         ns.mount_fuse("/mnt/tried", device)
 
-    return "" if _can(disk) else "no program can serve a disk here: /dev/fuse cannot be opened, or mounts of it are refused"
+    return (
+        ""
+        if _can(disk)
+        else "no program can serve a disk here: /dev/fuse cannot be opened, or mounts of it are refused"
+    )
 
 
 @functools.cache
@@ -102,8 +110,10 @@ class Lab:
         self._process.join()
 
     def command(self, *words: Any) -> str:
-        """("cut", machine): its link is silent; ("mend", machine); ("off", machine): its link is down, and it knows; ("weather", weather);
-        ("faults", disk, faults); ("state", rank): a letter of proc(5), "Z" for one whose threads alone are left, "gone"."""
+        """("cut", machine): its link is silent; ("mend", machine); ("off", machine): its link is down, and it knows;
+        ("weather", weather); ("faults", disk, faults); ("state", rank): a letter of proc(5), "Z" for one whose threads
+        alone are left, "gone".
+        """
         self._control.send(words)
         return self._hear_lab()
 
@@ -112,11 +122,12 @@ class Lab:
         return str(self._control.recv())
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, told: Callable[[int, str], None] | None = None, last: bool = False,
+        self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, told: Callable[[int, str], None] | None = None,
+        last: bool = False,
         stuck: Collection[int] = (),
     ) -> list[Answer]:  # fmt: skip
-        """fn(*args) on every rank. ``told(rank, text)`` is called for each tell(), before that returns. ``last``: the processes end
-        afterwards, as interpreters do, and are waited for, but those of ``stuck`` ranks."""
+        """fn(*args) on every rank. ``told(rank, text)`` is called for each tell(), before that returns. ``last``: the
+        processes end afterwards, as interpreters do, and are waited for, but those of ``stuck`` ranks."""
         for pipe in self.pipes:
             pipe.send((fn, args, last))
         answers: list[Answer | None] = [None] * len(self.pipes)

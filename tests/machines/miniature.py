@@ -1,8 +1,8 @@
-"""Machines in miniature: network namespaces at one switch, each with a host name, a /dev/shm, process numbers and a scratch file system of
-its own, two real ranks on each, and one folder that all of them see.
+"""Machines in miniature: network namespaces at one switch, each with a host name, a /dev/shm, process numbers and a
+scratch file system of its own, two real ranks on each, and one folder that all of them see.
 
-The store that ranks meet in lives on machine 0, in a process of its own, as a launcher's does. All of it is a tree of processes under one
-that is number 1 of its namespace: killed with it, and nothing is left of links and mounts.
+The store that ranks meet in lives on machine 0, in a process of its own, as a launcher's does. All of it is a tree of
+processes under one that is number 1 of its namespace: killed with it, and nothing is left of links and mounts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _pipe: Connection | None = None  # of this rank, to the test
 
 @dataclass(frozen=True)
 class Plan:
-    """``folder`` is seen by all machines, ``folder``/own is each one's own. ``disks``: FUSE mounts in ``folder``, with their faults.
-    ``rate``: of each machine's link, both ways, as tc wants it; ``weather``: links are a program's, which loses frames and holds them
-    back."""
+    """``folder`` is seen by all machines, ``folder``/own is each one's own. ``disks``: FUSE mounts in ``folder``, with
+    their faults. ``rate``: of each machine's link, both ways, as tc wants it; ``weather``: links are a program's, which
+    loses frames and holds them back."""
 
     folder: Path
     hosts: tuple[str, ...] = ("north", "south")
@@ -83,7 +83,8 @@ def _switch(plan: Plan, control: Connection, pipes: list[Connection]) -> None:
         ready, theirs = socket.socketpair()
         mine = pipes[number * plan.each : (number + 1) * plan.each]
         rest = [control, *(end for end in pipes if end not in mine)]
-        pid = ns.forked(lambda n=number, m=mine, r=rest, s=theirs: _machine(plan, disks, n, m, r, s))  # type: ignore[misc]
+        # type: ignore[misc]
+        pid = ns.forked(lambda n=number, m=mine, r=rest, s=theirs: _machine(plan, disks, n, m, r, s))
         links += socket.recv_fds(ready, 1, 1)[1]
         _link(plan, number, pid)
         ready.send(b"1")
@@ -126,7 +127,12 @@ def _close(ends: list[Connection]) -> None:
 def _link(plan: Plan, number: int, pid: int) -> None:
     port = f"port{number}"
     if plan.weather is None:
-        ns.call("ip", "-batch", "-", told=f"link add {port} type veth peer name eth0 netns {pid}\nlink set {port} master switch up\n")
+        ns.call(
+            "ip",
+            "-batch",
+            "-",
+            told=f"link add {port} type veth peer name eth0 netns {pid}\nlink set {port} master switch up\n",
+        )
     here = f"link set lo up\naddr add 10.77.0.{number + 1}/24 dev eth0\nlink set eth0 up\n"
     ns.call("ip", "-batch", "-", within=pid, told=here)
     if plan.rate:
@@ -152,7 +158,9 @@ def _host(plan: Plan, disks: dict[str, Shared[Faults]], number: int, mine: list[
     ns.mount_memory("/dev/shm")
     ns.mount_memory(str(plan.own))
     names = plan.own / "hosts"
-    names.write_text("127.0.0.1 localhost\n" + "".join(f"10.77.0.{i + 1} {name}\n" for i, name in enumerate(plan.hosts)))
+    names.write_text(
+        "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i + 1} {name}\n" for i, name in enumerate(plan.hosts))
+    )
     ns.mount_over(str(names), "/etc/hosts")
     for disk, faults in disks.items():
         fuse_server.mount(plan.folder / disk, plan.folder / f"{disk}.files", faults, lambda: _close(mine))
@@ -173,7 +181,9 @@ def _keep_store(ends: list[Connection]) -> None:
     _close(ends)
     listener = socket.create_server(("", _PORT))
     uv = torch.__version__ >= (2, 7)  # before, libuv's store took no listener
-    store = dist.TCPStore("127.0.0.1", _PORT, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=uv)
+    store = dist.TCPStore(
+        "127.0.0.1", _PORT, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=uv
+    )
     time.sleep(3600)
     del store
 

@@ -60,7 +60,10 @@ def call(*command: str, within: int | None = None, told: str = "") -> None:
 
 
 def _mount(source: str, path: str, kind: str, flags: int, options: str = "") -> None:
-    _checked(f"mount {path}", _libc.mount(source.encode(), path.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
+    _checked(
+        f"mount {path}",
+        _libc.mount(source.encode(), path.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()),
+    )
 
 
 def _checked(what: str, result: int) -> None:

@@ -1,5 +1,5 @@
-"""Storage that stands still, fails, lacks something, or is not shared by all machines: training goes on, every rank has an error that names
-rank and path in time, the old checkpoint stays whole, and processes end."""
+"""Storage that stands still, fails, lacks something, or is not shared by all machines: training goes on, every rank has
+an error that names rank and path in time, the old checkpoint stays whole, and processes end."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_a_call_that_never_returns_is_an_error_that_names_rank_and_path_in_time(
         assert version_at(tmp_path / "disk.files" / "model") == 1
 
 
-def test_training_goes_on_beside_a_write_that_never_returns_and_no_process_waits_for_it_at_its_end(tmp_path: Path) -> None:
+def test_training_goes_on_beside_a_write_that_never_returns_and_no_process_waits_for_it_at_its_end(
+    tmp_path: Path,
+) -> None:
     """Of a process in whose name the kernel waits for storage, nothing is left but that wait."""
     path = tmp_path / "disk" / "model"
     with Lab(Plan(tmp_path, disks={"disk": Faults()})) as lab:
@@ -95,7 +97,11 @@ def test_training_goes_on_beside_a_write_that_never_returns_and_no_process_waits
 
 
 def test_storage_without_renaming_or_random_writes_takes_checkpoints_of_several_machines(tmp_path: Path) -> None:
-    disks = {"fixed": Faults(renames=False), "in_order": Faults(anywhere=False), "neither": Faults(renames=False, anywhere=False)}
+    disks = {
+        "fixed": Faults(renames=False),
+        "in_order": Faults(anywhere=False),
+        "neither": Faults(renames=False, anywhere=False),
+    }
     with Lab(Plan(tmp_path, disks=disks)) as lab:
         for disk in disks:
             for name in ("model", NAME) if ALL else ("model",):
@@ -152,7 +158,9 @@ def copy_on(rank: int, source: str, target: str) -> None:
 
 
 def test_machines_of_one_name_are_several(tmp_path: Path) -> None:
-    """On such a mount several machines' writes into one file are not merged: each file is one rank's, from front to end."""
+    """On such a mount several machines' writes into one file are not merged: each file is one rank's, from front to
+    end.
+    """
     path = tmp_path / "disk" / "model"
     with Lab(Plan(tmp_path, hosts=("twin", "twin"), disks={"disk": Faults(merges=False)})) as lab:
         assert all(kind == "none" for kind, _, _ in lab.all_fine(save_to, str(path)))

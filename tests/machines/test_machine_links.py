@@ -1,5 +1,5 @@
-"""Ranks on several machines, over links with a rate: everything works; and a link that fails in the middle of it is a typed error on every
-rank, in time, the old checkpoint stays, and processes end."""
+"""Ranks on several machines, over links with a rate: everything works; and a link that fails in the middle of it is a
+typed error on every rank, in time, the old checkpoint stays, and processes end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from weather import Weather
 ALL = bool(os.environ.get("SHARDOW_ALL"))
 TIMEOUT = 2.0
 GRACE = 4.0  # seconds beyond it, of a busy machine
-END = 30.0  # seconds that a process may take to end: Python and torch alone take one or two, and ten of them where others work too
+# seconds that a process may take to end: Python and torch alone take one or two, and ten of them where others work too
+END = 30.0
 LANES = 4
 
 
@@ -41,7 +42,9 @@ def test_every_verb_works_over_links_with_a_rate(tmp_path: Path) -> None:
             assert [one[0][:2] for one in ended] == [("none", "")] * lab.plan.world, (verb, ended)
         assert version_at(path) == 1
         assert version_at(path.with_name("save")) == version_at(path.with_name("async_save")) == 2
-        assert all(one.fine and one.ended is not None and one.ended < END for one in lab.run(put_first, str(path), last=True))
+        assert all(
+            one.fine and one.ended is not None and one.ended < END for one in lab.run(put_first, str(path), last=True)
+        )
 
 
 def fail(case: Case, folder: Path) -> tuple[Case, list[Answer], int]:
@@ -49,10 +52,20 @@ def fail(case: Case, folder: Path) -> tuple[Case, list[Answer], int]:
     path, teller = folder / "shared" / "model", 2
     with Lab(Plan(folder)) as lab:
         lab.all_fine(put_first, str(path))
-        steps = lab.all_fine(played, case.verb, str(path if case.verb == "load" else path.with_name("try")), 30.0)[teller][1]
+        steps = lab.all_fine(played, case.verb, str(path if case.verb == "load" else path.with_name("try")), 30.0)[
+            teller
+        ][1]
         at = min(int(steps * case.at), steps - 1)
         answers = lab.run(
-            played, case.verb, str(path), TIMEOUT, teller, at, told=lambda *_: lab.command(case.how, case.machine), last=True, timeout=60.0
+            played,
+            case.verb,
+            str(path),
+            TIMEOUT,
+            teller,
+            at,
+            told=lambda *_: lab.command(case.how, case.machine),
+            last=True,
+            timeout=60.0,
         )
     return case, answers, version_at(path)
 
@@ -68,7 +81,9 @@ def wrong_with(case: Case, answers: list[Answer], version: int) -> list[str]:
         "late": any(seconds > TIMEOUT + GRACE for _, _, seconds in ended),
         "untyped": not set(kinds) <= {"none", "DeadlineError", "PeerFailedError"},
         "unnoticed": set(kinds) == {"none"} and case.at < 1,
-        "nobody named": any(kind != "none" and "rank" not in message and "store" not in message for kind, message, _ in ended),
+        "nobody named": any(
+            kind != "none" and "rank" not in message and "store" not in message for kind, message, _ in ended
+        ),
         "does not end": any(one.ended is None or one.ended > END for one in answers),
         "half a checkpoint": version not in ((1, 2) if saved else (1,)),
     }
@@ -116,6 +131,8 @@ def test_links_that_stand_still_for_less_than_the_timeout_are_waited_for(tmp_pat
     with Lab(Plan(tmp_path, weather=Weather())) as lab:
         lab.all_fine(put_first, str(path))
         for verb in VERBS if ALL else ("stream",):
-            ended = lab.all_fine(played, verb, str(path if verb == "load" else path.with_name(verb)), 20.0, 2, 3, told=pause)
+            ended = lab.all_fine(
+                played, verb, str(path if verb == "load" else path.with_name(verb)), 20.0, 2, 3, told=pause
+            )
             assert [one[0][:2] for one in ended] == [("none", "")] * 4, (verb, ended)
             assert any(one[0][2] > 0.9 for one in ended), (verb, ended)

@@ -1,4 +1,6 @@
-"""What ranks do together, each call with its preparation, and a way to stop one of them in its midst. Every value tells the version."""
+"""What ranks do together, each call with its preparation, and a way to stop one of them in its midst. Every value tells
+the version.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ import shardow
 from shardow.averages import replicas
 from shardow.ranks import gather, rounds, store_group, stream, team
 
-#: {name: (shape, the axis that ranks share)}: long runs, which each rank writes; short ones, which go through stripes; few bytes.
+# :{name: (shape, the axis that ranks share)}: long runs, which each rank writes; short ones, which go through stripes;
+# few bytes.
 TENSORS = {"long": ((256, 1024), 0), "across": ((1024, 300), 1), "odd": ((7, 5), 0)}
 NAME = "model.safetensors"
 _SIZE = 256
@@ -38,7 +41,10 @@ def whole(name: str, version: int) -> torch.Tensor:
 
 def sharded(version: int) -> dict[str, torch.Tensor]:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    return {name: distribute_tensor(whole(name, version), mesh, [Shard(axis)], src_data_rank=None) for name, (_, axis) in TENSORS.items()}
+    return {
+        name: distribute_tensor(whole(name, version), mesh, [Shard(axis)], src_data_rank=None)
+        for name, (_, axis) in TENSORS.items()
+    }
 
 
 def version_at(path: Path) -> int:
@@ -154,19 +160,24 @@ def _averages(path: str, timeout: float) -> Call:
 
 def _checkpoints(path: str, timeout: float) -> Call:
     model = _fsdp2()
-    ema, checkpoints = shardow.EMA(model, decay=0.9, timeout=timeout), shardow.Checkpoints(f"{path}.run", timeout=timeout)
+    ema, checkpoints = (
+        shardow.EMA(model, decay=0.9, timeout=timeout),
+        shardow.Checkpoints(f"{path}.run", timeout=timeout),
+    )
     return lambda: checkpoints.save(1, model, averages=ema, state={"epoch": 3})
 
 
 VERBS: dict[str, Callable[[str, float], Call]] = {
-    "save": _save, "async_save": _async_save, "load": _load, "gather": _gather, "stream": _stream, "wrap": _wrap, "swap": _swap,
+    "save": _save, "async_save": _async_save, "load": _load, "gather": _gather, "stream": _stream, "wrap": _wrap,
+    "swap": _swap,
     "agree": _agree, "averages": _averages, "checkpoints": _checkpoints,
 }  # fmt: skip
 
 
 @contextmanager
 def counted(at: int | None) -> Iterator[itertools.count[int]]:
-    """Steps that this rank takes with others, rounds of the store and transfers: before number ``at`` the test is told."""
+    """Steps that this rank takes with others, rounds of the store and transfers: before number ``at`` the test is
+    told."""
     steps, come, begun = itertools.count(), rounds.Rounds.come, gather.begun
     places: list[Any] = [store_group, gather, stream, team, replicas]
 

@@ -1,6 +1,8 @@
-"""What a test changes while other processes look at it; and links of a program's, between which it loses frames, holds them back or stops.
+"""What a test changes while other processes look at it; and links of a program's, between which it loses frames, holds
+them back or stops.
 
-The kernel's own ways to do that (netem) are seldom there. Frames go to all machines, as in a hub; TCP makes up for what is lost.
+The kernel's own ways to do that (netem) are seldom there. Frames go to all machines, as in a hub; TCP makes up for what
+is lost.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Shared(Generic[T]):
 
 @dataclass(frozen=True)
 class Weather:
-    """``delay``: seconds that a frame is on its way, give or take half; ``loss``: the share of frames that never arrive; ``calm``: nothing
-    moves at all."""
+    """``delay``: seconds that a frame is on its way, give or take half; ``loss``: the share of frames that never
+    arrive; ``calm``: nothing moves at all."""
 
     delay: float = 0.0
     loss: float = 0.0

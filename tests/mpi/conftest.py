@@ -32,7 +32,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory, mpirun: Launch) -> Path:
 
 @pytest.fixture(scope="session")
 def program_of(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Callable[..., Path]:
-    """program_of(way, number): a C++ program that stands in docs/cpp.md, built as it says there; "cmake", "static" or "pkg-config"."""
+    """program_of(way, number): a C++ program that stands in docs/cpp.md, built as it says there; "cmake", "static" or
+    "pkg-config".
+    """
 
     @cache
     def build(way: str, number: int = 0) -> Path:
@@ -50,7 +52,9 @@ def program_of(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Cal
             }
             succeed("sh", "-c", f"cd {source} && {line} -o average", **places)
             return source / "average"
-        (source / "CMakeLists.txt").write_text(lists.replace("COMPONENTS mpi", "COMPONENTS mpi static") if way == "static" else lists)
+        (source / "CMakeLists.txt").write_text(
+            lists.replace("COMPONENTS mpi", "COMPONENTS mpi static") if way == "static" else lists
+        )
         succeed(CMAKE, "-S", source, "-B", source / "build", f"-DCMAKE_PREFIX_PATH={installed}")
         succeed(CMAKE, "--build", source / "build")
         return source / "build" / "average"

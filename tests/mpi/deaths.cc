@@ -1,4 +1,5 @@
-// Ranks that die or sleep in the middle of a program: deaths VICTIM HOW AT. Survivors say how each round ended, and how long it took.
+// Ranks that die or sleep in the middle of a program: deaths VICTIM HOW AT. Survivors say how each round ended, and how
+// long it took.
 //
 //   before  the victim kills itself before round AT
 //   within  it is killed AT microseconds after it came to round 1, wherever it is then
@@ -61,7 +62,8 @@ bool take_part(shardow::Group& group, int victim, const std::string& how, int at
     const auto began = Clock::now();
     std::string outcome = "complete";
     try {
-      how == "save" ? save(group, round, timeout) : static_cast<void>(group.all_gather(std::string(50'000, 'x'), began + timeout));
+      how == "save" ? save(group, round, timeout)
+                    : static_cast<void>(group.all_gather(std::string(50'000, 'x'), began + timeout));
     } catch (const shardow::Error& error) {
       outcome = error.what();
       complete = false;
@@ -79,7 +81,8 @@ int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
   if (argc != 4) return 2;
   const int victim = std::atoi(argv[1]);
-  auto group = victim == 0 ? shardow::over_mpi::mpi_with_grace(MPI_COMM_WORLD, std::chrono::seconds(1)) : shardow::mpi(MPI_COMM_WORLD);
+  auto group = victim == 0 ? shardow::over_mpi::mpi_with_grace(MPI_COMM_WORLD, std::chrono::seconds(1))
+                           : shardow::mpi(MPI_COMM_WORLD);
   if (!take_part(*group, victim, argv[2], std::atoi(argv[3]))) _exit(0);  // MPI_Finalize() might wait for the dead
   group.reset();
   MPI_Finalize();

@@ -16,7 +16,9 @@ RECOVERY = ("--enable-recovery",)  # mpirun leaves the others alive
 GRACE = 1.0  # of the test's program, where rank 0 dies
 
 
-def outcomes(mpirun: Any, victim: int, how: str, at: int, path: Path = Path("unused")) -> dict[int, list[tuple[float, str]]]:
+def outcomes(
+    mpirun: Any, victim: int, how: str, at: int, path: Path = Path("unused")
+) -> dict[int, list[tuple[float, str]]]:
     """By rank: how long each of its rounds took, and how it ended."""
     done = mpirun(3, BUILD / "mpi_deaths_test", victim, how, at, options=(*RECOVERY, "-x", f"SHARDOW_PATH={path}"))
     found: dict[int, list[tuple[float, str]]] = defaultdict(list)
@@ -38,17 +40,23 @@ def test_a_rank_that_died_between_two_rounds_is_a_timeout_on_all_others(mpirun: 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("microseconds", [0, 30, 60, 100, 200, 400] if os.environ.get("SHARDOW_ALL") else [0, 100])
-def test_a_rank_that_is_killed_in_a_round_is_an_error_by_the_deadline(mpirun: Any, victim: int, microseconds: int) -> None:
+def test_a_rank_that_is_killed_in_a_round_is_an_error_by_the_deadline(
+    mpirun: Any, victim: int, microseconds: int
+) -> None:
     found = outcomes(mpirun, victim, "within", microseconds)
     survivors = [found[rank] for rank in sorted({0, 1, 2} - {victim})]
     assert all(len(rounds) == 5 for rounds in survivors), "nobody hangs, and nobody is ended"
     assert all(seconds < 0.5 + GRACE + 10 for rounds in survivors for seconds, _ in rounds[1:])
     if victim != 0:
-        assert len({tuple(outcome for _, outcome in rounds) for rounds in survivors}) == 1, "rank 0 tells all survivors alike"
+        assert len({tuple(outcome for _, outcome in rounds) for rounds in survivors}) == 1, (
+            "rank 0 tells all survivors alike"
+        )
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("microseconds", [0, 300, 600, 1000, 2000, 4000] if os.environ.get("SHARDOW_ALL") else [0, 1000])
+@pytest.mark.parametrize(
+    "microseconds", [0, 300, 600, 1000, 2000, 4000] if os.environ.get("SHARDOW_ALL") else [0, 1000]
+)
 def test_a_rank_that_is_killed_in_a_save_leaves_a_whole_file_and_an_error(
     mpirun: Any, victim: int, microseconds: int, tmp_path: Path
 ) -> None:

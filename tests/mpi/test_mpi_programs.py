@@ -22,7 +22,9 @@ def test_the_header_compiles_alone_and_twice(compiler: str, installed: Path, tmp
     (tmp_path / "twice.cc").write_text("#include <shardow/mpi.h>\n" * 2)
     flags = succeed("mpicxx", "-showme:compile").replace("-I", "-isystem").split()
     succeed(found, *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", *flags, tmp_path / "twice.cc")
-    told = succeed("sh", "-c", f"{found} -std=c++20 -fsyntax-only -I{installed / 'include'} {tmp_path / 'twice.cc'} 2>&1 || true")
+    told = succeed(
+        "sh", "-c", f"{found} -std=c++20 -fsyntax-only -I{installed / 'include'} {tmp_path / 'twice.cc'} 2>&1 || true"
+    )
     assert "apt-get install libopenmpi-dev" in told, "where MPI's headers are not found"
 
 
@@ -41,7 +43,9 @@ def files(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("way", ["cmake", "static", "pkg-config"])
-def test_the_pages_program_goes_on_where_it_stopped(way: str, program_of: Callable[..., Path], mpirun: Any, tmp_path: Path) -> None:
+def test_the_pages_program_goes_on_where_it_stopped(
+    way: str, program_of: Callable[..., Path], mpirun: Any, tmp_path: Path
+) -> None:
     if way == "pkg-config" and shutil.which("pkg-config") is None:
         pytest.skip("no pkg-config: apt-get install pkg-config")
     program = program_of(way)
@@ -62,7 +66,9 @@ def test_the_pages_program_goes_on_where_it_stopped(way: str, program_of: Callab
     assert "weights.safetensors" in done.stderr
 
 
-def test_the_pages_background_save_is_what_the_other_program_saves(program_of: Callable[..., Path], mpirun: Any, tmp_path: Path) -> None:
+def test_the_pages_background_save_is_what_the_other_program_saves(
+    program_of: Callable[..., Path], mpirun: Any, tmp_path: Path
+) -> None:
     options = ("--wdir", str(tmp_path))
     ran(mpirun(3, program_of("cmake"), 100, options=options))
     ran(mpirun(2, program_of("cmake", 1), options=options), "rank 0 wrote 128000 bytes", "rank 1 wrote 128000 bytes")

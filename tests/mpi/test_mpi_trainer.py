@@ -1,4 +1,6 @@
-"""examples/cpp: it learns, its averages are what Python computes, and a run that was killed goes on on other ranks with the same bits."""
+"""examples/cpp: it learns, its averages are what Python computes, and a run that was killed goes on on other ranks with
+the same bits.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_it_learns_and_its_averages_are_better(straight: tuple[str, Path]) -> No
     assert sorted(files(straight[1])) == ["ema-0.9.safetensors", "ema-0.99.safetensors", "training.safetensors"]
 
 
-def test_any_number_of_ranks_ends_with_the_same_bytes(straight: tuple[str, Path], trainer: Train, tmp_path: Path) -> None:
+def test_any_number_of_ranks_ends_with_the_same_bytes(
+    straight: tuple[str, Path], trainer: Train, tmp_path: Path
+) -> None:
     for ranks in (1, 3, 4):
         assert trainer(ranks, tmp_path / str(ranks)).returncode == 0
         assert files(tmp_path / str(ranks)) == files(straight[1]), f"{ranks} ranks"

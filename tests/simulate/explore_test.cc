@@ -1,6 +1,7 @@
-// Every interleaving of small programs: not drawn, but enumerated, depth first. One rank and its saves in the background: all there are.
-// Two ranks: all in which the turn is taken from a thread that could go on at most so many times, which is where such faults are found
-// (Musuvathi and Qadeer, "Iterative context bounding for systematic testing of multithreaded programs", PLDI 2007).
+// Every interleaving of small programs: not drawn, but enumerated, depth first. One rank and its saves in the
+// background: all there are. Two ranks: all in which the turn is taken from a thread that could go on at most so many
+// times, which is where such faults are found (Musuvathi and Qadeer, "Iterative context bounding for systematic testing
+// of multithreaded programs", PLDI 2007).
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -89,7 +90,9 @@ const std::vector<Case> kCases = {
     {"a step between two swaps",
      {{What::kTrain}, {What::kSwap}, {What::kAsync, 0}, {What::kSwap}, {What::kTrain}, {What::kSwap}, {What::kSwap}}},
     {"reset and a step", {{What::kTrain}, {What::kAsync, 1}, {What::kReset}, {What::kTrain}}},
-    {"a second one asked for", {{What::kTrain}, {What::kAsync, 0}, {What::kTrain}, {What::kAsync, 0}, {What::kTrain}}, 3},
+    {"a second one asked for",
+     {{What::kTrain}, {What::kAsync, 0}, {What::kTrain}, {What::kAsync, 0}, {What::kTrain}},
+     3},
     {"two at a time", {{What::kTrain}, {What::kAsync, 0}, {What::kAsync, 1}, {What::kTrain}}, 3},
     {"a save meanwhile", {{What::kTrain}, {What::kAsync, 0}, {What::kTrain}, {What::kSave, 1}}, 3},
     {"a load meanwhile", {{What::kTrain}, {What::kAsync, 1}, {What::kLoad}, {What::kTrain}}, 3},
@@ -125,7 +128,8 @@ TEST(Explore, FindsMistakesOfSavesInTheBackground) {
     for (const int ranks : {1, 2}) {
       if (ranks == 2 && mutant == Mutant::kOvertakes) continue;  // needs more turns taken
       const Found found = explore(of(ranks, kCases[program].ops), 1, 2'000, mutant);
-      std::printf("%s, %d ranks, interleaving %zu: %s\n", kCases[program].name, ranks, found.interleavings, found.wrong.c_str());
+      std::printf("%s, %d ranks, interleaving %zu: %s\n", kCases[program].name, ranks, found.interleavings,
+                  found.wrong.c_str());
       EXPECT_NE(found.wrong, "") << kCases[program].name;
     }
   }

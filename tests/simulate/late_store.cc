@@ -34,7 +34,8 @@ bool LateStore::has(const std::string& key) {
 bool LateStore::wait(const std::vector<std::string>& keys, Deadline deadline) {
   reach("wait");
   for (;; arrive()) {
-    if (std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return shelf_->values.contains(key); })) return true;
+    if (std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return shelf_->values.contains(key); }))
+      return true;
     if (simulation_.now() >= deadline) return false;
     const auto next = shelf_->under_way.begin();
     simulation_.wait(shelf_.get(), next == shelf_->under_way.end() ? deadline : std::min(deadline, next->first));

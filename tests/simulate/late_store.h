@@ -22,11 +22,15 @@ struct Shelf {
 /// One rank's connection. A call on no simulated rank takes no time.
 class LateStore final : public Store {
  public:
-  using Transit = std::function<std::chrono::nanoseconds(const char* what)>;  ///< how long a message takes; throws what ends the rank
+  using Transit = std::function<std::chrono::nanoseconds(const char* what)>;  ///< how long a message takes; throws what
+                                                                              ///< ends the rank
 
   /// `takes_own_verdict`: a mistake, for tests of the test: set_first() returns what the caller proposed.
   LateStore(Simulation& simulation, std::shared_ptr<Shelf> shelf, Transit transit, bool takes_own_verdict)
-      : simulation_(simulation), shelf_(std::move(shelf)), transit_(std::move(transit)), takes_own_verdict_(takes_own_verdict) {}
+      : simulation_(simulation),
+        shelf_(std::move(shelf)),
+        transit_(std::move(transit)),
+        takes_own_verdict_(takes_own_verdict) {}
 
   void set(const std::string& key, const std::string& value) override;
   std::string set_first(const std::string& key, const std::string& value) override;

@@ -87,7 +87,8 @@ Codes on_all(Simulation& simulation, World& world, const std::function<int(Group
   return codes;
 }
 
-Codes save_version(Simulation& simulation, World& world, int which, const Plan& plan, size_t sharding, const fs::path& folder) {
+Codes save_version(Simulation& simulation, World& world, int which, const Plan& plan, size_t sharding,
+                   const fs::path& folder) {
   version = which;
   return on_all(simulation, world, [&](Group& group) {
     auto held = versions::values(kTensors, kShardings[sharding].second, group.rank(), group.size());
@@ -123,15 +124,20 @@ std::string leftovers(const fs::path& folder, const Way& way) {
   return found;
 }
 
-/// Version `next` is saved, while calls are done that were left by saves before, and after it. Those that are `late` stay.
-std::string wrong_with_the_next(uint64_t seed, int next, const Plan& plan, const fs::path& folder, Mutant mutant, std::string* story,
-                                const std::vector<Late>& late) {
+/// Version `next` is saved, while calls are done that were left by saves before, and after it. Those that are `late`
+/// stay.
+std::string wrong_with_the_next(uint64_t seed, int next, const Plan& plan, const fs::path& folder, Mutant mutant,
+                                std::string* story, const std::vector<Late>& late) {
   Simulation simulation(seed, story != nullptr);
-  World world(simulation, {.jobs = {plan.jobs[0]}, .folder = folder, .can_exchange = plan.way.exchange, .mutant = mutant, .late = late});
+  World world(
+      simulation,
+      {.jobs = {plan.jobs[0]}, .folder = folder, .can_exchange = plan.way.exchange, .mutant = mutant, .late = late});
   const auto codes = save_version(simulation, world, next, plan, plan.sharding_before, folder);
   if (story != nullptr) *story += "\n\nthe next save:\n" + simulation.story();
-  if (std::any_of(codes.begin(), codes.end(), [](const auto& code) { return code != kFine; })) return "the next save fails";
-  if (const int found = version_of(folder, plan.way, kTensors); found != next) return fmt::format("the next save leaves version {}", found);
+  if (std::any_of(codes.begin(), codes.end(), [](const auto& code) { return code != kFine; }))
+    return "the next save fails";
+  if (const int found = version_of(folder, plan.way, kTensors); found != next)
+    return fmt::format("the next save leaves version {}", found);
   testing_disk::Recorder disk(folder, plan.way.exchange);
   for (const Late& one : world.take_late()) one(disk);
   const int found = version_of(folder, plan.way, kTensors);
@@ -139,10 +145,12 @@ std::string wrong_with_the_next(uint64_t seed, int next, const Plan& plan, const
 }
 
 /// After whatever happened, the next save works and cleans up; where calls were left by then, the one that follows it.
-std::string after_the_next_save(uint64_t seed, const Plan& plan, const fs::path& folder, Mutant mutant, std::string* story,
-                                const std::vector<Late>& late = {}) {
-  std::string wrong = late.empty() ? "" : wrong_with_the_next(seed + (uint64_t{1} << 40), 3, plan, folder, mutant, story, late);
-  if (wrong.empty()) wrong = wrong_with_the_next(~seed, 2, plan, folder, mutant, story, {});  // with other names for its files
+std::string after_the_next_save(uint64_t seed, const Plan& plan, const fs::path& folder, Mutant mutant,
+                                std::string* story, const std::vector<Late>& late = {}) {
+  std::string wrong =
+      late.empty() ? "" : wrong_with_the_next(seed + (uint64_t{1} << 40), 3, plan, folder, mutant, story, late);
+  if (wrong.empty())
+    wrong = wrong_with_the_next(~seed, 2, plan, folder, mutant, story, {});  // with other names for its files
   if (!wrong.empty()) return wrong;
   const std::string left = leftovers(folder, plan.way);
   return left.empty() ? "" : "the next save leaves" + left;
@@ -169,7 +177,8 @@ std::string wrong_verdict(const Codes& codes, const Plan& plan, std::chrono::nan
 std::string wrong_version(const Plan& plan, const fs::path& folder, bool must_be_new) {
   const int old = plan.way.first ? 0 : 1, found = version_of(folder, plan.way, kTensors);
   if (found == 2 || (found == old && !must_be_new)) return "";
-  return fmt::format("a reader finds version {}{}", found, must_be_new ? ", and all ranks were told that it is saved" : "");
+  return fmt::format("a reader finds version {}{}", found,
+                     must_be_new ? ", and all ranks were told that it is saved" : "");
 }
 
 }  // namespace
@@ -188,23 +197,27 @@ std::string wrong_with(uint64_t seed, const fs::path& folder, Mutant mutant, std
     save_version(*simulation, world, 1, plan, plan.sharding_before, live.path);
     if (plan.way.directory) std::ofstream(live.path / "model" / "config.json") << "mine";
   }
-  World world(*simulation, {plan.jobs, live.path, plan.way.exchange, plan.faults, mutant, kTimeout, plan.through_store});
+  World world(*simulation,
+              {plan.jobs, live.path, plan.way.exchange, plan.faults, mutant, kTimeout, plan.through_store});
   const auto began = simulation->now();
   const auto codes = plan.call == Call::kSave ? save_version(*simulation, world, 2, plan, plan.sharding, live.path)
                                               : load_version(*simulation, world, 1, plan, live.path);
   const auto took = simulation->now() - began;
-  const bool fine = plan.call == Call::kSave && std::all_of(codes.begin(), codes.end(), [](const auto& code) { return code == kFine; });
+  const bool fine = plan.call == Call::kSave &&
+                    std::all_of(codes.begin(), codes.end(), [](const auto& code) { return code == kFine; });
   const std::vector<Late> late = world.take_late();
   const auto& recording = world.recording();
   std::mt19937 random(static_cast<unsigned>(simulation->draw()));
   const size_t cut = simulation->chance(3) ? recording.calls.size() : random() % (recording.calls.size() + 1);
-  if (story != nullptr) *story = fmt::format("{}, ranks {}\n{}", plan.way.name, fmt::join(plan.jobs, " and "), simulation->story());
+  if (story != nullptr)
+    *story = fmt::format("{}, ranks {}\n{}", plan.way.name, fmt::join(plan.jobs, " and "), simulation->story());
   simulation.reset();
 
   std::string wrong = wrong_verdict(codes, plan, took);
   if (wrong.empty()) wrong = wrong_version(plan, live.path, fine);
   if (!wrong.empty()) return wrong;
-  const auto left = testing_disk::after_power_cut(recording.before, recording.calls, cut, testing_disk::Fate::kAny, random);
+  const auto left =
+      testing_disk::after_power_cut(recording.before, recording.calls, cut, testing_disk::Fate::kAny, random);
   testing_disk::restore(left, 0, disk.path, true);
   wrong = wrong_version(plan, disk.path, fine && cut == recording.calls.size());
   if (wrong.empty()) wrong = after_the_next_save(seed, plan, disk.path, mutant, story);

@@ -9,6 +9,7 @@
 namespace shardow::simulated {
 
 /// What is wrong after the run of `seed`; nothing where all is well. `story`: filled with what went on, if it is given.
-std::string wrong_with(uint64_t seed, const std::filesystem::path& folder, Mutant mutant = Mutant::kNone, std::string* story = nullptr);
+std::string wrong_with(uint64_t seed, const std::filesystem::path& folder, Mutant mutant = Mutant::kNone,
+                       std::string* story = nullptr);
 
 }  // namespace shardow::simulated

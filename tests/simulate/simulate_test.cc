@@ -1,5 +1,6 @@
-// Saves and trainings on ranks and disks that fail, by the seed. SHARDOW_SEED=n replays one run and tells its story; SHARDOW_RUNS=n makes
-// so many, or SHARDOW_SECONDS=s as many as go into s seconds, from SHARDOW_FIRST on; SHARDOW_PROCESSOR=n on the n-th processor.
+// Saves and trainings on ranks and disks that fail, by the seed. SHARDOW_SEED=n replays one run and tells its story;
+// SHARDOW_RUNS=n makes so many, or SHARDOW_SECONDS=s as many as go into s seconds, from SHARDOW_FIRST on;
+// SHARDOW_PROCESSOR=n on the n-th processor.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <unistd.h>
@@ -66,7 +67,8 @@ TEST(Simulate, EverySaveIsTheOldOneOrTheNewOneAndEveryRankKnowsWhich) {
   const auto seconds = std::chrono::seconds(asked("SHARDOW_SECONDS", 0));
   const uint64_t first = asked("SHARDOW_FIRST", 0);
   uint64_t made = 0, failed = 0;
-  for (; failed < 20 && (seconds.count() > 0 ? std::chrono::steady_clock::now() - began < seconds : made < asked("SHARDOW_RUNS", kRuns));
+  for (; failed < 20 && (seconds.count() > 0 ? std::chrono::steady_clock::now() - began < seconds
+                                             : made < asked("SHARDOW_RUNS", kRuns));
        ++made) {
     const std::string found = wrong(first + made);
     if (!found.empty()) {
@@ -77,13 +79,14 @@ TEST(Simulate, EverySaveIsTheOldOneOrTheNewOneAndEveryRankKnowsWhich) {
     if ((made + 1) % 50'000 == 0) std::fflush(stdout);
   }
   const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  std::printf("%llu runs from seed %llu, %.0f a second\n", static_cast<unsigned long long>(made), static_cast<unsigned long long>(first),
-              static_cast<double>(made) / took);
+  std::printf("%llu runs from seed %llu, %.0f a second\n", static_cast<unsigned long long>(made),
+              static_cast<unsigned long long>(first), static_cast<double>(made) / took);
 }
 
 /// They found what was mended since.
 TEST(Simulate, SeedsThatOnceFailed) {
-  for (const uint64_t seed : {1005985u, 1006630u, 1029963u, 960u, 1476u, 2112224u, 4021336u, 5359192u, 5507676u, 8037268u, 11309708u})
+  for (const uint64_t seed :
+       {1005985u, 1006630u, 1029963u, 960u, 1476u, 2112224u, 4021336u, 5359192u, 5507676u, 8037268u, 11309708u})
     EXPECT_EQ(wrong(seed), "") << seed;
 }
 
@@ -92,7 +95,8 @@ TEST(Simulate, FindsMistakesThatTheEngineDoesNotMake) {
   for (int mutant = 1; mutant < static_cast<int>(Mutant::kNumMutants); ++mutant) {
     std::fflush(stdout);
     const uint64_t most = asked("SHARDOW_RUNS", 8 * kRuns);
-    const bool of_left_calls = static_cast<Mutant>(mutant) == Mutant::kMovesToDraft;  // seeds where storage stands still
+    const bool of_left_calls =
+        static_cast<Mutant>(mutant) == Mutant::kMovesToDraft;  // seeds where storage stands still
     const uint64_t step = of_left_calls ? 8 : 1;
     uint64_t seed = of_left_calls ? 4 : 0;
     std::string found;

@@ -13,7 +13,8 @@ thread_local int mine = -1;
 
 }  // namespace
 
-Simulation::Simulation(uint64_t seed, bool with_story) : random_(seed), now_(std::chrono::hours(1)), with_story_(with_story) {
+Simulation::Simulation(uint64_t seed, bool with_story)
+    : random_(seed), now_(std::chrono::hours(1)), with_story_(with_story) {
   base::turns = this;
 }
 
@@ -76,7 +77,8 @@ void Simulation::sleep(std::chrono::nanoseconds time) {
 
 void Simulation::remember(const std::function<std::string()>& what) {
   if (with_story_)
-    story_.push_back(fmt::format("{:10.4f} s  {}", std::chrono::duration<double>(now_.time_since_epoch()).count() - 3600, what()));
+    story_.push_back(
+        fmt::format("{:10.4f} s  {}", std::chrono::duration<double>(now_.time_since_epoch()).count() - 3600, what()));
 }
 
 std::string Simulation::story() const {
@@ -166,7 +168,8 @@ Simulation::Thread* Simulation::choose() {
 
 int Simulation::drawn(std::vector<int>& able) {
   const auto is_slow = [&](int number) { return present_.at(number).slow; };
-  if (able.size() > 1 && random_() % 16 != 0 && !std::all_of(able.begin(), able.end(), is_slow)) std::erase_if(able, is_slow);
+  if (able.size() > 1 && random_() % 16 != 0 && !std::all_of(able.begin(), able.end(), is_slow))
+    std::erase_if(able, is_slow);
   return able[random_() % able.size()];
 }
 

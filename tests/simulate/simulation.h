@@ -1,5 +1,5 @@
-// Ranks as threads, of which exactly one goes on at a time, with a clock of their own: who goes on, how long everything takes and what the
-// system would draw at random are functions of one seed.
+// Ranks as threads, of which exactly one goes on at a time, with a clock of their own: who goes on, how long everything
+// takes and what the system would draw at random are functions of one seed.
 #pragma once
 
 #include <semaphore.h>
@@ -31,8 +31,8 @@ class Simulation final : public base::Turns {
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
-  /// In place of the seed, who goes on: one of `able`, by its place. `stays`: the first of them is who has the turn now; the others follow
-  /// in the order in which they began.
+  /// In place of the seed, who goes on: one of `able`, by its place. `stays`: the first of them is who has the turn
+  /// now; the others follow in the order in which they began.
   using Chooser = std::function<size_t(size_t able, bool stays)>;
   void choose_by(Chooser chooser) { chooser_ = std::move(chooser); }
 

@@ -40,8 +40,8 @@ bool has_part(const TensorView& view, const std::vector<std::byte>& whole) {
   const auto* data = static_cast<const std::byte*>(view.data);
   bool same = true;
   view.region.for_each_run([&](const shardow::Run& run) {
-    same = same &&
-           std::equal(data + run.local_begin * size, data + (run.local_begin + run.length) * size, whole.data() + run.global_begin * size);
+    same = same && std::equal(data + run.local_begin * size, data + (run.local_begin + run.length) * size,
+                              whole.data() + run.global_begin * size);
   });
   return same;
 }
@@ -49,7 +49,8 @@ bool has_part(const TensorView& view, const std::vector<std::byte>& whole) {
 }  // namespace
 
 Model::Model(const Job& job, int rank, int ranks, Group* group) {
-  for (const Spec& spec : kTrained) held_.emplace_back(spec.name, spec.dtype, kShardings[job.sharding].second(spec.shape, rank, ranks));
+  for (const Spec& spec : kTrained)
+    held_.emplace_back(spec.name, spec.dtype, kShardings[job.sharding].second(spec.shape, rank, ranks));
   fill();
   average_ = std::make_unique<Average>(weights(), options_of(job, group));
 }

@@ -1,5 +1,5 @@
-// The model of a simulated training: its weights are a known function of the step, its averages what an Average makes of them, so a file
-// tells of which step it is, and a mixture of two is neither.
+// The model of a simulated training: its weights are a known function of the step, its averages what an Average makes
+// of them, so a file tells of which step it is, and a mixture of two is neither.
 #pragma once
 
 #include <map>
@@ -12,7 +12,8 @@
 
 namespace shardow::simulated {
 
-inline const std::vector<Spec> kTrained = {{"a", DType::kF32, {7, 30}}, {"b", DType::kBF16, {5, 3}}, {"c", DType::kF64, {}}};
+inline const std::vector<Spec> kTrained = {
+    {"a", DType::kF32, {7, 30}}, {"b", DType::kBF16, {5, 3}}, {"c", DType::kF64, {}}};
 
 /// What a checkpoint has, of all tensors; the state of an EMA's.
 struct Content {

@@ -49,7 +49,9 @@ Expected expected(const Program& program, const fs::path& folder) {
       case What::kReset: average.reset(); break;
       case What::kLoad: shardow::load(*alone, average, folder / start); break;
       case What::kSave:
-      case What::kAsync: run.saves.push_back({op.path, op.path == 0 ? model.weights_now() : model.averages_now()}); break;
+      case What::kAsync:
+        run.saves.push_back({op.path, op.path == 0 ? model.weights_now() : model.averages_now()});
+        break;
       case What::kWait: break;
     }
   }

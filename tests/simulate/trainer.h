@@ -41,7 +41,7 @@ struct Saved {
   int path;
   Content content;
   std::vector<std::optional<int>> codes = {};  ///< of each rank that has an answer: an Error's, or kFine
-  std::optional<size_t> told = {};             ///< the first rank had its good news when so many calls of the disk were made
+  std::optional<size_t> told = {};  ///< the first rank had its good news when so many calls of the disk were made
   bool begun = false;
 };
 
@@ -55,8 +55,8 @@ Expected expected(const Program& program, const std::filesystem::path& folder);
 /// One rank's way through the program. Memory outlives it: threads in the background may read on when it has died.
 class Trainer {
  public:
-  Trainer(Simulation& simulation, World& world, const Program& program, const std::filesystem::path& folder, Expected& run, int rank,
-          Model& model, std::vector<std::vector<std::byte>>& staging)
+  Trainer(Simulation& simulation, World& world, const Program& program, const std::filesystem::path& folder,
+          Expected& run, int rank, Model& model, std::vector<std::vector<std::byte>>& staging)
       : simulation_(simulation),
         world_(world),
         program_(program),

@@ -14,7 +14,8 @@ constexpr milliseconds kTimeout{60'000};
 constexpr int kPaths = 2;
 
 /// Which of the saves to `path`, of those from `first` on that somebody has begun, is there.
-std::string wrong_content(const Program& program, const Expected& run, const fs::path& folder, int path, size_t first, bool may_be_none) {
+std::string wrong_content(const Program& program, const Expected& run, const fs::path& folder, int path, size_t first,
+                          bool may_be_none) {
   Content found;
   try {
     found = content_of(folder / name_of(program, path), path == 0 ? 1 : program.job.schedules);
@@ -26,10 +27,11 @@ std::string wrong_content(const Program& program, const Expected& run, const fs:
     if (run.saves[i].path != path || run.saves[i].content != found) continue;
     if (i >= first && run.saves[i].begun) return "";
   }
-  const bool is_one =
-      std::any_of(run.saves.begin(), run.saves.end(), [&](const Saved& one) { return one.path == path && one.content == found; });
-  return fmt::format("a reader of {} finds {}", name_of(program, path),
-                     is_one ? fmt::format("an older save than {}, or one that nobody made", first) : "what is of no step");
+  const bool is_one = std::any_of(run.saves.begin(), run.saves.end(),
+                                  [&](const Saved& one) { return one.path == path && one.content == found; });
+  return fmt::format(
+      "a reader of {} finds {}", name_of(program, path),
+      is_one ? fmt::format("an older save than {}, or one that nobody made", first) : "what is of no step");
 }
 
 /// The last save to `path` of which somebody was told when so many calls of the disk were made.
@@ -77,8 +79,8 @@ size_t descriptors() {
 }
 
 /// After whatever happened, the next saves to both paths work and clean up.
-std::string after_the_next_saves(uint64_t seed, Program program, bool can_exchange, Mutant mutant, const fs::path& folder,
-                                 std::string* story) {
+std::string after_the_next_saves(uint64_t seed, Program program, bool can_exchange, Mutant mutant,
+                                 const fs::path& folder, std::string* story) {
   program.first = true;
   program.ops = {{What::kTrain}, {What::kAsync, 0}, {What::kSave, 1}};
   Simulation simulation(~seed, story != nullptr);  // with other names for its files
@@ -130,8 +132,8 @@ Program some_program(Simulation& seed) {
 
 }  // namespace
 
-std::string wrong_with_program(Simulation& simulation, const Program& program, const Weather& weather, const fs::path& folder,
-                               const After& after) {
+std::string wrong_with_program(Simulation& simulation, const Program& program, const Weather& weather,
+                               const fs::path& folder, const After& after) {
   file::forget_plans();  // of runs before this one
   const size_t open_before = descriptors();
   const size_t ranks = static_cast<size_t>(program.job.ranks);
@@ -145,7 +147,8 @@ std::string wrong_with_program(Simulation& simulation, const Program& program, c
     const int readers = weather.reader ? 1 : 0;
     std::vector<int> jobs(1, program.job.ranks);
     jobs.resize(1 + static_cast<size_t>(readers), 1);
-    World world(simulation, {jobs, folder, weather.can_exchange, weather.faults, weather.mutant, kTimeout, weather.through_store, 5});
+    World world(simulation, {jobs, folder, weather.can_exchange, weather.faults, weather.mutant, kTimeout,
+                             weather.through_store, 5});
     const auto began = simulation.now();
     const auto read = [&](Group&) {
       for (int left = 4; left > 0; --left) {
@@ -157,18 +160,21 @@ std::string wrong_with_program(Simulation& simulation, const Program& program, c
     };
     const auto train = [&](size_t rank, Group& group) {
       models[rank] = std::make_unique<Model>(program.job, static_cast<int>(rank), program.job.ranks, &group);
-      trainers[rank] =
-          std::make_unique<Trainer>(simulation, world, program, folder, run, static_cast<int>(rank), *models[rank], staging[rank]);
+      trainers[rank] = std::make_unique<Trainer>(simulation, world, program, folder, run, static_cast<int>(rank),
+                                                 *models[rank], staging[rank]);
       differences[rank] = trainers[rank]->go(group, stops[rank]);
     };
     simulation.run(world.ranks(), [&](int rank) {
-      world.live(rank, [&](Group& group) { rank < program.job.ranks ? train(static_cast<size_t>(rank), group) : read(group); });
+      world.live(rank, [&](Group& group) {
+        rank < program.job.ranks ? train(static_cast<size_t>(rank), group) : read(group);
+      });
     });
     const auto patience = kTimeout * 4 * (1 + static_cast<int>(weather.faults.size()));
     for (size_t rank = 0; rank < ranks && wrong.empty(); ++rank) {
       if (!differences[rank].empty())
         wrong = fmt::format("rank {} ends with other values than its program has: {}", rank, differences[rank]);
-      if (!stops[rank].empty() && weather.faults.empty()) wrong = fmt::format("it fails where nothing is wrong: {}", stops[rank]);
+      if (!stops[rank].empty() && weather.faults.empty())
+        wrong = fmt::format("it fails where nothing is wrong: {}", stops[rank]);
     }
     for (const std::string& one : seen) wrong = wrong.empty() ? one : wrong;
     if (wrong.empty()) wrong = wrong_verdicts(world, program, run);
@@ -197,19 +203,21 @@ std::string wrong_with_training(uint64_t seed, const fs::path& folder, Mutant mu
   Weather weather{{}, mutant, !simulation->chance(4), simulation->chance(3), simulation->chance(2)};
   for (int left = simulation->below(3); left > 0; --left) {
     const auto kind = some_fault(*simulation, weather.through_store);
-    weather.faults.push_back({kind, simulation->below(program.job.ranks), simulation->below(simulation->chance(2) ? 60 : 400)});
+    weather.faults.push_back(
+        {kind, simulation->below(program.job.ranks), simulation->below(simulation->chance(2) ? 60 : 400)});
   }
   Expected run;
   testing_disk::Nodes left;
   size_t cut = 0, calls = 0;
-  std::string wrong = wrong_with_program(*simulation, program, weather, live.path, [&](const Expected& ran, const auto& recording) {
-    run = ran;
-    std::mt19937 random(static_cast<unsigned>(simulation->draw()));
-    calls = recording.calls.size();
-    cut = simulation->chance(3) ? calls : random() % (calls + 1);
-    left = testing_disk::after_power_cut(recording.before, recording.calls, cut, testing_disk::Fate::kAny, random);
-    return "";
-  });
+  std::string wrong =
+      wrong_with_program(*simulation, program, weather, live.path, [&](const Expected& ran, const auto& recording) {
+        run = ran;
+        std::mt19937 random(static_cast<unsigned>(simulation->draw()));
+        calls = recording.calls.size();
+        cut = simulation->chance(3) ? calls : random() % (calls + 1);
+        left = testing_disk::after_power_cut(recording.before, recording.calls, cut, testing_disk::Fate::kAny, random);
+        return "";
+      });
   if (story != nullptr) *story = fmt::format("{} ranks\n{}", program.job.ranks, simulation->story());
   simulation.reset();
   if (!wrong.empty()) return wrong;

@@ -23,7 +23,8 @@ Fault::Kind some_fault(Simulation& seed, bool through_store) {
 /// The ranks' Group: each call is a step.
 class World::Ranks final : public Group {
  public:
-  Ranks(World& world, std::unique_ptr<Group> group) : world_(world), rank_(group->rank()), size_(group->size()), group_(std::move(group)) {}
+  Ranks(World& world, std::unique_ptr<Group> group)
+      : world_(world), rank_(group->rank()), size_(group->size()), group_(std::move(group)) {}
 
   bool in_use = false;  ///< by a thread
   void leave() { group_.reset(); }
@@ -72,7 +73,9 @@ class World::Ranks final : public Group {
 };
 
 World::World(Simulation& simulation, Setting setting)
-    : simulation_(simulation), setting_(std::move(setting)), disk_(std::make_unique<Disk>(*this, setting_.folder, setting_.can_exchange)) {
+    : simulation_(simulation),
+      setting_(std::move(setting)),
+      disk_(std::make_unique<Disk>(*this, setting_.folder, setting_.can_exchange)) {
   this_rank = -1;
   late_ = setting_.late;
   for (const int ranks : setting_.jobs) {
@@ -80,7 +83,8 @@ World::World(Simulation& simulation, Setting setting)
     ranks_.resize(first + static_cast<size_t>(ranks));
     for (int lane = 0; lane < setting_.lanes; ++lane) {
       size_t rank = first;
-      for (auto& group : groups_of(ranks)) ranks_[rank++].lanes.push_back(std::make_shared<Ranks>(*this, std::move(group)));
+      for (auto& group : groups_of(ranks))
+        ranks_[rank++].lanes.push_back(std::make_shared<Ranks>(*this, std::move(group)));
     }
   }
 }
@@ -155,14 +159,16 @@ std::vector<Late> World::take_late() {
   return std::exchange(late_, {});
 }
 
-/// Whether the rank's disk stands still, with errno: this call is left, the next one may be after a moment, and from then on none is made.
+/// Whether the rank's disk stands still, with errno: this call is left, the next one may be after a moment, and from
+/// then on none is made.
 bool World::leaves(const Late& late, bool names) {
   Rank& rank = here();
   if (rank.left == 0 && !std::exchange(rank.stands, false)) return false;
   if (rank.left == 1 && !simulation_.chance(3)) return false;
   if (rank.left < 2 && late) (names ? late_ : late_writes_).push_back(late);
   if (rank.left < 2) {
-    simulation_.remember([&] { return fmt::format("rank {}: this is left{}", this_rank, late ? ", and will be done" : ""); });
+    simulation_.remember(
+        [&] { return fmt::format("rank {}: this is left{}", this_rank, late ? ", and will be done" : ""); });
     const auto patience = rank.left++ == 0 ? setting_.timeout * 3 / 4 : milliseconds(500);
     simulation_.sleep(patience);
   }
@@ -202,7 +208,8 @@ bool World::step(const char* what, const std::string& on) {
     rank.delayed |= fault.kind == Kind::kDelayed && setting_.through_store;
     rank.late |= fault.kind == Kind::kLate || (fault.kind == Kind::kDelayed && !setting_.through_store);
   }
-  const bool locked = what == std::string_view("close");  // ranks of one process close files under a lock that they share
+  const bool locked =
+      what == std::string_view("close");  // ranks of one process close files under a lock that they share
   if (!locked && std::exchange(rank.late, false)) simulation_.sleep(lateness());
   ++rank.steps;
   if (rank.dead || rank.gone || fails) return (errno = EIO, false);
@@ -216,7 +223,8 @@ std::chrono::nanoseconds World::transit(const char* what) {
   come(what);
   if (!std::exchange(here().delayed, false)) return std::chrono::microseconds(simulation_.below(1000));
   const auto time = lateness();
-  simulation_.remember([&] { return fmt::format("rank {}: this takes {} s", this_rank, std::chrono::duration<double>(time).count()); });
+  simulation_.remember(
+      [&] { return fmt::format("rank {}: this takes {} s", this_rank, std::chrono::duration<double>(time).count()); });
   return time;
 }
 
@@ -229,7 +237,9 @@ std::chrono::nanoseconds World::lateness() {
 /// For kInterrupted: calls that may be interrupted, and those that may do half.
 bool World::broken(const char* what) {
   constexpr std::string_view kMayBe = " open openat pread pwrite ftruncate fsync short ";
-  const auto interrupted = [&](const Fault& fault) { return fault.kind == Fault::Kind::kInterrupted && fault.rank == this_rank; };
+  const auto interrupted = [&](const Fault& fault) {
+    return fault.kind == Fault::Kind::kInterrupted && fault.rank == this_rank;
+  };
   return kMayBe.find(fmt::format(" {} ", what)) != std::string_view::npos &&
          std::any_of(setting_.faults.begin(), setting_.faults.end(), interrupted) && simulation_.chance(2);
 }

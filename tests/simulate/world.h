@@ -1,5 +1,5 @@
-// The machines of a simulated run: ranks that die or come late, disks that fail, and mistakes of an engine that there might be (mutants),
-// each put where its effect would be seen: in what reaches the disk, or another rank.
+// The machines of a simulated run: ranks that die or come late, disks that fail, and mistakes of an engine that there
+// might be (mutants), each put where its effect would be seen: in what reaches the disk, or another rank.
 #pragma once
 
 #include <atomic>
@@ -46,7 +46,8 @@ struct Fault {
     kGone,         ///< its disk fails from there on
     kFull,         ///< it cannot grow from there on
     kInterrupted,  ///< half of its calls are interrupted, and the others do half of what they are asked
-    kStands,       ///< a call of its disk does not return in time, and is done hours later, in the midst of the next save or after it
+    kStands,  ///< a call of its disk does not return in time, and is done hours later, in the midst of the next save or
+              ///< after it
   } kind = Kind::kNone;
   int rank = 0, at = 0;  ///< which of the rank's steps
 };
@@ -91,7 +92,8 @@ class World {
   Mutant mutant() const { return setting_.mutant; }
   const testing_disk::Recording& recording() const;
 
-  std::vector<Late> take_late();  ///< calls of this world, and of those before, that were left and change names, and are not done yet
+  std::vector<Late>
+  take_late();  ///< calls of this world, and of those before, that were left and change names, and are not done yet
 
  private:
   class Disk;
@@ -118,7 +120,8 @@ class World {
   const Setting setting_;
   std::vector<Rank> ranks_;
   std::unique_ptr<Disk> disk_;
-  std::vector<Late> late_, late_writes_;  ///< what ranks left, and is to be done yet: changes of names; of what is in a file that is open
+  std::vector<Late> late_,
+      late_writes_;  ///< what ranks left, and is to be done yet: changes of names; of what is in a file that is open
 };
 
 }  // namespace shardow::simulated

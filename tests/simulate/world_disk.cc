@@ -46,9 +46,8 @@ ssize_t World::Disk::pread(int fd, void* data, size_t bytes, off_t offset) {
 ssize_t World::Disk::pwrite(int fd, const void* data, size_t bytes, off_t offset) {
   if (!fine("pwrite", fmt::format("{} bytes at {}", bytes, offset)) || full()) return -1;
   if (world_.may_leave()) {
-    const auto late = [share = share_of(fd), text = std::string(static_cast<const char*>(data), bytes), offset](Recorder& disk) {
-      disk.Recorder::pwrite(share->fd, text.data(), text.size(), offset);
-    };
+    const auto late = [share = share_of(fd), text = std::string(static_cast<const char*>(data), bytes),
+                       offset](Recorder& disk) { disk.Recorder::pwrite(share->fd, text.data(), text.size(), offset); };
     if (world_.leaves(late, false)) return -1;
   }
   if (world_.mutant() == Mutant::kForgetsWrite && bytes > 1 && world_.simulation_.chance(3))
@@ -83,8 +82,11 @@ int World::Disk::fsync(int fd) {
 int World::Disk::rename(const char* from, const char* to) {
   if (!fine("rename", last(from) + " to " + last(to))) return -1;
   std::string aside = to;
-  if (world_.mutant() == Mutant::kMovesToDraft && aside.ends_with("-old.tmp")) aside.replace(aside.size() - 8, 8, ".tmp");
-  const auto late = [from = std::string(from), aside](Recorder& disk) { disk.Recorder::rename(from.c_str(), aside.c_str()); };
+  if (world_.mutant() == Mutant::kMovesToDraft && aside.ends_with("-old.tmp"))
+    aside.replace(aside.size() - 8, 8, ".tmp");
+  const auto late = [from = std::string(from), aside](Recorder& disk) {
+    disk.Recorder::rename(from.c_str(), aside.c_str());
+  };
   if (world_.leaves(late, true)) return -1;
   if (world_.mutant() == Mutant::kInPlace && std::filesystem::is_regular_file(to)) return copy_over(from, to);
   return published(Recorder::rename(from, to));
@@ -92,7 +94,9 @@ int World::Disk::rename(const char* from, const char* to) {
 
 int World::Disk::rename_exchange(const char* a, const char* b) {
   if (!fine("exchange", last(a) + " and " + last(b))) return -1;
-  const auto late = [a = std::string(a), b = std::string(b)](Recorder& disk) { disk.Recorder::rename_exchange(a.c_str(), b.c_str()); };
+  const auto late = [a = std::string(a), b = std::string(b)](Recorder& disk) {
+    disk.Recorder::rename_exchange(a.c_str(), b.c_str());
+  };
   if (world_.leaves(late, true)) return -1;
   if (world_.mutant() != Mutant::kTwoRenames) return published(Recorder::rename_exchange(a, b));
   const std::string aside = std::string(b) + ".aside";
@@ -109,7 +113,9 @@ int World::Disk::mkdir(const char* path, mode_t mode) {
 
 int World::Disk::link(const char* from, const char* to) {
   if (!fine("link", last(to))) return -1;
-  const auto late = [from = std::string(from), to = std::string(to)](Recorder& disk) { disk.Recorder::link(from.c_str(), to.c_str()); };
+  const auto late = [from = std::string(from), to = std::string(to)](Recorder& disk) {
+    disk.Recorder::link(from.c_str(), to.c_str());
+  };
   return world_.leaves(late, true) ? -1 : Recorder::link(from, to);
 }
 

@@ -16,7 +16,8 @@ namespace shardow::simulated {
 /// The disk as all ranks see it. Each call is a step of its rank.
 class World::Disk final : public testing_disk::Recorder {
  public:
-  Disk(World& world, const std::filesystem::path& folder, bool can_exchange) : Recorder(folder, can_exchange), world_(world) {}
+  Disk(World& world, const std::filesystem::path& folder, bool can_exchange)
+      : Recorder(folder, can_exchange), world_(world) {}
 
   bool left_one() const noexcept override { return World::on_a_rank() && world_.here().left > 0; }
   int open(const char* path, int flags, mode_t mode) override;

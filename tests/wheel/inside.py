@@ -1,4 +1,6 @@
-"""Run by the Python of a bare Debian, inside it, after `pip install` of a wheel: what a user would do first. Says what it saw, as JSON."""
+"""Run by the Python of a bare Debian, inside it, after `pip install` of a wheel: what a user would do first. Says what
+it saw, as JSON.
+"""
 
 import glob
 import importlib.util
@@ -19,12 +21,16 @@ IMPORT = "import time; began = time.perf_counter(); import shardow; print(time.p
 
 
 def import_seconds() -> float:
-    """Of a new process, the median of seven, once its files are in memory: `import shardow`, without the interpreter's own start."""
+    """Of a new process, the median of seven, once its files are in memory: `import shardow`, without the interpreter's
+    own start.
+    """
     return statistics.median(float(subprocess.check_output([sys.executable, "-c", IMPORT])) for _ in range(7))
 
 
 def without_torch() -> None:
-    """A file written by the rules of safetensors, read by the engine; an error of the engine's that crosses into Python."""
+    """A file written by the rules of safetensors, read by the engine; an error of the engine's that crosses into
+    Python.
+    """
     import numpy
 
     import shardow

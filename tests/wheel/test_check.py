@@ -1,4 +1,6 @@
-"""What tools/wheel/check.py refuses, on modules that have each fault; and what holds for this build's own module already."""
+"""What tools/wheel/check.py refuses, on modules that have each fault; and what holds for this build's own module
+already.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,15 @@ def module(tmp_path: Path, *options: str, source: str = "") -> Path:
 
 
 def fat_binary(*entries: tuple[int, int]) -> str:
-    """C for a section of CUDA code: a header, and an entry of 64 bytes for each (kind, architecture), kind 2 code and 1 PTX."""
-    body = b"".join(struct.pack("<HHIQIIHHI", kind, 257, 64, 0, 0, 0, 1, 1, number).ljust(64, b"\0") for kind, number in entries)
+    """C for a section of CUDA code: a header, and an entry of 64 bytes for each (kind, architecture), kind 2 code and 1
+    PTX.
+    """
+    body = b"".join(
+        struct.pack("<HHIQIIHHI", kind, 257, 64, 0, 0, 0, 1, 1, number).ljust(64, b"\0") for kind, number in entries
+    )
     whole = b"\x50\xed\x55\xba" + struct.pack("<HHQ", 1, 16, len(body)) + body
-    return f'__attribute__((section(".nv_fatbin"), used)) static const unsigned char fat[] = {{{",".join(map(str, whole))}}};'
+    values = ",".join(map(str, whole))
+    return f'__attribute__((section(".nv_fatbin"), used)) static const unsigned char fat[] = {{{values}}};'
 
 
 ALL_CODE = [(2, one) for one in sorted(check.CODE)] + [(1, one) for one in sorted(check.PTX)]
@@ -44,7 +51,11 @@ def test_a_module_without_fault(tmp_path: Path) -> None:
     [
         (["-Wl,--no-as-needed", "-lz"], "", "needs libz.so.1"),
         ([], "void another(void) {}", "exports 1 symbols besides PyInit__core, another among them"),
-        ([], "int not_there(void); static int (*use)(void) __attribute__((used)) = not_there;", "leaves not_there to be found by chance"),
+        (
+            [],
+            "int not_there(void); static int (*use)(void) __attribute__((used)) = not_there;",
+            "leaves not_there to be found by chance",
+        ),
         (["-Wl,-rpath,/home/somebody/lib"], "", "has a path of the machine that built it"),
     ],
 )
@@ -73,7 +84,12 @@ def test_a_wheel_that_says_what_it_is_not(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as opened:
         opened.writestr("shardow/large.bin", bytes(check.MOST_BYTES))
     said = " / ".join(check.wheel_faults(wheel, Path(sys.executable).parent))
-    for fault in ("more than 8,000,000", "has 0 modules", "lacks the command", "lacks the licences of cli11, cuda, eigen"):
+    for fault in (
+        "more than 8,000,000",
+        "has 0 modules",
+        "lacks the command",
+        "lacks the licences of cli11, cuda, eigen",
+    ):
         assert fault in said
 
 
@@ -84,7 +100,9 @@ def test_this_builds_module_exports_its_entry_alone() -> None:
 def test_this_builds_module_has_code_for_every_card() -> None:
     """That it was built for, where it was built with CUDA."""
     cache = ROOT / "build/release/CMakeCache.txt"
-    asked = re.search(r"^CMAKE_CUDA_ARCHITECTURES:\w+=(\d+)-real$", cache.read_text() if cache.exists() else "", re.MULTILINE)
+    asked = re.search(
+        r"^CMAKE_CUDA_ARCHITECTURES:\w+=(\d+)-real$", cache.read_text() if cache.exists() else "", re.MULTILINE
+    )
     expected = ({int(asked[1])}, set()) if asked else (check.CODE, check.PTX)
     assert check.kernels(Path(shardow._core.__file__)) in ((set(), set()), expected)
 

@@ -1,4 +1,6 @@
-"""What `make wheel` made, installed where nothing of this machine is: `make wheel-test`, `make test-all`; it takes minutes, and root."""
+"""What `make wheel` made, installed where nothing of this machine is: `make wheel-test`, `make test-all`; it takes
+minutes, and root.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_every_wheel_holds_to_the_rules() -> None:
     [("bookworm", "cp311-cp311-manylinux_2_27_x86_64", True), ("trixie", "cp312-abi3-manylinux_2_27_x86_64", False)],
 )
 def test_a_wheel_in_a_bare_debian(suite: str, tag: str, torch: bool) -> None:
-    """The README's first example where torch's CPU build is to be had for that Debian's Python; what needs no torch everywhere."""
+    """The README's first example where torch's CPU build is to be had for that Debian's Python; what needs no torch
+    everywhere.
+    """
     run = [ROOT / "tools/wheel/bare", suite, one(tag), HERE / "inside.py", ROOT / "README.md"]
     done = subprocess.run([str(part) for part in run], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -70,5 +74,7 @@ def test_the_source_distribution_is_what_git_has() -> None:
     (archive,) = (ROOT / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         held = {name.split("/", 1)[1] for name in opened.getnames() if "/" in name} - {"PKG-INFO"}
-    tracked = set(subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    tracked = set(
+        subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    )
     assert held == tracked

@@ -38,7 +38,11 @@ def test_one_version() -> None:
 
 
 def test_classifiers_name_every_python_that_is_supported() -> None:
-    named = {tuple(map(int, one.split(" :: ")[-1].split("."))) for one in project()["classifiers"] if re.search(r"Python :: 3\.\d+$", one)}
+    named = {
+        tuple(map(int, one.split(" :: ")[-1].split(".")))
+        for one in project()["classifiers"]
+        if re.search(r"Python :: 3\.\d+$", one)
+    }
     oldest = tuple(map(int, project()["requires-python"].removeprefix(">=").split(".")))
     assert min(named) == oldest
     assert named == {(3, minor) for minor in range(oldest[1], max(named)[1] + 1)}
@@ -88,6 +92,10 @@ def test_the_command_lies_where_pip_puts_programs() -> None:
     told = subprocess.run([environment / "shardow", "--version"], capture_output=True, text=True, check=True).stdout
     assert told.strip() == f"shardow {project()['version']}"
     share = environment.parent / "share"
-    completions = ["bash-completion/completions/shardow", "zsh/site-functions/_shardow", "fish/vendor_completions.d/shardow.fish"]
+    completions = [
+        "bash-completion/completions/shardow",
+        "zsh/site-functions/_shardow",
+        "fish/vendor_completions.d/shardow.fish",
+    ]
     for page in ["man/man1/shardow.1", *completions]:
         assert "verify" in (share / page).read_text(), page

@@ -1,6 +1,8 @@
-"""What a wheel must hold to: `python tools/wheel/check.py dist/*.whl` says what is wrong with each, and fails if anything is.
+"""What a wheel must hold to: `python tools/wheel/check.py dist/*.whl` says what is wrong with each, and fails if
+anything is.
 
-auditwheel judges what glibc it needs, abi3audit whether it keeps to Python's stable ABI; the rest is read by binutils and here.
+auditwheel judges what glibc it needs, abi3audit whether it keeps to Python's stable ABI; the rest is read by binutils
+and here.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def unresolved(module: Path) -> set[str]:
 
 
 def kernels(module: Path) -> tuple[set[int], set[int]]:
-    """Architectures that it has code for, and PTX: a fat binary is a header of 16 bytes, and entries that say their kind and length."""
+    """Architectures that it has code for, and PTX: a fat binary is a header of 16 bytes, and entries that say their
+    kind and length.
+    """
     found = re.search(r"\.nv_fatbin\s+\S+\s+\S+\s+(\S+)\s+(\S+)", told("readelf", "-SW", module))
     code: set[int] = set()
     ptx: set[int] = set()
@@ -80,7 +84,9 @@ def module_faults(module: Path, cuda: bool) -> list[str]:
         faults.append(f"leaves {', '.join(sorted(lost))} to be found by chance")
     code, ptx = kernels(module)
     if cuda and (code, ptx) != (CODE, PTX):
-        faults.append(f"has CUDA code for {sorted(code)} and PTX for {sorted(ptx)}, not {sorted(CODE)} and {sorted(PTX)}")
+        faults.append(
+            f"has CUDA code for {sorted(code)} and PTX for {sorted(ptx)}, not {sorted(CODE)} and {sorted(PTX)}"
+        )
     return faults
 
 
@@ -106,7 +112,10 @@ def wheel_faults(wheel: Path, tools: Path) -> list[str]:
     judged = " ".join(told(tools / "auditwheel", "show", wheel).split())
     if f'is consistent with the following platform tag: "{platform}"' not in judged:
         faults.append(f"is not what its platform tag says: {judged}")
-    if "-abi3-" in wheel.name and subprocess.run([tools / "abi3audit", "--strict", wheel], capture_output=True).returncode:
+    if (
+        "-abi3-" in wheel.name
+        and subprocess.run([tools / "abi3audit", "--strict", wheel], capture_output=True).returncode
+    ):
         faults.append(f"breaks Python's stable ABI: {told(tools / 'abi3audit', '--strict', '--verbose', wheel)}")
     return faults
 

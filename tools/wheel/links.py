@@ -1,6 +1,8 @@
-"""Makes what the package index shows lead to the repository: `python tools/wheel/links.py https://…/blob/v0.1.0`, in a release's checkout.
+"""Makes what the package index shows lead to the repository: `python tools/wheel/links.py https://…/blob/v0.1.0`, in a
+release's checkout.
 
-The README's links are relative, which a page on an index can't follow, and pyproject.toml names no address, since the sources know none.
+The README's links are relative, which a page on an index can't follow, and pyproject.toml names no address, since the
+sources know none.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def main(base: str, root: Path) -> None:
     if "[project.urls]" in project.read_text():
         raise SystemExit(f"{project} has addresses already")
     readme.write_text(absolute(readme.read_text(), base))
-    project.write_text(project.read_text().replace("\n[tool.scikit-build]\n", f"{addresses(base)}\n[tool.scikit-build]\n"))
+    project.write_text(
+        project.read_text().replace("\n[tool.scikit-build]\n", f"{addresses(base)}\n[tool.scikit-build]\n")
+    )
 
 
 if __name__ == "__main__":

@@ -46,24 +46,29 @@ inline DType dtype_of(std::string_view name, at::ScalarType type) {
     case at::kFloat8_e4m3fn: return DType::kF8E4M3;
     case at::kFloat8_e5m2fnuz: return DType::kF8E5M2Fnuz;
     case at::kFloat8_e4m3fnuz: return DType::kF8E4M3Fnuz;
-    default: throw Error(Code::kUnsupported, c10::str("'", name, "' is ", type, ", which has no element type here; leave it out"));
+    default:
+      throw Error(Code::kUnsupported,
+                  c10::str("'", name, "' is ", type, ", which has no element type here; leave it out"));
   }
 }
 
 inline TensorView view(const std::string& name, const at::Tensor& local, Region region, void* stream) {
   const auto refuse = [&](Code code, const auto&... words) { throw Error(code, c10::str("'", name, "' ", words...)); };
   if (!local.defined()) refuse(Code::kInvalidArgument, "is an undefined tensor");
-  if (local.layout() != at::kStrided) refuse(Code::kUnsupported, "is ", local.layout(), "; only ordinary (strided) tensors are taken");
+  if (local.layout() != at::kStrided)
+    refuse(Code::kUnsupported, "is ", local.layout(), "; only ordinary (strided) tensors are taken");
   const DType dtype = dtype_of(name, local.scalar_type());
   if (!local.device().is_cpu() && !local.device().is_cuda())
     refuse(Code::kUnsupported, "is on ", local.device(), "; move the module to the CPU or a CUDA device first");
   if (!local.is_contiguous() || local.is_conj() || local.is_neg()) {
     refuse(Code::kUnsupported, "has sizes ", local.sizes(), " and strides ", local.strides(),
-           ", which is not row-major: before the optimizer is made, tensor.set_data(tensor.contiguous()); or take() and place() its "
+           ", which is not row-major: before the optimizer is made, tensor.set_data(tensor.contiguous()); or take() "
+           "and place() its "
            "elements (shardow/copy.h)");
   }
   if (region.size() != local.numel())
-    refuse(Code::kInvalidArgument, "has ", local.numel(), " elements, its region ", region.to_string(), " has ", region.size());
+    refuse(Code::kInvalidArgument, "has ", local.numel(), " elements, its region ", region.to_string(), " has ",
+           region.size());
   Device device;
   if (local.is_cuda()) device = {Device::Kind::kCuda, local.get_device(), stream};
   return {name, dtype, std::move(region), local.data_ptr(), device};
@@ -77,10 +82,11 @@ inline TensorView view(const std::string& name, const at::Tensor& tensor, void* 
 template <typename Named>
 std::vector<TensorView> views(const Named& tensors, void* stream, std::map<std::string, std::string>* others) {
   std::vector<TensorView> kept;
-  std::map<std::pair<int, const char*>, std::pair<size_t, size_t>> memory;  // device and begin of each; which of `kept`, and its bytes
+  std::map<std::pair<int, const char*>, std::pair<size_t, size_t>>
+      memory;  // device and begin of each; which of `kept`, and its bytes
   const auto refuse_overlap = [](const std::string& one, const std::string& other) {
-    throw Error(Code::kUnsupported,
-                c10::str("'", one, "' and '", other, "' share memory and are not the same tensor; clone() one of them"));
+    throw Error(Code::kUnsupported, c10::str("'", one, "' and '", other,
+                                             "' share memory and are not the same tensor; clone() one of them"));
   };
   for (const auto& item : tensors) {
     TensorView one = view(item.key(), item.value(), stream);
@@ -114,8 +120,8 @@ inline std::vector<TensorView> buffers(const torch::nn::Module& module, void* st
   return views(module.named_buffers(), stream);
 }
 
-inline std::vector<TensorView> state(const torch::nn::Module& module, std::span<const TensorView> averages, void* stream,
-                                     std::map<std::string, std::string>* others) {
+inline std::vector<TensorView> state(const torch::nn::Module& module, std::span<const TensorView> averages,
+                                     void* stream, std::map<std::string, std::string>* others) {
   torch::OrderedDict<std::string, at::Tensor> all = module.named_parameters();
   all.update(module.named_buffers());
   std::vector<TensorView> whole = views(all, stream, others);
@@ -123,7 +129,8 @@ inline std::vector<TensorView> state(const torch::nn::Module& module, std::span<
   for (TensorView& one : whole) by_name[one.name] = &one;
   for (const TensorView& average : averages) {
     const auto weight = by_name.find(average.name);
-    if (weight == by_name.end()) throw Error(Code::kInvalidArgument, "the module has no weight for the average '" + average.name + "'");
+    if (weight == by_name.end())
+      throw Error(Code::kInvalidArgument, "the module has no weight for the average '" + average.name + "'");
     TensorView put = average;
     std::swap(*weight->second, put);
   }
@@ -150,13 +157,15 @@ class C10dStore final : public Store {
   }
   std::vector<std::string> get(const std::vector<std::string>& keys) override {
     std::vector<std::string> values;
-    for (const std::vector<uint8_t>& bytes : asked([&] { return store_->multiGet(keys); })) values.emplace_back(bytes.begin(), bytes.end());
+    for (const std::vector<uint8_t>& bytes : asked([&] { return store_->multiGet(keys); }))
+      values.emplace_back(bytes.begin(), bytes.end());
     return values;
   }
   bool has(const std::string& key) override {
     return asked([&] { return store_->check({key}); });
   }
-  /// Asks again and again, later and later: a wait of the store's own would hold its connection, and warn at every deadline.
+  /// Asks again and again, later and later: a wait of the store's own would hold its connection, and warn at every
+  /// deadline.
   bool wait(const std::vector<std::string>& keys, Deadline deadline) override {
     const auto begin = std::chrono::steady_clock::now();
     while (!asked([&] { return store_->check(keys); })) {
@@ -180,7 +189,8 @@ class C10dStore final : public Store {
     try {
       return fn();
     } catch (const c10::Error& error) {
-      throw Error(Code::kPeerFailed, c10::str("the ranks' store is gone, and with it who kept it: ", error.what_without_backtrace()));
+      throw Error(Code::kPeerFailed,
+                  c10::str("the ranks' store is gone, and with it who kept it: ", error.what_without_backtrace()));
     }
   }
 

@@ -1,4 +1,6 @@
-"""Arena: memory for averages on one device, and the tensors that show it, made when somebody asks for one. An update needs none."""
+"""Arena: memory for averages on one device, and the tensors that show it, made when somebody asks for one. An update
+needs none.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,18 @@ _ALIGN = 64  # bytes; the engine's kernels like averages to start there
 
 
 class Arena:
-    """``count`` averages of ``regions``, each tensor at a multiple of 64 bytes, uninitialised. ``names``: of the regions' tensors."""
+    """``count`` averages of ``regions``, each tensor at a multiple of 64 bytes, uninitialised. ``names``: of the
+    regions' tensors.
+    """
 
     def __init__(
-        self, names: list[str], regions: list[_core.Region], dtype: torch.dtype, engines: str, count: int, device: torch.device
+        self,
+        names: list[str],
+        regions: list[_core.Region],
+        dtype: torch.dtype,
+        engines: str,
+        count: int,
+        device: torch.device,
     ) -> None:
         """``engines``: the engine's name of ``dtype``."""
         self._names, self._regions, self._dtype, self._count = names, regions, dtype, count
@@ -49,7 +59,9 @@ class Arena:
         """Of each region its averages, 1-D."""
         begins = self._layout.offsets()
         sizes = [one.size for one in self._regions]
-        with _disable_current_modes():  # whatever somebody does with operations of his own when the first one is asked for
+        with (
+            _disable_current_modes()
+        ):  # whatever somebody does with operations of his own when the first one is asked for
             return [
                 [_slice(self._memory, k * self._stride + begin, size, self._dtype) for k in range(self._count)]
                 for begin, size in zip(begins, sizes, strict=True)
@@ -64,7 +76,9 @@ def _memory(size: int, device: torch.device) -> torch.Tensor | mmap.mmap:
 
 
 def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """``count`` elements. From a mapping, a tensor with a storage of just its size, so that torch.save() writes no more than that."""
+    """``count`` elements. From a mapping, a tensor with a storage of just its size, so that torch.save() writes no more
+    than that.
+    """
     if isinstance(memory, torch.Tensor):
         return memory[begin : begin + count * dtype.itemsize].view(dtype)
     if count == 0:

@@ -40,8 +40,10 @@ class Handle:
 
 
 class Attachments:
-    """The optimizers that an EMA is attached to. A training step is one round: each of them steps once, or is skipped. The update of a
-    round follows the step of the optimizer that was attached last; where a GradScaler skips that one, it comes before the next round."""
+    """The optimizers that an EMA is attached to. A training step is one round: each of them steps once, or is skipped.
+    The update of a round follows the step of the optimizer that was attached last; where a GradScaler skips that one,
+    it comes before the next round.
+    """
 
     def __init__(self, update: Callable[[Samples | None], None], ready: Callable[[], None]) -> None:
         self._update, self._ready = update, ready
@@ -51,20 +53,29 @@ class Attachments:
     def refuse_update(self, overlap: bool) -> None:
         """update() by hand."""
         if self._all:
-            raise invalid("update() while attached to an optimizer would count each step twice; call neither, or handle.remove() first")
+            raise invalid(
+                "update() while attached to an optimizer would count each step twice; call neither, or "
+                "handle.remove() first"
+            )
         if overlap:
             why = "nothing would keep the next step from changing weights that are still being averaged"
-            raise invalid(f"update() with overlap=True: {why}; attach(optimizer) instead, whose step waits, or leave overlap out")
+            raise invalid(
+                f"update() with overlap=True: {why}; attach(optimizer) instead, whose step waits, or leave overlap out"
+            )
 
     def add(self, optimizer: Any, samples: Samples | None) -> Handle:
         found = _innermost(optimizer)
         if any(one._optimizer is found for one in self._all):
             raise invalid("attached to this optimizer already; each step would count twice")
         if samples is not None and not callable(samples) and not samples > 0:
-            raise invalid(f"samples={samples}; give the training samples of one step, more than 0, or a function that tells how many")
+            raise invalid(
+                f"samples={samples}; give the training samples of one step, more than 0, or a function that tells how "
+                "many"
+            )
         if any("train_mode" in group for group in found.param_groups):
             warn(
-                f"{type(found).__name__} averages by itself (Defazio et al., arXiv 2405.15682): after its eval() the weights are averages "
+                f"{type(found).__name__} averages by itself (Defazio et al., arXiv 2405.15682): after its eval() the "
+                "weights are averages "
                 "already, before it the points between; an average of either lags further behind than its decay says"
             )
         self._all.append(Handle(self, found, samples))
@@ -97,18 +108,21 @@ class Attachments:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer of torch inside a wrapper that keeps it as ``.optimizer``: accelerate's, for one, takes no hooks."""
+    """The optimizer of torch inside a wrapper that keeps it as ``.optimizer``: accelerate's, for one, takes no
+    hooks."""
     found = optimizer
     while not hasattr(found, "_optimizer_step_post_hooks") and hasattr(found, "optimizer"):
         found = found.optimizer
     if not hasattr(found, "_optimizer_step_post_hooks"):
         takes = "attach() takes a torch.optim.Optimizer, or a wrapper with one as .optimizer"
-        raise errors.UnknownOptionError(f"{takes}, not a {type(optimizer).__name__}; call update() after its steps instead")
+        raise errors.UnknownOptionError(
+            f"{takes}, not a {type(optimizer).__name__}; call update() after its steps instead"
+        )
     return found  # type: ignore[no-any-return]
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """A GradScaler leaves it to fused optimizers to skip the step, and tells them by an attribute. On CUDA the answer waits for the
-    device."""
+    """A GradScaler leaves it to fused optimizers to skip the step, and tells them by an attribute. On CUDA the answer
+    waits for the device."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())

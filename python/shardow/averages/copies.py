@@ -64,7 +64,8 @@ def feed_back(core: Averages, decay: object) -> None:
         apart = [one.name for one in core.tracked if one.mastered and not one.stretched and core.splits]
         if apart:
             raise unsupported(
-                f"feed_back(): '{apart[0]}' has a master copy on every replica, of which each averages a part: the other parts "
+                f"feed_back(): '{apart[0]}' has a master copy on every replica, of which each averages a part: the "
+                "other parts "
                 "would keep the weights. Give source= stretches that the replicas divide, or replicas='copy'"
             )
 
@@ -79,8 +80,8 @@ def feed_back(core: Averages, decay: object) -> None:
 
 
 def write(core: Averages, fill: Callable[[], None]) -> None:
-    """fill() writes ``weights()`` of what is tracked; afterwards the model has them, on every replica. Collective, after an agreement that
-    all are ready."""
+    """fill() writes ``weights()`` of what is tracked; afterwards the model has them, on every replica. Collective,
+    after an agreement that all are ready."""
     core.view.reshard()
     core.swap.gather()
     fill()

@@ -1,4 +1,6 @@
-"""Averages of one model on this rank, and what the ranks that share it agree on before averages of all are used together."""
+"""Averages of one model on this rank, and what the ranks that share it agree on before averages of all are used
+together.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,15 @@ Asked = Callable[[], Facts]
 
 
 class Averages:
-    """What EMA is the face of, and what surfaces compose. ``view``: the model as it was found; ``team``: the ranks that share it;
-    ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with the weights."""
+    """What EMA is the face of, and what surfaces compose. ``view``: the model as it was found; ``team``: the ranks that
+    share it; ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with
+    the weights.
+    """
 
     @paused()
     def __init__(
-        self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None, group: dist.ProcessGroup | None,
+        self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None,
+        group: dist.ProcessGroup | None,
         timeout: float | timedelta | None,
     ) -> None:  # fmt: skip
         """``asked``: what make_options() takes beside the decay. Collective."""
@@ -80,11 +85,15 @@ class Averages:
             check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
         self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
-        self.snapshots: dict[Path, Any] = {}  # by directory: what goes on there, forgotten where the counters are replaced
+        self.snapshots: dict[
+            Path, Any
+        ] = {}  # by directory: what goes on there, forgotten where the counters are replaced
         self._warned = False
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
-    def _build(self, options: Options, source: Mapping[str, Source] | None) -> tuple[Options, list[str], list[Tracked], _core.Average]:
+    def _build(
+        self, options: Options, source: Mapping[str, Source] | None
+    ) -> tuple[Options, list[str], list[Tracked], _core.Average]:
         keys = _core.decay_keys(options.schedules)
         self.view.reshard()
         tracked = track(options.chosen(self.view), options, source)
@@ -108,8 +117,8 @@ class Averages:
         return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
 
     def together(self, what: str, fn: Callable[[], T], asked: Asked = dict) -> T:
-        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates. ``asked()``:
-        what the call was asked for, which must be equal on all ranks."""
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
+        updates. ``asked()``: what the call was asked for, which must be equal on all ranks."""
 
         def check() -> tuple[T, Facts]:
             self._raise_non_finite()
@@ -128,7 +137,9 @@ class Averages:
             figures.raise_non_finite(self.engine, self.team.rank)
 
     def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
-        """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which average ``decay`` is."""
+        """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which
+        average ``decay`` is.
+        """
         facts: dict[str, Any] = {}
 
         def find() -> list[Common | None]:
@@ -137,7 +148,9 @@ class Averages:
             fn()
             return [common_of(one.local) for one in self.tracked_weights()] if self.splits else []
 
-        check_equal(what, find, self.team, f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own')
+        check_equal(
+            what, find, self.team, f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
+        )
         self.agreed_state(what, facts)
         return self.keys.index(facts["decay"])
 
@@ -146,9 +159,13 @@ class Averages:
         self.unfrozen.look(everywhere=True)
         return state
 
-    def ready_to_hand_out(self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict) -> str:
-        """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ. ``others``: what of the model
-        is handed out too, wherever it lies now. ``asked()``: as together()'s; may raise. Returns the state of all ranks."""
+    def ready_to_hand_out(
+        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
+    ) -> str:
+        """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ.
+        ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as together()'s; may raise.
+        Returns the state of all ranks.
+        """
         facts: dict[str, Any] = {}
 
         def find() -> Iterable[Common | None]:
@@ -175,7 +192,9 @@ class Averages:
         return [one for one in self.tracked_weights() if one.local.replicas or not one.local.sharded]
 
     def handed_out(self, what: str) -> Iterator[Common | None]:
-        """What other ranks should have too: averages, or where ranks divide them the weights that they follow. May raise."""
+        """What other ranks should have too: averages, or where ranks divide them the weights that they follow. May
+        raise.
+        """
         self._raise_non_finite()
         self.swap.refuse(what)
         return self._common()
@@ -212,7 +231,9 @@ class Averages:
         self.update(None, seen, attached=True)
 
     def _begin_update(self, update: Callable[[], int], attached: bool = False) -> None:
-        """``update()`` tells how many weights were not finite. Buffers are written by the next forward, before any step."""
+        """``update()`` tells how many weights were not finite. Buffers are written by the next forward, before any
+        step.
+        """
         self.ready_to_update()
         if not (self.options.overlap or self.offloaded):
             self._warn_of(update())
@@ -225,7 +246,9 @@ class Averages:
                 self.swap.finish_reading()
 
     def before_step(self) -> None:
-        """Of an optimizer that this is attached to: refuses a step that would be lost; an update under way has read the weights first."""
+        """Of an optimizer that this is attached to: refuses a step that would be lost; an update under way has read the
+        weights first.
+        """
         self.swap.refuse_swapped("optimizer.step()")
         self.swap.finish_reading()
 
@@ -234,7 +257,9 @@ class Averages:
         self._engine.wait()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # an update in the background ends before the memory that it reads is given back
+        with contextlib.suppress(
+            Exception
+        ):  # an update in the background ends before the memory that it reads is given back
             self.wait()
 
     @torch.no_grad()
@@ -259,7 +284,9 @@ class Averages:
             self.swap.refuse_swapped("reset()")
             try:
                 self.wait()
-            except errors.Error:  # averages that an update in the background has left half done are refused to all other calls
+            except (
+                errors.Error
+            ):  # averages that an update in the background has left half done are refused to all other calls
                 self._engine.reset()
             self.swap.ready("reset()")
 
@@ -287,13 +314,16 @@ class Averages:
         self.engine.reset()
 
     def share(self, written: Sequence[Tracked]) -> None:
-        """Ranks that divide the averages send each other the parts of weights that each of them wrote. Collective then."""
+        """Ranks that divide the averages send each other the parts of weights that each of them wrote. Collective
+        then."""
         if self.splits:
             Exchange(written).run(self.team.timeout)
 
     @contextlib.contextmanager
     def or_as_before(self) -> Iterator[None]:
-        """Where the block raises, counters and options are what they were: this rank's state was good, another's was not."""
+        """Where the block raises, counters and options are what they were: this rank's state was good, another's was
+        not.
+        """
         before, keys = self.engine.state(), self.keys
         try:
             yield
@@ -308,12 +338,18 @@ class Averages:
         return [[Part(one.name, one.averages[k], one.region) for one in self.tracked] for k in range(len(self.keys))]
 
     def parts(self, k: int = 0, saving: bool = False) -> list[Part]:
-        """This rank's part of each average, as files and gatherers take it. ``saving``: of those that are saved from this rank."""
+        """This rank's part of each average, as files and gatherers take it. ``saving``: of those that are saved from
+        this rank.
+        """
         pairs = zip(self._parts[k], self.tracked, strict=True)
         return [part for part, one in pairs if not saving or one.local.counts_on(self.team.rank)]
 
     def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
-        more = [Part(one.name, one.flat(), one.region) for one in self.others() if not oddity(one.tensor)] if complete else []
+        more = (
+            [Part(one.name, one.flat(), one.region) for one in self.others() if not oddity(one.tensor)]
+            if complete
+            else []
+        )
         return Gatherer(what, [*self.parts(k), *more], self.team)
 
     def others(self) -> list[LocalTensor]:
@@ -329,5 +365,7 @@ class Averages:
         self.swap.refuse("copying")
         if self.view.process_group is not None:
             way_out = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
-            raise unsupported(f"an EMA of a model that {self.team.size} ranks share can't be {how}: each has a part. {way_out}")
+            raise unsupported(
+                f"an EMA of a model that {self.team.size} ranks share can't be {how}: each has a part. {way_out}"
+            )
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}

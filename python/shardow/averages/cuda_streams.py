@@ -1,4 +1,6 @@
-"""What is done with weights and averages on CUDA devices follows torch's current streams, as every torch operation does."""
+"""What is done with weights and averages on CUDA devices follows torch's current streams, as every torch operation
+does.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ T = TypeVar("T")
 
 
 class Streams:
-    """Which stream of each device the engine works on: the one that was current when somebody last asked for the engine. The device waits
-    where they differ, never the host."""
+    """Which stream of each device the engine works on: the one that was current when somebody last asked for the
+    engine. The device waits where they differ, never the host."""
 
     def __init__(self, weights: Iterable[torch.Tensor], averages: Iterable[torch.Tensor | None]) -> None:
         """``averages``: allocations of devices'."""
         devices = dict.fromkeys(map(storage.device_of, weights))
         self._memory = {memory.device: memory for memory in averages if memory is not None and memory.is_cuda}
-        self._last = {device: torch.cuda.current_stream(device).cuda_stream for device in devices if device.type == "cuda"}
+        self._last = {
+            device: torch.cuda.current_stream(device).cuda_stream for device in devices if device.type == "cuda"
+        }
 
     def follow(self, average: _core.Average) -> None:
         for device, last in self._last.items():
@@ -30,13 +34,15 @@ class Streams:
                 continue
             average.set_stream(device.index or 0, stream.cuda_stream)
             if device in self._memory:
-                self._memory[device].record_stream(stream)  # its memory is not given to others before this stream is done
+                self._memory[device].record_stream(
+                    stream
+                )  # its memory is not given to others before this stream is done
             self._last[device] = stream.cuda_stream
 
 
 def with_memory(make: Callable[[], T]) -> T:
-    """``make()``, once more without torch's cached blocks where a device has no memory left. The engine's tables are not of torch's
-    allocator, which keeps what it once had."""
+    """``make()``, once more without torch's cached blocks where a device has no memory left. The engine's tables are
+    not of torch's allocator, which keeps what it once had."""
     try:
         return make()
     except errors.OutOfMemoryError:

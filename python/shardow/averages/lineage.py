@@ -1,8 +1,10 @@
-"""Which updates made an EMA's averages, over all processes that its run had: the record that snapshots carry (docs/posthoc.md).
+"""Which updates made an EMA's averages, over all processes that its run had: the record that snapshots carry
+(docs/posthoc.md).
 
-It is part of the EMA's saved state: a run that is resumed goes on with exactly the past that it has, whatever else lies in a directory of
-snapshots. Updates are told in a segment for each process, which has a name that nobody else has; the engine spells them. snapshot() sees
-each update where it is called after each; else they are taken to be even, and it is said where they can't have been.
+It is part of the EMA's saved state: a run that is resumed goes on with exactly the past that it has, whatever else lies
+in a directory of snapshots. Updates are told in a segment for each process, which has a name that nobody else has; the
+engine spells them. snapshot() sees each update where it is called after each; else they are taken to be even, and it is
+said where they can't have been.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Lineage:
         return {one["run"] for one in (*self._past, *([self._own] if self._own else []))}
 
     def begin(self, state: str, keys: Sequence[str], run: str) -> None:
-        """From here on updates are those of ``run`` (empty while it takes no snapshots), under the options of ``state``."""
+        """From here on updates are those of ``run`` (empty while it takes no snapshots), under the options of
+        ``state``.
+        """
         now = json.loads(state)
         schedules = dict(zip(keys, now["schedules"], strict=True))
         self._past = _renamed(self._segments(), keys)
@@ -71,7 +75,10 @@ class Lineage:
         return json.dumps({"format": 2 if packed else 1, "segments": segments}, separators=(",", ":"))
 
     def _segments(self) -> list[dict[str, Any]]:
-        return [*self._past, *([{**self._own, **json.loads(self._updates.to_json())}] if self._own and self._updates else ())]
+        return [
+            *self._past,
+            *([{**self._own, **json.loads(self._updates.to_json())}] if self._own and self._updates else ()),
+        ]
 
     def to_save(self, engine: _core.Average, keys: Sequence[str]) -> str:
         """The record up to now, for a state that is saved. Local."""
@@ -95,18 +102,23 @@ class Lineage:
         elif not self._in_samples:
             return self._updates.add_evenly(before + self._every, self._every, made)
         for k in range(1, made + 1):
-            self._updates.add(before + gap * k // made, self.seen.samples + (now.samples - self.seen.samples) * k / made)
+            self._updates.add(
+                before + gap * k // made, self.seen.samples + (now.samples - self.seen.samples) * k / made
+            )
 
     def _warn(self, made: int, before: int, applied: int) -> None:
         warn(
-            f"{WHAT}: {made} updates between steps {before} and {applied} were not seen, and can't have been at even distances of "
+            f"{WHAT}: {made} updates between steps {before} and {applied} were not seen, and can't have been at even "
+            "distances of "
             f"{self._every}; averages after the fact take them as spread evenly. Call it after each step",
             RuntimeWarning,
         )
 
 
 def check(record: str | None, averages: int, where: str) -> None:
-    """Raises ValueError for a record that is damaged, or not of so many averages, NotImplementedError for one of a later version."""
+    """Raises ValueError for a record that is damaged, or not of so many averages, NotImplementedError for one of a
+    later version.
+    """
     if record is None:
         return
     try:
@@ -115,17 +127,21 @@ def check(record: str | None, averages: int, where: str) -> None:
         raise errors.make(error.code, f"{where}: {error}") from None
     keys = [list(one["schedules"]) for one in json.loads(record)["segments"]]
     if any(one != keys[0] or len(one) != averages for one in keys):
-        raise errors.make("corrupt", f"{where}: its record of updates is of averages {keys}, and not of the {averages} that are there")
+        raise errors.make(
+            "corrupt", f"{where}: its record of updates is of averages {keys}, and not of the {averages} that are there"
+        )
 
 
 def taken(engine: _core.Average, record: str | None, state: str, keys: Sequence[str]) -> Lineage | None:
-    """Of a state that ``engine`` has taken, with a record that check() took. Where there is none, nobody took snapshots in that run: that
-    it had other options is told all the same, and else there is nothing to tell."""
+    """Of a state that ``engine`` has taken, with a record that check() took. Where there is none, nobody took snapshots
+    in that run: that it had other options is told all the same, and else there is nothing to tell."""
     now = Counts(*engine.progress)
     if record is not None:
         return Lineage(_renamed(json.loads(record)["segments"], keys), now)
     theirs, ours = (json.loads(one) for one in (state, engine.state()))
-    if now.applied == 0 or all(theirs[option] == ours[option] for option in ("schedules", "start_step", "update_every")):
+    if now.applied == 0 or all(
+        theirs[option] == ours[option] for option in ("schedules", "start_step", "update_every")
+    ):
         return None
     lineage = Lineage()
     lineage.begin(state, _core.decay_keys_in({_core.STATE_KEY: state}), "")
@@ -146,10 +162,17 @@ def record_in(state: str) -> str | None:
 
 
 def _renamed(segments: list[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """With the schedules of the averages that ``keys`` go on from: of the same key, or where options have changed, of the same place."""
+    """With the schedules of the averages that ``keys`` go on from: of the same key, or where options have changed, of
+    the same place.
+    """
     theirs = list(segments[-1]["schedules"]) if segments else list(keys)
     if not set(keys) <= set(theirs) and len(keys) != len(theirs):
         there, here = ", ".join(theirs), ", ".join(keys)
-        raise invalid(f"{WHAT}: the state that was loaded is of averages {there}, this EMA keeps {here}; begin anew: reset()")
+        raise invalid(
+            f"{WHAT}: the state that was loaded is of averages {there}, this EMA keeps {here}; begin anew: reset()"
+        )
     old = list(keys) if set(keys) <= set(theirs) else theirs
-    return [{**one, "schedules": {new: one["schedules"][key] for new, key in zip(keys, old, strict=True)}} for one in segments]
+    return [
+        {**one, "schedules": {new: one["schedules"][key] for new, key in zip(keys, old, strict=True)}}
+        for one in segments
+    ]

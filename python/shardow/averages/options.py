@@ -67,9 +67,11 @@ class Options:
         return chosen
 
     def engine(self, alone: bool, offloaded: bool) -> _core.AverageOptions:
-        """``alone``: no other rank would wait for one that raises in an update. ``offloaded``: all averages are, which the engine keeps in
-        the background anyway; a step would wait for the whole of an overlapped update."""
-        non_finite = "hold" if self.nonfinite == "raise" and not alone else self.nonfinite.replace("raise", "raise_")  # a keyword
+        """``alone``: no other rank would wait for one that raises in an update. ``offloaded``: all averages are, which
+        the engine keeps in the background anyway; a step would wait for the whole of an overlapped update."""
+        non_finite = (
+            "hold" if self.nonfinite == "raise" and not alone else self.nonfinite.replace("raise", "raise_")
+        )  # a keyword
         return _core.AverageOptions(
             schedules=self.schedules,
             dtype=DTYPES[self.dtype],
@@ -85,21 +87,38 @@ class Options:
         )
 
 
-_WORDS = {"replicas": get_args(Replicas), "buffers": get_args(Buffers), "rule": get_args(Rule), "nonfinite": get_args(NonFinite)}
+_WORDS = {
+    "replicas": get_args(Replicas),
+    "buffers": get_args(Buffers),
+    "rule": get_args(Rule),
+    "nonfinite": get_args(NonFinite),
+}
 _LEAST = {"update_every": 1, "start_step": 0, "seed": 0, "threads": 0, "ring_bytes": 1}
 _ROUNDING: dict[Stochastic, str] = {"auto": "auto", True: "stochastic", False: "nearest"}
 
 
 def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
-    """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for momentum= a TypeError too."""
+    """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for momentum= a TypeError
+    too.
+    """
     if momentum is not None:
-        hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})" if isinstance(momentum, float) else ""
+        hint = (
+            f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
+            if isinstance(momentum, float)
+            else ""
+        )
         raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
     dtype = asked["dtype"]
     if dtype not in DTYPES:
-        raise invalid(f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any dtype")
+        raise invalid(
+            f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any "
+            "dtype"
+        )
     if dtype in (torch.bfloat16, torch.float16):
-        warn(f"averages in {dtype} carry 0.5 to 1.6 % of noise, stochastically rounded; torch.float32 is the default for a reason")
+        warn(
+            f"averages in {dtype} carry 0.5 to 1.6 % of noise, stochastically rounded; torch.float32 is the default "
+            "for a reason"
+        )
     if not callable(asked["params"]):
         one_of("params", asked["params"], ("trainable", "all"))
     for name, words in _WORDS.items():

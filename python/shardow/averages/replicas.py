@@ -35,9 +35,9 @@ class _Step:
 
 
 class Exchange:
-    """Afterwards every replica's memory holds every owner's part. Made before ranks agree to begin: takes all the memory that run() needs.
-    Nested replica groups are undone from the innermost: each level's whole is the next level's part. What arrives passes through buffers,
-    so that what arrives too late is written nowhere."""
+    """Afterwards every replica's memory holds every owner's part. Made before ranks agree to begin: takes all the
+    memory that run() needs. Nested replica groups are undone from the innermost: each level's whole is the next level's
+    part. What arrives passes through buffers, so that what arrives too late is written nowhere."""
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self._steps = list(_steps(tracked))
@@ -54,8 +54,10 @@ class Exchange:
             step.buffers = [memory[first.dtype, first.device, at][:size] for at in range(len(step.pieces) + 1)]
 
     def run(self, seconds: float, writes: Callable[[], None] = lambda: None) -> None:
-        """Collective among replicas. ``writes()`` is called before memory that others own is first written. Raises ConnectionError and
-        TimeoutError where a replica is gone. Signals wait for the end, or for a second, since others wait for what this rank sends."""
+        """Collective among replicas. ``writes()`` is called before memory that others own is first written. Raises
+        ConnectionError and TimeoutError where a replica is gone. Signals wait for the end, or for a second, since
+        others wait for what this rank sends.
+        """
         deadline = time.monotonic() + seconds
         with Held():
             for step in self._steps:
@@ -71,7 +73,10 @@ class Exchange:
         for piece in step.pieces[step.index]:
             sent[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
-        work = begun(lambda: dist.all_gather([_bytes(one) for one in received], _bytes(sent), group=step.group, async_op=True), _OTHERWISE)
+        work = begun(
+            lambda: dist.all_gather([_bytes(one) for one in received], _bytes(sent), group=step.group, async_op=True),
+            _OTHERWISE,
+        )
         pause = 2e-5
         while work is not None and not work.is_completed() and time.monotonic() < deadline and not impatient():
             time.sleep(pause)
@@ -113,7 +118,9 @@ def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
         ]
         for level, members in _core.plan_exchange(tensors, places(alike[0].local)):
             group, index, _ = alike[0].local.replicas[level]
-            strided = [(alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.tensor.is_contiguous()]
+            strided = [
+                (alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.tensor.is_contiguous()
+            ]
             yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], strided)
 
 

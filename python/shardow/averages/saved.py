@@ -33,9 +33,11 @@ class Saved(States):
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them. Collective.
+        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them.
+        Collective.
 
-        load() resumes from it. Every rank writes its own bytes of the final file, which replaces what was there when it is whole.
+        load() resumes from it. Every rank writes its own bytes of the final file, which replaces what was there when it
+        is whole.
 
         Args:
             max_shard_size: of a file in a directory, in bytes or like "5GB"; of an EMA with one decay.
@@ -52,24 +54,27 @@ class Saved(States):
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> SaveHandle:  # fmt: skip
-        """save() that returns when this rank's averages are copied, so that training and updates go on; see shardow.async_save().
-        Collective."""
+        """save() that returns when this rank's averages are copied, so that training and updates go on; see
+        shardow.async_save(). Collective."""
         files, options = self._to_save("async_save()", max_shard_size, metadata)
         return engine.write_in_background(files, path, self._core.team, progress=progress, **options)
 
     def snapshot(
-        self, directory: paths.StrPath, every: int, *, dtype: torch.dtype | str | None = None, asynchronous: bool = False,
+        self, directory: paths.StrPath, every: int, *, dtype: torch.dtype | str | None = None,
+        asynchronous: bool = False,
         progress: Progress | None = None,
     ) -> dict[str, Any] | SaveHandle | None:  # fmt: skip
-        """After each step: saves all averages into ``directory/snapshot-000001000`` where one is due, for shardow.posthoc. Collective then,
-        and at the first call; else it costs nothing.
+        """After each step: saves all averages into ``directory/snapshot-000001000`` where one is due, for
+        shardow.posthoc. Collective then, and at the first call; else it costs nothing.
 
-        A resumed run goes on where its snapshots are, without a gap: call it with the same directory. Each is whole or not there; other
-        files stay. Their metadata say which updates the run made, so that any schedule, and any spacing, is exact later.
+        A resumed run goes on where its snapshots are, without a gap: call it with the same directory. Each is whole or
+        not there; other files stay. Their metadata say which updates the run made, so that any schedule, and any
+        spacing, is exact later.
 
         Args:
             every: steps between snapshots, counted from step 0.
-            dtype: as they are stored: torch.bfloat16 takes half of the space, and rounds to 8 bits; None: the averages' own.
+            dtype: as they are stored: torch.bfloat16 takes half of the space, and rounds to 8 bits; None: the averages'
+                own.
             asynchronous: returns when this rank has copied what it will write, as async_save() does.
             progress: called on rank 0 with (bytes done, bytes in all).
 
@@ -77,7 +82,8 @@ class Saved(States):
             None where nothing was due; else as save(): {"files": [path], ...}, or with ``asynchronous`` a SaveHandle.
 
         Raises:
-            ValueError: an option out of range; snapshots of other averages are there; inside swapped(). OSError, TimeoutError.
+            ValueError: an option out of range; snapshots of other averages are there; inside swapped(). OSError,
+                TimeoutError.
         """
         where = Path(paths.to_write(directory)).absolute()
         whole("every", every, 1)
@@ -96,7 +102,13 @@ class Saved(States):
         for key, file in zip(self._core.keys, files, strict=True):
             file.name = _core.ema_file_name(key)
         write = engine.write_in_background if asynchronous else engine.write
-        told = write(files, where / snapshots.directory_of(now.step), self._core.team, progress=progress, **{**options, "dtype": stored})
+        told = write(
+            files,
+            where / snapshots.directory_of(now.step),
+            self._core.team,
+            progress=progress,
+            **{**options, "dtype": stored},
+        )
         mine.last = now.step
         return told
 
@@ -119,7 +131,10 @@ class Saved(States):
         core = self._core
         record = {} if core.lineage is None else {_core.RECORD_KEY: core.lineage.to_save(core.engine, core.keys)}
         named = enumerate(_core.ema_files(core.engine, state))
-        return [engine.FileParts(name, core.parts(k, saving=True), {**metadata, **record, **told}) for k, (name, told) in named]
+        return [
+            engine.FileParts(name, core.parts(k, saving=True), {**metadata, **record, **told})
+            for k, (name, told) in named
+        ]
 
     @torch.no_grad()
     def load(
@@ -134,8 +149,8 @@ class Saved(States):
         """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective.
 
         Args:
-            strict: every average here is in the file, and every one there is wanted; else the rest is in the report, and averages that the
-                file lacks stay as they are.
+            strict: every average here is in the file, and every one there is wanted; else the rest is in the report,
+                and averages that the file lacks stay as they are.
             verify: compare checksums where the file carries them; no extra reads.
             options: as in load_state_dict(): "file" or "own".
             progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
@@ -167,13 +182,14 @@ class Saved(States):
         progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one .safetensors file.
+        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one
+        .safetensors file.
 
         Collective.
 
         Args:
-            dtype: of all floating tensors, "bfloat16", torch.float8_e4m3fn, ...; None: each weight's own. float8, and weights of several
-                dtypes, take a copy of this rank's part in memory.
+            dtype: of all floating tensors, "bfloat16", torch.float8_e4m3fn, ...; None: each weight's own. float8, and
+                weights of several dtypes, take a copy of this rank's part in memory.
             max_shard_size: of a file in the directory, in bytes or like "5GB".
             decay: which of several averages.
             progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
@@ -188,7 +204,9 @@ class Saved(States):
 
         def check() -> tuple[list[Part], dict[str, Any]]:
             refuse_all_odd(others)
-            own = {one.name: one.local.tensor.dtype for one in self._core.tracked} | {one.name: one.tensor.dtype for one in others}
+            own = {one.name: one.local.tensor.dtype for one in self._core.tracked} | {
+                one.name: one.tensor.dtype for one in others
+            }
             parts = self._core.parts(k, saving=True)
             parts += [Part(one.name, one.flat(), one.region) for one in others if one.counts_on(self._core.team.rank)]
             parts, cast = engine.in_dtypes(parts, own, floating(dtype))
@@ -201,10 +219,13 @@ class Saved(States):
 
 
 class Loading:
-    """load() from files that are open: whatever does not fit is listed when this is made, before anything has changed. Collective."""
+    """load() from files that are open: whatever does not fit is listed when this is made, before anything has changed.
+    Collective.
+    """
 
     def __init__(
-        self, ema: Saved, found: Sequence[_core.Checkpoint], where: str, options: OptionsFrom, strict: bool = True, verify: bool = True,
+        self, ema: Saved, found: Sequence[_core.Checkpoint], where: str, options: OptionsFrom, strict: bool = True,
+        verify: bool = True,
         progress: Progress | None = None,
     ) -> None:  # fmt: skip
         """``found``: in the order of this EMA's averages; ``where`` is for messages."""
@@ -212,7 +233,8 @@ class Loading:
         self._record, self._state = found[0].metadata.get(_core.RECORD_KEY), found[0].metadata.get(_core.STATE_KEY, "")
         lineage.check(self._record, len(found), where)  # the same on every rank
         self._loading = _core.Loading(
-            core.team.group, core.engine, found, where, getattr(_core.OptionsFrom, options), strict=strict, verify=verify,
+            core.team.group, core.engine, found, where, getattr(_core.OptionsFrom, options), strict=strict,
+            verify=verify,
             timeout=core.team.timeout, progress=shown(progress, "load", core.team.rank),
         )  # fmt: skip
 
@@ -227,16 +249,16 @@ class Loading:
 
 
 def common_beside(ema: Saved, what: str, everybody: Team) -> list[Common | None]:
-    """What ranks should have in common, for one comparison with all else that they save; nothing where the EMA has other ranks, which
-    to_save_beside() asks. Raises where averages can't be handed out."""
+    """What ranks should have in common, for one comparison with all else that they save; nothing where the EMA has
+    other ranks, which to_save_beside() asks. Raises where averages can't be handed out."""
     if ema._core.team.group is not everybody.group:
         return []
     return [one and replace(one, name=f"averages of {one.name}") for one in ema._core.handed_out(what)]
 
 
 def to_save_beside(ema: Saved, what: str, metadata: Mapping[str, str], everybody: Team) -> dict[str, engine.FileParts]:
-    """By key, the files of an EMA in a directory that has others, after common_beside(); ``everybody``: who saves that. Collective, over
-    the EMA's ranks too."""
+    """By key, the files of an EMA in a directory that has others, after common_beside(); ``everybody``: who saves that.
+    Collective, over the EMA's ranks too."""
     compared = ema._core.team.group is everybody.group
     files = ema._files(ema._core.agreed_state(what, {}) if compared else ema._core.ready_to_hand_out(what), metadata)
     if ema._core.team.size < everybody.size:  # each rank of its own: they must have the same

@@ -1,6 +1,6 @@
-"""Who averages which stretch of what: an optimizer cuts its masters as it likes, and a rank may have a tensor whole, its end, or nothing.
-So ranks tell each other once, at construction; together they must have every element on one rank. A swap then exchanges by that table
-rather than by equal parts."""
+"""Who averages which stretch of what: an optimizer cuts its masters as it likes, and a rank may have a tensor whole,
+its end, or nothing. So ranks tell each other once, at construction; together they must have every element on one rank.
+A swap then exchanges by that table rather than by equal parts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ EXCHANGED = 32 << 20  # bytes that all members of a group send in one round, as 
 
 
 def share_out(what: str, tracked: Sequence[Tracked], team: Team) -> None:
-    """Each stretched tensor learns which rank has which stretch of it. Collective. Raises ValueError on every rank where together they
-    don't have every element once."""
-    mine = {i: (one.begin, one.begin + one.region.size) for i, one in enumerate(tracked) if one.stretched and one.region.size}
-    told = [{int(i): ends for i, ends in json.loads(text).items()} for text in team.gather(what, json.dumps(mine).encode())]
+    """Each stretched tensor learns which rank has which stretch of it. Collective. Raises ValueError on every rank
+    where together they don't have every element once."""
+    mine = {
+        i: (one.begin, one.begin + one.region.size)
+        for i, one in enumerate(tracked)
+        if one.stretched and one.region.size
+    }
+    told = [
+        {int(i): ends for i, ends in json.loads(text).items()} for text in team.gather(what, json.dumps(mine).encode())
+    ]
     team.agree(what, lambda: _take_in(tracked, told, team))
 
 
@@ -41,7 +47,9 @@ def _take_in(tracked: Sequence[Tracked], told: Sequence[dict[int, tuple[int, int
     for at, parts in enumerate(told):
         for i, (begin, end) in parts.items():
             one = tracked[i]
-            index = places[id(one.local.replicas[0][0])].get(at) if one.local.replicas else 0 if at == team.rank else None
+            index = (
+                places[id(one.local.replicas[0][0])].get(at) if one.local.replicas else 0 if at == team.rank else None
+            )
             if index is not None:
                 one.owners[index] = (begin, end)
     for one in tracked:
@@ -60,11 +68,16 @@ def _check_whole(one: Tracked) -> None:
             return
     had = ", ".join(f"[{begin}, {end})" for begin, end in sorted(one.owners.values())[:8]) or "none"
     size = one.local.region.size
-    raise invalid(f"source= of '{one.name}': of its {size} elements the ranks that hold them have {had}; each must be in one stretch")
+    raise invalid(
+        f"source= of '{one.name}': of its {size} elements the ranks that hold them have {had}; each must be in one "
+        "stretch"
+    )
 
 
 def rounds(tracked: Sequence[Tracked], members: int) -> Iterator[list[list[Piece]]]:
-    """What each member of a replica group sends in each round, so that all have all of ``tracked``, of one dtype; no list is empty."""
+    """What each member of a replica group sends in each round, so that all have all of ``tracked``, of one dtype; no
+    list is empty.
+    """
     queues: list[deque[Piece]] = [deque() for _ in range(members)]
     for i, one in enumerate(tracked):
         for member, (begin, end) in one.owners.items():

@@ -1,4 +1,5 @@
-"""Snapshots of averages while a model trains: when one is due in a directory, and what else is there (docs/posthoc.md)."""
+"""Snapshots of averages while a model trains: when one is due in a directory, and what else is there
+(docs/posthoc.md)."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def stored_as(dtype: torch.dtype | str | None) -> str | None:
     """The engine's name of a snapshot's dtype."""
     found = dtypes.floating(dtype)
     if found is not None and found.itemsize < 2:
-        raise invalid(f"{WHAT}: dtype={dtype}; averages after the fact are made of float32, bfloat16, float16 or float64")
+        raise invalid(
+            f"{WHAT}: dtype={dtype}; averages after the fact are made of float32, bfloat16, float16 or float64"
+        )
     return None if found is None else dtypes.NAMES[found]
 
 
@@ -57,7 +60,9 @@ class Snapshots:
         look = core.team.agree(WHAT, lambda: self._look(lineage, step) if core.team.rank == 0 else {})
         told = json.loads(core.team.first(WHAT, json.dumps({"run": secrets.token_hex(8), **look}).encode()))
         self.last: int = told["last"]  # what comes next is due after this
-        self._strange = {(at, run) for at, run in told["strange"]}  # of other runs, which this one replaces as it comes to their steps
+        self._strange = {
+            (at, run) for at, run in told["strange"]
+        }  # of other runs, which this one replaces as it comes to their steps
         if not lineage.begun:
             core.team.agree(WHAT, lambda: lineage.begin(core.engine.state(), core.keys, told["run"]))
         lineage.replace({run for _, run in self._strange if run})
@@ -73,7 +78,8 @@ class Snapshots:
             mine = found is None or not found.run or found.run in self._core.lineage.runs()  # type: ignore[union-attr]
             if found is not None and not mine and (at, found.run) not in self._strange:
                 raise invalid(
-                    f"{WHAT}: {self._directory / directory_of(at)} was written by another EMA, or another job, since this one began: "
+                    f"{WHAT}: {self._directory / directory_of(at)} was written by another EMA, or another job, since "
+                    "this one began: "
                     "give each a directory of its own"
                 )
 
@@ -87,28 +93,38 @@ class Snapshots:
         others = [one for one in strange if one.run not in lineage.runs()]
         if other := [one for one in others if set(one.keys) != set(self._core.keys)]:
             names, keys = ", ".join(other[0].keys), ", ".join(self._core.keys)
-            raise invalid(f"{WHAT}: {self._directory} has snapshots of averages {names}, this EMA keeps {keys}; give another directory")
+            raise invalid(
+                f"{WHAT}: {self._directory} has snapshots of averages {names}, this EMA keeps {keys}; give another "
+                "directory"
+            )
         self._warn([one.step for one in strange], step, bool(lineage.runs()))
         return {"last": max(mine, default=step - 1), "strange": [(one.step, one.run) for one in strange]}
 
     def _warn(self, strange: Sequence[int], step: int, told: bool) -> None:
         if later := [one for one in strange if one > step]:
             warn(
-                f"{self._directory} has {len(later)} snapshots of later steps than {step}, up to {max(later)}: of a run that was resumed "
-                "from an earlier step, or another one. They are replaced as this run comes to their steps; averages after the fact leave "
+                f"{self._directory} has {len(later)} snapshots of later steps than {step}, up to {max(later)}: of a "
+                "run that was resumed "
+                "from an earlier step, or another one. They are replaced as this run comes to their steps; averages "
+                "after the fact leave "
                 "out the rest",
                 RuntimeWarning,
             )
         if earlier := [one for one in strange if one <= step]:
-            why = "which its state tells: of another run, or of a future that was given up. Averages after the fact leave them out"
+            why = (
+                "which its state tells: of another run, or of a future that was given up. Averages after the fact "
+                "leave them out"
+            )
             if not told and step > 0:
                 why = (
-                    "as far as its state tells: that has no record of updates, since no snapshots were taken before, or an earlier version "
+                    "as far as its state tells: that has no record of updates, since no snapshots were taken before, "
+                    "or an earlier version "
                     "saved it. Averages after the fact leave them out; to go on "
                     "with them, load the averages from one of them"
                 )
             warn(
-                f"{self._directory} has {len(earlier)} snapshots up to step {max(earlier)} that are not of this EMA's past, {why}",
+                f"{self._directory} has {len(earlier)} snapshots up to step {max(earlier)} that are not of this EMA's "
+                f"past, {why}",
                 RuntimeWarning,
             )
 
@@ -119,7 +135,10 @@ def _found(directory: Path, step: int) -> Found | None:
         files = _core.ema_files_in(at)
         record = _core.Checkpoint.open(at / next(iter(files.values()))).metadata.get(_core.RECORD_KEY)
         return None if record is None else Found(step, record, list(files))
-    except (StopIteration, errors.Error):  # nothing of ours, or damaged: it is replaced where this run comes to its step
+    except (
+        StopIteration,
+        errors.Error,
+    ):  # nothing of ours, or damaged: it is replaced where this run comes to its step
         return None
 
 

@@ -47,15 +47,17 @@ def as_tensor(one: Tracked, k: int) -> torch.Tensor:
 def engine_state(state: Mapping[str, Any]) -> str:
     text = state.get("state")
     if not isinstance(text, str):
-        raise invalid("this is not a state of shardow.EMA: 'state' is missing; it has " + ", ".join(map(repr, list(state)[:8])))
+        raise invalid(
+            "this is not a state of shardow.EMA: 'state' is missing; it has " + ", ".join(map(repr, list(state)[:8]))
+        )
     return text
 
 
 def check(
     state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str], strict: bool = True
 ) -> tuple[list[Copy], dict[str, list[str]]]:
-    """What load_state_dict will copy, and the names that are missing and unexpected. Raises with everything that does not fit, before
-    anything is copied; unless ``strict``, names may lack."""
+    """What load_state_dict will copy, and the names that are missing and unexpected. Raises with everything that does
+    not fit, before anything is copied; unless ``strict``, names may lack."""
     averages = state.get("averages")
     if not isinstance(averages, Mapping):
         raise invalid("this is not a state of shardow.EMA: 'averages' is missing")
@@ -96,7 +98,9 @@ def unfit(found: Fit[tuple[int, ...]]) -> list[str]:
     return problems + [f"'{name}' has shape {there}, expected {here}" for name, here, there in found.different]
 
 
-def plan(name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor, copies: list[Copy], problems: list[str]) -> None:
+def plan(
+    name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor, copies: list[Copy], problems: list[str]
+) -> None:
     """How ``value``, of the global shape, gets into ``target``, the 1-D memory of ``region``; or why it does not."""
     if isinstance(value, Piece):
         there, local = value.region, value.local
@@ -117,7 +121,8 @@ def listed(problems: Sequence[str]) -> str:
     if not any(one.endswith(_OTHERWISE) for one in problems):
         return text
     return (
-        f"{text}. A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, which reshard, "
+        f"{text}. A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, "
+        "which reshard, "
         "or pass full tensors, those of full_state_dict() for example"
     )
 
@@ -153,7 +158,9 @@ def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
 
 
 def _owned(one: Tracked, team: Team) -> bool:
-    """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank holds."""
+    """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank
+    holds.
+    """
     divided = one.stretched or one.region.size < one.local.region.size or not one.local.replicas
     if divided:
         return one.local.replicas != () or one.local.sharded or team.rank == 0
@@ -190,7 +197,7 @@ def copy_streamed(gatherer: gather.Gatherer, target: ModelView, team: Team) -> N
 
 
 def agreed(what: str, state: str, team: Team, facts: Mapping[str, Any]) -> str:
-    """``state``, a rank's own, with what each rank counts for itself summed over the ranks. Raises ValueError on every rank where ranks
-    have made other updates, or differ in options or ``facts``. Collective."""
+    """``state``, a rank's own, with what each rank counts for itself summed over the ranks. Raises ValueError on every
+    rank where ranks have made other updates, or differ in options or ``facts``. Collective."""
     told = [(name, repr(value)) for name, value in facts.items()]
     return team.step(what, lambda: _core.agreed_state(team.group, what, state, told, team.timeout))

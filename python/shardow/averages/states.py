@@ -30,16 +30,18 @@ class States:
     _core: Averages
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for torch.distributed.checkpoint.
+        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for
+        torch.distributed.checkpoint.
 
         Local.
 
-        With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this EMA's own memory:
-        what changes them changes it. What other ranks hold a part of is a Piece, whose pickling warns: torch.save() on rank 0 would keep
-        rank 0's.
+        With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this
+        EMA's own memory: what changes them changes it. What other ranks hold a part of is a Piece, whose pickling
+        warns: torch.save() on rank 0 would keep rank 0's.
 
         Raises:
-            NotImplementedError: accelerate's save_state() calls, which would keep rank 0's parts alone; the error says what to register.
+            NotImplementedError: accelerate's save_state() calls, which would keep rank 0's parts alone; the error says
+                what to register.
         """
         self._core.swap.refuse("state_dict()")
         if any(not one.is_whole for one in self._core.tracked):
@@ -49,17 +51,21 @@ class States:
         return _state.make(core.tracked, core.keys, state)
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, *, options: OptionsFrom = "file") -> dict[str, list[str]]:
+    def load_state_dict(
+        self, state: Mapping[str, Any], strict: bool = True, *, options: OptionsFrom = "file"
+    ) -> dict[str, list[str]]:
         """Takes what state_dict() gave: pieces of the same sharding, or full tensors of the global shape. Collective.
 
-        Everything is checked on every rank first, and everything that does not fit is listed; then averages and counters are replaced.
+        Everything is checked on every rank first, and everything that does not fit is listed; then averages and
+        counters are replaced.
 
         Args:
-            strict: False takes what there is: averages that the state lacks stay as they are (those of a new EMA are its model's weights),
-                those that are not wanted are left out. So weights that were added or unfrozen are taken in by a new EMA:
-                ``new.load_state_dict(old.state_dict(), strict=False)``.
-            options: decays, rule, rounding, update_every, start_step and seed from now on: "file": the state's, with a warning where this
-                EMA was made with others; "own": those that it was made with. Several averages are taken in the order of their decays there.
+            strict: False takes what there is: averages that the state lacks stay as they are (those of a new EMA are
+                its model's weights), those that are not wanted are left out. So weights that were added or unfrozen are
+                taken in by a new EMA: ``new.load_state_dict(old.state_dict(), strict=False)``.
+            options: decays, rule, rounding, update_every, start_step and seed from now on: "file": the state's, with a
+                warning where this EMA was made with others; "own": those that it was made with. Several averages are
+                taken in the order of their decays there.
 
         Returns:
             {"missing": [name], "unexpected": [name]}.
@@ -101,7 +107,10 @@ class States:
         """With a state that was taken. ``changed``: (name, there, here) of each option that is another one now."""
         self._core.keys = _core.decay_keys(self._core.engine.schedules)
         if changed and self._core.team.rank == 0:
-            told = "; ".join(f"{name} is {_said(name, there)} there and was {_said(name, here)} here" for name, there, here in changed)
+            told = "; ".join(
+                f"{name} is {_said(name, there)} there and was {_said(name, here)} here"
+                for name, there, here in changed
+            )
             now = "What is there is in force now (but the dtype, which stays)"
             warn(f"{what}: {told}. {now}; options='own' keeps what the EMA was made with")
 
@@ -112,20 +121,24 @@ class States:
 
         Args:
             decay: which of several averages.
-            complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the unwrapped model;
-                False: the averages alone, each once.
+            complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the
+                unwrapped model; False: the averages alone, each once.
         """
         asked = self._core.asked(decay, complete=bool(complete))
         self._core.ready_to_hand_out("full_state_dict()", self._core.others if complete else None, asked)
         k = choose(self._core.keys, decay)
-        aliases = {one.name: one.aliases for one in [*self._core.view.parameters, *self._core.view.buffers]} if complete else {}
+        aliases = (
+            {one.name: one.aliases for one in [*self._core.view.parameters, *self._core.view.buffers]}
+            if complete
+            else {}
+        )
         odd = self._odd("full_state_dict()") if complete else {}
         extra = extra_states(self._core.view.model) if complete and self._core.team.rank == 0 else {}
         return {**self._core.gatherer("full_state_dict()", k, complete).whole(aliases), **odd, **copy.deepcopy(extra)}
 
     def _odd(self, what: str) -> dict[str, torch.Tensor]:
-        """On rank 0, copies of what has no elements in memory (sparse, quantised). They can't be put together from parts, and no file holds
-        them. Collective."""
+        """On rank 0, copies of what has no elements in memory (sparse, quantised). They can't be put together from
+        parts, and no file holds them. Collective."""
 
         def copies() -> dict[str, torch.Tensor]:
             odd = [one for one in self._core.others() if oddity(one.tensor)]

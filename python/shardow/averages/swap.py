@@ -5,15 +5,16 @@
 3. ``Average.share``; replicas send each other the parts that they own
 4. the block, or what lies between swap_in() and swap_out()
 5. ranks meet and tell how they fared; one that failed waits a moment, and goes on
-6. own parts are taken back, replicas send theirs where anybody has shared, memory that moved is followed, ``Average.settle``
+6. own parts are taken back, replicas send theirs where anybody has shared, memory that moved is followed,
+   ``Average.settle``
 
-Signals wait for the end of what ranks do together, but for waits, where the others are told (``base.signals``). They are told too of one
-that comes before signals are held; of one in the few lines before that, which is as if it had come before the call, they learn from this
-rank's next collective call, or at their deadline.
+Signals wait for the end of what ranks do together, but for waits, where the others are told (``base.signals``). They
+are told too of one that comes before signals are held; of one in the few lines before that, which is as if it had come
+before the call, they learn from this rank's next collective call, or at their deadline.
 
-What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be repeated. Without
-replicas step 6 comes before 5. With them it needs all ranks: a rank whose block raised while others are still in theirs leaves the averages
-where they are, and says so; restore() is step 6 then.
+What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be
+repeated. Without replicas step 6 comes before 5. With them it needs all ranks: a rank whose block raised while others
+are still in theirs leaves the averages where they are, and says so; restore() is step 6 then.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ from shardow.ranks.team import Team
 
 _RESTORE = "to have the weights back, call restore() of the EMA on every rank that shares the model"
 
-Together = Callable[[str, Callable[[], None]], int]  # runs the check on all ranks or raises on all; returns which average is meant
+Together = Callable[
+    [str, Callable[[], None]], int
+]  # runs the check on all ranks or raises on all; returns which average is meant
 
 
 class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
-    """The context manager of swapped(); no generator, since one that is interrupted ends when it is collected, at any time."""
+    """The context manager of swapped(); no generator, since one that is interrupted ends when it is collected, at any
+    time.
+    """
 
     def __init__(self, swap: Swap, together: Together) -> None:
         self._swap, self._together = swap, together
@@ -50,15 +55,19 @@ class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator
     def __enter__(self) -> None:
         self._swap.enter(self._together)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._swap.leave(error)
 
 
 class Swap(SwapMemory):
-    """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far anything is swapped;
-    ``_why`` explains it."""
+    """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far
+    anything is swapped; ``_why`` explains it."""
 
-    def __init__(self, engine: _core.Average, streams: Streams, tracked: list[Tracked], view: ModelView, team: Team, splits: bool) -> None:
+    def __init__(
+        self, engine: _core.Average, streams: Streams, tracked: list[Tracked], view: ModelView, team: Team, splits: bool
+    ) -> None:
         super().__init__(engine, streams, tracked, view)
         self._team, self._splits = team, splits
         self._why: str | None = None  # why the averages are still there though the block is left
@@ -88,7 +97,9 @@ class Swap(SwapMemory):
             raise
 
     def leave(self, error: BaseException | None) -> None:
-        """Steps 5 and 6. ``error``: what ends the block, and what the caller raises; what else happens becomes a note of it."""
+        """Steps 5 and 6. ``error``: what ends the block, and what the caller raises; what else happens becomes a note
+        of it.
+        """
 
         def run() -> None:
             with noted_in(error):
@@ -109,7 +120,9 @@ class Swap(SwapMemory):
 
     def restore(self, strict: bool = True) -> None:
         """Step 6 from wherever it is needed. Collective where replicas own parts of the weights."""
-        uninterrupted(lambda: self._restore(strict), lambda _: self._team.stopped("restore()") if self._splits else None)
+        uninterrupted(
+            lambda: self._restore(strict), lambda _: self._team.stopped("restore()") if self._splits else None
+        )
 
     def _restore(self, strict: bool) -> None:
         if not self._splits:
@@ -145,7 +158,10 @@ class Swap(SwapMemory):
             return
         if self._why:
             raise invalid(f"{what}: the model's memory still holds averages: {self._why}; {_RESTORE}")
-        way_out = f"leave the block, or call swap_out(), first. Where no block is open any more, one was interrupted; {_RESTORE}"
+        way_out = (
+            "leave the block, or call swap_out(), first. Where no block is open any more, one was interrupted; "
+            f"{_RESTORE}"
+        )
         raise invalid(f"{what} inside swapped(): the model's memory holds the averages now; {way_out}")
 
     def refuse_foreign(self, what: str) -> None:
@@ -158,7 +174,9 @@ class Swap(SwapMemory):
         self._find_weights(what)
 
     def ready_to_update(self) -> None:
-        """ready(), while an update may go on: the engine begins the next one before it tells what that one met, so that none is lost."""
+        """ready(), while an update may go on: the engine begins the next one before it tells what that one met, so that
+        none is lost.
+        """
         self.refuse_swapped("update()")
         self._find_weights("update()")
 
@@ -169,12 +187,15 @@ class Swap(SwapMemory):
             self.refuse_foreign(what)
 
     def rebind(self) -> None:
-        """Memory of the model that moved, or is unsharded for a while, is followed. Raises where more than memory has changed."""
+        """Memory of the model that moved, or is unsharded for a while, is followed. Raises where more than memory has
+        changed.
+        """
         if not self.follow_moves():
             raise invalid(self._view.explain_change())
 
     def follow_moves(self) -> bool:
-        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has then."""
+        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has
+        then."""
         self.refuse("following the model's memory")
         self._view.reshard()
         return self._view.unchanged() or self._view.follow_moves(self.bind)
@@ -196,7 +217,9 @@ class Swap(SwapMemory):
             self._swap_in(k)
 
     def _back_out(self, error: BaseException) -> None:
-        """Step 2 failed, and only own parts were touched. Without replicas the others are inside by now, and are told when they leave."""
+        """Step 2 failed, and only own parts were touched. Without replicas the others are inside by now, and are told
+        when they leave.
+        """
         if not self._splits:
             self.leave(error)
             return
@@ -277,14 +300,17 @@ class Swap(SwapMemory):
 
     @torch.no_grad()
     def _bring_back(self, moves: Sequence[Move], exchange: Exchange | None = None, what: str = LEAVING) -> None:
-        """Step 6, in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has it now. Replicas
-        begin their exchange when all have taken back what they own: who failed there would be waited for."""
+        """Step 6, in the memory that was swapped, which this EMA keeps alive; then it is copied to where the model has
+        it now. Replicas begin their exchange when all have taken back what they own: who failed there would be waited
+        for."""
         if not self.swapped and exchange is None:
             swap_guard.settle(self)
             return
         self._view.reshard()
         versions, self._versions = self._versions, {}
-        written = [] if moves else [name for name, now in self._view.versions().items() if versions.get(name, now) != now]
+        written = (
+            [] if moves else [name for name, now in self._view.versions().items() if versions.get(name, now) != now]
+        )
         if exchange is None:
             self._take_back()
         else:

@@ -1,5 +1,5 @@
-"""How ranks that leave a swap meet: each tells how it fared. A rank that failed does not wait for those that are still inside; it leaves a
-note, which they find when they come."""
+"""How ranks that leave a swap meet: each tells how it fared. A rank that failed does not wait for those that are still
+inside; it leaves a note, which they find when they come."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LONGEST = 2000  # characters of an error that travel to other ranks
 
 
 class Status(NamedTuple):
-    """What a rank tells. ``shared``: it needs other ranks' parts; ``error``: what ended its block; ``refusal``: why its weights can't be
-    put back."""
+    """What a rank tells. ``shared``: it needs other ranks' parts; ``error``: what ended its block; ``refusal``: why its
+    weights can't be put back."""
 
     shared: bool
     error: str | None = None
@@ -45,8 +45,8 @@ class Meeting:
         self._team.note(self._key, f"rank {self._team.rank} left swapped() with {failure}")
 
     def tell(self, status: Status) -> list[Status] | None:
-        """Every rank's; None where this rank failed and others are still inside. Raises ConnectionError with the note that a rank left,
-        else TimeoutError, where one does not come."""
+        """Every rank's; None where this rank failed and others are still inside. Raises ConnectionError with the note
+        that a rank left, else TimeoutError, where one does not come."""
         if self._team.size == 1:
             return [status]
         began = time.monotonic()
@@ -56,9 +56,13 @@ class Meeting:
         elif self._team.noted(self._key):
             patience = _GRACE
         else:
-            patience = max(self._team.timeout - (time.monotonic() - began), _GRACE)  # a store that did not answer has cost some of it
+            patience = max(
+                self._team.timeout - (time.monotonic() - began), _GRACE
+            )  # a store that did not answer has cost some of it
         try:
-            return [Status(*json.loads(one)) for one in self._team.gather(LEAVING, json.dumps(status).encode(), patience)]
+            return [
+                Status(*json.loads(one)) for one in self._team.gather(LEAVING, json.dumps(status).encode(), patience)
+            ]
         except errors.Error as missing:  # or another rank is in another call
             if status.failure:
                 return None
@@ -67,7 +71,9 @@ class Meeting:
 
     def raise_for(self, everybody: Sequence[Status] | None) -> None:
         """On ranks that fared well, where another did not."""
-        failed = [f"rank {rank} left swapped() with {one.failure}" for rank, one in enumerate(everybody or ()) if one.failure]
+        failed = [
+            f"rank {rank} left swapped() with {one.failure}" for rank, one in enumerate(everybody or ()) if one.failure
+        ]
         if everybody and failed and not everybody[self._team.rank].failure:
             raise errors.make("peer_failed", f"{'; '.join(failed)}. The weights are back on this rank")
 

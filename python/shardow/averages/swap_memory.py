@@ -1,5 +1,5 @@
-"""What a swap exchanges: the memory of weights and averages, as the model has it and as the engine knows it. Weights may lie elsewhere when
-they come back: casts, moves to devices, replaced parameters, load_state_dict(assign=True)."""
+"""What a swap exchanges: the memory of weights and averages, as the model has it and as the engine knows it. Weights
+may lie elsewhere when they come back: casts, moves to devices, replaced parameters, load_state_dict(assign=True)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class SwapMemory:
         return self._engine
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """The memory of the weights, of what is averaged in their place, and of the averages; in a swap also where the model shows them by
-        now."""
+        """The memory of the weights, of what is averaged in their place, and of the averages; in a swap also where the
+        model shows them by now."""
         for one in self._tracked:
             yield one.local.tensor
             yield one.source
@@ -47,7 +47,9 @@ class SwapMemory:
         return self._view.parameter_objects()
 
     def finish_reading(self) -> None:
-        """Before the weights change: an update in the background has read them by then, in the order of torch's current streams."""
+        """Before the weights change: an update in the background has read them by then, in the order of torch's current
+        streams.
+        """
         self._average.finish_reading()
 
     def gather(self) -> None:
@@ -102,8 +104,8 @@ class Move(NamedTuple):
 
 
 def find_moves(view: ModelView, tracked: Sequence[Tracked], strict: bool) -> list[Move]:
-    """By name, in the model as it is now, under every name that a tied weight has. Changes nothing. Raises ValueError where the model has
-    no place of the same region for a weight any more; not so ``strict``, such are left out."""
+    """By name, in the model as it is now, under every name that a tied weight has. Changes nothing. Raises ValueError
+    where the model has no place of the same region for a weight any more; not so ``strict``, such are left out."""
     now = {name: one for one in view.as_it_is_now() for name in (one.name, *one.aliases)}
     moves, lost = [], []
     for one in tracked:
@@ -115,7 +117,8 @@ def find_moves(view: ModelView, tracked: Sequence[Tracked], strict: bool) -> lis
                 moves.append(Move(name, one.local.tensor, there.tensor))
     if lost and strict:
         raise invalid(
-            f"the model has no place for its weights any more: {lost[0]} ({len(lost)} in all). Nothing was lost: undo what was done to the "
+            f"the model has no place for its weights any more: {lost[0]} ({len(lost)} in all). Nothing was lost: undo "
+            "what was done to the "
             "model inside swapped() and call restore(), or restore(strict=False) to leave such parameters as they are"
         )
     return moves

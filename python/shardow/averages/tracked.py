@@ -1,4 +1,6 @@
-"""What is averaged: each tensor's local memory, the part of it that this rank averages, and the averages' own memory. And what is not."""
+"""What is averaged: each tensor's local memory, the part of it that this rank averages, and the averages' own memory.
+And what is not.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,24 @@ Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
 
 @dataclass(slots=True)
 class Tracked:
-    """One averaged tensor on this rank. ``local`` is the model's; ``region`` the part of local.region that this rank averages (all of it
-    unless replicas split the work), which begins at element ``begin`` of the local memory. Its averages are number ``place`` of
-    ``arena``."""
+    """One averaged tensor on this rank. ``local`` is the model's; ``region`` the part of local.region that this rank
+    averages (all of it unless replicas split the work), which begins at element ``begin`` of the local memory. Its
+    averages are number ``place`` of ``arena``."""
 
     local: LocalTensor
     region: _core.Region
     begin: int
     _master: torch.Tensor | None = None  # what `source=` names, in the shape of the local region
     stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
-    owners: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a stretched one: (begin, end) in local memory, by replica
+    owners: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # of a stretched one: (begin, end) in local memory, by replica
     arena: Arena | None = None
     place: int = 0
     is_offloaded: bool = False  # the averages are on the host, their weights on a device
-    stage: torch.Tensor | None = None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
+    stage: torch.Tensor | None = (
+        None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
+    )
 
     def __post_init__(self) -> None:
         self._find_source()
@@ -78,9 +84,15 @@ class Tracked:
 
     def _find_source(self) -> None:
         weights = self.local.tensor
-        self.stage = None if weights.is_contiguous() else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
+        self.stage = (
+            None
+            if weights.is_contiguous()
+            else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
+        )
         if self.stretched and self.stage is not None:
-            raise unsupported(f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first")
+            raise unsupported(
+                f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first"
+            )
         if self.stage is not None:
             self.gather()
 
@@ -111,7 +123,9 @@ class Tracked:
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
         """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""
         if tensor.device.type not in ("cpu", "cuda"):
-            raise unsupported(f"'{self.name}' is on {tensor.device}; averages are kept of weights on the CPU and on CUDA devices")
+            raise unsupported(
+                f"'{self.name}' is on {tensor.device}; averages are kept of weights on the CPU and on CUDA devices"
+            )
         return storage.engine_view(self.name, DTYPES[tensor.dtype], tensor, self.region)
 
     def _window(self) -> _core.Region:
@@ -122,7 +136,9 @@ class Tracked:
 
 
 def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
-    """(region, begin): the part of ``local`` that this rank averages. Nested replica groups divide what the one before left."""
+    """(region, begin): the part of ``local`` that this rank averages. Nested replica groups divide what the one before
+    left.
+    """
     if replicas != "split" or not local.replicas:
         return local.region, 0
     return _core.owned(local.region, places(local))
@@ -146,7 +162,9 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     tracked = [_tracked(local, options.replicas, source.get(local.name), bool(usual)) for local, usual in pairs]
     homes = [_home(one, options.device) for one in tracked]
     for device in (devices := dict.fromkeys(homes)):
-        there = tracked if len(devices) == 1 else [one for one, home in zip(tracked, homes, strict=True) if home == device]
+        there = (
+            tracked if len(devices) == 1 else [one for one, home in zip(tracked, homes, strict=True) if home == device]
+        )
         _allocate(there, device, options)
     return tracked
 
@@ -155,7 +173,9 @@ _ROWS = _core.Rows(Tracked)
 
 
 def _usual(locals_: list[LocalTensor], options: Options) -> list[Tracked] | None:
-    """track() by the thousand, of whole tensors of one batch, averaged in the host's memory too; None: they have to be looked at."""
+    """track() by the thousand, of whole tensors of one batch, averaged in the host's memory too; None: they have to be
+    looked at.
+    """
     batch, device = storage.batch_of(locals_), torch.device("cpu")
     divided = options.replicas == "split" and any(one.replicas for one in locals_)
     if batch is None or divided or options.device not in (None, device):
@@ -219,7 +239,8 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
         one.is_offloaded = there.type == "cuda"
         return torch.device("cpu")
     raise unsupported(
-        f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= out) or on the host "
+        f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= "
+        "out) or on the host "
         "(device='cpu')"
     )
 
@@ -231,13 +252,20 @@ def _tracked(local: LocalTensor, replicas: str, given: Source | None, plain: boo
     if isinstance(given, tuple):
         stretch = Stretch(*given)
         if replicas == "copy" and local.replicas:
-            raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has: that takes replicas='split'")
+            raise invalid(
+                f"source= of '{local.name}' is a stretch, which no other rank has: that takes replicas='split'"
+            )
         region, begin = stretch.placed(local)
-        return Tracked(local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True)
+        return Tracked(
+            local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True
+        )
     region, begin = divide(local, replicas)
     master = None if given is None else _source(local, given, local.region.size, "of this rank's part")
     if master is None and local.tensor.dtype not in DTYPES:
-        raise invalid(f"'{local.name}' is {local.tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
+        raise invalid(
+            f"'{local.name}' is {local.tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out "
+            "with params="
+        )
     return Tracked(local, region, begin, master)
 
 
@@ -245,7 +273,9 @@ def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:
     """What `source=` says of it by now: the same elements, in other memory."""
     now = _tracked(one.local, replicas, given)
     if not now.mastered or now.region != one.region or now.source.dtype != one.source.dtype:
-        raise invalid(f"source= of '{one.name}' was {one.region} in {one.source.dtype}, and is not any more; make a new EMA")
+        raise invalid(
+            f"source= of '{one.name}' was {one.region} in {one.source.dtype}, and is not any more; make a new EMA"
+        )
     one._master = now.source
 
 
@@ -257,7 +287,10 @@ def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torc
             f"it must be contiguous, with the {size} {of}, on {local.tensor.device}"
         )
     if tensor.dtype not in DTYPES:
-        raise invalid(f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with params=")
+        raise invalid(
+            f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with "
+            "params="
+        )
     return tensor.view(-1)
 
 
@@ -273,7 +306,9 @@ _AT_ONCE = 8  # looked at in an update, whose time must not grow with what is fr
 
 
 class Unfrozen:
-    """Weights that were frozen when the averages were made, and have none: says, once, that some of them are trained now."""
+    """Weights that were frozen when the averages were made, and have none: says, once, that some of them are trained
+    now.
+    """
 
     def __init__(self, frozen: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._frozen = list(frozen)
@@ -290,7 +325,8 @@ class Unfrozen:
         self._frozen = []
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         warn(
-            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and swapped() have the "
+            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and "
+            "swapped() have the "
             "weights as they are. To average them, make a new EMA and load the old one's state into it: "
             "new.load_state_dict(old.state_dict(), strict=False)"
         )

@@ -1,4 +1,6 @@
-"""Values that a caller gave, refused in one sentence where they cannot be: an option among some, a whole number, a deadline."""
+"""Values that a caller gave, refused in one sentence where they cannot be: an option among some, a whole number, a
+deadline.
+"""
 
 from __future__ import annotations
 

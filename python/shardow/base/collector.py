@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """For calls that make objects for every tensor: the collector would look through all of them again and again, a third of the time of
-    such a call, and find nothing. It goes on afterwards where it was on before, and takes what was made meanwhile for old, as it would
-    have after looking through it twice; what was young before is looked through first."""
+    """For calls that make objects for every tensor: the collector would look through all of them again and again, a
+    third of the time of such a call, and find nothing. It goes on afterwards where it was on before, and takes what was
+    made meanwhile for old, as it would have after looking through it twice; what was young before is looked through
+    first."""
     if not gc.isenabled():
         yield
         return

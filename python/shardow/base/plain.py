@@ -1,7 +1,9 @@
-"""Plain values as JSON, and back as they were: what torch.save() would pickle of a scheduler, or of a program's own state.
+"""Plain values as JSON, and back as they were: what torch.save() would pickle of a scheduler, or of a program's own
+state.
 
-JSON lacks tuples, infinities, keys that are no texts, and bytes. Such a value is an object with one key that begins with "$":
-{"$tuple": [...]}, {"$float": "inf"}, {"$dict": [[key, value], ...]}, {"$counter": [[key, value], ...]}, {"$bytes": base64}.
+JSON lacks tuples, infinities, keys that are no texts, and bytes. Such a value is an object with one key that begins
+with "$": {"$tuple": [...]}, {"$float": "inf"}, {"$dict": [[key, value], ...]}, {"$counter": [[key, value], ...]},
+{"$bytes": base64}.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ Get = Callable[[Any], Any]
 def refuse(where: str, value: Any) -> dict[str, Any]:
     instead = "; of numpy's, value.item() and value.tolist() are" if type(value).__module__ == "numpy" else ""
     raise invalid(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not written, since files hold no pickles; "
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not written, since files hold no "
+        "pickles; "
         f"give numbers, texts, None, bytes, and lists, tuples and dicts of such, of Python's own types{instead}"
     )
 
 
 def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
-    """What json.dumps(allow_nan=False) takes. ``put(where, leaf)``: an object with one "$" key for what is no plain value, or it raises.
+    """What json.dumps(allow_nan=False) takes. ``put(where, leaf)``: an object with one "$" key for what is no plain
+    value, or it raises.
 
     ``where``: a path like ``state.lr``, for messages and names.
     """
@@ -48,7 +52,10 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
 
     kind = type(value)
     if kind is int and value.bit_length() > _MOST_BITS:
-        raise invalid(f"{where} has {value.bit_length()} bits; Python reads {_MOST_BITS} of a number: give it as a text, hex(value)")
+        raise invalid(
+            f"{where} has {value.bit_length()} bits; Python reads {_MOST_BITS} of a number: give it as a text, "
+            "hex(value)"
+        )
     if value is None or kind in (bool, int):
         return value
     if kind is str:
@@ -65,7 +72,10 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
         return {"$counter": pairs(value)}
     if kind in (dict, OrderedDict, defaultdict):
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {_text(key, f"a key of {where}"): encode(one, f"{where}.{key}", put, depth + 1) for key, one in value.items()}
+            return {
+                _text(key, f"a key of {where}"): encode(one, f"{where}.{key}", put, depth + 1)
+                for key, one in value.items()
+            }
         return {"$dict": pairs(value)}
     return put(where, value)
 
@@ -79,7 +89,9 @@ def _text(value: str, where: str) -> str:
 
 
 def decode(value: Any, get: Get | None = None, where: str = "this") -> Any:
-    """encode()'s value. ``get(object)``: what put() gave for. Raises ValueError, of ``where``, for what encode() does not write."""
+    """encode()'s value. ``get(object)``: what put() gave for. Raises ValueError, of ``where``, for what encode() does
+    not write.
+    """
     try:
         return _decode(value, get)
     except errors.Error:

@@ -9,7 +9,9 @@ Progress = Callable[[int, int], None]
 
 
 def shown(progress: Progress | None, what: str, rank: int) -> Progress | None:
-    """``progress`` itself, or a bar of bytes on rank 0's terminal. Needs tqdm; without it, and in logs, nothing is shown."""
+    """``progress`` itself, or a bar of bytes on rank 0's terminal. Needs tqdm; without it, and in logs, nothing is
+    shown.
+    """
     if progress is not None or rank != 0 or not sys.stderr.isatty():
         return progress
     try:

@@ -17,9 +17,9 @@ _holding: list[Held] = []  # the main thread's, the innermost last
 
 
 class Held:
-    """A block, in which Python's signal handlers are put off, in the main thread; its end delivers what came. Elsewhere they never run. A
-    second signal of a kind is delivered at once. ``waits``: so is the first one in waits of other ranks, which can say that they were
-    interrupted; nowhere else."""
+    """A block, in which Python's signal handlers are put off, in the main thread; its end delivers what came. Elsewhere
+    they never run. A second signal of a kind is delivered at once. ``waits``: so is the first one in waits of other
+    ranks, which can say that they were interrupted; nowhere else."""
 
     def __init__(self, waits: bool = False) -> None:
         self._waits = waits
@@ -42,7 +42,9 @@ class Held:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end()
 
     def _end(self) -> None:
@@ -76,10 +78,12 @@ class Held:
 
 
 def uninterrupted(
-    run: Callable[[], None], stopped: Callable[[BaseException], None], undo: Callable[[BaseException], None] = lambda _: None
+    run: Callable[[], None],
+    stopped: Callable[[BaseException], None],
+    undo: Callable[[BaseException], None] = lambda _: None,
 ) -> None:
-    """run() with signals held, but in waits. One that comes before they are held ends in ``stopped(exception)``, in place of run(); one
-    that has waited until run() was done, in ``undo(exception)``. The exception is raised then."""
+    """run() with signals held, but in waits. One that comes before they are held ends in ``stopped(exception)``, in
+    place of run(); one that has waited until run() was done, in ``undo(exception)``. The exception is raised then."""
     begun = done = False
     try:
         with Held(waits=True):
@@ -98,7 +102,9 @@ def impatient() -> bool:
 
 
 def waited(event: threading.Event, seconds: float) -> bool:
-    """``event.wait(seconds)``, in which signals that are held for waits are delivered. One that comes when the event is there is not."""
+    """``event.wait(seconds)``, in which signals that are held for waits are delivered. One that comes when the event is
+    there is not.
+    """
     if not _in_waits():
         return event.wait(seconds)
     deadline = time.monotonic() + seconds
@@ -111,8 +117,8 @@ def waited(event: threading.Event, seconds: float) -> bool:
 
 
 def put_off(error: BaseException) -> bool:
-    """What a handler raised in a wait that was over all the same is raised in the next one, or at the block's end. False where no block
-    holds signals."""
+    """What a handler raised in a wait that was over all the same is raised in the next one, or at the block's end.
+    False where no block holds signals."""
     if not _in_waits():
         return False
     _holding[-1]._raised.append(error)

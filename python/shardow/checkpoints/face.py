@@ -28,15 +28,16 @@ Stateful = Any
 
 
 class Checkpoints:
-    """The checkpoints of a training run: ``directory/step-000001000`` has model, averages, optimizers, schedulers, values and random
-    generators of step 1000, as safetensors and JSON (docs/checkpoints.md).
+    """The checkpoints of a training run: ``directory/step-000001000`` has model, averages, optimizers, schedulers,
+    values and random generators of step 1000, as safetensors and JSON (docs/checkpoints.md).
 
-    A step appears by one rename when all of it is on disk; a process that dies leaves the steps before it. Every rank writes and reads its
-    own bytes, whatever the sharding, and a step is restored on any number of ranks.
+    A step appears by one rename when all of it is on disk; a process that dies leaves the steps before it. Every rank
+    writes and reads its own bytes, whatever the sharding, and a step is restored on any number of ranks.
 
     Args:
         directory: of one run; other files in it stay.
-        keep: how many of the newest steps stay; None: all. Older ones are removed when a new one is whole, without what others put there.
+        keep: how many of the newest steps stay; None: all. Older ones are removed when a new one is whole, without what
+            others put there.
         keep_every: steps that are multiples of it stay for ever.
         group: the ranks that train; by default all.
         timeout: seconds or timedelta, the deadline of every collective call.
@@ -75,18 +76,21 @@ class Checkpoints:
 
         Args:
             step: how many steps were taken.
-            model: of any sharding. averages: its EMA. optimizer: of the model's parameters; several by name. scheduler: what else has
-                state_dict() and load_state_dict(): a GradScaler; several by name.
+            model: of any sharding. averages: its EMA. optimizer: of the model's parameters; several by name. scheduler:
+                what else has state_dict() and load_state_dict(): a GradScaler; several by name.
             state: values by name, the same on all ranks: numbers, texts, None, lists, tuples, dicts, tensors.
-            asynchronous: returns when this rank has copied what it will write. One such save is under way at a time: the next save, of
-                either kind, waits for it, and raises its error if nobody has seen it; so do latest() and restore().
+            asynchronous: returns when this rank has copied what it will write. One such save is under way at a time:
+                the next save, of either kind, waits for it, and raises its error if nobody has seen it; so do latest()
+                and restore().
             progress: called on rank 0 with (bytes done, bytes in all).
 
         Returns:
-            {"files": [path], "bytes_written": by this rank, "seconds": float}; with ``asynchronous`` a SaveHandle, whose wait() gives it.
+            {"files": [path], "bytes_written": by this rank, "seconds": float}; with ``asynchronous`` a SaveHandle,
+            whose wait() gives it.
 
         Raises:
-            ValueError: ranks that disagree, what is no plain value, an optimizer of other parameters, weights that are averages now;
+            ValueError: ranks that disagree, what is no plain value, an optimizer of other parameters, weights that are
+                averages now;
             OSError: the disk; TimeoutError: a rank is missing. The steps that were there are there then.
         """
         team = self._team()
@@ -96,11 +100,16 @@ class Checkpoints:
             manifest.checked_step(step)
             given = Given.of(WHAT, model, averages, optimizer, scheduler)
             if model is None and averages is None and state is None and not given.scheduler:
-                raise invalid(f"{WHAT}: nothing is given to save; give model=, averages=, optimizer=, scheduler= or state=")
+                raise invalid(
+                    f"{WHAT}: nothing is given to save; give model=, averages=, optimizer=, scheduler= or state="
+                )
             return given
 
         files, texts = files_to_save(step, given, {} if state is None else state, team)
-        path, write = self.directory / manifest.directory_of(step), engine.write_in_background if asynchronous else engine.write
+        path, write = (
+            self.directory / manifest.directory_of(step),
+            engine.write_in_background if asynchronous else engine.write,
+        )
         return write(files, path, team, lambda: self._retire(step, team), progress=progress, texts=texts)
 
     def _retire(self, step: int, team: Team) -> None:
@@ -111,7 +120,8 @@ class Checkpoints:
             retire(self.directory, step, self.keep, self.keep_every)
 
     def latest(self) -> int | None:
-        """The newest step that is whole, the same on all ranks; None where there is none. Warns of newer ones that are damaged.
+        """The newest step that is whole, the same on all ranks; None where there is none. Warns of newer ones that are
+        damaged.
 
         Collective.
         """
@@ -131,21 +141,27 @@ class Checkpoints:
         random: bool = True,
         options: OptionsFrom = "file",
     ) -> dict[str, Any]:
-        """Fills what is given from ``step``, by default the newest whole one, and returns ``state`` as it was saved. Collective.
+        """Fills what is given from ``step``, by default the newest whole one, and returns ``state`` as it was saved.
+        Collective.
 
-        Everything is compared on all ranks before anything changes. Where the number of ranks is that of the save, training goes on bit for
-        bit. Nothing is left out without a word: a part that is there is given, or named to be left.
+        Everything is compared on all ranks before anything changes. Where the number of ranks is that of the save,
+        training goes on bit for bit. Nothing is left out without a word: a part that is there is given, or named to be
+        left.
 
         Args:
-            model, averages, optimizer, scheduler: as save() was given them; "skip" leaves a part there. averages="from_model" leaves
-                averages there too, for an EMA that is made of the restored model afterwards.
-            absent: what happens with parts that are given and are not there, which is an error without it: {"averages": "from_model"},
-                where the EMA begins anew at the restored weights; {"optimizer": "keep", "scheduler": "keep"}, which stay as they are.
-            random: also the random generators of this rank. Those of another number of ranks are of no use, and a warning says so.
+            model, averages, optimizer, scheduler: as save() was given them; "skip" leaves a part there.
+                averages="from_model" leaves averages there too, for an EMA that is made of the restored model
+                afterwards.
+            absent: what happens with parts that are given and are not there, which is an error without it: {"averages":
+                "from_model"}, where the EMA begins anew at the restored weights; {"optimizer": "keep", "scheduler":
+                "keep"}, which stay as they are.
+            random: also the random generators of this rank. Those of another number of ranks are of no use, and a
+                warning says so.
             options: of averages, as in EMA.load().
 
         Raises:
-            FileNotFoundError: there is no such step, or none at all; ValueError: something does not fit, or is damaged; OSError,
+            FileNotFoundError: there is no such step, or none at all; ValueError: something does not fit, or is damaged;
+                OSError,
             TimeoutError.
         """
         team = self._team()
@@ -157,7 +173,10 @@ class Checkpoints:
                 one_of(name, asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
             for name, how in (absent or {}).items():
                 if how != _ABSENT.get(name):
-                    raise invalid(f"absent={{{name!r}: {how!r}}}; it may have {', '.join(f'{k!r}: {v!r}' for k, v in _ABSENT.items())}")
+                    raise invalid(
+                        f"absent={{{name!r}: {how!r}}}; it may have "
+                        f"{', '.join(f'{k!r}: {v!r}' for k, v in _ABSENT.items())}"
+                    )
             if step is not None:
                 manifest.checked_step(step)
             named = {name: None if name in skipped else one for name, one in asked.items()}
@@ -168,7 +187,13 @@ class Checkpoints:
 
         given = team.agree(restoring.WHAT, check)
         settle(team.process_group)
-        facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {}), "random": random, "options": options}
+        facts = {
+            "step": step,
+            "skipped": sorted(skipped),
+            "absent": dict(absent or {}),
+            "random": random,
+            "options": options,
+        }
         team.same(restoring.WHAT, facts)
         found = restoring.newest(self.directory, team) if step is None else step
         if found is None:

@@ -1,4 +1,6 @@
-"""The random generators of this rank, as bytes: Python's, numpy's where it is imported, torch's on the CPU and on CUDA devices."""
+"""The random generators of this rank, as bytes: Python's, numpy's where it is imported, torch's on the CPU and on CUDA
+devices.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ def states() -> bytes:
     if (numpy := sys.modules.get("numpy")) is not None:
         state = numpy.random.get_state(legacy=False)
         if state["bit_generator"] == "MT19937":
-            found["numpy"] = {**state, "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])}}
+            found["numpy"] = {
+                **state,
+                "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])},
+            }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = [_bytes(one) for one in torch.cuda.get_rng_state_all()]
     return json.dumps(plain.encode(found, "random generators"), separators=(",", ":")).encode()
@@ -31,7 +36,9 @@ def give(states: bytes) -> None:
     torch.set_rng_state(_tensor(found["torch"]))
     if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
         state = found["numpy"]
-        numpy.random.set_state({**state, "state": {**state["state"], "key": numpy.array(state["state"]["key"], dtype=numpy.uint32)}})
+        numpy.random.set_state(
+            {**state, "state": {**state["state"], "key": numpy.array(state["state"]["key"], dtype=numpy.uint32)}}
+        )
     if torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), found.get("cuda", ()), strict=False):
             torch.cuda.set_rng_state(_tensor(one), device)

@@ -28,7 +28,9 @@ _CHECKSUM = re.compile(rf', "{_CRC}": "([0-9a-f]{{8}})"\}}\s*$')
 
 @dataclass(frozen=True)
 class Manifest:
-    """``averages``: {decay: file}; trees are those of base/plain.py, with {"$tensor": name} and the like for what is in the files."""
+    """``averages``: {decay: file}; trees are those of base/plain.py, with {"$tensor": name} and the like for what is in
+    the files.
+    """
 
     step: int
     save: str
@@ -39,7 +41,9 @@ class Manifest:
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     state: Any = field(default_factory=dict)
-    kinds: dict[str, dict[str, str]] = field(default_factory=dict)  # of optimizers and schedulers, the names of their classes
+    kinds: dict[str, dict[str, str]] = field(
+        default_factory=dict
+    )  # of optimizers and schedulers, the names of their classes
 
     def text(self) -> str:
         """With a checksum of what is before it as the last key."""
@@ -51,7 +55,12 @@ class Manifest:
 
     @property
     def parts(self) -> set[str]:
-        there = {"model": self.model, "averages": self.averages, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        there = {
+            "model": self.model,
+            "averages": self.averages,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
         return {name for name, one in there.items() if one}
 
     def check(self, opened: Mapping[str, _core.Checkpoint], where: str) -> None:
@@ -59,7 +68,10 @@ class Manifest:
         for name, file in opened.items():
             if file.metadata.get(SAVE) != self.save:
                 step = file.metadata.get(STEP, "none of these checkpoints")
-                raise errors.make("corrupt", f"{where}/{name} is of another save (of step {step}) than its {NAME}; restore another step")
+                raise errors.make(
+                    "corrupt",
+                    f"{where}/{name} is of another save (of step {step}) than its {NAME}; restore another step",
+                )
 
 
 def directory_of(step: int) -> str:
@@ -87,8 +99,13 @@ def parse(text: str, where: str) -> Manifest:
         if found.pop("version") != VERSION:
             raise unsupported(f"{where}/{NAME} is of a later version of its format; a newer shardow reads it")
         if found.pop(_CRC, None) is not None and not _is_as_written(text):
-            raise ValueError(f"its checksum differs, so it was changed or damaged; without its last key, {_CRC}, it is taken as it is")
-        known = {one.name for one in fields(Manifest)}  # a later shardow may tell more in the same version of the format
+            raise ValueError(
+                f"its checksum differs, so it was changed or damaged; without its last key, {_CRC}, it is taken as it "
+                "is"
+            )
+        known = {
+            one.name for one in fields(Manifest)
+        }  # a later shardow may tell more in the same version of the format
         one = Manifest(**{key: value for key, value in found.items() if key in known})
         if not _is_understood(one):
             raise ValueError("a value is none that it may have")
@@ -108,7 +125,12 @@ def _is_understood(one: Manifest) -> bool:
     def texts(values: Any) -> bool:
         return all(isinstance(value, str) for value in values)
 
-    named = [*([one.model] if one.model is not None else ()), *one.averages.values(), *([OPTIMIZER] if one.optimizer else ()), STATE]
+    named = [
+        *([one.model] if one.model is not None else ()),
+        *one.averages.values(),
+        *([OPTIMIZER] if one.optimizer else ()),
+        STATE,
+    ]
     trees = one.optimizer.values()
     return (
         all(isinstance(number, int) for number in (one.step, one.world_size))
@@ -136,13 +158,17 @@ def read(directory: Path) -> Manifest | None:
     found = parse(text, str(directory))
     if directory.name != directory_of(found.step):
         raise errors.make(
-            "corrupt", f"{directory} holds step {found.step}: it was renamed, or is a copy; its name is {directory_of(found.step)}"
+            "corrupt",
+            f"{directory} holds step {found.step}: it was renamed, or is a copy; its name is "
+            f"{directory_of(found.step)}",
         )
     return found
 
 
 def whole(directory: Path) -> Manifest | None:
-    """read(), after looking at the header and length of every part; None where there is nothing. Raises for what is damaged."""
+    """read(), after looking at the header and length of every part; None where there is nothing. Raises for what is
+    damaged.
+    """
     found = read(directory)
     if found is not None:
         opened = _core.Checkpoint.open_files(directory, found.files)

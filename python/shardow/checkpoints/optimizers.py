@@ -1,7 +1,9 @@
-"""States of optimizers as parts of global tensors, under the names of the parameters that they belong to, at any sharding.
+"""States of optimizers as parts of global tensors, under the names of the parameters that they belong to, at any
+sharding.
 
-Names and values are those of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(). It is not called: an optimizer without
-state would take a step there, with gradients of zero, which EMA.attach() and step counters would see; and under FSDP1 it gathers.
+Names and values are those of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(). It is not called: an
+optimizer without state would take a step there, with gradients of zero, which EMA.attach() and step counters would see;
+and under FSDP1 it gathers.
 
 A tensor of a state is one of three, which its mark in the tree says:
 
@@ -43,14 +45,19 @@ class Tensors:
         """As plain.encode() asks: a tensor that every rank holds."""
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
             return plain.refuse(where, value)
-        region, tensor = _core.Region.whole(list(value.shape)), value.detach().clone(memory_format=torch.contiguous_format)
+        region, tensor = (
+            _core.Region.whole(list(value.shape)),
+            value.detach().clone(memory_format=torch.contiguous_format),
+        )
         self.parts.append(Part(where, tensor.view(-1), region))
         self.common.append(Common(where, tensor, region, where))  # where: not all ranks have the same ones, under FSDP1
         return {"$tensor": where}
 
 
 def tree_of(optimizer: torch.optim.Optimizer, view: ModelView, where: str, tensors: Tensors) -> Tree:
-    """{"groups": [{"params": [name], option: value}], "state": {name: {key: value}}}; what is no plain value goes to ``tensors``. Local."""
+    """{"groups": [{"params": [name], option: value}], "state": {name: {key: value}}}; what is no plain value goes to
+    ``tensors``. Local.
+    """
     native = optimizer.state_dict()
     params = parameters(optimizer, view)
     groups = []
@@ -75,7 +82,8 @@ def parameters(optimizer: torch.optim.Optimizer, view: ModelView) -> dict[int, l
         for i, p in enumerate(group["params"]):
             if id(p) not in found:
                 raise invalid(
-                    f"optimizer group {number}: parameter {i} of shape {tuple(p.shape)} is not in the model, so it has no name; give the "
+                    f"optimizer group {number}: parameter {i} of shape {tuple(p.shape)} is not in the model, so it "
+                    "has no name; give the "
                     "model that the optimizer steps, and make the optimizer after the model was sharded"
                 )
     return found
@@ -104,7 +112,8 @@ class _Put:
         if isinstance(value, DTensor):
             if value.shape != self.param.shape or region_of(where, value) != self.local.region:
                 raise unsupported(
-                    f"'{where}' is a DTensor of shape {tuple(value.shape)}, sharded otherwise than its parameter; not written"
+                    f"'{where}' is a DTensor of shape {tuple(value.shape)}, sharded otherwise than its parameter; not "
+                    "written"
                 )
             return "$part", flat_of(value._local_tensor.detach(), [])
         if isinstance(self.local, FlatTensor) and value.dim() and value.shape == self.param.shape:
@@ -113,7 +122,10 @@ class _Put:
             same = value.dim() and value.shape == self.param._local_tensor.shape
             return ("$local", flat_of(value.detach(), [])) if same else ("$tensor", None)
         if isinstance(self.local, FlatTensor) and value.dim():
-            raise unsupported(f"'{where}' has shape {tuple(value.shape)}, which does not tell what of it other ranks hold; not written")
+            raise unsupported(
+                f"'{where}' has shape {tuple(value.shape)}, which does not tell what of it other ranks hold; not "
+                "written"
+            )
         return ("$part", flat_of(value.detach(), [])) if value.shape == self.param.shape else ("$tensor", None)
 
 

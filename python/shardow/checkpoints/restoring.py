@@ -1,4 +1,6 @@
-"""A step that is read back: everything is compared first, on all ranks, then the averages, the weights and the optimizers are filled."""
+"""A step that is read back: everything is compared first, on all ranks, then the averages, the weights and the
+optimizers are filled.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def opened(root: Path, step: int, team: Team) -> tuple[Manifest, Files]:
 
     for left in reversed(range(_TRIES)):
         one = manifest.parse(team.first(WHAT, team.agree(WHAT, look)).decode(), str(at))
-        files = dict(zip(one.files, _core.Checkpoint.open_files(team.group, str(at), one.files, team.timeout), strict=True))
+        files = dict(
+            zip(one.files, _core.Checkpoint.open_files(team.group, str(at), one.files, team.timeout), strict=True)
+        )
         try:
             one.check(files, str(at))
             return one, files
@@ -74,7 +78,9 @@ def opened(root: Path, step: int, team: Team) -> tuple[Manifest, Files]:
     raise AssertionError("unreachable")
 
 
-def check_parts(one: Manifest, given: Given, skipped: Collection[str], absent: Mapping[str, str], where: str) -> set[str]:
+def check_parts(
+    one: Manifest, given: Given, skipped: Collection[str], absent: Mapping[str, str], where: str
+) -> set[str]:
     """The parts that are restored. Raises where one is neither there, nor given, nor said to be left out."""
     asked = {name for name in ("model", "averages", "optimizer", "scheduler") if getattr(given, name)}
     for name in sorted(one.parts - asked - set(skipped)):
@@ -99,7 +105,9 @@ _BEGINS = {
 class Restoring:
     """A step that fits what was given: made by all ranks before anything changes. Collective, and so is take()."""
 
-    def __init__(self, one: Manifest, files: Files, parts: set[str], given: Given, options: OptionsFrom, team: Team, where: str) -> None:
+    def __init__(
+        self, one: Manifest, files: Files, parts: set[str], given: Given, options: OptionsFrom, team: Team, where: str
+    ) -> None:
         self._one, self._given, self._team = one, given, team
         self._parts, self._files = parts, files
         self._averages: Loading | None = None
@@ -110,7 +118,9 @@ class Restoring:
         team.agree(WHAT, lambda: self._look(where))
         if "averages" in parts:
             assert given.averages is not None
-            self._averages = loading_beside(given.averages, {key: files[name] for key, name in one.averages.items()}, where, options)
+            self._averages = loading_beside(
+                given.averages, {key: files[name] for key, name in one.averages.items()}, where, options
+            )
         self._read(check_only=True)
 
     def _look(self, where: str) -> None:
@@ -126,12 +136,17 @@ class Restoring:
             assert held.view is not None
             file = self._files[manifest.OPTIMIZER]
             for name, one in self._given.optimizer.items():
-                self._optimizers.append(Resumed(one, held.view, self._one.optimizer[name], file, prefix("optimizer", name)))
+                self._optimizers.append(
+                    Resumed(one, held.view, self._one.optimizer[name], file, prefix("optimizer", name))
+                )
             self._reads.append(([part for one in self._optimizers for part in one.wanted.parts], file, True))
         self._scheduler = {}
         if "scheduler" in self._parts:
             _same_names("scheduler", self._given.scheduler, self._one.scheduler, where)
-            self._scheduler = {name: plain.decode(tree, small.whole, f"{where}: a scheduler") for name, tree in self._one.scheduler.items()}
+            self._scheduler = {
+                name: plain.decode(tree, small.whole, f"{where}: a scheduler")
+                for name, tree in self._one.scheduler.items()
+            }
         self._random = self._row()
         self._reads.append((small.parts, self._files[manifest.STATE], False))
 
@@ -141,7 +156,8 @@ class Restoring:
             for name, was in self._one.kinds[part].items():
                 if (now := here[part].get(name, was)) != was:
                     warn(
-                        f"{where}: {f'{part} {name}'.strip()} was of class {was}, and is a {now}, which takes what it finds of that; "
+                        f"{where}: {f'{part} {name}'.strip()} was of class {was}, and is a {now}, which takes what it "
+                        "finds of that; "
                         f'{part}="skip" begins anew'
                     )
 
@@ -155,7 +171,9 @@ class Restoring:
         keys = matched(held, file.tensors.keys(), where)
         self._extra = FromFile(held.extra, file)
         if other := sorted({*held.extra} ^ {*self._extra.values, *self._extra.unexpected}):
-            raise invalid(f"{where}: extra states are others than the model's: {', '.join(other[:8])}; nothing was restored")
+            raise invalid(
+                f"{where}: extra states are others than the model's: {', '.join(other[:8])}; nothing was restored"
+            )
         parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts]
         self._reads.append(([*parts, *self._extra.parts], file, True))
 
@@ -184,7 +202,8 @@ class Restoring:
             self._given.averages.reset()
         if random and self._random is None:
             warn(
-                f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are {self._team.size}: they stay as they "
+                f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
+                f"{self._team.size}: they stay as they "
                 "are; random=False says so"
             )
         elif random and self._random is not None:

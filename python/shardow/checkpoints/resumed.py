@@ -1,4 +1,5 @@
-"""Optimizers that go on from a checkpoint: their states get memory, the file engine fills it, and the optimizer takes it in.
+"""Optimizers that go on from a checkpoint: their states get memory, the file engine fills it, and the optimizer takes
+it in.
 
 No step is taken for it, so no hook runs and no counter moves; memory that a state has already is used again.
 """
@@ -85,7 +86,8 @@ class _State:
             self.wanted.read(name, memory.view(-1)[stretch(self.param, local)], local.region)
             return tensor
         sharded = isinstance(self.param, DTensor)
-        memory = tensor = self._memory(key, self.param._local_tensor if sharded else self.param.detach(), dtype)  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        memory = tensor = self._memory(key, self.param._local_tensor if sharded else self.param.detach(), dtype)
         if sharded and kind == "$part":
             tensor = sharded_like(self.param, memory)  # type: ignore[arg-type]
         self.wanted.read(name, memory, local.region)
@@ -94,15 +96,23 @@ class _State:
     def _memory(self, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         there = self.before.get(key)
         there = there._local_tensor if isinstance(there, DTensor) else there
-        if isinstance(there, torch.Tensor) and (there.shape, there.dtype, there.device) == (like.shape, dtype, like.device):
+        if isinstance(there, torch.Tensor) and (there.shape, there.dtype, there.device) == (
+            like.shape,
+            dtype,
+            like.device,
+        ):
             return there.detach()
         return torch.zeros_like(like, dtype=dtype)  # with what is padding of a flat parameter
 
 
 class Resumed:
-    """An optimizer that takes in a tree. Making it changes nothing, and raises ValueError where the optimizer steps other parameters."""
+    """An optimizer that takes in a tree. Making it changes nothing, and raises ValueError where the optimizer steps
+    other parameters.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, view: ModelView, tree: Tree, file: _core.Checkpoint | None, prefix: str) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, view: ModelView, tree: Tree, file: _core.Checkpoint | None, prefix: str
+    ) -> None:
         self.wanted = Wanted(file, prefix.rstrip("."))
         self._optimizer = optimizer
         self._equal: list[tuple[str, Tree, str, Tree]] = []
@@ -110,7 +120,10 @@ class Resumed:
         params = parameters(optimizer, view)
         named = [[local.name for p in group["params"] for local in params[id(p)]] for group in optimizer.param_groups]
         self._groups = [
-            plain.decode({key: value for key, value in _group(i, names, tree["groups"]).items() if key != "params"}, self.wanted.whole)
+            plain.decode(
+                {key: value for key, value in _group(i, names, tree["groups"]).items() if key != "params"},
+                self.wanted.whole,
+            )
             for i, names in enumerate(named)
         ]
         for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -128,7 +141,8 @@ class Resumed:
             key = next((key for key in one if not _same(one[key], other.get(key))), None)
             if key is not None:
                 raise invalid(
-                    f"'{name}' and '{other_name}' are parts of one flat parameter here, and their {key!r} differed there; wrap with "
+                    f"'{name}' and '{other_name}' are parts of one flat parameter here, and their {key!r} differed "
+                    "there; wrap with "
                     "use_orig_params=True"
                 )
 
@@ -158,14 +172,17 @@ def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
     if new or len(found) > 1:
         why = f"'{new[0]}' was in none" if new else f"those with '{names[0]}' were {len(found)} groups"
         raise invalid(
-            f"group {number} of the optimizer is not one of those that were saved: {why}. Make the groups as they were, or begin with new "
+            f"group {number} of the optimizer is not one of those that were saved: {why}. Make the groups as they "
+            "were, or begin with new "
             'states: optimizer="skip"'
         )
     return found[0]
 
 
 def _uncast(value: Any, cast: Any) -> Any:
-    """What torch's load_state_dict() cast to the parameter's device, and to its dtype: the dtype is what it was, and so is a text."""
+    """What torch's load_state_dict() cast to the parameter's device, and to its dtype: the dtype is what it was, and so
+    is a text.
+    """
     if isinstance(value, torch.Tensor):
         return cast if cast.dtype == value.dtype else value.to(cast.device)
     if isinstance(value, dict):

@@ -1,7 +1,8 @@
-"""Which steps stay. What goes loses its checkpoint.json first, so that it never passes for whole, then the files that carry our mark.
+"""Which steps stay. What goes loses its checkpoint.json first, so that it never passes for whole, then the files that
+carry our mark.
 
-What else is in such a directory stays, and the directory with it. Files are removed through the directory as it was opened: one that
-takes its place meanwhile keeps its own.
+What else is in such a directory stays, and the directory with it. Files are removed through the directory as it was
+opened: one that takes its place meanwhile keeps its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def clear(directory: Path) -> None:
 
 
 def retire(directory: Path, just_saved: int, keep: int, keep_every: int | None) -> None:
-    """Removes steps that are older than the newest ``keep`` whole ones, but for ``just_saved`` and multiples of ``keep_every``.
+    """Removes steps that are older than the newest ``keep`` whole ones, but for ``just_saved`` and multiples of
+    ``keep_every``.
 
     Of one rank. Raises nothing: a checkpoint was saved, whatever becomes of old ones."""
     try:
@@ -69,7 +71,9 @@ def _remove(at: Path) -> None:
 
 def _is_manifest(inside: int) -> bool:
     try:
-        with open(os.open(manifest.NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside), encoding="utf-8") as file:
+        with open(
+            os.open(manifest.NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside), encoding="utf-8"
+        ) as file:
             manifest.parse(file.read(), "")
         return True
     except (OSError, errors.Error, UnicodeDecodeError):
@@ -78,7 +82,9 @@ def _is_manifest(inside: int) -> bool:
 
 def _is_ours(at: Path, name: str, inside: int) -> bool:
     """A file that a save of a checkpoint wrote, whichever."""
-    if not name.endswith(".safetensors") or not stat.S_ISREG(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
+    if not name.endswith(".safetensors") or not stat.S_ISREG(
+        os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode
+    ):
         return False
     try:
         return manifest.SAVE in _core.Checkpoint.open(Path(f"/proc/self/fd/{inside}") / name).metadata

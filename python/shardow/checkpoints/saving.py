@@ -62,7 +62,9 @@ class Given:
             **{f"scheduler {k}": v for k, v in schedulers.items()},
         }.items():
             if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
-                raise invalid(f"{what}: {name.strip()} is a {type(one).__name__}, without state_dict() and load_state_dict()")
+                raise invalid(
+                    f"{what}: {name.strip()} is a {type(one).__name__}, without state_dict() and load_state_dict()"
+                )
         return Given(model, averages, optimizers, schedulers)
 
     def kinds(self) -> dict[str, dict[str, str]]:
@@ -73,7 +75,10 @@ class Given:
     def refuse_strangers(self, what: str, view: ModelView) -> None:
         """Raises where the averages follow other parameters than the model's: those of a copy never move."""
         if self.averages is not None and view.by_parameter().keys().isdisjoint(self.averages._core.view.by_parameter()):
-            raise invalid(f"{what}: averages= are those of another model, which shares no parameter with model=; give the EMA of this one")
+            raise invalid(
+                f"{what}: averages= are those of another model, which shares no parameter with model=; give the EMA "
+                "of this one"
+            )
 
 
 def _by_name(given: Any) -> dict[str, Any]:
@@ -105,7 +110,9 @@ class _Mine:
 
 
 @torch.no_grad()
-def files_to_save(step: int, asked: Callable[[], Given], state: Mapping[str, Any], team: Team) -> tuple[list[FileParts], dict[str, str]]:
+def files_to_save(
+    step: int, asked: Callable[[], Given], state: Mapping[str, Any], team: Team
+) -> tuple[list[FileParts], dict[str, str]]:
     """(files, texts) of a step. ``asked()``: what the call was given; may raise. Collective."""
     mine: list[tuple[Given, _Mine]] = []
 
@@ -156,10 +163,15 @@ def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
         assert held is not None
         assert held.view is not None
         trees[name] = tree_of(one, held.view, prefix("optimizer", name), optimizer)
-    scheduler = {name: plain.encode(one.state_dict(), prefix("scheduler", name), values.whole) for name, one in given.scheduler.items()}
+    scheduler = {
+        name: plain.encode(one.state_dict(), prefix("scheduler", name), values.whole)
+        for name, one in given.scheduler.items()
+    }
     if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
         raise invalid("state= is a dict of values by their names")
-    return _Mine(held, optimizer, trees, values, scheduler, plain.encode(dict(state), "state", values.whole), generators.states())
+    return _Mine(
+        held, optimizer, trees, values, scheduler, plain.encode(dict(state), "state", values.whole), generators.states()
+    )
 
 
 def _model_file(held: Held, metadata: Mapping[str, str], team: Team) -> FileParts:
@@ -193,7 +205,10 @@ def _facts(step: int, mine: _Mine, averages: list[str]) -> dict[str, Any]:
         "optimizer=": list(mine.trees),
         "scheduler=": list(mine.scheduler),
     }
-    for name, tree in {"state": mine.state, **{f"scheduler {name}".strip(): tree for name, tree in mine.scheduler.items()}}.items():
+    for name, tree in {
+        "state": mine.state,
+        **{f"scheduler {name}".strip(): tree for name, tree in mine.scheduler.items()},
+    }.items():
         inner = tree if isinstance(tree, dict) else {"": tree}
         facts |= {f"{name}[{key!r}]": json.dumps(value) for key, value in inner.items()}
     return facts
@@ -214,7 +229,8 @@ def _join(everybody: list[Tree]) -> Tree:
             for param, state in tree["state"].items():
                 if one["state"].setdefault(param, state) != state:
                     raise invalid(
-                        f"{WHAT}: the optimizer's state of '{param}' on rank {rank} is not that of another rank; {DIFFERENT_WEIGHTS}"
+                        f"{WHAT}: the optimizer's state of '{param}' on rank {rank} is not that of another rank; "
+                        f"{DIFFERENT_WEIGHTS}"
                     )
     return joined
 
@@ -225,6 +241,8 @@ def _join_group(groups: list[Tree], i: int, group: Tree, rank: int) -> None:
     for option in {*groups[i], *group} - {"params"}:
         first, here = groups[i].get(option), group.get(option)
         if first != here:
-            raise invalid(f"{WHAT}: {option!r} of group {i} of the optimizer is {first!r} on rank 0 and {here!r} on rank {rank}")
+            raise invalid(
+                f"{WHAT}: {option!r} of group {i} of the optimizer is {first!r} on rank 0 and {here!r} on rank {rank}"
+            )
     known = set(groups[i]["params"])
     groups[i]["params"] += [param for param in group["params"] if param not in known]

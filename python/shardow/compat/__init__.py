@@ -1,13 +1,14 @@
 """Drop-in surfaces: change an import and keep training.
 
-One module or package for each origin, named after it; what improves and what differs is in docs/migration.md. `ways` is how they keep
-averages, `files` what they write: origins -> ways -> files.
+One module or package for each origin, named after it; what improves and what differs is in docs/migration.md. `ways` is
+how they keep averages, `files` what they write: origins -> ways -> files.
 
 May import: averages, start, files, model, ranks, base, errors, ema, schedules.
 """
 
 __all__ = [
-    "automodel", "bagel", "causal_forcing", "diffusers", "dist_ema", "ema_pytorch", "swa_utils", "timm", "torch_ema", "twinkle",
+    "automodel", "bagel", "causal_forcing", "diffusers", "dist_ema", "ema_pytorch", "swa_utils", "timm", "torch_ema",
+    "twinkle",
 ]  # fmt: skip
 
 

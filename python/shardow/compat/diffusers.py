@@ -1,7 +1,9 @@
-"""diffusers' EMAModel (0.42): the averages of a list of parameters, with warm-up schedules, saved as a model of their own.
+"""diffusers' EMAModel (0.42): the averages of a list of parameters, with warm-up schedules, saved as a model of their
+own.
 
-Names, state, files and arithmetic are the origin's, bit for bit: e <- e - (1 - d) (e - p), with ``foreach`` as one fused step; parameters
-that want no gradient are copied. This module needs no diffusers; save_pretrained() and from_pretrained() do.
+Names, state, files and arithmetic are the origin's, bit for bit: e <- e - (1 - d) (e - p), with ``foreach`` as one
+fused step; parameters that want no gradient are copied. This module needs no diffusers; save_pretrained() and
+from_pretrained() do.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ Parameters = Iterable[torch.Tensor]
 class EMAModel:
     """Averages of ``parameters``; the decay of step n is that of shardow.schedules.diffusers().
 
-    ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: the origin's other rounding. DTensors and FSDP1's
-    shards are averaged as they are; nothing but save_pretrained() and from_pretrained(parameters=) of DTensors is collective.
+    ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: the origin's other rounding.
+    DTensors and FSDP1's shards are averaged as they are; nothing but save_pretrained() and from_pretrained(parameters=)
+    of DTensors is collective.
     """
 
     def __init__(
-        self, parameters: Parameters | nn.Module, decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0,
+        self, parameters: Parameters | nn.Module, decay: float = 0.9999, min_decay: float = 0.0,
+        update_after_step: int = 0,
         use_ema_warmup: bool = False, inv_gamma: float | int = 1.0, power: float | int = 2 / 3, foreach: bool = False,
         model_cls: Any | None = None, model_config: Mapping[str, Any] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
@@ -40,7 +44,12 @@ class EMAModel:
         self.decay, self.min_decay = fraction("decay", decay), fraction("min_decay", min_decay)
         self.shadow_params = copies(_whole(_listed(parameters)))
         self.temp_stored_params: list[torch.Tensor] | None = None
-        self.update_after_step, self.use_ema_warmup, self.inv_gamma, self.power = update_after_step, use_ema_warmup, inv_gamma, power
+        self.update_after_step, self.use_ema_warmup, self.inv_gamma, self.power = (
+            update_after_step,
+            use_ema_warmup,
+            inv_gamma,
+            power,
+        )
         self.optimization_step = 0
         self.cur_decay_value: float | None = None
         self.foreach, self.model_cls, self.model_config = foreach, model_cls, model_config
@@ -52,8 +61,9 @@ class EMAModel:
     def from_pretrained(
         cls, path: str | os.PathLike[str], model_cls: Any, foreach: bool = False, parameters: Parameters | None = None
     ) -> EMAModel:
-        """What save_pretrained() wrote, here or in diffusers, with its counters. ``parameters``: of the model that is trained; of DTensors
-        each rank reads its own slices; collective. Without them the averages are whole, on the CPU."""
+        """What save_pretrained() wrote, here or in diffusers, with its counters. ``parameters``: of the model that is
+        trained; of DTensors each rank reads its own slices; collective. Without them the averages are whole, on the
+        CPU."""
         config, model_config, shadows = read(path, model_cls, None if parameters is None else copies(parameters))
         ema = cls([], model_cls=model_cls, model_config=model_config, foreach=foreach)
         ema.shadow_params = shadows
@@ -61,8 +71,8 @@ class EMAModel:
         return ema
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
-        """A directory that ``model_cls.from_pretrained()`` takes; the counters are in its config.json. Collective where the averages are
-        DTensors: every rank writes its own bytes. Else for one rank alone."""
+        """A directory that ``model_cls.from_pretrained()`` takes; the counters are in its config.json. Collective where
+        the averages are DTensors: every rank writes its own bytes. Else for one rank alone."""
         if self.model_cls is None or self.model_config is None:
             missing = "model_cls" if self.model_cls is None else "model_config"
             raise invalid(f"save_pretrained() needs {missing}=, which was not given when this was made")
@@ -84,17 +94,22 @@ class EMAModel:
         self.optimization_step, self.cur_decay_value = step, decay
 
     def copy_to(self, parameters: Parameters) -> None:
-        """The averages into the parameters. FSDP's unsharded copies are freed; a backward through the old weights raises."""
+        """The averages into the parameters. FSDP's unsharded copies are freed; a backward through the old weights
+        raises.
+        """
         assign(list(parameters), self.shadow_params)
 
     def pin_memory(self) -> None:
         """Moves the averages to page-locked memory; needs an accelerator."""
         self.shadow_params = [
-            sharded_like(t, t._local_tensor.pin_memory()) if hasattr(t, "_local_tensor") else t.pin_memory()  # type: ignore[arg-type]
+            # type: ignore[arg-type]
+            sharded_like(t, t._local_tensor.pin_memory()) if hasattr(t, "_local_tensor") else t.pin_memory()
             for t in self.shadow_params
         ]
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, non_blocking: bool = False) -> None:
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> None:
         """Moves the averages; the dtype is of floating tensors."""
         self.shadow_params = moved(self.shadow_params, device, dtype, non_blocking)
 
@@ -118,8 +133,8 @@ class EMAModel:
         self.temp_stored_params = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies a state, whole or in part. Of whole tensors, sharded averages take their part. Raises ValueError, before anything changes,
-        for what does not fit."""
+        """Copies a state, whole or in part. Of whole tensors, sharded averages take their part. Raises ValueError,
+        before anything changes, for what does not fit."""
         counters = {name: state_dict.get(name, now) for name, now in self._counters().items()}
         fraction("decay", counters["decay"])
         for name, kinds in _KINDS.items():

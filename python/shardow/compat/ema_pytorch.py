@@ -1,7 +1,7 @@
 """ema-pytorch's EMA (0.8): a module with a copy of a model in it, whose weights are the averages.
 
-Names, state and arithmetic are the origin's: torch.lerp with weight 1 - d, where d = clamp(1 - (1 + k / inv_gamma)^-power, min_value, beta)
-in float32 and k counts the steps past update_after_step.
+Names, state and arithmetic are the origin's: torch.lerp with weight 1 - d, where d = clamp(1 - (1 + k /
+inv_gamma)^-power, min_value, beta) in float32 and k counts the steps past update_after_step.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ class EMA(nn.Module):
     """The averages of ``model``; call it as the model.
 
     Args:
-        ema_model: what to keep them in, or a function that makes it; by default a deep copy. Of an FSDP model, a stand-in, whose calls are
-            collective.
+        ema_model: what to keep them in, or a function that makes it; by default a deep copy. Of an FSDP model, a
+            stand-in, whose calls are collective.
         beta: the greatest decay. ``min_value``: the least. ``inv_gamma``, ``power``: of the schedule.
         update_after_step: the averages are copies up to this step.
         update_every: steps between updates.
-        param_or_buffer_names_no_ema: names that are copied. ``ignore_names``, ``ignore_startswith_names``: left alone then.
+        param_or_buffer_names_no_ema: names that are copied. ``ignore_names``, ``ignore_startswith_names``: left alone
+            then.
         include_online_model: the model is a submodule, and in state_dict().
-        update_model_with_ema_every: steps after which the model gets its averages, by ``update_model_with_ema_beta`` of its own weights.
+        update_model_with_ema_every: steps after which the model gets its averages, by ``update_model_with_ema_beta`` of
+            its own weights.
         forward_method_names: methods of the averaged model that this has too.
         move_ema_to_online_device: where the model's first parameter is.
         lazy_init_ema: the copy is made at the first update.
-        allow_different_devices, coerce_dtype, use_foreach: accepted; devices and dtypes may differ, and there is one pass.
+        allow_different_devices, coerce_dtype, use_foreach: accepted; devices and dtypes may differ, and there is one
+            pass.
         replicas: "split": under DDP, ranks divide the averages (ours).
     """
 
@@ -49,15 +52,22 @@ class EMA(nn.Module):
 
     def __init__(
         self, model: nn.Module, ema_model: nn.Module | Callable[[], nn.Module] | None = None, beta: float = 0.9999,
-        update_after_step: int = 100, update_every: int = 10, inv_gamma: float = 1.0, power: float = 2 / 3, min_value: float = 0.0,
-        param_or_buffer_names_no_ema: Iterable[str] = (), ignore_names: Iterable[str] = (), ignore_startswith_names: Iterable[str] = (),
+        update_after_step: int = 100, update_every: int = 10, inv_gamma: float = 1.0, power: float = 2 / 3,
+        min_value: float = 0.0,
+        param_or_buffer_names_no_ema: Iterable[str] = (), ignore_names: Iterable[str] = (),
+        ignore_startswith_names: Iterable[str] = (),
         include_online_model: bool = True, allow_different_devices: bool = False, use_foreach: bool = False,
-        update_model_with_ema_every: int | None = None, update_model_with_ema_beta: float = 0.0, forward_method_names: tuple[str, ...] = (),
-        move_ema_to_online_device: bool = False, coerce_dtype: bool = False, lazy_init_ema: bool = False, replicas: Replicas = "copy",
+        update_model_with_ema_every: int | None = None, update_model_with_ema_beta: float = 0.0,
+        forward_method_names: tuple[str, ...] = (),
+        move_ema_to_online_device: bool = False, coerce_dtype: bool = False, lazy_init_ema: bool = False,
+        replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise unsupported(f"model is a {type(model).__name__}; of tensors without a module shardow.compat.torch_ema keeps averages")
+            raise unsupported(
+                f"model is a {type(model).__name__}; of tensors without a module shardow.compat.torch_ema keeps "
+                "averages"
+            )
         if isinstance(param_or_buffer_names_no_ema, str) or isinstance(ignore_names, str):
             raise invalid("names that are not averaged, or ignored, come as a set", AssertionError)
         if lazy_init_ema and ema_model is not None:
@@ -69,8 +79,15 @@ class EMA(nn.Module):
         self.ignore_names, self.ignore_startswith_names = set(ignore_names), set(ignore_startswith_names)
         self.include_online_model = include_online_model
         self.online_model = model if include_online_model else [model]
-        self.allow_different_devices, self.coerce_dtype, self.use_foreach = allow_different_devices, coerce_dtype, use_foreach
-        self.update_model_with_ema_every, self.update_model_with_ema_beta = update_model_with_ema_every, update_model_with_ema_beta
+        self.allow_different_devices, self.coerce_dtype, self.use_foreach = (
+            allow_different_devices,
+            coerce_dtype,
+            use_foreach,
+        )
+        self.update_model_with_ema_every, self.update_model_with_ema_beta = (
+            update_model_with_ema_every,
+            update_model_with_ema_beta,
+        )
         self.forward_method_names = forward_method_names
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = one_of("replicas", replicas, ("copy", "split"))
@@ -102,11 +119,14 @@ class EMA(nn.Module):
         try:
             return copy.deepcopy(self.model)
         except Exception as error:
-            raise invalid(f"the model cannot be copied ({error}); give ema_model= a second one that is made as it was") from error
+            raise invalid(
+                f"the model cannot be copied ({error}); give ema_model= a second one that is made as it was"
+            ) from error
 
     @property
     def model(self) -> nn.Module:
-        model: nn.Module = self.online_model if self.include_online_model else self.online_model[0]  # type: ignore[assignment, index]
+        # type: ignore[assignment, index]
+        model: nn.Module = self.online_model if self.include_online_model else self.online_model[0]
         return model
 
     # ---- use
@@ -139,7 +159,9 @@ class EMA(nn.Module):
     def add_to_optimizer_post_step_hook(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
         """update() after every step of the optimizer, until the handle is removed."""
         if not hasattr(optimizer, "register_step_post_hook"):
-            raise invalid(f"a {type(optimizer).__name__} has no hooks after its steps; call update() instead", AssertionError)
+            raise invalid(
+                f"a {type(optimizer).__name__} has no hooks after its steps; call update() instead", AssertionError
+            )
         return optimizer.register_step_post_hook(lambda *_: self.update())
 
     def get_current_decay(self) -> float:
@@ -151,7 +173,9 @@ class EMA(nn.Module):
         return float(value.clamp(min=self.min_value, max=self.beta).item())
 
     def update(self) -> None:
-        """After an optimizer step. Only every ``update_every``-th one, from the first, does anything; a failed one is not counted."""
+        """After an optimizer step. Only every ``update_every``-th one, from the first, does anything; a failed one is
+        not counted.
+        """
         step = int(self.step.item())
         self.step += 1
         try:
@@ -176,11 +200,19 @@ class EMA(nn.Module):
         if self.update_model_with_ema_every is not None and step % self.update_model_with_ema_every == 0:
             self.update_model_with_ema()
 
-    def update_moving_average(self, ma_model: nn.Module, current_model: nn.Module, current_decay: float | None = None) -> None:
-        """One update of ``ma_model`` by ``current_model``, whichever of the two models they are, or others of the same form."""
+    def update_moving_average(
+        self, ma_model: nn.Module, current_model: nn.Module, current_decay: float | None = None
+    ) -> None:
+        """One update of ``ma_model`` by ``current_model``, whichever of the two models they are, or others of the same
+        form.
+        """
         if self.is_frozen:
             return
-        if self.move_ema_to_online_device and not isinstance(ma_model, StandIn) and _device(ma_model) != _device(current_model):
+        if (
+            self.move_ema_to_online_device
+            and not isinstance(ma_model, StandIn)
+            and _device(ma_model) != _device(current_model)
+        ):
             ma_model.to(_device(current_model))
         decay = self.get_current_decay() if current_decay is None else current_decay
         if ma_model is self.ema_model and current_model is self.model:
@@ -199,7 +231,9 @@ class EMA(nn.Module):
         self._follower(back=True, whole=True).copy(self.ema_model)
 
     def update_model_with_ema(self, decay: float | None = None) -> None:
-        """From hare to tortoise (arXiv:2406.02596): the model goes on from its averages, keeping ``decay`` of its weights."""
+        """From hare to tortoise (arXiv:2406.02596): the model goes on from its averages, keeping ``decay`` of its
+        weights.
+        """
         decay = self.update_model_with_ema_beta if decay is None else decay
         if decay == 0.0:
             self.copy_params_from_ema_to_model()
@@ -207,7 +241,9 @@ class EMA(nn.Module):
             self.update_moving_average(self.model, self.ema_model, decay)
 
     def _follower(self, back: bool, whole: bool = False) -> Follower:
-        """Of the averages, or on the way ``back`` of the model. ``whole``: names don't count. Made anew where models or names changed."""
+        """Of the averages, or on the way ``back`` of the model. ``whole``: names don't count. Made anew where models or
+        names changed.
+        """
         rules = (set(self.ignore_names), set(self.ignore_startswith_names), set(self.param_or_buffer_names_no_ema))
         made_for = (self.ema_model, self.model, rules)
         if self._made_for != made_for:
@@ -232,7 +268,9 @@ class EMA(nn.Module):
     # ---- state
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """state_dict() in fresh CPU tensors, whole also of sharded averages: then collective, on rank 0, clean names, {} elsewhere."""
+        """state_dict() in fresh CPU tensors, whole also of sharded averages: then collective, on rank 0, clean names,
+        {} elsewhere.
+        """
         if not isinstance(self.ema_model, StandIn):
             return whole_averages(self)
         parts = {"ema_model": whole_averages(self.ema_model)}

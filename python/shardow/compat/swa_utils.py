@@ -1,4 +1,6 @@
-"""torch.optim.swa_utils: AveragedModel and all that is around it, for sharded models too. Signatures, keys, numbers are the origin's."""
+"""torch.optim.swa_utils: AveragedModel and all that is around it, for sharded models too. Signatures, keys, numbers are
+the origin's.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """What a function of this module computes, for the engine: a rule, and (decay, weight) after ``n_averaged`` updates."""
+    """What a function of this module computes, for the engine: a rule, and (decay, weight) after ``n_averaged``
+    updates.
+    """
 
     rule: Rule
     factors: Callable[[Tensor], tuple[float, float]]
@@ -82,12 +86,12 @@ class AveragedModel(Averaged):
     Args:
         device: where the copy lives, by default with the model.
         avg_fn: (average, weight, n_averaged) -> average, called for every tensor.
-        multi_avg_fn: (averages, weights, n_averaged) -> None, writes lists of tensors of one device and dtype. By default the mean. Those
-            of this module run in the engine; any other is called as torch calls it. Of a sharded model it sees this rank's parts, 1-D:
-            element by element.
+        multi_avg_fn: (averages, weights, n_averaged) -> None, writes lists of tensors of one device and dtype. By
+            default the mean. Those of this module run in the engine; any other is called as torch calls it. Of a
+            sharded model it sees this rank's parts, 1-D: element by element.
         use_buffers: buffers are averaged, else copied; integer ones are copied.
-        replicas: "split": under DDP each rank keeps a part of the averages; ``module`` is a stand-in then, as for FSDP; its calls are
-            collective.
+        replicas: "split": under DDP each rank keeps a part of the averages; ``module`` is a stand-in then, as for FSDP;
+            its calls are collective.
 
     Raises:
         AssertionError: both functions are given.
@@ -100,15 +104,22 @@ class AveragedModel(Averaged):
         multi_avg_fn: MultiAvgFn | None = None, use_buffers: bool = False, *, replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
         if avg_fn is not None and multi_avg_fn is not None:
-            raise invalid("both avg_fn and multi_avg_fn are given; one of them does the averaging, leave out the other", AssertionError)
+            raise invalid(
+                "both avg_fn and multi_avg_fn are given; one of them does the averaging, leave out the other",
+                AssertionError,
+            )
         known = _arithmetic_of(multi_avg_fn or avg_fn, model)
         rule = known.rule if known is not None else "lerp"
-        super().__init__(follow(model, rule, everything if use_buffers else _parameters, device=device, replicas=replicas))
+        super().__init__(
+            follow(model, rule, everything if use_buffers else _parameters, device=device, replicas=replicas)
+        )
         self.avg_fn, self.multi_avg_fn, self.use_buffers, self._rule = avg_fn, multi_avg_fn, use_buffers, rule
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
     def update_parameters(self, model: nn.Module) -> None:
-        """The first time a copy. Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
+        """The first time a copy. Raises RuntimeError, before anything changes, where ``model`` differs in names or
+        shapes.
+        """
         follower = self._follow()
         known = _arithmetic_of(self.multi_avg_fn or self.avg_fn, model)  # which may be replaced at any time
         if self.n_averaged == 0:
@@ -139,7 +150,9 @@ def _arithmetic_of(function: AvgFn | MultiAvgFn | None, model: nn.Module) -> _Ar
     """Of none torch takes one of two, by the device."""
     if function is None:
         device = next((p.device for p in model.parameters()), None)
-        function = _MEAN if device is not None and device.type in _get_foreach_kernels_supported_devices() else _MEAN_OF_ONE
+        function = (
+            _MEAN if device is not None and device.type in _get_foreach_kernels_supported_devices() else _MEAN_OF_ONE
+        )
     return getattr(function, _KNOWN, None)
 
 
@@ -148,10 +161,11 @@ def _parameters(name: str, tensor: Tensor, kind: Kind) -> Fate:
 
 
 def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.device | None = None) -> None:
-    """Statistics of BatchNorm layers from one pass over ``loader``, whose batches are tensors or begin with one; as in torch.
+    """Statistics of BatchNorm layers from one pass over ``loader``, whose batches are tensors or begin with one; as in
+    torch.
 
-    Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively; statistics and modes that it
-    trains with come back. Counters of batches stay its own.
+    Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively; statistics
+    and modes that it trains with come back. Counters of batches stay its own.
     """
     stand_in = next((module for module in model.modules() if isinstance(module, StandIn)), None)
     if stand_in is None:
@@ -164,7 +178,9 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
 @contextlib.contextmanager
 def _kept(model: nn.Module) -> Iterator[nn.Module]:
     """What update_bn() changes and a stand-in does not bring back."""
-    norms = [(module, module.momentum) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        (module, module.momentum) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     counts = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_floating_point()]
     try:
         yield model
@@ -175,4 +191,12 @@ def _kept(model: nn.Module) -> Iterator[nn.Module]:
             buffer.copy_(count)
 
 
-__all__ = ["SWALR", "AveragedModel", "get_ema_avg_fn", "get_ema_multi_avg_fn", "get_swa_avg_fn", "get_swa_multi_avg_fn", "update_bn"]
+__all__ = [
+    "SWALR",
+    "AveragedModel",
+    "get_ema_avg_fn",
+    "get_ema_multi_avg_fn",
+    "get_swa_avg_fn",
+    "get_swa_multi_avg_fn",
+    "update_bn",
+]

@@ -1,5 +1,6 @@
-"""timm's averages of a model: ModelEma, ModelEmaV2, ModelEmaV3 (timm.utils.model_ema, 1.0.31), and the checkpoints that they are saved in.
-Signatures, attributes, keys and numbers are the origin's; integer buffers are copied, where V1 and V2 truncate them."""
+"""timm's averages of a model: ModelEma, ModelEmaV2, ModelEmaV3 (timm.utils.model_ema, 1.0.31), and the checkpoints that
+they are saved in. Signatures, attributes, keys and numbers are the origin's; integer buffers are copied, where V1 and
+V2 truncate them."""
 
 from __future__ import annotations
 
@@ -27,14 +28,21 @@ KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
 
 
 class ModelEma:
-    """``ema``: a copy of ``model``, in eval mode, whose state is averaged: e * decay + (1 - decay) * p. ``device``: where it lives, by
-    default with the model. ``resume``: a checkpoint's path.
+    """``ema``: a copy of ``model``, in eval mode, whose state is averaged: e * decay + (1 - decay) * p. ``device``:
+    where it lives, by default with the model. ``resume``: a checkpoint's path.
 
-    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a stand-in then, as for FSDP; calls are collective.
+    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a stand-in then, as for FSDP;
+    calls are collective.
     """
 
     def __init__(
-        self, model: nn.Module, decay: float = 0.9999, device: Any = "", resume: str | Path = "", *, replicas: Replicas = "copy"
+        self,
+        model: nn.Module,
+        decay: float = 0.9999,
+        device: Any = "",
+        resume: str | Path = "",
+        *,
+        replicas: Replicas = "copy",
     ) -> None:
         self._follower = follow(model, "two_products", device=device or None, replicas=replicas)
         self.ema = self._follower.module.eval()
@@ -55,19 +63,25 @@ class ModelEma:
         load_ema_state_dict(self.ema, checkpoint_path)
 
     def update(self, model: nn.Module) -> None:
-        """Raises RuntimeError (KeyError of a missing name), before anything changes, where ``model`` differs in names or shapes."""
+        """Raises RuntimeError (KeyError of a missing name), before anything changes, where ``model`` differs in names
+        or shapes.
+        """
         self._follower.module = self.ema
         self._follower.update(model, self.decay, 1.0 - self.decay)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state of ``ema`` in fresh CPU tensors, whole also where it is sharded: then collective, on rank 0, and {} elsewhere."""
+        """The state of ``ema`` in fresh CPU tensors, whole also where it is sharded: then collective, on rank 0, and {}
+        elsewhere.
+        """
         return whole_averages(self.ema)
 
 
 class ModelEmaV2(Averaged):
     """``module``: as ``ema`` of ModelEma; decay * e + (1 - decay) * p. ``replicas``: as in ModelEma."""
 
-    def __init__(self, model: nn.Module, decay: float = 0.9999, device: Any = None, *, replicas: Replicas = "copy") -> None:
+    def __init__(
+        self, model: nn.Module, decay: float = 0.9999, device: Any = None, *, replicas: Replicas = "copy"
+    ) -> None:
         super().__init__(follow(model, "two_products", device=device, replicas=replicas))
         self.module.eval()
         self.decay = decay
@@ -83,23 +97,27 @@ class ModelEmaV2(Averaged):
 
 
 class ModelEmaV3(Averaged):
-    """``module``: as ``ema`` of ModelEma; torch.lerp, e.mul_(1 - w).add_(p, alpha=w) where ``foreach`` meets two dtypes; w = 1 -
-    get_decay(step).
+    """``module``: as ``ema`` of ModelEma; torch.lerp, e.mul_(1 - w).add_(p, alpha=w) where ``foreach`` meets two
+    dtypes; w = 1 - get_decay(step).
 
     Args:
-        min_decay, update_after_step, use_warmup, warmup_gamma, warmup_power: of the decay where update() is given a step, see get_decay().
+        min_decay, update_after_step, use_warmup, warmup_gamma, warmup_power: of the decay where update() is given a
+            step, see get_decay().
         device, dtype: of the averages, by default the model's.
-        stochastic_rounding: 16-bit averages are rounded stochastically, without bias, float16 ones too; the noise is not timm's. It comes
-            from ``stochastic_rounding_seed``, the step and the element's place, so that it is the same on every rank and at any world size.
+        stochastic_rounding: 16-bit averages are rounded stochastically, without bias, float16 ones too; the noise is
+            not timm's. It comes from ``stochastic_rounding_seed``, the step and the element's place, so that it is the
+            same on every rank and at any world size.
         foreach: has no cost here, but tells the arithmetic.
         exclude_buffers: buffers are copied, all of them, and only parameters are averaged.
         replicas: as in ModelEma.
     """
 
     def __init__(
-        self, model: nn.Module, decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0, use_warmup: bool = False,
+        self, model: nn.Module, decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0,
+        use_warmup: bool = False,
         warmup_gamma: float = 1.0, warmup_power: float = 2 / 3, device: Any = None, dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = True, stochastic_rounding_seed: int = 0, foreach: bool = True, exclude_buffers: bool = False, *,
+        stochastic_rounding: bool = True, stochastic_rounding_seed: int = 0, foreach: bool = True,
+        exclude_buffers: bool = False, *,
         replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
         first = next(model.parameters(), None)
@@ -107,7 +125,16 @@ class ModelEmaV3(Averaged):
             foreach = False
         rule: Chosen = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
         choose, seed = _parameters_alone if exclude_buffers else _saved_floats, stochastic_rounding_seed
-        follower = follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic_rounding, seed=seed)
+        follower = follow(
+            model,
+            rule,
+            choose,
+            device=device,
+            dtype=dtype,
+            replicas=replicas,
+            stochastic=stochastic_rounding,
+            seed=seed,
+        )
         super().__init__(follower)
         self.module.eval()
         self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
@@ -116,7 +143,8 @@ class ModelEmaV3(Averaged):
         self.stochastic_rounding, self.stochastic_rounding_seed = stochastic_rounding, stochastic_rounding_seed
 
     def get_decay(self, step: int | None = None) -> float:
-        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else ``decay``, and in a warm-up 1
+        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else
+        ``decay``, and in a warm-up 1
         - (1 + n / warmup_gamma) ** -warmup_power between ``min_decay`` and ``decay``."""
         if step is None:
             return self.decay
@@ -133,11 +161,13 @@ class ModelEmaV3(Averaged):
         self._average(self._follow(), model, self.get_decay(step))
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
-        """update() by ``decay``; buffers are averaged. NotImplementedError of stand-ins made with ``exclude_buffers``."""
+        """update() by ``decay``; buffers are averaged. NotImplementedError of stand-ins made with
+        ``exclude_buffers``."""
         self._average(self._followed_by(False), model, decay)
 
     def apply_update_no_buffers_(self, model: nn.Module, decay: float) -> None:
-        """update() by ``decay``; buffers are copied. NotImplementedError of stand-ins made without ``exclude_buffers``."""
+        """update() by ``decay``; buffers are copied. NotImplementedError of stand-ins made without
+        ``exclude_buffers``."""
         self._average(self._followed_by(True), model, decay)
 
     def _average(self, follower: Follower, model: nn.Module, decay: float) -> None:
@@ -149,7 +179,9 @@ class ModelEmaV3(Averaged):
         if exclude_buffers == self.exclude_buffers:
             return own
         if not isinstance(own, Twin):
-            raise unsupported(f"made with exclude_buffers={self.exclude_buffers}, these averages keep their buffers so; make others")
+            raise unsupported(
+                f"made with exclude_buffers={self.exclude_buffers}, these averages keep their buffers so; make others"
+            )
         return own.again(_parameters_alone if exclude_buffers else _saved_floats)
 
     def set(self, model: nn.Module) -> None:
@@ -159,7 +191,11 @@ class ModelEmaV3(Averaged):
 
 def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> Rule:
     """torch._foreach_lerp_() wants one dtype, of all that are not rounded stochastically."""
-    return "lerp" if all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW)) else "mul_add"
+    return (
+        "lerp"
+        if all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW))
+        else "mul_add"
+    )
 
 
 def _saved_floats(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
@@ -173,12 +209,13 @@ def _parameters_alone(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
 
 
 def load_ema_state_dict(module: nn.Module, checkpoint: str | Path | Mapping[str, Any], strict: bool = True) -> None:
-    """The averages of a training checkpoint (``{"state_dict_ema": ...}``, ``{"ema_state_dict": ...}``) into ``module``: a model, plain,
-    wrapped or sharded, or what is averaged here (``ema`` of ModelEma, ``module`` of the others). ``module.`` and other wrappers' names
-    don't matter, here and there. Collective where ranks share the module.
+    """The averages of a training checkpoint (``{"state_dict_ema": ...}``, ``{"ema_state_dict": ...}``) into ``module``:
+    a model, plain, wrapped or sharded, or what is averaged here (``ema`` of ModelEma, ``module`` of the others).
+    ``module.`` and other wrappers' names don't matter, here and there. Collective where ranks share the module.
 
     Raises:
-        KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; no name fits. Nothing has changed.
+        KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; no name fits.
+            Nothing has changed.
     """
     found = team_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
     load(module, found, strict, "load_ema_state_dict()")
@@ -188,9 +225,14 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
     where = "the checkpoint" if isinstance(checkpoint, Mapping) else f"{checkpoint}"
     if not isinstance(checkpoint, Mapping):
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm saves its arguments too
-            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
+            checkpoint = torch.load(
+                checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint)
+            )
     if not isinstance(checkpoint, Mapping):
-        raise invalid(f"{where} is a {type(checkpoint).__name__}, not a dict with averages under {' or '.join(KEYS)}", AssertionError)
+        raise invalid(
+            f"{where} is a {type(checkpoint).__name__}, not a dict with averages under {' or '.join(KEYS)}",
+            AssertionError,
+        )
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)
     if not isinstance(found, Mapping):
         there = f"none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}"

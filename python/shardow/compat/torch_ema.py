@@ -1,5 +1,7 @@
-"""torch-ema's ExponentialMovingAverage (0.3): the averages of a list of parameters, with store() and restore() around an evaluation.
-Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are the origin's, bit for bit."""
+"""torch-ema's ExponentialMovingAverage (0.3): the averages of a list of parameters, with store() and restore() around
+an evaluation. Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are the
+origin's, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ Parameters = Iterable[torch.Tensor] | None
 
 
 class ExponentialMovingAverage:
-    """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes. DTensors go with
-    the next call: torch swaps them where a model is moved or cast, and refuses to swap what is weakly referenced.
+    """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes.
+    DTensors go with the next call: torch swaps them where a model is moved or cast, and refuses to swap what is weakly
+    referenced.
 
-    ``decay``: in [0, 1]. ``use_num_updates``: the decay begins small, as min(decay, (1 + n) / (10 + n)) in update n. Methods take
-    ``parameters`` in place of those of construction. DTensors and FSDP1's shards are averaged as they are; nothing is collective.
+    ``decay``: in [0, 1]. ``use_num_updates``: the decay begins small, as min(decay, (1 + n) / (10 + n)) in update n.
+    Methods take ``parameters`` in place of those of construction. DTensors and FSDP1's shards are averaged as they are;
+    nothing is collective.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], decay: float, use_num_updates: bool = True) -> None:
@@ -45,7 +49,9 @@ class ExponentialMovingAverage:
         self.num_updates = num_updates
 
     def copy_to(self, parameters: Parameters = None) -> None:
-        """The averages into the parameters. FSDP's unsharded copies are freed; a backward through the old weights raises."""
+        """The averages into the parameters. FSDP's unsharded copies are freed; a backward through the old weights
+        raises.
+        """
         assign(self._given(parameters), self.shadow_params)
 
     def store(self, parameters: Parameters = None) -> None:
@@ -60,7 +66,8 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def average_parameters(self, parameters: Parameters = None) -> Iterator[None]:
-        """Inside, the parameters are the averages; after it, whatever happened, what they were. Blocks may be nested."""
+        """Inside, the parameters are the averages; after it, whatever happened, what they were. Blocks may be
+        nested."""
         found, before = resharded(self._given(parameters)), self.collected_params
         self.store(found)
         weights = self.collected_params
@@ -83,20 +90,29 @@ class ExponentialMovingAverage:
         return {name: getattr(self, name) for name in ("decay", "num_updates", "shadow_params", "collected_params")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies a state, in the parameters' devices and dtypes; of whole tensors, sharded ones take their part. What does not fit changes
-        nothing."""
+        """Copies a state, in the parameters' devices and dtypes; of whole tensors, sharded ones take their part. What
+        does not fit changes nothing."""
         decay, num_updates = fraction("decay", state_dict["decay"]), state_dict["num_updates"]
-        _require(num_updates is None or isinstance(num_updates, int), f"num_updates is {num_updates!r}; it must be an int or None")
+        _require(
+            num_updates is None or isinstance(num_updates, int),
+            f"num_updates is {num_updates!r}; it must be an int or None",
+        )
         shadows = self._fitted("shadow_params", state_dict["shadow_params"])
         collected = state_dict["collected_params"]
         if collected is not None:
             _require(isinstance(collected, list), "collected_params must be a list or None")
-            _require(len(collected) == len(shadows), f"there are {len(collected)} collected_params and {len(shadows)} shadow_params")
+            _require(
+                len(collected) == len(shadows),
+                f"there are {len(collected)} collected_params and {len(shadows)} shadow_params",
+            )
             collected = self._fitted("collected_params", collected)
         self.decay, self.num_updates, self.shadow_params, self.collected_params = decay, num_updates, shadows, collected
 
     def _fitted(self, what: str, tensors: Any) -> list[torch.Tensor]:
-        _require(isinstance(tensors, list) and all(isinstance(t, torch.Tensor) for t in tensors), f"{what} must be a list of tensors")
+        _require(
+            isinstance(tensors, list) and all(isinstance(t, torch.Tensor) for t in tensors),
+            f"{what} must be a list of tensors",
+        )
         alive, gone = self._alive()
         found = loaded(tensors, self.shadow_params if gone else alive)
         return found if gone else [t.to(device=p.device, dtype=p.dtype) for t, p in zip(found, alive, strict=True)]

@@ -1,4 +1,6 @@
-"""Saves that go on while training does: one at a time for each process group, from one staging buffer that is used again."""
+"""Saves that go on while training does: one at a time for each process group, from one staging buffer that is used
+again.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _untold: list[SaveHandle] = []  # failed, and nobody knows
 
 @atexit.register
 def _tell() -> None:
-    """Threads have ended by now. A checkpoint that is not there must not look like success: neither to a reader nor to a launcher."""
+    """Threads have ended by now. A checkpoint that is not there must not look like success: neither to a reader nor to
+    a launcher.
+    """
     for handle in _untold:
         print(f"shardow: {handle._path} was not saved: {handle._error}", file=sys.stderr)
     if _untold:
@@ -45,7 +49,9 @@ class SaveHandle:
         self._path = path
         self._report: dict[str, Any] = {}
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, args=(save,), name=f"shardow save {path}")  # no daemon: the interpreter waits
+        self._thread = threading.Thread(
+            target=self._write, args=(save,), name=f"shardow save {path}"
+        )  # no daemon: the interpreter waits
         self._thread.start()
 
     def _write(self, save: Save) -> None:
@@ -60,8 +66,8 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Until the checkpoint is on disk under its name; returns what save() returns. Raises save()'s errors, the same on every rank;
-        TimeoutError after ``timeout`` seconds, while the save goes on."""
+        """Until the checkpoint is on disk under its name; returns what save() returns. Raises save()'s errors, the same
+        on every rank; TimeoutError after ``timeout`` seconds, while the save goes on."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise errors.make("timeout", f"{self._path}: not written after {timeout} s; it goes on")

@@ -1,5 +1,5 @@
-"""save(), full_state_dict(): sharded modules and mappings of tensors as ordinary safetensors checkpoints. Every rank moves its own bytes
-alone."""
+"""save(), full_state_dict(): sharded modules and mappings of tensors as ordinary safetensors checkpoints. Every rank
+moves its own bytes alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer
 from shardow.ranks.team import Team
 
-_INSTEAD = "for the weights; the averages are written by export() or save() of the EMA, and whole in its full_state_dict()"
+_INSTEAD = (
+    "for the weights; the averages are written by export() or save() of the EMA, and whole in its full_state_dict()"
+)
 
 
 def save(
@@ -35,14 +37,16 @@ def save(
     metadata: Mapping[str, str] | None = None, group: dist.ProcessGroup | None = None, progress: Progress | None = None,
     timeout: float | timedelta | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A module's parameters and persistent buffers, or a mapping's tensors, into ``path``. Collective over the ranks that share them.
+    """A module's parameters and persistent buffers, or a mapping's tensors, into ``path``. Collective over the ranks
+    that share them.
 
-    Every rank writes its own bytes of the final file, once: no gather, no second copy. ``path`` names the old checkpoint or the new one,
-    whole, at every instant.
+    Every rank writes its own bytes of the final file, once: no gather, no second copy. ``path`` names the old
+    checkpoint or the new one, whole, at every instant.
 
     Args:
-        state: a module of any sharding, under its unwrapped names, each tied tensor once; or {name: tensor, DTensor or piece of an EMA's
-            state_dict(), or plain value: number, text, None, list, tuple, dict}. Of plain tensors and values, rank 0's are written.
+        state: a module of any sharding, under its unwrapped names, each tied tensor once; or {name: tensor, DTensor or
+            piece of an EMA's state_dict(), or plain value: number, text, None, list, tuple, dict}. Of plain tensors and
+            values, rank 0's are written.
         path: a .safetensors file, or a directory in the Hugging Face layout, whose other files stay.
         dtype: casts floating tensors on the way out.
         max_shard_size: of a file in a directory, in bytes or like "5GB".
@@ -55,8 +59,8 @@ def save(
         {"files": [path], "bytes_written": by this rank, "seconds": float}.
 
     Raises:
-        ValueError: ranks that disagree, regions that overlap or leave a hole, weights that are an EMA's averages now, inside of its
-            swapped(); OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
+        ValueError: ranks that disagree, regions that overlap or leave a hole, weights that are an EMA's averages now,
+            inside of its swapped(); OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
     """
     held, team = prepared("save()", state, group, timeout, saving=True)
     options = team.agree("save()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
@@ -69,12 +73,13 @@ def async_save(
     metadata: Mapping[str, str] | None = None, group: dist.ProcessGroup | None = None, progress: Progress | None = None,
     timeout: float | timedelta | None = None,
 ) -> SaveHandle:  # fmt: skip
-    """save() that returns when this rank has copied what it will write: training goes on while the rest is done. Collective.
+    """save() that returns when this rank has copied what it will write: training goes on while the rest is done.
+    Collective.
 
-    The copy, in the file's dtype, lies in host memory that the next such save of the same ranks uses again: on each rank as many bytes as
-    it writes, once. A second save, of either kind, waits for the first one; its error is raised by ``wait()``, or by the next save. When
-    the interpreter ends, it waits for the save first; an error that nobody has seen is told on stderr then, and the exit status is not 0. A
-    process that is killed leaves what was there before.
+    The copy, in the file's dtype, lies in host memory that the next such save of the same ranks uses again: on each
+    rank as many bytes as it writes, once. A second save, of either kind, waits for the first one; its error is raised
+    by ``wait()``, or by the next save. When the interpreter ends, it waits for the save first; an error that nobody has
+    seen is told on stderr then, and the exit status is not 0. A process that is killed leaves what was there before.
 
     Args: as save(); ``progress`` is called from another thread.
 
@@ -97,7 +102,8 @@ def full_state_dict(
 
     Collective; one tensor at a time travels.
 
-    Names are those of the unwrapped module, with every tied name: ready for load_state_dict(strict=True) of one that is not sharded.
+    Names are those of the unwrapped module, with every tied name: ready for load_state_dict(strict=True) of one that is
+    not sharded.
 
     Args:
         model: of any sharding.
@@ -105,8 +111,8 @@ def full_state_dict(
         timeout: seconds or timedelta, how long to wait for the other ranks.
 
     Raises:
-        ValueError: ranks that disagree, weights that are an EMA's averages now, inside of its swapped(); NotImplementedError: a tensor
-            without elements in memory (sparse, quantised); TimeoutError.
+        ValueError: ranks that disagree, weights that are an EMA's averages now, inside of its swapped();
+            NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
     """
     held, team = prepared("full_state_dict()", model, group, timeout, saving=False)
     weights = held.view.parameters if held.view is not None else []

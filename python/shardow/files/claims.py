@@ -1,14 +1,16 @@
-"""Saves of some of a job's ranks: who saved what to which path, kept in the job's store, so that parts of one model (pipeline stages) do
-not replace each other there without a word. All that follows is of the place where the files will be:
+"""Saves of some of a job's ranks: who saved what to which path, kept in the job's store, so that parts of one model
+(pipeline stages) do not replace each other there without a word. All that follows is of the place where the files will
+be:
 
-1. Whoever saves first leaves a claim (``compare_set``): its ranks, and a digest of names and global shapes. Whoever comes later with the
-   same tensors shares the claim.
-2. One with other tensors takes the claim over where it shares it, where it is joined by all ranks of the claim, or where what the claim's
-   save left is not there any more. Else it is refused.
-3. ``left`` says what the last of these saves left there (a file, its inode, size and time), and nothing while one is under way.
+1. Whoever saves first leaves a claim (``compare_set``): its ranks, and a digest of names and global shapes. Whoever
+   comes later with the same tensors shares the claim.
+2. One with other tensors takes the claim over where it shares it, where it is joined by all ranks of the claim, or
+   where what the claim's save left is not there any more. Else it is refused.
+3. ``left`` says what the last of these saves left there (a file, its inode, size and time), and nothing while one is
+   under way.
 
-Nobody waits: rank 0 of those who save asks the store, for as long as it may take to answer. Where it does not, the save goes on without a
-claim, and a warning says so.
+Nobody waits: rank 0 of those who save asks the store, for as long as it may take to answer. Where it does not, the save
+goes on without a claim, and a warning says so.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class _Claim:
     @staticmethod
     def of(ranks: list[int], tensors: Sequence[tuple[str, Sequence[int]]]) -> _Claim:
         digest = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
-        return _Claim(ranks, digest, len(tensors), tensors[0][0] if tensors else "", secrets.token_hex(8), secrets.token_hex(8))
+        return _Claim(
+            ranks, digest, len(tensors), tensors[0][0] if tensors else "", secrets.token_hex(8), secrets.token_hex(8)
+        )
 
     def __str__(self) -> str:
         some = ", ".join(map(str, self.ranks[:8])) + ", ..." * (len(self.ranks) > 8)
@@ -92,12 +96,14 @@ class ClaimedSave:
 
 
 def claimed(save: _core.Save, names: Sequence[str], path: str, team: Team) -> Save:
-    """``save``, to be written in place of the given one. ``names``: of its files, empty where the engine names one or more. Raises
-    ValueError on all of the save's ranks where it must not be written. Collective."""
+    """``save``, to be written in place of the given one. ``names``: of its files, empty where the engine names one or
+    more. Raises ValueError on all of the save's ranks where it must not be written. Collective."""
     if not dist.is_initialized() or team.size >= dist.get_world_size():
         return save
     ranks = [dist.get_rank()] if team.process_group is None else dist.get_process_group_ranks(team.process_group)
-    answer = team.agree("save()", lambda: _claim(save, ranks, _Place(path, names), path, team.timeout) if team.rank == 0 else save)
+    answer = team.agree(
+        "save()", lambda: _claim(save, ranks, _Place(path, names), path, team.timeout) if team.rank == 0 else save
+    )
     refusal = team.first("save()", answer.encode() if isinstance(answer, str) else b"").decode()
     if refusal or isinstance(answer, str):
         raise errors.make("invalid_argument", refusal)
@@ -108,21 +114,26 @@ def _claim(save: _core.Save, ranks: list[int], place: _Place, path: str, timeout
     """The save to write, or why it must not be written."""
     assert dist.group.WORLD is not None
     mine = _Claim.of(ranks, save.tensors)
-    group, patience = store_group(dist.group.WORLD, _CHANNEL), min(ANSWER, timeout / 2)  # once before the save, once after it
+    group, patience = (
+        store_group(dist.group.WORLD, _CHANNEL),
+        min(ANSWER, timeout / 2),
+    )  # once before the save, once after it
     try:
         answer = group.ask(lambda store: _settle(store, place, mine), patience)
     except RuntimeError:  # a store that can't: the job is only simulated
         return save
     if answer is None:
         warnings.warn(
-            f"{path}: the job's store did not answer within {patience:g} s, and can't say whether other ranks save other tensors there; "
+            f"{path}: the job's store did not answer within {patience:g} s, and can't say whether other ranks save "
+            "other tensors there; "
             "if they do, the last save stays",
             RuntimeWarning,
         )
         return ClaimedSave(save, group, patience, place, mine.nonce, None)  # the store may still come to it
     if isinstance(answer, _Claim):
         return (
-            f"{path}: two saves of one job would replace each other, and nothing was written. There, or on the way: {answer}. "
+            f"{path}: two saves of one job would replace each other, and nothing was written. There, or on the way: "
+            f"{answer}. "
             f"Now: {mine}. Give each part of a model a path of its own (a pipeline stage: its number in the name), "
             "or save all parts as one: shardow.save(part, path, group=) with a group of all their ranks"
         )
@@ -187,7 +198,9 @@ class _Place:
 
 def _what_is_at(file: str) -> list[int] | None:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # which makes a network's file system look
+        descriptor = os.open(
+            file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # which makes a network's file system look
         try:
             found = os.fstat(descriptor)
         finally:

@@ -1,4 +1,6 @@
-"""Which of several averages ``decay=`` chooses. What they are called is the engine's to say: include/shardow/ema_file.h."""
+"""Which of several averages ``decay=`` chooses. What they are called is the engine's to say:
+include/shardow/ema_file.h.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,18 @@ from shardow.ranks.gather import Part
 from shardow.ranks.store_group import StoreGroup, store_group
 from shardow.ranks.team import Team
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 @dataclass
@@ -38,9 +49,13 @@ class FileParts:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def in_dtypes(parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: torch.dtype | None) -> tuple[list[Part], str | None]:
-    """(parts, the dtype to which the engine casts): so that floating tensors end up as ``wanted``, or each as its ``own``, by name. ``own``
-    has every name, on all ranks alike. The engine knows one dtype for all, of 16 bits or more; for others parts are copied."""
+def in_dtypes(
+    parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: torch.dtype | None
+) -> tuple[list[Part], str | None]:
+    """(parts, the dtype to which the engine casts): so that floating tensors end up as ``wanted``, or each as its
+    ``own``, by name. ``own`` has every name, on all ranks alike. The engine knows one dtype for all, of 16 bits or
+    more; for others parts are copied.
+    """
     targets = {name: wanted or dtype for name, dtype in own.items() if dtype.is_floating_point}
     different = set(targets.values())
     if len(different) == 1 and next(iter(different)).itemsize > 1:
@@ -64,21 +79,27 @@ def _several_said(where: str) -> Iterator[None]:
     except errors.InvalidArgumentError:
         if several := _core.ema_files_in(where):
             one_of_them = f"give the file of one of them: {', '.join(several.values())}"
-            raise errors.make("invalid_argument", f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}") from None
+            raise errors.make(
+                "invalid_argument", f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}"
+            ) from None
         raise
 
 
 Then = Callable[[], None]
 
 
-def write(files: Sequence[FileParts], path: StrPath, team: Team, then: Then | None = None, **options: Any) -> dict[str, Any]:
+def write(
+    files: Sequence[FileParts], path: StrPath, team: Team, then: Then | None = None, **options: Any
+) -> dict[str, Any]:
     """The engine's save; ``then()`` is called on this rank when all is published. Collective."""
     settle(team.process_group)
     reached = [_Reached(file.parts) for file in files]  # alive during the call
     return _prepared(team.group, files, reached, path, team, then, options).write()
 
 
-def write_in_background(files: Sequence[FileParts], path: StrPath, team: Team, then: Then | None = None, **options: Any) -> SaveHandle:
+def write_in_background(
+    files: Sequence[FileParts], path: StrPath, team: Team, then: Then | None = None, **options: Any
+) -> SaveHandle:
     """write() that returns when everything is copied. Collective, and so is what goes on in the background."""
     settle(team.process_group)
     reached = [_Reached(file.parts) for file in files]
@@ -86,7 +107,9 @@ def write_in_background(files: Sequence[FileParts], path: StrPath, team: Team, t
     if isinstance(group, StoreGroup):
         group.begin("async_save()", team.timeout)
     on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
-    return start(team.process_group, _prepared(group, files, reached, path, team, then, options), os.fspath(path), pinned=on_cuda)
+    return start(
+        team.process_group, _prepared(group, files, reached, path, team, then, options), os.fspath(path), pinned=on_cuda
+    )
 
 
 def _prepared(
@@ -100,19 +123,30 @@ def _prepared(
 ) -> Save:
     def given() -> tuple[str, list[_core.SaveFile]]:
         with_memory = zip(files, reached, strict=True)
-        return paths.to_write(path), [_core.SaveFile(file.name, one.views(), _texts(file.metadata)) for file, one in with_memory]
+        return paths.to_write(path), [
+            _core.SaveFile(file.name, one.views(), _texts(file.metadata)) for file, one in with_memory
+        ]
 
     target, engine_files = team.agree("save()", given)
     told = {**options, "progress": shown(options.get("progress"), f"save {Path(target).name}", team.rank)}
-    save = claimed(_core.Save(group, engine_files, target, timeout=team.timeout, **told), [file.name for file in files], target, team)
+    save = claimed(
+        _core.Save(group, engine_files, target, timeout=team.timeout, **told),
+        [file.name for file in files],
+        target,
+        team,
+    )
     return save if then is None else _SaveThen(save, then)
 
 
 class _Reached:
-    """Parts where the engine reaches them. Of the usual ones, thousands, it makes views without a step of Python's for each."""
+    """Parts where the engine reaches them. Of the usual ones, thousands, it makes views without a step of Python's for
+    each.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self._made = engine_views([one.name for one in parts], [one.flat for one in parts], [one.region for one in parts])
+        self._made = engine_views(
+            [one.name for one in parts], [one.flat for one in parts], [one.region for one in parts]
+        )
         self._parts = list(parts) if self._made is not None else _for_engine(parts)
 
     def views(self) -> _core.Views | list[_core.TensorView]:
@@ -139,7 +173,10 @@ def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             wrong = key if not isinstance(key, str) else text
-            raise invalid(f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); headers hold texts alone: str(), json.dumps()")
+            raise invalid(
+                f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); headers hold texts alone: str(), "
+                "json.dumps()"
+            )
         _check_text(f"metadata {key!r}", key + text)
     return dict(metadata)
 
@@ -164,8 +201,10 @@ Choose = Callable[[_core.Checkpoint], tuple[Sequence[Part], bool]]
 
 
 def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
-    """opened() and read_into() in one. Collective. ``choose(checkpoint)`` says what this rank wants, and whether that must be all. What it
-    raises is raised on every rank, before anything changes. It is called again where the path was replaced meanwhile."""
+    """opened() and read_into() in one. Collective. ``choose(checkpoint)`` says what this rank wants, and whether that
+    must be all. What it raises is raised on every rank, before anything changes. It is called again where the path was
+    replaced meanwhile.
+    """
     settle(team.process_group)
     where = paths.to_read(path)
     wanted: list[Sequence[Part]] = [[], []]  # what is asked for, and the memory that the engine fills
@@ -192,7 +231,9 @@ def read_merged(parts: Sequence[Part], inputs: list[_core.MergeInput], team: Tea
     return report
 
 
-def write_merged(inputs: list[_core.MergeInput], path: StrPath, team: Team, metadata: Mapping[str, str], **options: Any) -> dict[str, Any]:
+def write_merged(
+    inputs: list[_core.MergeInput], path: StrPath, team: Team, metadata: Mapping[str, str], **options: Any
+) -> dict[str, Any]:
     """The engine's merge into files. Collective."""
     settle(team.process_group)
     target, texts = team.agree("merge()", lambda: (paths.to_write(path), _texts(metadata)))
@@ -207,8 +248,12 @@ def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:
 
 
 def _for_engine(parts: Iterable[Part]) -> list[Part]:
-    """The engine reaches the memory of the CPU, and of CUDA devices where it was built for them; of other devices it gets a copy."""
-    return [part if part.flat.is_cpu or (part.flat.is_cuda and _core.cuda_available()) else _on_host(part) for part in parts]
+    """The engine reaches the memory of the CPU, and of CUDA devices where it was built for them; of other devices it
+    gets a copy.
+    """
+    return [
+        part if part.flat.is_cpu or (part.flat.is_cuda and _core.cuda_available()) else _on_host(part) for part in parts
+    ]
 
 
 def _on_host(part: Part) -> Part:
@@ -226,11 +271,15 @@ def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
 
 
 def _unpacked(part: Part, factor: int) -> _core.Region:
-    """The region in the format's elements, of which the last dimension has ``factor`` times as many as torch's packed tensor."""
+    """The region in the format's elements, of which the last dimension has ``factor`` times as many as torch's packed
+    tensor.
+    """
     shape, boxes = list(part.region.shape), part.region.boxes()
     if not shape or len(boxes) > 1:
         how = "is cut into flat parts" if shape else "has no dimension along which its elements are packed"
-        raise unsupported(f"'{part.name}' is {part.flat.dtype} and {how}; files hold it whole, or sharded by dimensions")
+        raise unsupported(
+            f"'{part.name}' is {part.flat.dtype} and {how}; files hold it whole, or sharded by dimensions"
+        )
     offsets, sizes, _ = boxes[0] if boxes else ([0] * len(shape), [0] * len(shape), 0)
     scales = [1] * (len(shape) - 1) + [factor]
     dims = [[(begin * k, (begin + size) * k)] for begin, size, k in zip(offsets, sizes, scales, strict=True)]

@@ -31,6 +31,8 @@ def to_write(path: StrPath) -> str:
     text = to_read(path)
     stem, ending = os.path.splitext(text)
     if ending.lower() in _OTHERS and not os.path.isdir(text):
-        instead = f"Give {stem}.safetensors for one file, {stem} for a directory, or torch.save() a state_dict() for {ending}"
+        instead = (
+            f"Give {stem}.safetensors for one file, {stem} for a directory, or torch.save() a state_dict() for {ending}"
+        )
         raise invalid(f"{text}: what is written is safetensors. {instead}")
     return text

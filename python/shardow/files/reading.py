@@ -16,7 +16,8 @@ from shardow.files.paths import StrPath
 
 #: numpy's name of each dtype; bfloat16, which numpy lacks, comes as float32, which holds every value of it.
 _NUMPY = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32", "U64": "uint64",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64",
     "I64": "int64", "F16": "float16", "BF16": "float32", "F32": "float32", "F64": "float64", "C64": "complex64",
 }  # fmt: skip
 
@@ -41,8 +42,9 @@ class Slice:
     def __getitem__(self, index: Any) -> Any:
         """Integers and slices with positive steps.
 
-        Raises IndexError outside of the shape, NotImplementedError for a dtype that the framework lacks or a slice inside of its packed
-        elements, ValueError where a whole tensor's checksum differs, OSError where the file was written over."""
+        Raises IndexError outside of the shape, NotImplementedError for a dtype that the framework lacks or a slice
+        inside of its packed elements, ValueError where a whole tensor's checksum differs, OSError where the file was
+        written over."""
         entries = _full(self.shape, index)
         ranges = [_range(self.name, size, entry) for size, entry in zip(self.shape, entries, strict=True)]
         region = _core.Region.grid(list(self.shape), [_intervals(one) for one in ranges])
@@ -67,7 +69,9 @@ class Slice:
         import numpy as np
 
         if self.dtype not in _NUMPY:
-            raise unsupported(f"'{self.name}' is {self.dtype}, which numpy does not have; open it with framework='torch'")
+            raise unsupported(
+                f"'{self.name}' is {self.dtype}, which numpy does not have; open it with framework='torch'"
+            )
         array = np.empty(sizes, dtype=_NUMPY[self.dtype])
         return array, "F32" if self.dtype == "BF16" else self.dtype, array.ctypes.data
 
@@ -78,8 +82,8 @@ class Slice:
 class Checkpoint(Mapping[str, Any]):
     """{name: tensor} of a file or a Hugging Face directory, each read when it is asked for; and its ``metadata``.
 
-    What is read is what was opened, also when the path is replaced: the files stay open until close(), the end of a ``with`` block, or the
-    last reference. A file whose bytes are written over meanwhile is an OSError.
+    What is read is what was opened, also when the path is replaced: the files stay open until close(), the end of a
+    ``with`` block, or the last reference. A file whose bytes are written over meanwhile is an OSError.
     """
 
     def __init__(self, catalog: _core.Checkpoint, path: str, framework: Framework) -> None:
@@ -130,7 +134,8 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class SeveralAverages(Checkpoint):
-    """{decay: Checkpoint} of an EMA that was saved with several decays, all of one save: ``opened["0.999"]["weight"]``."""
+    """{decay: Checkpoint} of an EMA that was saved with several decays, all of one save:
+    ``opened["0.999"]["weight"]``."""
 
     def __init__(self, by_decay: dict[str, Checkpoint], path: str) -> None:
         self.path = path
@@ -160,12 +165,15 @@ class SeveralAverages(Checkpoint):
         return f"SeveralAverages('{self.path}', decays {', '.join(self._by_decay)})"
 
 
-def open_checkpoint(path: StrPath, framework: Framework | None = None, *, decay: float | str | _core.Schedule | None = None) -> Checkpoint:
-    """Opens a .safetensors file, a Hugging Face directory or a saved EMA, reads and checks the headers, and no data. Not collective.
+def open_checkpoint(
+    path: StrPath, framework: Framework | None = None, *, decay: float | str | _core.Schedule | None = None
+) -> Checkpoint:
+    """Opens a .safetensors file, a Hugging Face directory or a saved EMA, reads and checks the headers, and no data.
+    Not collective.
 
     Args:
-        framework: "torch" or "numpy", of what it gives; default: torch where that is installed. numpy has no bfloat16: such tensors come as
-            float32.
+        framework: "torch" or "numpy", of what it gives; default: torch where that is installed. numpy has no bfloat16:
+            such tensors come as float32.
         decay: of an EMA that was saved with several, which one; without it, their mapping {decay: Checkpoint}.
 
     Raises:
@@ -177,7 +185,9 @@ def open_checkpoint(path: StrPath, framework: Framework | None = None, *, decay:
     where = paths.to_read(path)
     if files := _core.ema_files_in(where, beside_a_model=decay is not None):
         found = _core.Checkpoint.open_files(where, list(files.values()))
-        opened = {key: Checkpoint(one, os.path.join(where, files[key]), chosen) for key, one in zip(files, found, strict=True)}
+        opened = {
+            key: Checkpoint(one, os.path.join(where, files[key]), chosen) for key, one in zip(files, found, strict=True)
+        }
         return SeveralAverages(opened, where) if decay is None else list(opened.values())[choose(list(opened), decay)]
     checkpoint = Checkpoint(_core.Checkpoint.open(where), where, chosen)
     if decay is not None:
@@ -192,7 +202,10 @@ def _packed(name: str, dtype: str, ranges: list[range], kept: list[bool], packed
     """How many of torch's packed elements the last dimension has."""
     last = ranges[-1]
     if last.step != 1 or last.start % packed or len(last) % packed or not kept[-1]:
-        raise unsupported(f"'{name}' is {dtype}, of which torch packs {packed} into one; slice its last dimension at multiples of {packed}")
+        raise unsupported(
+            f"'{name}' is {dtype}, of which torch packs {packed} into one; slice its last dimension at multiples of "
+            f"{packed}"
+        )
     return len(last) // packed
 
 

@@ -1,4 +1,5 @@
-"""Averages beside accelerate: kept in its save_state() and load_state(), by every rank, whatever the model is sharded by.
+"""Averages beside accelerate: kept in its save_state() and load_state(), by every rank, whatever the model is sharded
+by.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     ema = average(accelerator, model, optimizer, 0.999)
@@ -39,9 +40,9 @@ def average(
 ) -> EMA:
     """Averages of a prepared model, updated after each step of its prepared optimizer. Collective.
 
-    Steps that only accumulate gradients, or that a GradScaler skips, are not counted. ``accelerator.save_state()`` and ``load_state()``
-    keep the averages from now on. A state without them can't be loaded any more: to go on from one, load it first, and call this then,
-    so that they begin with its weights.
+    Steps that only accumulate gradients, or that a GradScaler skips, are not counted. ``accelerator.save_state()`` and
+    ``load_state()`` keep the averages from now on. A state without them can't be loaded any more: to go on from one,
+    load it first, and call this then, so that they begin with its weights.
 
     Args:
         name: of the file in each state; another one for each model.
@@ -52,7 +53,8 @@ def average(
     """
     if not any(accelerator.unwrap_model(model) is accelerator.unwrap_model(one) for one in accelerator._models):
         raise invalid(
-            "average() takes what accelerator.prepare() returned: the model, then its averages, so that they are sharded as it is"
+            "average() takes what accelerator.prepare() returned: the model, then its averages, so that they are "
+            "sharded as it is"
         )
     taken: set[str] = accelerator.__dict__.setdefault("_shardow_names", set())
     if name in taken:
@@ -68,7 +70,8 @@ def average(
             ema.load(Path(folder, f"{name}.safetensors"))
         except NotFoundError as error:
             raise NotFoundError(
-                f"{folder} has no {name}.safetensors: it was saved without these averages. To begin them from its weights, call "
+                f"{folder} has no {name}.safetensors: it was saved without these averages. To begin them from its "
+                "weights, call "
                 "load_state() before average()"
             ) from error
 
@@ -86,7 +89,9 @@ def save_state(accelerator: Accelerator, folder: str | Path) -> None:
     folder = Path(folder)
     draft = folder.with_name(f".{folder.name}.saving")
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        raise invalid("save_state() names what it saves; leave out ProjectConfiguration(automatic_checkpoint_naming=True)")
+        raise invalid(
+            "save_state() names what it saves; leave out ProjectConfiguration(automatic_checkpoint_naming=True)"
+        )
     if folder.exists():
         raise invalid(f"{folder} exists; give every state a name of its own")
     if accelerator.is_main_process:
@@ -100,7 +105,9 @@ def save_state(accelerator: Accelerator, folder: str | Path) -> None:
 
 
 def last_state(parent: str | Path) -> str | None:
-    """The newest of what save_state() left in ``parent``, by the number at the end of its name; None where there is none."""
+    """The newest of what save_state() left in ``parent``, by the number at the end of its name; None where there is
+    none.
+    """
     return next((str(path) for _, path in newest_first(parent)), None)
 
 
@@ -114,9 +121,12 @@ def save_averages(
     max_shard_size: int | str | None = None,
     decay: Any = None,
 ) -> None:
-    """The averaged model as save_pretrained() leaves it, for from_pretrained() of transformers, diffusers or PEFT. Collective.
+    """The averaged model as save_pretrained() leaves it, for from_pretrained() of transformers, diffusers or PEFT.
+    Collective.
 
     Args: of EMA.export().
     """
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    save_pretrained(ema, unwrapped, folder, dtype, main=accelerator.is_main_process, max_shard_size=max_shard_size, decay=decay)
+    save_pretrained(
+        ema, unwrapped, folder, dtype, main=accelerator.is_main_process, max_shard_size=max_shard_size, decay=decay
+    )

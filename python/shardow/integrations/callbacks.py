@@ -1,4 +1,6 @@
-"""What callbacks have in common: averages of a model that a trainer makes, which follow its optimizers, and go on from its checkpoints."""
+"""What callbacks have in common: averages of a model that a trainer makes, which follow its optimizers, and go on from
+its checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Keeping:
         """Raises where that was not asked for. ``lacking``: what the checkpoint has not."""
         if self.missing == "error":
             raise NotFoundError(
-                f"{lacking}, so the averages can't go on where this checkpoint was saved. {instead}To begin them from its weights: "
+                f"{lacking}, so the averages can't go on where this checkpoint was saved. {instead}To begin them from "
+                "its weights: "
                 f"{type(self).__name__}(missing='from_model')"
             )
         warn(f"{lacking}: the averages begin anew from the checkpoint's weights")

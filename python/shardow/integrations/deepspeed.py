@@ -1,8 +1,9 @@
 """DeepSpeed: averages of the float32 masters that ZeRO divides among ranks, where they are; nothing is gathered.
 
-``ema(engine)`` is all that there is: an EMA of ``engine.module`` whose ``source=`` are the masters of the engine's optimizer, and whose
-``update()`` after ``engine.step()`` counts a step only if that changed weights. It is a function rather than a callback since DeepSpeed has
-no events, and rather than an argument of EMA since only the engine knows which of its steps were applied.
+``ema(engine)`` is all that there is: an EMA of ``engine.module`` whose ``source=`` are the masters of the engine's
+optimizer, and whose ``update()`` after ``engine.step()`` counts a step only if that changed weights. It is a function
+rather than a callback since DeepSpeed has no events, and rather than an argument of EMA since only the engine knows
+which of its steps were applied.
 """
 
 from __future__ import annotations
@@ -19,21 +20,30 @@ from shardow.integrations.masters import MastersEMA
 from shardow.model.masters import master_of
 from shardow.model.slots import slots
 
-#: An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's, and without ZeRO.
-_FLAT = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups_flat")
+# :An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's, and without
+# ZeRO.
+_FLAT = (
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+    "fp32_groups_flat",
+)
 
 
 def ema(engine: Any, decay: float | Schedule | Sequence[float | Schedule] = 0.9999, **options: Any) -> EMA:
-    """Averages of what ``engine`` (``deepspeed.initialize()``) trains; call ``update()`` after each ``engine.step()``. Collective.
+    """Averages of what ``engine`` (``deepspeed.initialize()``) trains; call ``update()`` after each ``engine.step()``.
+    Collective.
 
-    ZeRO-1, 2 and 3, bf16_optimizer, and 16 bits without ZeRO: of the optimizer's float32 masters. Else of the weights. Files, exports and
-    states are complete models by parameter name, for any other world size and stage.
+    ZeRO-1, 2 and 3, bf16_optimizer, and 16 bits without ZeRO: of the optimizer's float32 masters. Else of the weights.
+    Files, exports and states are complete models by parameter name, for any other world size and stage.
 
     Args:
-        decay, options: EMA's; neither ``source``, ``optimizer`` nor ``overlap``, and ``group`` is the engine's data-parallel ranks.
+        decay, options: EMA's; neither ``source``, ``optimizer`` nor ``overlap``, and ``group`` is the engine's
+            data-parallel ranks.
 
     Raises:
-        NotImplementedError: masters on NVMe, or on another device than the weights; pipelines, experts, tensor parallelism, ZenFlow.
+        NotImplementedError: masters on NVMe, or on another device than the weights; pipelines, experts, tensor
+            parallelism, ZenFlow.
     """
     return _EMA(engine, decay, options)
 
@@ -46,8 +56,8 @@ class _EMA(MastersEMA):
         super().__init__(engine.module, decay, lambda: masters(engine), lambda: _addresses(engine.optimizer), options)
 
     def update(self, step: int | None = None, samples: float = 0.0) -> None:
-        """After engine.step(): as EMA.update() where that step was applied. Else nothing: between the boundaries of an accumulation, and
-        where gradients overflowed."""
+        """After engine.step(): as EMA.update() where that step was applied. Else nothing: between the boundaries of an
+        accumulation, and where gradients overflowed."""
         if self._engine.was_step_applied():
             super().update(step, samples)
 
@@ -76,7 +86,10 @@ def _zero3(optimizer: Any, parameters: list[Any]) -> Found:
     for p in parameters:
         if (found := master_of(p)) is not None:
             if found[0].untyped_storage().data_ptr() not in kept:
-                raise unsupported("offload_optimizer keeps masters on the host, weights are on a device; use offload_param too, or neither")
+                raise unsupported(
+                    "offload_optimizer keeps masters on the host, weights are on a device; use offload_param too, or "
+                    "neither"
+                )
             yield p, found[0]
 
 
@@ -96,13 +109,19 @@ def _whole(optimizer: Any, parameters: list[Any]) -> Found:
 
 
 def _addresses(optimizer: Any) -> list[int]:
-    kept = [*(flat for name in _FLAT for flat in getattr(optimizer, name, ())), *chain.from_iterable(getattr(optimizer, "fp32_groups", ()))]
+    kept = [
+        *(flat for name in _FLAT for flat in getattr(optimizer, name, ())),
+        *chain.from_iterable(getattr(optimizer, "fp32_groups", ())),
+    ]
     return [tensor.data_ptr() for tensor in kept]
 
 
 def _refuse(engine: Any) -> None:
     if not hasattr(engine, "was_step_applied") or not hasattr(getattr(engine, "optimizer", None), "param_groups"):
-        raise invalid(f"ema() takes the engine that deepspeed.initialize() returns, with an optimizer, not a {type(engine).__name__}")
+        raise invalid(
+            "ema() takes the engine that deepspeed.initialize() returns, with an optimizer, not a "
+            f"{type(engine).__name__}"
+        )
     optimizer = engine.optimizer
     odd = {
         "keeps masters on NVMe, where nothing can be averaged in place: offload to 'cpu'": (
@@ -111,9 +130,8 @@ def _refuse(engine: Any) -> None:
         "is a pipeline, whose stages hold other layers under other names": engine.pipeline_parallelism,
         "has experts, which ranks hold under the same names": engine.has_moe_layers,
         "is tensor parallel: ranks hold other elements under the same names": engine.mp_world_size > 1,
-        "links weights to masters of others (round_robin_gradients), as its own safe_get_full_fp32_param() shows; leave that out": (
-            getattr(optimizer, "round_robin_gradients", False)
-        ),
+        "links weights to masters of others (round_robin_gradients), as its own safe_get_full_fp32_param() shows; "
+        "leave that out": (getattr(optimizer, "round_robin_gradients", False)),
         "updates its masters while it trains (ZenFlow)": bool(getattr(engine, "zenflow", False)),
     }
     for why, so in odd.items():

@@ -3,8 +3,9 @@
     trainer = Trainer(callbacks=[EMACallback(0.999), ModelCheckpoint(...)], ...)
     trainer.fit(module, ckpt_path="last")
 
-Validation sees the averages, the module's own hooks at its end too; ModelCheckpoint, which saves right after, the weights. A checkpoint
-that is one file has the averages under "averages", one that is a directory in averages.safetensors, where each rank writes its part.
+Validation sees the averages, the module's own hooks at its end too; ModelCheckpoint, which saves right after, the
+weights. A checkpoint that is one file has the averages under "averages", one that is a directory in
+averages.safetensors, where each rank writes its part.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ KEY, FILE = "averages", "averages.safetensors"
 
 
 class EMACallback(Keeping, Callback):
-    """``callback.ema`` from the beginning of training on; after it the module has the averages, for test(), predict() and export.
+    """``callback.ema`` from the beginning of training on; after it the module has the averages, for test(), predict()
+    and export.
 
-    They begin where everything has been restored, which is later for sharded models. One update follows each optimizer step (of several
-    optimizers: of the last one); those that a GradScaler skips are not counted. validate(), test() and predict() of a checkpoint that has
-    averages use them.
+    They begin where everything has been restored, which is later for sharded models. One update follows each optimizer
+    step (of several optimizers: of the last one); those that a GradScaler skips are not counted. validate(), test() and
+    predict() of a checkpoint that has averages use them.
 
     Args:
         decay, options: of shardow.EMA; ``update_every`` and ``start_step`` among them.
@@ -41,7 +43,8 @@ class EMACallback(Keeping, Callback):
         epochs: update after those epochs for which this is true, in place of steps: ``lambda epoch: epoch >= 3``, with
             ``decay=shardow.schedules.mean()``, is stochastic weight averaging.
         leave: "averages" or "weights": what the module has after fit().
-        missing: "error": fit() can't go on from a checkpoint without averages; "from_model": they begin anew there, with a warning.
+        missing: "error": fit() can't go on from a checkpoint without averages; "from_model": they begin anew there,
+            with a warning.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class EMACallback(Keeping, Callback):
         trainer.strategy.save_checkpoint = self._beside(trainer.strategy)  # type: ignore[method-assign]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.epochs is not None and self.epochs(trainer.current_epoch):  # a resume comes here again: each counts once
+        if self.epochs is not None and self.epochs(
+            trainer.current_epoch
+        ):  # a resume comes here again: each counts once
             assert self.ema is not None
             self.ema.update(step=sum(self.epochs(one) for one in range(trainer.current_epoch + 1)))
 
@@ -94,7 +99,9 @@ class EMACallback(Keeping, Callback):
             self._swapped = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Before ModelCheckpoint saves what there is; where other ranks are needed for that and missing, it will be refused."""
+        """Before ModelCheckpoint saves what there is; where other ranks are needed for that and missing, it will be
+        refused.
+        """
         if self._swapped and self.ema is not None:
             self._swapped = False
             try:
@@ -127,7 +134,9 @@ class EMACallback(Keeping, Callback):
         self._found = checkpoint.get(KEY)
 
     def _beside(self, strategy: Strategy) -> Callable[..., None]:
-        """Its save_checkpoint(), which alone is told where; the averages come before the file that makes a directory a checkpoint."""
+        """Its save_checkpoint(), which alone is told where; the averages come before the file that makes a directory a
+        checkpoint.
+        """
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
             if KEY in checkpoint and _sharded(strategy) and self.ema is not None:
@@ -145,9 +154,14 @@ class EMACallback(Keeping, Callback):
         else:
             ema.load(Path(where, FILE))
             if ema.step != self._found["step"]:
-                raise CorruptError(f"{where} is of step {self._found['step']}, its averages of step {ema.step}: a save was interrupted")
+                raise CorruptError(
+                    f"{where} is of step {self._found['step']}, its averages of step {ema.step}: a save was interrupted"
+                )
 
 
 def _sharded(strategy: Strategy) -> bool:
     """Its checkpoints are directories."""
-    return bool(getattr(strategy, "_save_distributed_checkpoint", False) or getattr(strategy, "_state_dict_type", "") == "sharded")
+    return bool(
+        getattr(strategy, "_save_distributed_checkpoint", False)
+        or getattr(strategy, "_state_dict_type", "") == "sharded"
+    )

@@ -13,7 +13,9 @@ from shardow.ema import EMA
 
 
 class MastersEMA(EMA):
-    """``masters()``: what ``source=`` takes, as it is now; ``addresses()``: where it lies, cheap enough to be asked before every update."""
+    """``masters()``: what ``source=`` takes, as it is now; ``addresses()``: where it lies, cheap enough to be asked
+    before every update.
+    """
 
     def __init__(
         self,
@@ -25,7 +27,9 @@ class MastersEMA(EMA):
     ) -> None:
         for name in ("source", "optimizer", "overlap"):
             if options.get(name):
-                raise invalid(f"ema(..., {name}=...): the optimizer's masters are averaged after its steps; leave {name}= out")
+                raise invalid(
+                    f"ema(..., {name}=...): the optimizer's masters are averaged after its steps; leave {name}= out"
+                )
         self._masters, self._addresses = masters, addresses
         self._seen = addresses()
         super().__init__(model, decay, source=masters(), **options)
@@ -43,10 +47,14 @@ class MastersEMA(EMA):
         return super().distance(decay)
 
     def attach(self, optimizer: Any, **_: Any) -> NoReturn:
-        raise unsupported("attach(): this optimizer steps another one inside, part by part; call update() after its steps instead")
+        raise unsupported(
+            "attach(): this optimizer steps another one inside, part by part; call update() after its steps instead"
+        )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise unsupported("an EMA of an optimizer's masters can't be copied or pickled: save() it, or take its state_dict()")
+        raise unsupported(
+            "an EMA of an optimizer's masters can't be copied or pickled: save() it, or take its state_dict()"
+        )
 
     def __reduce__(self) -> NoReturn:
         self.__deepcopy__({})

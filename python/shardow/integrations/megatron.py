@@ -1,7 +1,8 @@
-"""Megatron-Core: averages of the float32 masters that its distributed optimizer divides among data-parallel ranks, where they are.
+"""Megatron-Core: averages of the float32 masters that its distributed optimizer divides among data-parallel ranks,
+where they are.
 
-``ema(model, optimizer)`` is an EMA of the module inside Megatron's wrappers, with the stretches of the optimizer's range maps as its
-``source=``. ``optimizer.step()`` returns whether it was applied: ``if successful: ema.update()``.
+``ema(model, optimizer)`` is an EMA of the module inside Megatron's wrappers, with the stretches of the optimizer's
+range maps as its ``source=``. ``optimizer.step()`` returns whether it was applied: ``if successful: ema.update()``.
 """
 
 from __future__ import annotations
@@ -22,20 +23,25 @@ from shardow.model.slots import slots
 _WRAPPERS = ("DistributedDataParallel", "Float16Module")  # Megatron's own, of which the former is not torch's
 
 
-def ema(model: Any, optimizer: Any, decay: float | Schedule | Sequence[float | Schedule] = 0.9999, **options: Any) -> EMA:
-    """Averages of what ``optimizer``, of ``get_megatron_optimizer()``, trains in ``model``: Megatron's DistributedDataParallel around it.
+def ema(
+    model: Any, optimizer: Any, decay: float | Schedule | Sequence[float | Schedule] = 0.9999, **options: Any
+) -> EMA:
+    """Averages of what ``optimizer``, of ``get_megatron_optimizer()``, trains in ``model``: Megatron's
+    DistributedDataParallel around it.
 
-    Call ``update()`` after each step that was applied. Files, exports and states are complete models by parameter name, for any number of
-    ranks. Collective.
+    Call ``update()`` after each step that was applied. Files, exports and states are complete models by parameter name,
+    for any number of ranks. Collective.
 
-    With ``overlap_param_gather`` a rank's own weights are ahead of others': ``model.start_param_sync(force_sync=True)`` before swapped().
+    With ``overlap_param_gather`` a rank's own weights are ahead of others': ``model.start_param_sync(force_sync=True)``
+    before swapped().
 
     Args:
-        decay, options: EMA's; neither ``source``, ``optimizer`` nor ``overlap``, and ``group`` is the optimizer's data-parallel ranks.
+        decay, options: EMA's; neither ``source``, ``optimizer`` nor ``overlap``, and ``group`` is the optimizer's
+            data-parallel ranks.
 
     Raises:
-        NotImplementedError: no distributed optimizer; several of them (experts); tensor or pipeline parallelism; masters that its
-            precision-aware Adam keeps, or that are offloaded.
+        NotImplementedError: no distributed optimizer; several of them (experts); tensor or pipeline parallelism;
+            masters that its precision-aware Adam keeps, or that are offloaded.
     """
     inner = _inner(optimizer)
     module = _module(model)
@@ -44,7 +50,8 @@ def ema(model: Any, optimizer: Any, decay: float | Schedule | Sequence[float | S
 
 
 def masters(module: nn.Module, optimizer: Any) -> dict[str, Source]:
-    """What ``source=`` takes, of parameters in 16 bits: others have no masters. Those that other ranks have are empty."""
+    """What ``source=`` takes, of parameters in 16 bits: others have no masters. Those that other ranks have are
+    empty."""
     return {name: _stretch(p, optimizer) for name, p in _mastered(module)}
 
 
@@ -72,12 +79,18 @@ def _inner(optimizer: Any) -> Any:
     chained = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     found = [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
     if not found or not all(hasattr(one, "model_param_gbuf_map") for one in found):
-        raise unsupported("ema() takes what get_megatron_optimizer() returns for OptimizerConfig(use_distributed_optimizer=True)")
+        raise unsupported(
+            "ema() takes what get_megatron_optimizer() returns for OptimizerConfig(use_distributed_optimizer=True)"
+        )
     if len(found) > 1:
-        raise unsupported(f"{len(found)} distributed optimizers, as for experts or several model chunks: they are not averaged here")
+        raise unsupported(
+            f"{len(found)} distributed optimizers, as for experts or several model chunks: they are not averaged here"
+        )
     config = found[0].config
     if getattr(config, "use_precision_aware_optimizer", False) or getattr(config, "optimizer_cpu_offload", False):
-        raise unsupported("use_precision_aware_optimizer and optimizer_cpu_offload keep masters where nothing else reaches them")
+        raise unsupported(
+            "use_precision_aware_optimizer and optimizer_cpu_offload keep masters where nothing else reaches them"
+        )
     return found[0]
 
 
@@ -89,7 +102,9 @@ def _module(model: Any) -> nn.Module:
         raise invalid(f"ema() takes Megatron's DistributedDataParallel, or a list of one, not a {type(model).__name__}")
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
         if getattr(config, name, 1) > 1:
-            raise unsupported(f"{name}={getattr(config, name)}: ranks hold other elements, or layers, under the same names")
+            raise unsupported(
+                f"{name}={getattr(config, name)}: ranks hold other elements, or layers, under the same names"
+            )
     inside: nn.Module = model
     while type(inside).__name__ in _WRAPPERS:
         inside = inside.module  # type: ignore[assignment]

@@ -24,8 +24,8 @@ def save_pretrained(
     max_shard_size: int | str | None = None,
     decay: Any = None,
 ) -> None:
-    """The averages of ``model``, which is unwrapped: of transformers or diffusers, with its configuration; of PEFT, the averaged adapter in
-    its own dtype; of any other, weights alone. Every rank writes its part of them. Collective.
+    """The averages of ``model``, which is unwrapped: of transformers or diffusers, with its configuration; of PEFT, the
+    averaged adapter in its own dtype; of any other, weights alone. Every rank writes its part of them. Collective.
 
     Args: of EMA.export(), and ``main``: this rank writes all else. A model of diffusers is one file.
     """
@@ -41,7 +41,10 @@ def save_pretrained(
         own(folder, state_dict={})  # first: it removes other weights
         if dtype is not None:
             config = folder / "config.json"
-            config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
+            config.write_text(
+                json.dumps({**json.loads(config.read_text()), "dtype": str(dtype).removeprefix("torch.")}, indent=2)
+                + "\n"
+            )
     if diffusion:
         ema.export(folder / _DIFFUSION, dtype, decay=decay)
     else:

@@ -5,8 +5,8 @@
     trainer.train()  # goes on from its checkpoint, averages too; validates with them
     trainer.ema.averages.export("run/model")
 
-Released versions have no averages; the options have the names of those that are on their way there, and checkpoints the keys,
-`ema_optimizer.state.NAME.ema_params`.
+Released versions have no averages; the options have the names of those that are on their way there, and checkpoints the
+keys, `ema_optimizer.state.NAME.ema_params`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _STATE = "shardow.state"
 
 
 class EMAWeights(Stateful, Configurable):
-    """Averages of the model, sharded as it is. They begin with the weights of the first step, after what the checkpointer has loaded."""
+    """Averages of the model, sharded as it is. They begin with the weights of the first step, after what the
+    checkpointer has loaded.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -62,7 +64,11 @@ class EMAWeights(Stateful, Configurable):
             raise unsupported(f"ema: {len(model_parts)} model parts; averages of pipeline stages are not supported")
         self._every = whole("ema.update_every_n_steps", config.update_every_n_steps, 1)
         self._first = whole("ema.start_step", config.start_step, 0)
-        rule = schedules.half_life_fraction(config.half_life_fraction) if config.decay is None else fraction("ema.decay", config.decay)
+        rule = (
+            schedules.half_life_fraction(config.half_life_fraction)
+            if config.decay is None
+            else fraction("ema.decay", config.decay)
+        )
         self._begun = False
         # Updates are counted, not steps. With a start_step, the first one copies the weights.
         self.averages = EMA(model_parts[0], rule, start_step=min(self._first, 1))
@@ -85,14 +91,18 @@ class EMAWeights(Stateful, Configurable):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        averages = {key[6:-11]: one for key, one in state_dict.items() if key.startswith("state.") and key.endswith(".ema_params")}
+        averages = {
+            key[6:-11]: one
+            for key, one in state_dict.items()
+            if key.startswith("state.") and key.endswith(".ema_params")
+        }
         self.averages.load_state_dict({"averages": averages, "state": state_dict[_STATE]})
         self._begun = True
 
 
 class AveragedTrainer(Trainer):
-    """torchtitan's Trainer with averages: ``trainer.ema``. To go on from a checkpoint that has none, name ``ema_optimizer`` in
-    ``checkpoint.exclude_from_loading``: they begin with its weights then."""
+    """torchtitan's Trainer with averages: ``trainer.ema``. To go on from a checkpoint that has none, name
+    ``ema_optimizer`` in ``checkpoint.exclude_from_loading``: they begin with its weights then."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -107,7 +117,9 @@ class AveragedTrainer(Trainer):
             return
         if self.checkpointer.enable:
             if KEY in self.checkpointer.states:
-                raise invalid(f"the checkpointer has {KEY!r} already: this torchtitan has averages of its own; disable them")
+                raise invalid(
+                    f"the checkpointer has {KEY!r} already: this torchtitan has averages of its own; disable them"
+                )
             self.checkpointer.states[KEY] = self.ema
         self.optimizers.register_step_pre_hook(lambda *_: self.ema.before_step())
         self.optimizers.register_step_post_hook(lambda *_: self.ema.step(self.step))

@@ -6,8 +6,8 @@
     trainer.train(resume_from_checkpoint=last_checkpoint(arguments.output_dir))
     trainer.save_averages("run/model")  # for from_pretrained()
 
-The mixin exists since the Trainer has no event before an evaluation, nor before it removes old checkpoints. The callback alone averages,
-and saves with the checkpoints. Any trainer that is a Trainer will do, TRL's too.
+The mixin exists since the Trainer has no event before an evaluation, nor before it removes old checkpoints. The
+callback alone averages, and saves with the checkpoints. Any trainer that is a Trainer will do, TRL's too.
 """
 
 from __future__ import annotations
@@ -30,28 +30,36 @@ FILE = "averages.safetensors"
 
 
 class EMACallback(Keeping, TrainerCallback):
-    """Averages of the Trainer's model, plain, under DDP or FSDP, on every rank; ``callback.ema`` from the beginning of training on.
+    """Averages of the Trainer's model, plain, under DDP or FSDP, on every rank; ``callback.ema`` from the beginning of
+    training on.
 
-    One update follows each optimizer step; those that a GradScaler skips are not counted. The averages are saved in the Trainer's
-    checkpoints, and go on from the one that the Trainer resumes.
+    One update follows each optimizer step; those that a GradScaler skips are not counted. The averages are saved in the
+    Trainer's checkpoints, and go on from the one that the Trainer resumes.
 
     Args:
         decay, options: of shardow.EMA.
         use: which of several decays is evaluated and exported.
         samples: of attach(), for schedules in samples.
-        missing: "error": a checkpoint without averages can't be resumed; "from_model": they begin anew there, with a warning.
+        missing: "error": a checkpoint without averages can't be resumed; "from_model": they begin anew there, with a
+            warning.
     """
 
-    def __init__(self, decay: Any = 0.9999, *, use: Any = None, samples: Any = None, missing: Missing = "error", **options: Any) -> None:
+    def __init__(
+        self, decay: Any = 0.9999, *, use: Any = None, samples: Any = None, missing: Missing = "error", **options: Any
+    ) -> None:
         self.keep(decay, use, missing, options)
         self.samples = samples
         self.resumed: str | None = None  # the checkpoint, where the mixin knows it
         self._saved: str | None = None
         self.files: dict[str, EMA] = {}  # of a checkpoint
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         if getattr(args, "deepspeed", None):
-            raise unsupported("EMACallback: under DeepSpeed the optimizer steps master weights that the Trainer's model does not show")
+            raise unsupported(
+                "EMACallback: under DeepSpeed the optimizer steps master weights that the Trainer's model does not show"
+            )
         self.let_go()
         self._saved = None
         self.begin(model)
@@ -68,7 +76,10 @@ class EMACallback(Keeping, TrainerCallback):
             for name, ema in self.files.items():
                 ema.load(Path(folder, name))
         except NotFoundError:
-            others = "Resume one that has it (those that last_checkpoint() finds do), name the right directory through AveragedTrainer. "
+            others = (
+                "Resume one that has it (those that last_checkpoint() finds do), name the right directory through "
+                "AveragedTrainer. "
+            )
             self.begin_anew(f"{Path(folder, name)} is missing", others)
             for ema in self.files.values():
                 ema.reset()
@@ -93,7 +104,9 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class AveragedTrainer(_Base):  # type: ignore[misc]
-    """Before a Trainer in a class's bases: evaluates and predicts with the averages, saves them first of a checkpoint, exports them."""
+    """Before a Trainer in a class's bases: evaluates and predicts with the averages, saves them first of a checkpoint,
+    exports them.
+    """
 
     @property
     def averages(self) -> EMACallback:
@@ -124,14 +137,17 @@ class AveragedTrainer(_Base):  # type: ignore[misc]
         super().save_model(output_dir, _internal_call)
 
     def save_averages(self, output_dir: str, dtype: Any = None, *, max_shard_size: int | str | None = None) -> None:
-        """What save_pretrained() leaves, with averaged weights: configuration, tokenizer and all, for from_pretrained(). Collective.
+        """What save_pretrained() leaves, with averaged weights: configuration, tokenizer and all, for
+        from_pretrained(). Collective.
 
         Args: of EMA.export(). An adapter (PEFT) is saved in its own dtype.
         """
         if (ema := self.averages.ema) is None:
             raise invalid("save_averages(): nothing has been averaged before train()")
         model, main = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), self.args.should_save
-        save_pretrained(ema, model, output_dir, dtype, main=main, max_shard_size=max_shard_size, decay=self.averages.use)
+        save_pretrained(
+            ema, model, output_dir, dtype, main=main, max_shard_size=max_shard_size, decay=self.averages.use
+        )
         if main and self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
 
@@ -143,7 +159,9 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     """
     for step, path in newest_first(output_dir, "checkpoint-"):
         try:
-            whole = TrainerState.load_from_json(str(path / "trainer_state.json")).global_step == step  # which is written last
+            whole = (
+                TrainerState.load_from_json(str(path / "trainer_state.json")).global_step == step
+            )  # which is written last
         except (OSError, ValueError):
             continue
         if whole and (path / FILE).exists():

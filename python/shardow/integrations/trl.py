@@ -1,12 +1,14 @@
-"""TRL's BEMACallback, sharded and resumable: averages with a correction of their lag (Block and Zhang, arXiv 2508.00180).
+"""TRL's BEMACallback, sharded and resumable: averages with a correction of their lag (Block and Zhang, arXiv
+2508.00180).
 
 After step t, every ``update_freq`` steps from ``update_after`` on,
 
     average <- (1 - beta) average + beta weights,   beta  = max(min_ema_multiplier, (lag + multiplier t)^-ema_power)
     BEMA    =  average + alpha (weights - first),   alpha = (lag + multiplier t)^-bias_power
 
-where ``first`` are the weights of step ``update_after``. The origin keeps average, first weights and BEMA whole on the CPU, on every rank;
-here a rank has its part of each, and they are in the Trainer's checkpoints, where the origin begins anew.
+where ``first`` are the weights of step ``update_after``. The origin keeps average, first weights and BEMA whole on the
+CPU, on every rank; here a rank has its part of each, and they are in the Trainer's checkpoints, where the origin begins
+anew.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ _ALWAYS = 2**62  # as start_step: every update copies the weights
 
 
 class BEMACallback(EMACallback):
-    """``callback.ema`` are the BEMA weights: with AveragedTrainer they are evaluated and exported. Saved in ``output_dir``/bema at the end.
+    """``callback.ema`` are the BEMA weights: with AveragedTrainer they are evaluated and exported. Saved in
+    ``output_dir``/bema at the end.
 
-    Args: as trl.BEMACallback's, but that ``device`` is the weights' own unless given. missing, options: of EMACallback; no decay.
+    Args: as trl.BEMACallback's, but that ``device`` is the weights' own unless given. missing, options: of EMACallback;
+    no decay.
     """
 
     def __init__(

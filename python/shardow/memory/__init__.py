@@ -1,7 +1,8 @@
 """What memory a run takes.
 
-timeline() samples every rank during a block, draw() shows several of them side by side, apply() makes training steps take less, plan()
-predicts and measure() counts what they hold. Each is imported where it is first used: not all of them need torch.
+timeline() samples every rank during a block, draw() shows several of them side by side, apply() makes training steps
+take less, plan() predicts and measure() counts what they hold. Each is imported where it is first used: not all of them
+need torch.
 
 May import: averages, model, ranks, base, errors, ema."""
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Colours", "Switches", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
 _HOMES = {
-    "Colours": "drawing", "Switches": "switches", "Timeline": "samples", "Usage": "usage", "apply": "switches", "draw": "drawing",
+    "Colours": "drawing", "Switches": "switches", "Timeline": "samples", "Usage": "usage", "apply": "switches",
+    "draw": "drawing",
     "figure": "drawing", "measure": "measurement", "plan": "prediction", "timeline": "samples",
 }  # fmt: skip
 

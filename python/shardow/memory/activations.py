@@ -16,7 +16,9 @@ from shardow.model.modules import modes_kept
 
 
 class _Saved:
-    """A tensor in autograd's hands; gone when its node of the graph is. Detached, since an output would hold its own node."""
+    """A tensor in autograd's hands; gone when its node of the graph is. Detached, since an output would hold its own
+    node.
+    """
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -25,8 +27,8 @@ class _Saved:
 
 
 def kept_bytes(forward: Callable[[], Any], own: Callable[[], Iterable[torch.Tensor]]) -> int:
-    """Bytes that autograd keeps while the result of ``forward`` lives, without those of ``own()``, which is asked afterwards. A sharded
-    model's unsharded weights are there or freed by then."""
+    """Bytes that autograd keeps while the result of ``forward`` lives, without those of ``own()``, which is asked
+    afterwards. A sharded model's unsharded weights are there or freed by then."""
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: torch.Tensor) -> _Saved:
@@ -54,8 +56,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
-    """In training mode where the model is in evaluation, as pretrained ones come. A model in training stays as it is, with parts in
-    evaluation if it has some."""
+    """In training mode where the model is in evaluation, as pretrained ones come. A model in training stays as it is,
+    with parts in evaluation if it has some."""
     with modes_kept(model):
         if not model.training:
             model.train()

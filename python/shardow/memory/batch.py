@@ -16,8 +16,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_arguments(batch: Any, like: Like, of_shape: OfShape) -> Arguments:
-    """(args, kwargs), tensors through ``like``. A tensor is the only argument, a tuple or list the positional ones, a dict those by
-    keyword; a shape (float32) or (shape, dtype) stands for a tensor; whatever else is among them stays as it is."""
+    """(args, kwargs), tensors through ``like``. A tensor is the only argument, a tuple or list the positional ones, a
+    dict those by keyword; a shape (float32) or (shape, dtype) stands for a tensor; whatever else is among them stays as
+    it is."""
 
     def leaf(value: Any) -> Any:
         form = shape_and_dtype(value)
@@ -45,10 +46,17 @@ def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
     """Of a shape, which is float32's, or (shape, dtype); None: it is neither."""
     if _is_shape(value):
         return tuple(value), torch.float32
-    if isinstance(value, (tuple, list)) and len(value) == 2 and _is_shape(value[0]) and isinstance(value[1], (torch.dtype, str)):
+    if (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and _is_shape(value[0])
+        and isinstance(value[1], (torch.dtype, str))
+    ):
         return tuple(value[0]), dtype_of(value[1])
     return None
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value)
+    return isinstance(value, (tuple, list)) and all(
+        isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
+    )

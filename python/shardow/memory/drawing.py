@@ -30,15 +30,15 @@ class Colours:
 
 
 def draw(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Timelines side by side, by their titles, with one scale. Each rank's resident memory above what it had at the start, and its device's
-    memory where there is one. Needs matplotlib; the suffix of ``path`` is the format."""
+    """Timelines side by side, by their titles, with one scale. Each rank's resident memory above what it had at the
+    start, and its device's memory where there is one. Needs matplotlib; the suffix of ``path`` is the format."""
     colours = Colours()
     figure(timelines, colours).savefig(path, dpi=160, facecolor=colours.ground)
 
 
 def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) -> Figure:
-    """The matplotlib figure that draw() writes, for reports with colours of their own. One column for each title; rows are memory of the
-    host above what was there at the start and, where there is any, of the device."""
+    """The matplotlib figure that draw() writes, for reports with colours of their own. One column for each title; rows
+    are memory of the host above what was there at the start and, where there is any, of the device."""
     from matplotlib.figure import Figure
 
     colours = colours or Colours()
@@ -63,14 +63,20 @@ def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) ->
                 said = f"at most {highest / scale:.{2 if scale == 2**30 else 0}f} {unit}"
                 panel.set_title(f"{title}\n{said}", color=colours.ink, fontsize=10, loc="left")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    drawn.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink)
+    drawn.legend(
+        handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9, labelcolor=colours.ink
+    )
     return drawn
 
 
 def _lines(panel: Axes, ranks: Sequence[Samples], series_of: Any, scale: int, colours: Colours) -> None:
     start = min(one.resident[0][0] for one in ranks)
     for one in sorted(ranks, key=lambda one: -one.rank):  # rank 0 on top
-        label = {0: "rank 0", len(ranks) - 1: "other ranks" if len(ranks) > 2 else "rank 1"}.get(one.rank) if len(ranks) > 1 else None
+        label = (
+            {0: "rank 0", len(ranks) - 1: "other ranks" if len(ranks) > 2 else "rank 1"}.get(one.rank)
+            if len(ranks) > 1
+            else None
+        )
         points = series_of(one)
         panel.plot(
             [at - start for at, _ in points],
@@ -82,7 +88,8 @@ def _lines(panel: Axes, ranks: Sequence[Samples], series_of: Any, scale: int, co
     for at, what in ranks[0].marks:
         panel.axvline(at - start, color=colours.faint, linewidth=0.8, linestyle=(0, (2, 2)))
         panel.annotate(
-            what, (at - start, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -4), textcoords="offset points", rotation=90,
+            what, (at - start, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -4), textcoords="offset points",
+            rotation=90,
             ha="right", va="top", fontsize=8, color=colours.faint,
         )  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""A model that is only run for its shapes. FakeTensorMode goes the way that real kernels go on the device, autocast and attention included,
-and allocates nothing."""
+"""A model that is only run for its shapes. FakeTensorMode goes the way that real kernels go on the device, autocast and
+attention included, and allocates nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Fake:
         self._device, self._loss = device, loss
         self.model = self._copy(model)
         with self._mode:
-            self._args, self._kwargs = as_arguments(batch, self._like, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+            self._args, self._kwargs = as_arguments(
+                batch, self._like, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+            )
 
     def kept(self) -> int:
         """Bytes that autograd keeps at the end of a forward pass in training."""

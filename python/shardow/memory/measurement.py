@@ -29,12 +29,14 @@ def measure(
     ema: EMA | nn.Module | None = None,
     loss: Callable[[Any], Any] | None = None,
 ) -> Usage:
-    """Counts the bytes that this rank holds now, by plan()'s keys: after an optimizer step and before zero_grad() there are all of them.
+    """Counts the bytes that this rank holds now, by plan()'s keys: after an optimizer step and before zero_grad() there
+    are all of them.
 
     On CUDA also "device_peak".
 
-    With a batch, or under DDP or a sharding, call it where every rank does: it runs a forward pass, as in training but without backward.
-    Weights, gradients, optimizer, buffers and torch's random state are what they were afterwards; hooks on the model are called.
+    With a batch, or under DDP or a sharding, call it where every rank does: it runs a forward pass, as in training but
+    without backward. Weights, gradients, optimizer, buffers and torch's random state are what they were afterwards;
+    hooks on the model are called.
 
     Args:
         model: sharded or not, with the switches that are on it.
@@ -113,7 +115,11 @@ def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[An
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers, torch's random state and what DDP expects of the next step are those of before."""
     buffers = [(slot, slot.recorded.clone()) for slot in slots(model, "buffer", "table")]
-    ddp = [(module, module.require_forward_param_sync) for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    ddp = [
+        (module, module.require_forward_param_sync)
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
     kinds = {tensor.device.type for tensor in model.parameters()} - {"cpu"}
     kind = next(iter(kinds), "cuda")
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.device.type == kind})
@@ -145,7 +151,11 @@ def _averages(ema: EMA | nn.Module) -> list[torch.Tensor]:
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """A slice of a large tensor would count with all of it."""
-    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+    if (
+        isinstance(tensor, DTensor)
+        or tensor.layout is not torch.strided
+        or tensor.untyped_storage().nbytes() <= tensor.nbytes
+    ):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 

@@ -1,5 +1,5 @@
-"""plan(): bytes on the fullest rank before anything is built. They come from shapes, a step of the optimizer on meta, and a forward pass
-that allocates nothing."""
+"""plan(): bytes on the fullest rank before anything is built. They come from shapes, a step of the optimizer on meta,
+and a forward pass that allocates nothing."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ SHARDINGS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp")
 
 @dataclass(frozen=True)
 class Layout:
-    """``shards`` ranks hold different parts of a tensor, ``replicas`` the same. ``flat``: parts are stretches of elements (FSDP1), else of
-    rows."""
+    """``shards`` ranks hold different parts of a tensor, ``replicas`` the same. ``flat``: parts are stretches of
+    elements (FSDP1), else of rows."""
 
     shards: int
     replicas: int
     flat: bool = False
 
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the largest part, which is also what FSDP2 gives memory to on every rank: its smaller parts are padded."""
+        """The shape of the largest part, which is also what FSDP2 gives memory to on every rank: its smaller parts are
+        padded.
+        """
         if self.shards == 1 or not shape:
             return shape
         if self.flat:
@@ -51,7 +53,9 @@ class Layout:
         return (-(-shape[0] // self.shards), *shape[1:])
 
     def averaged(self, shape: tuple[int, ...]) -> int:
-        """Elements of which this rank keeps the average: replicas divide what they hold, as ``EMA(replicas="split")`` does."""
+        """Elements of which this rank keeps the average: replicas divide what they hold, as ``EMA(replicas="split")``
+        does.
+        """
         return _core.Region.whole(list(self.local(shape))).part(0, self.replicas).size
 
 
@@ -94,26 +98,29 @@ def plan(
 ) -> Usage:
     """Predicts what training will hold on the fullest rank, in bytes.
 
-    Weights, gradients, optimizer, averages, activations, and their total. Local; allocates nothing, and leaves the model alone.
+    Weights, gradients, optimizer, averages, activations, and their total. Local; allocates nothing, and leaves the
+    model alone.
 
         print(shardow.memory.plan(model, ranks=8, batch=(32, 3, 64, 64), switches={"bf16": True}))
 
     Not in it: temporary buffers of operations and collectives, what allocators waste, libraries' workspaces.
 
     Args:
-        model_or_shapes: the model before it is sharded, with values or on meta; or {name: shape}, {name: (shape, dtype)}, {name: tensor},
-            all trainable but integers. Frozen parameters have neither gradients nor optimizer state nor averages.
+        model_or_shapes: the model before it is sharded, with values or on meta; or {name: shape}, {name: (shape,
+            dtype)}, {name: tensor}, all trainable but integers. Frozen parameters have neither gradients nor optimizer
+            state nor averages.
         ranks: that train together.
         sharding: "plain", "ddp", "fsdp1", "fsdp2" (every parameter sharded along its rows), or "hsdp" with ``shards``.
-        optimizer: "adamw", "sgd", "sgd-momentum" or another of torch.optim's names, a class, an instance (its groups and their options
-            count), or None. Its state is that of a step on meta.
-        batch: one rank's: a tensor or its shape, or (shape, dtype); a tuple of such, as forward() takes them; or a dict by the names of
-            forward()'s arguments. Only shapes count. None: activations are not known, and are None in the result; so they are with shapes
-            in place of a model.
-        switches: what ``apply(model, **switches)`` will be given, with its defaults for what is not said; None: no switch is on.
+        optimizer: "adamw", "sgd", "sgd-momentum" or another of torch.optim's names, a class, an instance (its groups
+            and their options count), or None. Its state is that of a step on meta.
+        batch: one rank's: a tensor or its shape, or (shape, dtype); a tuple of such, as forward() takes them; or a dict
+            by the names of forward()'s arguments. Only shapes count. None: activations are not known, and are None in
+            the result; so they are with shapes in place of a model.
+        switches: what ``apply(model, **switches)`` will be given, with its defaults for what is not said; None: no
+            switch is on.
         shards: under "hsdp", ranks that share one copy of the model.
-        averages: how many (one for each decay), float32, divided among all ranks as EMA does: a plain model's need ``EMA(..., group=)`` for
-            that.
+        averages: how many (one for each decay), float32, divided among all ranks as EMA does: a plain model's need
+            ``EMA(..., group=)`` for that.
         loss: of the model's output, where that is not the loss; what it keeps is counted too.
         device: whose kernels are planned for; None: the model's, or if that is on meta the accelerator, or the CPU.
 
@@ -121,7 +128,8 @@ def plan(
         A dict that prints as a table; with "saves", what each switch takes away from the activations.
 
     Raises:
-        ValueError: options or shapes that make no sense, a model that is sharded already, a batch that the model refuses.
+        ValueError: options or shapes that make no sense, a model that is sharded already, a batch that the model
+            refuses.
         NotImplementedError: a forward pass that depends on values, an optimizer that can't step on meta.
     """
     layout = layout_of(sharding, ranks, shards)
@@ -178,7 +186,9 @@ def _wanted(switches: Mapping[str, Any] | None) -> dict[str, Any]:
     if switches is None:
         return _OFF
     if unknown := set(switches) - set(_OFF):
-        raise UnknownOptionError(f"switches: memory.apply() takes {', '.join(_OFF)}, not {', '.join(sorted(map(str, unknown)))}")
+        raise UnknownOptionError(
+            f"switches: memory.apply() takes {', '.join(_OFF)}, not {', '.join(sorted(map(str, unknown)))}"
+        )
     wanted = {**_ON, **switches}
     return {**wanted, "bf16": bool(wanted["bf16"]), "attention_weights": bool(wanted["attention_weights"])}
 
@@ -187,7 +197,9 @@ def _plain(model: nn.Module) -> nn.Module:
     """Without DDP and torch.compile around it; a sharded one is refused, since its shapes are those of shards."""
     by_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     if by_fsdp1 or any(isinstance(p, DTensor) for p in model.parameters()):
-        raise invalid("plan() wants the model as it is before it is sharded, on meta for example; measure() takes the sharded one")
+        raise invalid(
+            "plan() wants the model as it is before it is sharded, on meta for example; measure() takes the sharded one"
+        )
     model = unwrapped(model)
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise invalid(f"plan(): not initialised yet, and so without shapes: {', '.join(lazy[:8])}")
@@ -210,7 +222,9 @@ def _of_shapes(shapes: Any) -> Iterator[_Tensor]:
     for name, value in shapes.items():
         form = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else shape_and_dtype(value)
         if form is None:
-            raise invalid(f"plan(): '{name}': {value!r} is no shape; give whole numbers, as (8, 16), or ((8, 16), 'bfloat16')")
+            raise invalid(
+                f"plan(): '{name}': {value!r} is no shape; give whole numbers, as (8, 16), or ((8, 16), 'bfloat16')"
+            )
         shape, dtype = form
         trainable = dtype.is_floating_point or dtype.is_complex
         yield _Tensor(str(name), shape, dtype, trainable, not trainable)
@@ -223,7 +237,9 @@ def _device(model: nn.Module, device: Any) -> torch.device:
         chosen = torch.device(device)
         if chosen.type not in ("cpu", there.type if there else "cpu"):
             way_out = f"leave it out to plan for {there or 'the CPU'}"
-            raise unsupported(f"device={str(device)!r}: torch can't follow its kernels on a machine without one; {way_out}")
+            raise unsupported(
+                f"device={str(device)!r}: torch can't follow its kernels on a machine without one; {way_out}"
+            )
         return chosen
     found = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), None)
     return found or there or torch.device("cpu")

@@ -29,9 +29,9 @@ Series = list[tuple[float, int]]  # (seconds since the epoch, bytes)
 
 @dataclass
 class Samples:
-    """``resident``: of the process (RSS); ``proportional``: with what several processes share divided among them (PSS). ``device``:
-    allocated by torch on the accelerator, empty without one. ``before`` and ``peak``: resident bytes at the start, and the most there were,
-    by the kernel's own count where it rose."""
+    """``resident``: of the process (RSS); ``proportional``: with what several processes share divided among them (PSS).
+    ``device``: allocated by torch on the accelerator, empty without one. ``before`` and ``peak``: resident bytes at the
+    start, and the most there were, by the kernel's own count where it rose."""
 
     rank: int
     resident: Series = field(default_factory=list)
@@ -44,8 +44,8 @@ class Samples:
 
 @dataclass
 class Timeline:
-    """Of one block. ``ranks`` are all ranks' samples, on every rank, once the block has ended; while it runs, and where it raised, this
-    rank's alone."""
+    """Of one block. ``ranks`` are all ranks' samples, on every rank, once the block has ended; while it runs, and where
+    it raised, this rank's alone."""
 
     ranks: list[Samples] = field(default_factory=list)
     _sampler: Sampler | None = None
@@ -56,8 +56,8 @@ class Timeline:
             self._sampler.mark(what)
 
     def peaks(self) -> dict[str, int]:
-        """Bytes of each rank. {"rank0/peak": the most that were resident, "rank0/above": above what was there at the start, "rank0/device":
-        the most on its accelerator, ...}."""
+        """Bytes of each rank. {"rank0/peak": the most that were resident, "rank0/above": above what was there at the
+        start, "rank0/device": the most on its accelerator, ...}."""
         found = {}
         for one in self.ranks:
             found[f"rank{one.rank}/peak"] = one.peak
@@ -73,7 +73,8 @@ def timeline(
 ) -> Iterator[Timeline]:
     """Samples the memory of every rank during the block.
 
-    Collective at its end: with torch.distributed, over ``group``, by default all ranks; if the block raises, nothing is exchanged::
+    Collective at its end: with torch.distributed, over ``group``, by default all ranks; if the block raises, nothing is
+    exchanged::
 
         with shardow.memory.timeline() as t:
             model = build()
@@ -81,8 +82,8 @@ def timeline(
             ...
         shardow.memory.draw({"": t}, "memory.png")
 
-    Resident bytes (RSS) are read from /proc every ``interval`` seconds, proportional ones (PSS) as often as 2 % of the time allow, a
-    device's from torch's allocator.
+    Resident bytes (RSS) are read from /proc every ``interval`` seconds, proportional ones (PSS) as often as 2 % of the
+    time allow, a device's from torch's allocator.
 
     Raises:
         NotImplementedError: there is no /proc; TimeoutError: a rank did not come to the end.

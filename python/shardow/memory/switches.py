@@ -1,5 +1,5 @@
-"""Switches that trade memory for time or precision, put on a model and taken off again. Its modules' forward is wrapped in place, so names,
-hooks and sharding do not see them."""
+"""Switches that trade memory for time or precision, put on a model and taken off again. Its modules' forward is wrapped
+in place, so names, hooks and sharding do not see them."""
 
 from __future__ import annotations
 
@@ -52,20 +52,24 @@ def is_switched(module: nn.Module) -> bool:
     return isinstance(forward, functools.partial) and forward.func in (_checkpointed, _without_weights, _autocast)
 
 
-def apply(model: nn.Module, bf16: bool = True, activation_checkpointing: Blocks = True, *, attention_weights: bool = False) -> Switches:
+def apply(
+    model: nn.Module, bf16: bool = True, activation_checkpointing: Blocks = True, *, attention_weights: bool = False
+) -> Switches:
     """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block.
 
     Names, parameters and hooks stay; sharded models too.
 
     Args:
-        bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they are. In evaluation
-            nothing changes.
-        activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has several of their
-            class), or those that a predicate of (name, module) chooses (of what lies in another that it chooses, the outermost), keep their
-            inputs alone in a training forward, and are run again in backward (``torch.utils.checkpoint``, not reentrant): the same
-            gradients, bit for bit, where the forward is deterministic. In evaluation and under no_grad nothing changes.
-        attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so that they are never
-            built; also in evaluation. Values differ in the last digits, since another kernel computes them.
+        bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they
+            are. In evaluation nothing changes.
+        activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has
+            several of their class), or those that a predicate of (name, module) chooses (of what lies in another that
+            it chooses, the outermost), keep their inputs alone in a training forward, and are run again in backward
+            (``torch.utils.checkpoint``, not reentrant): the same gradients, bit for bit, where the forward is
+            deterministic. In evaluation and under no_grad nothing changes.
+        attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so
+            that they are never built; also in evaluation. Values differ in the last digits, since another kernel
+            computes them.
 
     Raises:
         ValueError: there are no such blocks.
@@ -93,7 +97,9 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
         found = [module for key, module in chosen.items() if key not in inside]
         what = "the predicate chose no module"
     elif isinstance(blocks, str) and blocks != "blocks":
-        raise invalid(f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)")
+        raise invalid(
+            f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)"
+        )
     else:
         found = repeated_blocks(model)
         what = "the model has no ModuleList or Sequential of several blocks of one class"
@@ -109,7 +115,13 @@ def _checkpointed(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
 
 
 def _without_weights(
-    module: nn.Module, forward: Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    module: nn.Module,
+    forward: Forward,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if len(args) < 2:  # (key_padding_mask, need_weights, ...)
         kwargs.setdefault("need_weights", False)

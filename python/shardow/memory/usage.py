@@ -10,12 +10,12 @@ KEYS = ("weights", "gradients", "optimizer", "averages", "activations")
 class Usage(dict[str, Any]):
     """Bytes on one rank; printed as a table in MiB.
 
-    weights: parameters and buffers; gradients; optimizer: its state; averages; activations: what autograd keeps at the end of a forward
-    pass in training, or None where there was no batch to tell; total: the sum of those that are known.
+    weights: parameters and buffers; gradients; optimizer: its state; averages; activations: what autograd keeps at the
+    end of a forward pass in training, or None where there was no batch to tell; total: the sum of those that are known.
 
-    plan() adds saves: {switch: bytes of activations that it takes away}, with the other switches as they were given; None where there is no
-    batch, or no repeated block to checkpoint. measure() adds device_peak on CUDA: the most that torch had allocated there since its count
-    was last reset.
+    plan() adds saves: {switch: bytes of activations that it takes away}, with the other switches as they were given;
+    None where there is no batch, or no repeated block to checkpoint. measure() adds device_peak on CUDA: the most that
+    torch had allocated there since its count was last reset.
     """
 
     def __str__(self) -> str:

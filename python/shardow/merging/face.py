@@ -19,43 +19,59 @@ from shardow.ranks.team import Team
 
 
 def merged(
-    inputs: Sequence[StrPath], *, weights: Sequence[float] | None = None, normalize: bool = False, ema: float | None = None,
-    per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None, key: str | None = None,
+    inputs: Sequence[StrPath], *, weights: Sequence[float] | None = None, normalize: bool = False,
+    ema: float | None = None,
+    per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None,
+    key: str | None = None,
 ) -> Merged:  # fmt: skip
-    """The sum of c_j x_j over checkpoints, in place of a path: ``shardow.load(model, shardow.merged([...]))``. Reads nothing yet.
+    """The sum of c_j x_j over checkpoints, in place of a path: ``shardow.load(model, shardow.merged([...]))``. Reads
+    nothing yet.
 
     Each rank reads its own bytes of every input, and holds a few chunks of them beside its shard.
 
     Args:
-        inputs: .safetensors files, Hugging Face directories, directories of torch.distributed.checkpoint, and files of torch.save(), which
-            are read with weights_only. By default c_j is 1 over their number.
+        inputs: .safetensors files, Hugging Face directories, directories of torch.distributed.checkpoint, and files of
+            torch.save(), which are read with weights_only. By default c_j is 1 over their number.
         weights: c_j, in the order of the inputs; their sum need not be 1. ``normalize`` divides by it.
-        ema: e_j = d e_{j-1} + (1 - d) x_j over the inputs in the order of their steps; with ``per_step``, d to the power of the steps
-            between them.
+        ema: e_j = d e_{j-1} + (1 - d) x_j over the inputs in the order of their steps; with ``per_step``, d to the
+            power of the steps between them.
         lawa: the mean of the last so many, by step.
-        curve: "linear", "cosine", "inv-sqrt" or "1-sqrt": x_0 + sum of f_j (x_j - x_{j-1}), where f_j is the curve's mean from one step to
-            the next: what a decay of the learning rate would have given.
+        curve: "linear", "cosine", "inv-sqrt" or "1-sqrt": x_0 + sum of f_j (x_j - x_{j-1}), where f_j is the curve's
+            mean from one step to the next: what a decay of the learning rate would have given.
         steps: of the inputs, or tokens; by default what their metadata or their names say.
         key: under which the weights are in inputs that hold more, of torch's own formats: "model".
 
     Raises:
         ValueError: rules that exclude each other, lists of another length.
     """
-    return Merged(inputs, weights=weights, normalize=normalize, ema=ema, per_step=per_step, lawa=lawa, curve=curve, steps=steps, key=key)
+    return Merged(
+        inputs,
+        weights=weights,
+        normalize=normalize,
+        ema=ema,
+        per_step=per_step,
+        lawa=lawa,
+        curve=curve,
+        steps=steps,
+        key=key,
+    )
 
 
 def merge(
-    inputs: Sequence[StrPath], out: StrPath, *, weights: Sequence[float] | None = None, normalize: bool = False, ema: float | None = None,
-    per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None, key: str | None = None,
-    dtype: torch.dtype | str | None = None, max_shard_size: int | str | None = None, metadata: Mapping[str, str] | None = None,
+    inputs: Sequence[StrPath], out: StrPath, *, weights: Sequence[float] | None = None, normalize: bool = False,
+    ema: float | None = None,
+    per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None,
+    key: str | None = None,
+    dtype: torch.dtype | str | None = None, max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
     verify: bool = True, group: dist.ProcessGroup | None = None, progress: Progress | None = None,
     timeout: float | timedelta | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Writes what merged() describes, as save() would: the old checkpoint or the new one, whole, at every instant.
 
-    In one process, or collective over its ranks, which each write their own bytes; the bytes are the same, whatever the order of the
-    inputs and the number of ranks. Sums are made in float64 and rounded once. Integer and boolean tensors are those of the newest input.
-    Inputs are read once, and memory is a few chunks.
+    In one process, or collective over its ranks, which each write their own bytes; the bytes are the same, whatever the
+    order of the inputs and the number of ranks. Sums are made in float64 and rounded once. Integer and boolean tensors
+    are those of the newest input. Inputs are read once, and memory is a few chunks.
 
     Args:
         inputs, weights, normalize, ema, per_step, lawa, curve, steps, key: as merged().
@@ -66,17 +82,28 @@ def merge(
         group: the ranks that merge; by default all, where torch.distributed is initialised.
 
     Returns:
-        {"inputs": [{"name", "step", "coefficient"}] in the order in which they were added, "newest": name of the input that integers
-        and booleans are taken from, "formula": str, "sum": of the coefficients, "index_error": None, or how far the learning rate
-        would be from the curve's at most, in parts of its peak, were inputs weighed by index, "averaged": [name], "taken": [name of a
-        tensor that is the newest input's], "files": [path], "bytes_read", "bytes_written": by this rank, "seconds": float}.
+        {"inputs": [{"name", "step", "coefficient"}] in the order in which they were added, "newest": name of the input
+        that integers and booleans are taken from, "formula": str, "sum": of the coefficients, "index_error": None, or
+        how far the learning rate would be from the curve's at most, in parts of its peak, were inputs weighed by index,
+        "averaged": [name], "taken": [name of a tensor that is the newest input's], "files": [path], "bytes_read",
+        "bytes_written": by this rank, "seconds": float}.
 
     Raises:
-        ValueError: all that does not fit, in one message: names, shapes, dtypes, steps that are not known; an input's bytes are not what
-            was saved; or sums are beyond the largest number of the output's dtype. NotImplementedError: element types below 16 bits.
-            OSError, TimeoutError. Nothing is published then.
+        ValueError: all that does not fit, in one message: names, shapes, dtypes, steps that are not known; an input's
+            bytes are not what was saved; or sums are beyond the largest number of the output's dtype.
+            NotImplementedError: element types below 16 bits. OSError, TimeoutError. Nothing is published then.
     """
-    what = merged(inputs, weights=weights, normalize=normalize, ema=ema, per_step=per_step, lawa=lawa, curve=curve, steps=steps, key=key)
+    what = merged(
+        inputs,
+        weights=weights,
+        normalize=normalize,
+        ema=ema,
+        per_step=per_step,
+        lawa=lawa,
+        curve=curve,
+        steps=steps,
+        key=key,
+    )
     everybody = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     team = Team(everybody if group is None else group, seconds(timeout))
     if kept := {_core.MERGE_KEY} & set(metadata or {}):
@@ -84,6 +111,13 @@ def merge(
     opened = what.open("merge()", team)
     options = team.agree("merge()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
     report = engine.write_merged(
-        opened.inputs, out, team, formula=opened.coefficients.formula, metadata=metadata or {}, verify=verify, progress=progress, **options
+        opened.inputs,
+        out,
+        team,
+        formula=opened.coefficients.formula,
+        metadata=metadata or {},
+        verify=verify,
+        progress=progress,
+        **options,
     )
     return {**report, "formula": opened.coefficients.formula, "index_error": opened.coefficients.index_error}

@@ -1,5 +1,6 @@
-"""Checkpoints that the engine does not read itself, a tensor or a band of its rows at a time: torch.distributed.checkpoint's directories,
-through torch's own reader, and what torch.save() wrote, without running what is in it."""
+"""Checkpoints that the engine does not read itself, a tensor or a band of its rows at a time:
+torch.distributed.checkpoint's directories, through torch's own reader, and what torch.save() wrote, without running
+what is in it."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
             return self._tensor
 
     def read(name: str, element: int) -> tuple[torch.Tensor, int]:
-        """The steps of torch's load(), which is collective where there is a process group, and would read whole tensors."""
+        """The steps of torch's load(), which is collective where there is a process group, and would read whole
+        tensors.
+        """
         one = stored[name]
         first, last = (0, 1) if not one.size or not one.size.numel() else _band(element, one.size, one.chunks)
         tensor = torch.empty((last - first, *one.size[1:]) if one.size else (), dtype=one.properties.dtype)
@@ -110,10 +113,17 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
         if not isinstance(state, Mapping) or key not in state:
             raise invalid(f"{path} has nothing under {key!r}")
         state = state[key]
-    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)} if isinstance(state, Mapping) else {}
+    tensors = (
+        {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+        if isinstance(state, Mapping)
+        else {}
+    )
     inner = [name for name, one in state.items() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
     if not tensors and inner:
-        raise invalid(f"{path} has no tensors at its top; say where the weights are: key={inner[0]!r}, of {', '.join(map(str, inner))}")
+        raise invalid(
+            f"{path} has no tensors at its top; say where the weights are: key={inner[0]!r}, of "
+            f"{', '.join(map(str, inner))}"
+        )
     return {name: (one.dtype, one.shape) for name, one in tensors.items()}, lambda name, _: (tensors[name], 0)
 
 
@@ -122,7 +132,9 @@ def _loaded(path: Path) -> Any:
         try:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise errors.make("corrupt", f"{path} has more in it than tensors, which would have to be run to be read: {error}") from None
+            raise errors.make(
+                "corrupt", f"{path} has more in it than tensors, which would have to be run to be read: {error}"
+            ) from None
         except RuntimeError as error:
             if not mapped:
                 raise errors.make("corrupt", f"{path} is no file of torch.save(): {error}") from None

@@ -1,4 +1,6 @@
-"""What is merged: paths, the rule that gives them coefficients, and the inputs of the engine that they are when they are open."""
+"""What is merged: paths, the rule that gives them coefficients, and the inputs of the engine that they are when they
+are open.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Merged:
     """Checkpoints and how they are weighed, for ``load()``; made by ``merged()``."""
 
     def __init__(
-        self, inputs: Sequence[StrPath], *, weights: Sequence[float] | None = None, normalize: bool = False, ema: float | None = None,
+        self, inputs: Sequence[StrPath], *, weights: Sequence[float] | None = None, normalize: bool = False,
+        ema: float | None = None,
         per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None,
         key: str | None = None,
     ) -> None:  # fmt: skip
@@ -74,12 +77,21 @@ class Merged:
 
     def open(self, what: str, team: Team) -> Opened:
         """Collective."""
-        team.same(what, {"inputs": self.inputs, "rule": repr([value for name, value in sorted(vars(self).items()) if name != "inputs"])})
+        team.same(
+            what,
+            {
+                "inputs": self.inputs,
+                "rule": repr([value for name, value in sorted(vars(self).items()) if name != "inputs"]),
+            },
+        )
         found = [self._open(what, path, team) for path in self.inputs]
         steps: Sequence[int | None] = self._steps or [
             _core.step_of(path, one.metadata) for path, (_, one) in zip(self.inputs, found, strict=True)
         ]
-        inputs = [_core.MergeInput(path, source, 0.0, step) for path, (source, _), step in zip(self.inputs, found, steps, strict=True)]
+        inputs = [
+            _core.MergeInput(path, source, 0.0, step)
+            for path, (source, _), step in zip(self.inputs, found, steps, strict=True)
+        ]
         ordered, coefficients, newest = team.agree(what, lambda: _core.weigh(inputs, **self._rule))
         return Opened(ordered, coefficients, found[self.inputs.index(newest)][1])
 

@@ -22,8 +22,8 @@ WAY_OUT = (
 
 @dataclass(eq=False, slots=True)
 class Found(Slot):
-    """A slot, and what lies there. ``tied``: it is the tensor of a slot that was found before, or lies on the same memory, and ``local``
-    bears that slot's name."""
+    """A slot, and what lies there. ``tied``: it is the tensor of a slot that was found before, or lies on the same
+    memory, and ``local`` bears that slot's name."""
 
     local: LocalTensor = field(kw_only=True)
     adapter: Adapter = field(kw_only=True)
@@ -35,7 +35,9 @@ class Found(Slot):
         return cls(*held, local=local, adapter=adapter, tied=tied)
 
     def shown(self) -> torch.Tensor:
-        """Where its memory can be looked at just after it was found: where no view of it was needed so far, the model's own."""
+        """Where its memory can be looked at just after it was found: where no view of it was needed so far, the model's
+        own.
+        """
         return self.recorded if self.local.batch is not None else self.local.tensor
 
     def memory(self, now: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,7 +49,11 @@ FOUND = _core.Rows(Found)
 
 
 def change(
-    model: nn.Module, named: Mapping[str, torch.Tensor], found: Iterable[Found], hidden: Iterable[HiddenTensor], buffers: Iterable[Found]
+    model: nn.Module,
+    named: Mapping[str, torch.Tensor],
+    found: Iterable[Found],
+    hidden: Iterable[HiddenTensor],
+    buffers: Iterable[Found],
 ) -> str | None:
     """The first; None where nothing but addresses has changed. ``named``: the parameters that there were."""
     now = {slot.name: slot.recorded for slot in slots(model, "parameter")}

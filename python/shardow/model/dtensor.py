@@ -1,6 +1,7 @@
-"""FSDP2, HSDP, TP and their nestings: a parameter is a DTensor, and its placements say everything. After a forward, FSDP2 may show
-unsharded parameters in place of the recorded ones, and its next forward may use that copy: writing shards then would leave the model on old
-weights. So every FSDPModule is resharded before and after shards are written; of a part of a model, its parents too."""
+"""FSDP2, HSDP, TP and their nestings: a parameter is a DTensor, and its placements say everything. After a forward,
+FSDP2 may show unsharded parameters in place of the recorded ones, and its next forward may use that copy: writing
+shards then would leave the model on old weights. So every FSDPModule is resharded before and after shards are written;
+of a part of a model, its parents too."""
 
 from __future__ import annotations
 
@@ -21,24 +22,32 @@ from shardow.model.slots import Slot
 
 def sharded_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor of this rank's ``local``; without torch's planning of an operation, which takes milliseconds."""
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 class DTensorAdapter:
     def __init__(self, model: nn.Module, form: Form) -> None:
         self._form: Form = form
-        self._modules: list[Any] = [module for module in modules_of(model) if isinstance(module, FSDPModule)] + fsdp2_around(model)
+        self._modules: list[Any] = [
+            module for module in modules_of(model) if isinstance(module, FSDPModule)
+        ] + fsdp2_around(model)
 
     def claims(self, slot: Slot) -> bool:
         return isinstance(slot.recorded, DTensor)
 
     def local(self, slot: Slot) -> LocalTensor:
         tensor: Any = slot.recorded
-        return LocalTensor(slot.name, self.memory(slot), region_of(slot.name, tensor), tensor.requires_grad, replicas_of(tensor), True)
+        return LocalTensor(
+            slot.name, self.memory(slot), region_of(slot.name, tensor), tensor.requires_grad, replicas_of(tensor), True
+        )
 
     def memory(self, slot: Slot) -> torch.Tensor:
         tensor: Any = slot.recorded
-        return memory_of(slot.name, tensor._local_tensor, self._form)  # to_local() makes a new view, with a grad_fn, each time
+        return memory_of(
+            slot.name, tensor._local_tensor, self._form
+        )  # to_local() makes a new view, with a grad_fn, each time
 
     def reshard(self) -> None:
         for module in self._modules:  # not recursive: the root alone is not enough
@@ -55,14 +64,17 @@ class DTensorAdapter:
         ]
 
     def reset(self) -> None:
-        """After a forward that raised, roots believe that it still runs, and ignore reshard(). Gradients that wait for their reduction are
-        lost with it, as torch documents."""
+        """After a forward that raised, roots believe that it still runs, and ignore reshard(). Gradients that wait for
+        their reduction are lost with it, as torch documents."""
         for module in self._modules:
             state = module._get_fsdp_state()  # private: nothing public tells a root, or that gradients wait
             if state._is_root and hasattr(module, "reset_iter_state"):
                 if any(_awaits_reduction(group) for one in state._state_ctx.all_states for group in _groups(one)):
                     lost = "what was not yet reduced is dropped; begin the accumulation again"
-                    warn(f"a forward of this FSDP2 model raised while gradients were accumulating: {lost}", RuntimeWarning)
+                    warn(
+                        f"a forward of this FSDP2 model raised while gradients were accumulating: {lost}",
+                        RuntimeWarning,
+                    )
                 module.reset_iter_state()
         self.reshard()
 

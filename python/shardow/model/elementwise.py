@@ -19,18 +19,26 @@ _KEEP = {
     _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.fill_.Scalar, _aten.fill_.Tensor,
     _aten.zero_.default, _aten.copy_.default, _aten.lerp.Scalar, _aten.lerp_.Scalar, _aten._pin_memory.default,
 }  # fmt: skip
-_NEW: dict[Any, Any] = {_aten.new_empty.default: torch.empty, _aten.new_zeros.default: torch.zeros, _aten.new_ones.default: torch.ones}
+_NEW: dict[Any, Any] = {
+    _aten.new_empty.default: torch.empty,
+    _aten.new_zeros.default: torch.zeros,
+    _aten.new_ones.default: torch.ones,
+}
 _REDUCE = ("norm", "max", "min")  # among torch's _foreach_ functions
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``func`` on the pieces' local memory. Raises UnsupportedError where other ranks' elements are needed, or regions differ."""
+    """``func`` on the pieces' local memory. Raises UnsupportedError where other ranks' elements are needed, or regions
+    differ.
+    """
     if func in _NEW:
         return _new(func, *args, **kwargs)
     flat, spec = tree_flatten((args, dict(kwargs)))
     pieces = [one for one in flat if _is_piece(one)]
     if func is _aten.equal.default:
-        return len(pieces) == 2 and pieces[0].region == pieces[1].region and torch.equal(pieces[0].local, pieces[1].local)
+        return (
+            len(pieces) == 2 and pieces[0].region == pieces[1].region and torch.equal(pieces[0].local, pieces[1].local)
+        )
     if func is _aten.copy_.default and len(pieces) == 1:
         return _copy(args[0], args[1])
     if not _elementwise(func):
@@ -72,7 +80,9 @@ def _one_region(func: Any, flat: Sequence[Any]) -> _core.Region:
 
 def _each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A _foreach_ function, one tensor of each list after another: the lists may hold pieces and others."""
-    lists = [one for one in args if isinstance(one, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in one)]
+    lists = [
+        one for one in args if isinstance(one, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in one)
+    ]
     for together in zip(*lists, strict=True):
         if any(map(_is_piece, together)):
             _one_region(func, together)

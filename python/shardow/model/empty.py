@@ -1,4 +1,6 @@
-"""A model's tensors without values: in memory that nobody has written, or on meta, where there is none. The one way to make them."""
+"""A model's tensors without values: in memory that nobody has written, or on meta, where there is none. The one way to
+make them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Weights that several ranks hold under one name: found out by checksum where they differ, before one rank's would stand for all. Each rank
-joins the checksums of what it shares with the same ranks to one number, under a key of names and regions: equal keys ask for equal numbers.
-Tensor by tensor they are compared only to name the first that differs."""
+"""Weights that several ranks hold under one name: found out by checksum where they differ, before one rank's would
+stand for all. Each rank joins the checksums of what it shares with the same ranks to one number, under a key of names
+and regions: equal keys ask for equal numbers. Tensor by tensor they are compared only to name the first that
+differs."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from shardow.ranks.team import Team
 
 #: The way out.
 DIFFERENT_WEIGHTS = (
-    "files, exports and swaps take one rank's values for all. Begin with the same weights on all ranks; of ranks that train apart for a "
+    "files, exports and swaps take one rank's values for all. Begin with the same weights on all ranks; of ranks that "
+    "train apart for a "
     "while (LocalSGD), call this when their weights have been averaged; "
     "leave a rank's own weights (local experts) out with params=, and save them under names of their own"
 )
@@ -30,7 +32,9 @@ _PRIME = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """``tensor``: what this rank holds of ``name`` there; ``ranks``: who else should have the same, in words that are equal for them."""
+    """``tensor``: what this rank holds of ``name`` there; ``ranks``: who else should have the same, in words that are
+    equal for them.
+    """
 
     name: str
     tensor: torch.Tensor
@@ -39,7 +43,9 @@ class Common:
 
 
 def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common | None:
-    """None where no other rank holds the same, or where its elements can't be read. ``tensor``: in place of the weights."""
+    """None where no other rank holds the same, or where its elements can't be read. ``tensor``: in place of the
+    weights.
+    """
     if (local.sharded and not local.replicas) or oddity(local.tensor):
         return None
     ranks = ";".join(str(dist.get_process_group_ranks(group)) for group, _, _ in local.replicas)
@@ -47,8 +53,8 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
 
 
 def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str) -> None:
-    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises. Collective; reads what
-    it finds once, sends a number for each set of ranks."""
+    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
+    Collective; reads what it finds once, sends a number for each set of ranks."""
     common, sums = team.agree(what, lambda: _summed(find(), team.size))
     if team.size == 1:
         return
@@ -61,7 +67,9 @@ def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Te
     names = _differing(everybody)
     first, (one, other) = next(iter(names.items()))
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    raise invalid(f"{what}: '{first.partition(chr(0))[0]}'{more} has other values on rank {one} than on rank {other}; {way_out}")
+    raise invalid(
+        f"{what}: '{first.partition(chr(0))[0]}'{more} has other values on rank {one} than on rank {other}; {way_out}"
+    )
 
 
 def _summed(found: Iterable[Common | None], ranks: int) -> tuple[list[Common], list[int]]:
@@ -74,12 +82,16 @@ def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:
     sets: dict[str, list[int]] = {}
     for at, one in enumerate(common):
         sets.setdefault(one.ranks, []).append(at)
-    numbers = {_key([common[at] for at in held]): _digest(json.dumps([sums[at] for at in held])) for held in sets.values()}
+    numbers = {
+        _key([common[at] for at in held]): _digest(json.dumps([sums[at] for at in held])) for held in sets.values()
+    }
     return {key: int.from_bytes(number, "little") for key, number in numbers.items()}
 
 
 def _key(common: Sequence[Common]) -> str:
-    return _digest("\0".join(f"{one.ranks} {one.name} {one.tensor.dtype} {one.region.encode().hex()}" for one in common)).hex()
+    return _digest(
+        "\0".join(f"{one.ranks} {one.name} {one.tensor.dtype} {one.region.encode().hex()}" for one in common)
+    ).hex()
 
 
 def _digest(text: str) -> bytes:

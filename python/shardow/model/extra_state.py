@@ -1,5 +1,5 @@
-"""``_extra_state``: what modules put into a state_dict() beside their tensors, by get_extra_state(). In files, tensors are tensors, and
-what JSON can say is in the header; a warning names the rest."""
+"""``_extra_state``: what modules put into a state_dict() beside their tensors, by get_extra_state(). In files, tensors
+are tensors, and what JSON can say is in the header; a warning names the rest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def for_file(values: Mapping[str, Any]) -> tuple[list[Part], dict[str, str]]:
     parts, said, lost = [], {}, []
     for name, value in values.items():
         if type(value) is torch.Tensor and value.layout is torch.strided:
-            parts.append(Part(name, value.detach().cpu().clone().contiguous().view(-1), _core.Region.whole(list(value.shape))))
+            parts.append(
+                Part(name, value.detach().cpu().clone().contiguous().view(-1), _core.Region.whole(list(value.shape)))
+            )
         elif _survives_json(value):
             said[name] = value
         else:
@@ -56,8 +58,8 @@ def extra_in(there: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
 
 
 class FromFile:
-    """The values in a file for ``wanted`` names: those of tensors are there when ``parts`` have been read. ``keys``: theirs in the file;
-    ``unexpected``: nobody here has them."""
+    """The values in a file for ``wanted`` names: those of tensors are there when ``parts`` have been read. ``keys``:
+    theirs in the file; ``unexpected``: nobody here has them."""
 
     def __init__(self, wanted: Collection[str], catalog: Any) -> None:
         there = catalog.tensors  # made anew each time

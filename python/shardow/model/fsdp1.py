@@ -1,8 +1,9 @@
-"""FSDP1: flat parameters, of which each rank holds a padded stretch; infos beside them say which elements of which parameter lie where.
+"""FSDP1: flat parameters, of which each rank holds a padded stretch; infos beside them say which elements of which
+parameter lie where.
 
-All of it is private to torch (``_handle``, ``_shard_param_infos``, ``_local_shard``): FSDP1 is in maintenance, and nothing public tells a
-shard's range. After a forward under no_grad the root keeps an unsharded copy that the next forward uses, and nothing in its parameters
-shows it: handles are resharded before and after shards are written.
+All of it is private to torch (``_handle``, ``_shard_param_infos``, ``_local_shard``): FSDP1 is in maintenance, and
+nothing public tells a shard's range. After a forward under no_grad the root keeps an unsharded copy that the next
+forward uses, and nothing in its parameters shows it: handles are resharded before and after shards are written.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.
 
 @dataclass(eq=False, slots=True)
 class FlatTensor(HiddenTensor):
-    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: a parameter of its own, or the whole flat one.
-    ``index``: among the flat one's."""
+    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: a parameter of its own, or the
+    whole flat one. ``index``: among the flat one's."""
 
     handle: Any = None
     offset: int = 0
@@ -40,31 +41,39 @@ class FlatTensor(HiddenTensor):
 
 
 def shard_of(handle: Any) -> torch.Tensor:
-    """This rank's stretch of a flat parameter: before the first forward flat_param itself, after it _local_shard, the same memory."""
+    """This rank's stretch of a flat parameter: before the first forward flat_param itself, after it _local_shard, the
+    same memory.
+    """
     flat = handle.flat_param
     shard: torch.Tensor = getattr(flat, "_local_shard", flat.data) if handle.uses_sharded_strategy else flat.data
     return shard.detach()
 
 
 def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> None:
-    """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken over yet; ``name``
-    tells of the parameter with an index."""
+    """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken
+    over yet; ``name`` tells of the parameter with an index."""
     refuse_strays(handle, name or handle.flat_param._fqns.__getitem__)
-    if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # before the first forward reshard() would raise
+    if handle.uses_sharded_strategy and hasattr(
+        handle.flat_param, "_local_shard"
+    ):  # before the first forward reshard() would raise
         handle.reshard(True)
         handle.post_reshard()
 
 
 def strays(handle: Any) -> Iterator[int]:
-    """Which original parameters are neither in the shard nor in its unsharded copy. FSDP takes them over in its next forward, or forgets
-    them if it shows its views anew before that."""
+    """Which original parameters are neither in the shard nor in its unsharded copy. FSDP takes them over in its next
+    forward, or forgets them if it shows its views anew before that."""
     flat = handle.flat_param
     memory = {one.untyped_storage().data_ptr() for one in (shard_of(handle), flat)}
     for i, (param, owner) in enumerate(zip(flat._params or (), flat._param_infos, strict=False)):
         now = owner.module._parameters.get(owner.param_name)
-        if not isinstance(now, nn.Parameter) or (handle.uses_sharded_strategy and not flat._shard_param_infos[i].in_shard):
+        if not isinstance(now, nn.Parameter) or (
+            handle.uses_sharded_strategy and not flat._shard_param_infos[i].in_shard
+        ):
             continue  # inside of a forward, or nothing of it is here, whatever it may be
-        if now is not param or (type(now) is nn.Parameter and now.numel() and now.untyped_storage().data_ptr() not in memory):
+        if now is not param or (
+            type(now) is nn.Parameter and now.numel() and now.untyped_storage().data_ptr() not in memory
+        ):
             yield i
 
 
@@ -79,20 +88,24 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
     flat = handle.flat_param
     if left(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
         raise invalid(
-            f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 goes back to its own "
+            f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 "
+            "goes back to its own "
             f"shard. Put these back into flat_param._local_shard; move models before their first forward, and {_WRITE}"
         )
     found = next(strays(handle), None)
     if found is not None:
         raise invalid(
-            f"parameter '{name(found)}' was put elsewhere (p.data = ..., or another Parameter in its place), which FSDP1 takes over in its "
+            f"parameter '{name(found)}' was put elsewhere (p.data = ..., or another Parameter in its place), which "
+            "FSDP1 takes over in its "
             f"next forward: until then its shard holds the values from before. Run a forward first; or {_WRITE}"
         )
 
 
 class Fsdp1Adapter(HiddenAdapter):
     def __init__(self, model: nn.Module) -> None:
-        inside: list[Any] = [one for one in modules_of(model) if isinstance(one, FullyShardedDataParallel) and one._handle is not None]
+        inside: list[Any] = [
+            one for one in modules_of(model) if isinstance(one, FullyShardedDataParallel) and one._handle is not None
+        ]
         owned = {key for module in inside for key in owners(module._handle.flat_param)}
         self._wrappers = inside + fsdp1_around(model, owned, _parameters_of(inside))
         names = _names_of_modules(model) if self._wrappers else {}
@@ -120,8 +133,14 @@ class Fsdp1Adapter(HiddenAdapter):
         return [module._handle.flat_param for module in self._wrappers]
 
     def shown(self) -> list[torch.Tensor]:
-        """The original parameters that have this rank's part in the shard: where they lie shows whether they were put elsewhere."""
-        return [one.shown for one in self._locals if one.shown is not one.handle.flat_param and type(one.shown) is nn.Parameter]
+        """The original parameters that have this rank's part in the shard: where they lie shows whether they were put
+        elsewhere.
+        """
+        return [
+            one.shown
+            for one in self._locals
+            if one.shown is not one.handle.flat_param and type(one.shown) is nn.Parameter
+        ]
 
     def in_place(self) -> bool:
         return not any(left(module._handle) for module in self._wrappers)
@@ -145,7 +164,9 @@ def _names_of_modules(model: nn.Module) -> dict[int, list[str]]:
 
 def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
     """Ids of what modules show of the wrappers' weights."""
-    return {id(p) for module in wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))}
+    return {
+        id(p) for module in wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))
+    }
 
 
 def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTensor]:
@@ -154,7 +175,9 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
     flat, whole = handle.flat_param, not handle.uses_sharded_strategy
     shown = list(flat._params) if flat._params is not None else [flat] * len(flat._fqns)
     replicas, offsets = _replicas(module), _offsets(flat)
-    for i, (owner, shape, info) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)):
+    for i, (owner, shape, info) in enumerate(
+        zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+    ):
         called = _names(owner, flat, names)
         if not called:
             continue
@@ -165,13 +188,33 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
         memory = shard_of(handle)[offset : offset + count]
-        yield FlatTensor(called[0], memory, region, shown[i].requires_grad, replicas, True, tuple(called[1:]), shown[i], handle, offset, i)
+        yield FlatTensor(
+            called[0],
+            memory,
+            region,
+            shown[i].requires_grad,
+            replicas,
+            True,
+            tuple(called[1:]),
+            shown[i],
+            handle,
+            offset,
+            i,
+        )
 
 
 def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:
-    """Every clean name of a parameter: of each place where its module stands, and of the parameters that are tied to it."""
-    tied = [info for info in flat._shared_param_infos if info.prim_module is owner.module and info.prim_param_name == owner.param_name]
-    return list(dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names.get(id(one.module), ())))
+    """Every clean name of a parameter: of each place where its module stands, and of the parameters that are tied to
+    it.
+    """
+    tied = [
+        info
+        for info in flat._shared_param_infos
+        if info.prim_module is owner.module and info.prim_param_name == owner.param_name
+    ]
+    return list(
+        dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names.get(id(one.module), ()))
+    )
 
 
 def _offsets(flat: Any) -> list[int]:

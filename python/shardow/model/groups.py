@@ -20,7 +20,9 @@ from shardow.model.names import modules_of
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
-    DTensorAdapter(model, form="any").reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
+    DTensorAdapter(
+        model, form="any"
+    ).reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
     places = [place for module in modules_of(model) for place in (module._parameters, module._buffers) if place]
     tensors = [tensor for place in places for tensor in place.values() if tensor is not None]
     return group_of_tensors(model, tensors, given, Fsdp1Adapter(model))
@@ -30,7 +32,9 @@ def group_of_tensors(
     model: nn.Module, tensors: Sequence[torch.Tensor], given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter
 ) -> dist.ProcessGroup | None:
     """The same of a model whose tensors are known."""
-    groups = fsdp1.groups() + [module.process_group for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
+    groups = fsdp1.groups() + [
+        module.process_group for module in modules_of(model) if isinstance(module, DistributedDataParallel)
+    ]
     return choose_group([*groups, *zero3.groups_of(tensors)], meshes_of(tensors), given, fsdp1.spans_world())
 
 
@@ -43,10 +47,13 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
 
 
 def choose_group(
-    groups: Iterable[dist.ProcessGroup], meshes: Iterable[DeviceMesh], given: dist.ProcessGroup | None, world: bool = False
+    groups: Iterable[dist.ProcessGroup],
+    meshes: Iterable[DeviceMesh],
+    given: dist.ProcessGroup | None,
+    world: bool = False,
 ) -> dist.ProcessGroup | None:
-    """``given``, or a group of all ranks of ``groups`` and ``meshes``; ``world``: it is known to be everybody. Raises where there is
-    none."""
+    """``given``, or a group of all ranks of ``groups`` and ``meshes``; ``world``: it is known to be everybody. Raises
+    where there is none."""
     groups, meshes = list(groups), list({id(mesh): mesh for mesh in meshes}.values())
     ranks = {rank for group in {id(g): g for g in groups}.values() for rank in dist.get_process_group_ranks(group)}
     ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
@@ -62,4 +69,6 @@ def choose_group(
     for group in groups + [mesh.get_group(0) for mesh in meshes if mesh.ndim == 1]:
         if set(dist.get_process_group_ranks(group)) == ranks:
             return group
-    raise invalid(f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group=")
+    raise invalid(
+        f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group="
+    )

@@ -15,15 +15,16 @@ from shardow.base.checks import unsupported
 from shardow.model.batch import Batch
 from shardow.model.slots import Slot
 
-#: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in order.
+# :Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in
+# order.
 Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
 
 
 @dataclass(eq=False, slots=True)
 class LocalTensor:
-    """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; find() says which may be
-    strided or odd. Other names of the same tensor are ``aliases``. ``sharded`` is False for a tensor that every rank holds whole without
-    any group saying so: a plain parameter beside sharded ones."""
+    """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; find()
+    says which may be strided or odd. Other names of the same tensor are ``aliases``. ``sharded`` is False for a tensor
+    that every rank holds whole without any group saying so: a plain parameter beside sharded ones."""
 
     name: str
     _tensor: torch.Tensor | None
@@ -32,7 +33,9 @@ class LocalTensor:
     replicas: Replicas = ()
     sharded: bool = False
     aliases: tuple[str, ...] = ()
-    batch: Batch | None = field(default=None, kw_only=True)  # which makes ``tensor``, number ``place`` of it, when somebody asks for it
+    batch: Batch | None = field(
+        default=None, kw_only=True
+    )  # which makes ``tensor``, number ``place`` of it, when somebody asks for it
     place: int = field(default=0, kw_only=True)
 
     @property
@@ -59,14 +62,16 @@ class LocalTensor:
             self.tensor.copy_(flat.view(self.tensor.shape))
 
     def counts_on(self, rank: int) -> bool:
-        """True where files take it from this rank. Of whole tensors that no group shares, each rank's its own (batch statistics), they take
-        rank 0's."""
+        """True where files take it from this rank. Of whole tensors that no group shares, each rank's its own (batch
+        statistics), they take rank 0's."""
         return self.sharded or bool(self.replicas) or rank == 0
 
 
 @dataclass(eq=False, slots=True)
 class HiddenTensor(LocalTensor):
-    """What no slot shows: a stretch of a parameter that its wrapper keeps elsewhere. ``shown``: the parameter that has the gradient."""
+    """What no slot shows: a stretch of a parameter that its wrapper keeps elsewhere. ``shown``: the parameter that has
+    the gradient.
+    """
 
     shown: Any = None
 
@@ -76,8 +81,8 @@ class HiddenTensor(LocalTensor):
 
 
 class Adapter(Protocol):
-    """One way to hold parameters. A protocol, so that a new sharding is one class beside the others, and nothing else asks what kind a
-    model is. A model may mix kinds: every slot belongs to the first adapter that claims it."""
+    """One way to hold parameters. A protocol, so that a new sharding is one class beside the others, and nothing else
+    asks what kind a model is. A model may mix kinds: every slot belongs to the first adapter that claims it."""
 
     def claims(self, slot: Slot) -> bool:
         """True if this adapter knows what the slot's tensor is."""
@@ -93,7 +98,9 @@ class Adapter(Protocol):
 
 
 class HiddenAdapter:
-    """Base of adapters whose wrapper keeps weights where no slot shows them. ``_owned``: ids of the parameters that it shows instead."""
+    """Base of adapters whose wrapper keeps weights where no slot shows them. ``_owned``: ids of the parameters that it
+    shows instead.
+    """
 
     _owned: set[int]
 
@@ -116,15 +123,17 @@ Form = Literal["contiguous", "strided", "any"]
 
 
 def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it has no such memory at
-    all. ``name`` is for messages."""
+    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it
+    has no such memory at all. ``name`` is for messages."""
     tensor = tensor.detach()
     if form == "any":
         return tensor
     refuse_odd(name, tensor)
     if form == "contiguous" and not tensor.is_contiguous():
         way_out = "make it so first: p.data = p.data.contiguous() for such a parameter p"
-        raise unsupported(f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); {way_out}")
+        raise unsupported(
+            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); {way_out}"
+        )
     return tensor
 
 
@@ -143,7 +152,9 @@ def oddity(tensor: torch.Tensor) -> str | None:
 
 def refuse_odd(name: str, tensor: torch.Tensor) -> None:
     if odd := oddity(tensor):
-        raise unsupported(f"'{name}' {odd}; leave it out of the model or of the mapping, or put its parts there, as dense tensors")
+        raise unsupported(
+            f"'{name}' {odd}; leave it out of the model or of the mapping, or put its parts there, as dense tensors"
+        )
 
 
 def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:
@@ -153,7 +164,12 @@ def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:
 
 def refuse_unaverageable(local: LocalTensor) -> None:
     """Averages follow memory of which every element is one weight's: strided, but not expanded."""
-    if local.tensor.layout is torch.strided and not local.tensor.is_nested and local.tensor.is_contiguous() and not oddity(local.tensor):
+    if (
+        local.tensor.layout is torch.strided
+        and not local.tensor.is_nested
+        and local.tensor.is_contiguous()
+        and not oddity(local.tensor)
+    ):
         return
     if odd := oddity(local.tensor):
         way_out = "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer"
@@ -164,7 +180,9 @@ def refuse_unaverageable(local: LocalTensor) -> None:
 def refuse_expanded(name: str, tensor: torch.Tensor) -> None:
     """What is written there would be written over itself."""
     reach = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
         if stride < reach and tensor.numel():
             why = f"has strides {tensor.stride()}: some of its elements share memory"
             way_out = "give it memory of its own first: p.data = p.data.contiguous()"

@@ -1,5 +1,5 @@
-"""Float32 masters that DeepSpeed's optimizers keep of a model's parameters. From them each step makes the weights anew: who fills weights
-alone has filled nothing. Nothing is imported: parameters bear DeepSpeed's marks."""
+"""Float32 masters that DeepSpeed's optimizers keep of a model's parameters. From them each step makes the weights anew:
+who fills weights alone has filled nothing. Nothing is imported: parameters bear DeepSpeed's marks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardow.model.zero3 import is_partitioned
 
 
 def master_of(parameter: Any) -> tuple[torch.Tensor, int] | None:
-    """This rank's stretch of a parameter's master and the number of its first element; None where nobody marked one: nobody trains it, or
-    each rank has all of it."""
+    """This rank's stretch of a parameter's master and the number of its first element; None where nobody marked one:
+    nobody trains it, or each rank has all of it."""
     if is_partitioned(parameter):
         return _of_partition(parameter, getattr(parameter, "_z3_optimizer", None))
     if not hasattr(parameter, "_hp_mapping"):
@@ -38,7 +38,9 @@ def _of_partition(p: Any, optimizer: Any) -> tuple[torch.Tensor, int] | None:
 
 
 def fill_masters_too(held: Held) -> None:
-    """What fills ``held`` fills the masters: ZeRO-3's first, and from them the weights; others from the weights. Raises where it can't."""
+    """What fills ``held`` fills the masters: ZeRO-3's first, and from them the weights; others from the weights. Raises
+    where it can't.
+    """
     if held.view is None or not _has_masters(held.view.model):
         return
     at = {name: number for number, part in enumerate(held.parts) for name in held.names[part.name]}
@@ -50,7 +52,10 @@ def fill_masters_too(held: Held) -> None:
         done.add(number)
         if getattr(getattr(slot.recorded, "_z3_optimizer", None), "swap_optimizer", False):
             way_out = "load before deepspeed.initialize(), or offload to 'cpu'"
-            raise unsupported(f"'{slot.name}' has its master on NVMe, from which the next step would bring back the old weights: {way_out}")
+            raise unsupported(
+                f"'{slot.name}' has its master on NVMe, from which the next step would bring back the old weights: "
+                f"{way_out}"
+            )
         if (found := master_of(slot.recorded)) is None or not found[0].numel():
             continue
         part, (master, first) = held.parts[number], found
@@ -72,4 +77,6 @@ def _refuse_unlike(name: str, weights: torch.Tensor, master: torch.Tensor) -> No
     """Under round_robin_gradients DeepSpeed marks parameters with masters of others."""
     if not torch.equal(weights.view(torch.uint8), master.to(weights.device, weights.dtype).view(torch.uint8)):
         why = "the weights were written since, or round_robin_gradients mixes masters up"
-        raise unsupported(f"'{name}' is not what its optimizer's master says, rounded: {why}; load before deepspeed.initialize()")
+        raise unsupported(
+            f"'{name}' is not what its optimizer's master says, rounded: {why}; load before deepspeed.initialize()"
+        )

@@ -1,5 +1,7 @@
-"""A state beside what it is for: which tensor there is which here, what is missing, unexpected or of another form. The one way to compare.
-Looked for is a tensor's own name, then a tied tensor's other names, then names without what wrappers, DDP and PEFT put into them."""
+"""A state beside what it is for: which tensor there is which here, what is missing, unexpected or of another form. The
+one way to compare. Looked for is a tensor's own name, then a tied tensor's other names, then names without what
+wrappers, DDP and PEFT put into them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit(Generic[T]):
-    """``missing``: here, not there; ``unexpected``: there, not here; ``different``: (name, its form here, its form there)."""
+    """``missing``: here, not there; ``unexpected``: there, not here; ``different``: (name, its form here, its form
+    there).
+    """
 
     keys: dict[str, str]  # {name here: key there}
     missing: list[str]
@@ -36,7 +40,9 @@ class Fit(Generic[T]):
 
 def compare(here: Mapping[str, T], there: Mapping[str, T]) -> Fit[T]:
     """Of the same names. A form is whatever must be equal: a shape, a region."""
-    return _fit({name: name for name in here if name in there}, here, there, [name for name in there if name not in here])
+    return _fit(
+        {name: name for name in here if name in there}, here, there, [name for name in there if name not in here]
+    )
 
 
 def fit(held: Held, state: Mapping[str, object], where: str) -> Fit[Form | None]:
@@ -92,5 +98,7 @@ def unexpected(held: Held, keys: Mapping[str, str], available: Collection[str]) 
     rest = [key for key in available if key not in used]
     if not rest:
         return []
-    others = {clean_file_key(alias) for names in held.names.values() for alias in names} - set(map(clean_file_key, used))
+    others = {clean_file_key(alias) for names in held.names.values() for alias in names} - set(
+        map(clean_file_key, used)
+    )
     return [key for key in rest if clean_file_key(key) not in others]

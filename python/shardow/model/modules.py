@@ -1,4 +1,6 @@
-"""Modules of a model: its repeated blocks, which are sharded, checkpointed and looked at one by one; and the modes that they are in."""
+"""Modules of a model: its repeated blocks, which are sharded, checkpointed and looked at one by one; and the modes that
+they are in.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch import nn
 
 
 def is_container(module: nn.Module) -> bool:
-    """A list or mapping of modules, which can't be called: torch shards none, since it brings weights together before forward()."""
+    """A list or mapping of modules, which can't be called: torch shards none, since it brings weights together before
+    forward().
+    """
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 

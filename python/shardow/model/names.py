@@ -1,6 +1,6 @@
-"""Names without wrappers: what the unwrapped model calls its modules and parameters. Which components to drop is decided by the wrapper
-modules themselves, since a user's own submodule may be called ``module``. Only where there are no modules to ask, for keys in files, the
-known prefixes go by their spelling."""
+"""Names without wrappers: what the unwrapped model calls its modules and parameters. Which components to drop is
+decided by the wrapper modules themselves, since a user's own submodule may be called ``module``. Only where there are
+no modules to ask, for keys in files, the known prefixes go by their spelling."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-#: (class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and tie us to their
-#: private homes.
+# :(class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and
+# tie us to their :private homes.
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -25,7 +25,9 @@ _WRAPPERS = {
 _IN_FILES = {*_WRAPPERS.values(), "module", "base_layer", "parametrizations"}
 
 _LORA = re.compile(r"(\blora_\w+)\.[^.]+(?=(?:\.weight|\.bias)?$)")
-_MAGNITUDE = re.compile(r"(\blora_magnitude_vector)\.weight$")  # DoRA's is a module in the model, and a plain tensor in the file
+_MAGNITUDE = re.compile(
+    r"(\blora_magnitude_vector)\.weight$"
+)  # DoRA's is a module in the model, and a plain tensor in the file
 
 
 def wrapped_child(module: nn.Module) -> str | None:
@@ -60,8 +62,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(clean name, module) for every module of the tree, wrappers included under the name of what they wrap. Tied modules come under every
-    name."""
+    """(clean name, module) for every module of the tree, wrappers included under the name of what they wrap. Tied
+    modules come under every name."""
     yield prefix, module
     wrapped = wrapped_child(module)
     for name, child in module._modules.items():
@@ -94,9 +96,9 @@ def without_wrappers(key: str) -> str:
 
 
 def clean_file_key(key: str) -> str:
-    """A file's key without what wrappers, DDP and PEFT put into it anywhere, and without PEFT's ``base_model.model.`` before it. It knows
-    spellings only, and takes a user's own ``module`` for DDP's: to match a model, clean the model's names with it too, and compare the
-    results."""
+    """A file's key without what wrappers, DDP and PEFT put into it anywhere, and without PEFT's ``base_model.model.``
+    before it. It knows spellings only, and takes a user's own ``module`` for DDP's: to match a model, clean the model's
+    names with it too, and compare the results."""
     parts = key.split(".")
     if "parametrizations" in parts and parts[-1] == "original":
         parts.pop()
@@ -107,6 +109,6 @@ def clean_file_key(key: str) -> str:
 
 
 def without_adapter(name: str) -> str:
-    """A LoRA weight's name as PEFT writes it into an adapter's file: ``lora_A.weight`` for the ``lora_A.default.weight`` of a model. Other
-    names stay as they are."""
+    """A LoRA weight's name as PEFT writes it into an adapter's file: ``lora_A.weight`` for the
+    ``lora_A.default.weight`` of a model. Other names stay as they are."""
     return _MAGNITUDE.sub(r"\1", _LORA.sub(r"\1", name))

@@ -19,7 +19,9 @@ from shardow.model.regions import region_of
 from shardow.model.slots import slots
 from shardow.ranks.gather import take
 
-_origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter, since tensors compare by value: (weak reference to its module, key)
+_origins: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # by parameter, since tensors compare by value: (weak reference to its module, key)
 
 
 def remember(module: nn.Module, key: str) -> None:
@@ -39,8 +41,8 @@ def inherit(instead: torch.Tensor, param: torch.Tensor) -> None:
 
 
 def forget_swapped(model: nn.Module) -> None:
-    """Called before its parameters may get other memory, here or in model.to(). DTensors stay the same objects then, found in the model
-    itself, and torch refuses to swap what is weakly referenced."""
+    """Called before its parameters may get other memory, here or in model.to(). DTensors stay the same objects then,
+    found in the model itself, and torch refuses to swap what is weakly referenced."""
     always = torch.__future__.get_swap_module_params_on_conversion()
     for slot in slots(model, "parameter"):
         if always or is_traceable_wrapper_subclass(slot.recorded):
@@ -52,14 +54,17 @@ Bindings = list[Places]  # by parameter group, where each of its parameters is
 
 
 def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
-    """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything has changed, for
-    one that is nowhere."""
+    """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything
+    has changed, for one that is nowhere."""
     found: Bindings = []
     for number, (group, known) in enumerate(zip(optimizer.param_groups, known_places(optimizer, model), strict=True)):
         found.append([place for place in known if place is not None])
         if None in known:
             i = known.index(None)
-            lost = f"parameter {i} of shape {tuple(group['params'][i].shape)} is not in the model, and it is not known where it was"
+            lost = (
+                f"parameter {i} of shape {tuple(group['params'][i].shape)} is not in the model, and it is not known "
+                "where it was"
+            )
             way_out = "build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
             raise invalid(f"optimizer group {number}: {lost}; {way_out}")
     return found
@@ -79,10 +84,14 @@ def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
     """Puts the model's parameters into the groups; state goes with its parameter, and is sharded as it is."""
     groups = [[module._parameters[key] for module, key in where] for where in places]
     pairs = [
-        (old, new) for group, now in zip(optimizer.param_groups, groups, strict=True) for old, new in zip(group["params"], now, strict=True)
+        (old, new)
+        for group, now in zip(optimizer.param_groups, groups, strict=True)
+        for old, new in zip(group["params"], now, strict=True)
     ]
     moved = [(old, new) for old, new in pairs if new is not None and old is not new and old in optimizer.state]
-    states = [state_for(new, optimizer.state[old]) for old, new in moved]  # what there may be no memory for, before anything changes
+    states = [
+        state_for(new, optimizer.state[old]) for old, new in moved
+    ]  # what there may be no memory for, before anything changes
     for (old, new), state in zip(moved, states, strict=True):
         del optimizer.state[old]
         optimizer.state[new] = state
@@ -96,7 +105,12 @@ def state_for(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sharded_as(param: torch.Tensor, value: Any) -> Any:
     """This rank's part of a state tensor (a momentum) of the whole parameter; everything else as it is."""
-    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != param.shape:
+    if (
+        not isinstance(param, DTensor)
+        or not isinstance(value, torch.Tensor)
+        or isinstance(value, DTensor)
+        or value.shape != param.shape
+    ):
         return value
     if not value.ndim:  # a step, of a parameter that is a number as well
         return value

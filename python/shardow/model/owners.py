@@ -1,6 +1,7 @@
-"""Parameters without their model. Which FSDP modules they belong to, so that nothing that reads or writes shards leaves an unsharded copy
-behind. After a forward without a backward the root of an FSDP model keeps its weights unsharded, and the next forward uses that copy:
-shards written meanwhile are not seen. FSDP2 then shows the unsharded parameters too."""
+"""Parameters without their model. Which FSDP modules they belong to, so that nothing that reads or writes shards leaves
+an unsharded copy behind. After a forward without a backward the root of an FSDP model keeps its weights unsharded, and
+the next forward uses that copy: shards written meanwhile are not seen. FSDP2 then shows the unsharded parameters
+too."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping  # private: nothing public leads from a parameter to its module
+from torch.distributed._composable_state import (
+    _module_state_mapping,
+)  # private: nothing public leads from a parameter to its module
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -19,8 +22,8 @@ from shardow.model.parents import wrappers
 
 
 def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters, shards in place of FSDP2's unsharded ones; the copies of their FSDP modules are freed. Local. Cheap where there is no
-    FSDP; under FSDP1 it looks through Python's heap."""
+    """The parameters, shards in place of FSDP2's unsharded ones; the copies of their FSDP modules are freed. Local.
+    Cheap where there is no FSDP; under FSDP1 it looks through Python's heap."""
     found = list(parameters)
     shards = _reshard_fsdp2(found)
     if any(hasattr(p, "_fsdp_flattened") for p in found):  # FSDP1's own mark
@@ -36,7 +39,9 @@ def has_fsdp(model: nn.Module) -> bool:
 
 
 def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The shards of unsharded parameters, by id. Other models that are unsharded now are resharded too, which costs them a gathering."""
+    """The shards of unsharded parameters, by id. Other models that are unsharded now are resharded too, which costs
+    them a gathering.
+    """
     wanted = set(map(id, found))
     modules: list[tuple[Any, dict[str, torch.Tensor]]] = []
     for module in [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]:
@@ -49,9 +54,16 @@ def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     now = {id(p) for module, _ in modules for p in _shown(module).values()}
     if any(isinstance(p, DTensor) and id(p) not in now for p in found):
         for module, shown in modules:
-            if any(p is after and not isinstance(p, DTensor) for p, after in zip(shown.values(), _shown(module).values(), strict=True)):
+            if any(
+                p is after and not isinstance(p, DTensor)
+                for p, after in zip(shown.values(), _shown(module).values(), strict=True)
+            ):
                 DTensorAdapter(module, form="any").reset()  # after a forward that raised, reshard() did nothing
-    return {id(p): after for module, shown in modules for p, after in zip(shown.values(), _shown(module).values(), strict=True)}
+    return {
+        id(p): after
+        for module, shown in modules
+        for p, after in zip(shown.values(), _shown(module).values(), strict=True)
+    }
 
 
 def _shown(module: Any) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
-"""A part of a sharded model: the FSDP modules outside of it that hold its weights, since nothing in the part itself tells of them. Who
-averages a part must reshard its parents: an unsharded copy that a forward leaves behind hides FSDP2's shards, and is what the next forward
-uses."""
+"""A part of a sharded model: the FSDP modules outside of it that hold its weights, since nothing in the part itself
+tells of them. Who averages a part must reshard its parents: an unsharded copy that a forward leaves behind hides
+FSDP2's shards, and is what the next forward uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping  # private: nothing public leads from a parameter to its module
+from torch.distributed._composable_state import (
+    _module_state_mapping,
+)  # private: nothing public leads from a parameter to its module
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from shardow.base.checks import unsupported
@@ -30,16 +32,23 @@ def fsdp2_around(model: nn.Module) -> list[Any]:
 
 
 def fsdp1_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:
-    """FSDP1 wrappers outside of ``model`` whose flat parameters hold weights of its modules. ``owned``: ids of the modules whose weights
-    the wrappers inside hold; ``known``: of those parameters. FSDP1 registers its wrappers nowhere, so they are looked for among all of
-    Python's objects, where a parameter bears FSDP1's mark or a module has a tensor in a parameter's place."""
+    """FSDP1 wrappers outside of ``model`` whose flat parameters hold weights of its modules. ``owned``: ids of the
+    modules whose weights the wrappers inside hold; ``known``: of those parameters. FSDP1 registers its wrappers
+    nowhere, so they are looked for among all of Python's objects, where a parameter bears FSDP1's mark or a module has
+    a tensor in a parameter's place."""
     if not dist.is_available() or not dist.is_initialized():
         return []
     modules = {id(module): module for module in model.modules()}
-    marked = [slot for slot in slots(model, "parameter") if id(slot.recorded) not in known and hasattr(slot.recorded, "_fsdp_flattened")]
+    marked = [
+        slot
+        for slot in slots(model, "parameter")
+        if id(slot.recorded) not in known and hasattr(slot.recorded, "_fsdp_flattened")
+    ]
     if not marked and not any(key not in owned and _has_bare_tensor(module) for key, module in modules.items()):
         return []
-    found = [one for one in wrappers() if id(one) not in modules and not owners(one._handle.flat_param).isdisjoint(modules)]
+    found = [
+        one for one in wrappers() if id(one) not in modules and not owners(one._handle.flat_param).isdisjoint(modules)
+    ]
     reached = {id(p) for one in found for p in (one._handle.flat_param, *(one._handle.flat_param._params or ()))}
     if any(id(slot.recorded) not in reached for slot in marked):
         some = ", ".join(f"{slot.key} of {type(slot.module).__name__}" for slot in marked[:8])

@@ -25,8 +25,8 @@ Saveable = nn.Module | Mapping[str, Any]  # of tensors, and plain values
 
 @dataclass
 class Held:
-    """``parts`` are contiguous memory: the tensors' own, or a copy where theirs is not, which ``copied`` tells how to put back. ``names``
-    are all names of each part."""
+    """``parts`` are contiguous memory: the tensors' own, or a copy where theirs is not, which ``copied`` tells how to
+    put back. ``names`` are all names of each part."""
 
     parts: list[Part]
     names: dict[str, tuple[str, ...]]
@@ -62,7 +62,9 @@ def group_of(state: Saveable, group: dist.ProcessGroup | None) -> dist.ProcessGr
 
 
 def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> Held:
-    """``group``: of a mapping, what group_of() says. ``saving``: of whole tensors that no group shares, only rank 0's count."""
+    """``group``: of a mapping, what group_of() says. ``saving``: of whole tensors that no group shares, only rank 0's
+    count.
+    """
     if isinstance(state, nn.Module):
         return _of_module(state, group, saving)
     if isinstance(state, Mapping):

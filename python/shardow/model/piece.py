@@ -1,10 +1,10 @@
 """Piece: a region of a global tensor that torch.distributed.checkpoint saves and loads as it is, at any world size.
 
-A DTensor cannot be this: torch takes its offsets from a helper that is wrong for uneven TP + FSDP2, and flat ranges (FSDP1, a replica's
-part) have no placement. A region's boxes are chunks.
+A DTensor cannot be this: torch takes its offsets from a helper that is wrong for uneven TP + FSDP2, and flat ranges
+(FSDP1, a replica's part) have no placement. A region's boxes are chunks.
 
-It is a tensor without storage of its own, as DTensor is: torch's stagers then copy its attributes, and not memory of the global shape,
-which is nowhere.
+It is a tensor without storage of its own, as DTensor is: torch's stagers then copy its attributes, and not memory of
+the global shape, which is nowhere.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Piece(torch.Tensor):
 
     ``local``: the region.size elements held here, 1-D, in the region's order; ``region``: which they are.
 
-    It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers and with pieces
-    of the same region. What needs the elements of other ranks raises UnsupportedError. Pickling it warns: the file will hold a part;
-    within accelerate's save_state(), which keeps rank 0's alone, it raises UnsupportedError.
+    It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers
+    and with pieces of the same region. What needs the elements of other ranks raises UnsupportedError. Pickling it
+    warns: the file will hold a part; within accelerate's save_state(), which keeps rank 0's alone, it raises
+    UnsupportedError.
     """
 
     local: torch.Tensor
@@ -37,7 +38,9 @@ class Piece(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, local: torch.Tensor, region: _core.Region) -> Piece:
-        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, torch.Size(region.shape), dtype=local.dtype, device=local.device)
+        piece: Piece = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(region.shape), dtype=local.dtype, device=local.device
+        )
         piece.local, piece.region = local, region
         return piece
 
@@ -57,7 +60,10 @@ class Piece(torch.Tensor):
         return copied
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Piece({self.local.numel():,} of the {math.prod(self.region.shape):,} elements of {self.region}: {self.local!r})"
+        return (
+            f"Piece({self.local.numel():,} of the {math.prod(self.region.shape):,} elements of {self.region}: "
+            f"{self.local!r})"
+        )
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(offsets, sizes) for offsets, sizes, _ in self.region.boxes()]
@@ -84,7 +90,9 @@ def _rebuild(local: torch.Tensor, encoded: bytes) -> Piece:
     return Piece(local, _core.Region.decode(encoded))
 
 
-torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True); decode() takes nothing that encode() does not write
+torch.serialization.add_safe_globals(
+    [_rebuild]
+)  # torch.load(weights_only=True); decode() takes nothing that encode() does not write
 
 
 def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
@@ -94,7 +102,9 @@ def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
 def _warn_of_a_part() -> None:
     """One text, so that a whole state warns once."""
     warn(
-        "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the other parts are lost. "
-        "Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts pickled on every rank load at the same "
+        "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the "
+        "other parts are lost. "
+        "Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts pickled on every rank "
+        "load at the same "
         "world size and sharding only"
     )

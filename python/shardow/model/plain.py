@@ -22,9 +22,9 @@ _requires_grad = _tensor.requires_grad.__get__
 
 
 class PlainAdapter:
-    """Claims everything that is left. ``group``: ranks that hold replicas of whatever no DDP module in the tree has. Only parameters are
-    replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing them, or handing out another's, would
-    mix ranks."""
+    """Claims everything that is left. ``group``: ranks that hold replicas of whatever no DDP module in the tree has.
+    Only parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own:
+    dividing them, or handing out another's, would mix ranks."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
         self._form: Form = form
@@ -34,7 +34,9 @@ class PlainAdapter:
             self._replicas = dict.fromkeys(map(id, model.parameters()), _members(group))
         for module in modules_of(model):
             if isinstance(module, DistributedDataParallel):
-                kept_equal = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
+                kept_equal = (
+                    p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore
+                )
                 self._replicas.update(dict.fromkeys(map(id, kept_equal), _members(module.process_group)))
 
     def claims(self, slot: Slot) -> bool:

@@ -1,5 +1,7 @@
-"""From a DTensor to the region of the global tensor that this rank holds: what placements mean is the engine's to say. The engine's rule
-was compared with what ``fully_shard`` and ``distribute_tensor`` really cut; torch's own helper is wrong for uneven TP + ``fully_shard``."""
+"""From a DTensor to the region of the global tensor that this rank holds: what placements mean is the engine's to say.
+The engine's rule was compared with what ``fully_shard`` and ``distribute_tensor`` really cut; torch's own helper is
+wrong for uneven TP + ``fully_shard``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def region_of(name: str, tensor: Any) -> _core.Region:
     sizes = [(mesh.size(mesh_dim), place) for mesh_dim, place in enumerate(me)]
     region = _core.region_of(name, tensor.shape, sizes, list(map(_placement, tensor.placements)))
     held = tuple(tensor._local_tensor.shape)  # the public to_local() makes a view each time, with a grad_fn
-    if math.prod(held) != region.size or (region.size and held != region.grid_shape):  # an empty shard may be (0, 0) where (1, 0) is said
+    if math.prod(held) != region.size or (
+        region.size and held != region.grid_shape
+    ):  # an empty shard may be (0, 0) where (1, 0) is said
         there = f"{list(held)} here, {math.prod(held)} elements"
         raise unsupported(f"'{name}' holds {there}, where its placements {tensor.placements} say {region}")
     return region

@@ -19,8 +19,8 @@ Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is no
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found. ``owner`` is the
-    module's own dict: attribute access is fifteen times slower, and this is read at every update."""
+    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found.
+    ``owner`` is the module's own dict: attribute access is fifteen times slower, and this is read at every update."""
 
     name: str
     owner: dict[str, Any]
@@ -28,12 +28,13 @@ class Slot:
     recorded: torch.Tensor
     kind: Kind
     module: nn.Module
-    plain: int = 0  # not 0: it was found to be one of torch's own tensors, in memory that can be read: there is nothing to look at
+    # not 0: it was found to be one of torch's own tensors, in memory that can be read: there is nothing to look at
+    plain: int = 0
 
 
 def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
-    """Of all modules, in the order of named_modules(), parameters before buffers; of ``kinds``, or of all. What is tied comes under each of
-    its names."""
+    """Of all modules, in the order of named_modules(), parameters before buffers; of ``kinds``, or of all. What is tied
+    comes under each of its names."""
     for name, module in walk(model):
         yield from slots_of(module, name, *kinds)
 
@@ -63,15 +64,25 @@ class Surveyed:
     names: list[str]
     recorded: list[torch.Tensor]
     looked: _core.Looked
-    alone: bool  # plain tensors of the host, none of them twice or on another one's memory: there is nothing to look at one by one
+    # plain tensors of the host, none of them twice or on another one's memory: there is nothing to look at one by one
+    alone: bool
 
 
 def parameter_slots(modules: Iterable[tuple[str, nn.Module]], survey: _core.Survey, kind: _core.Rows) -> Surveyed:
     """slots() of modules that walk() found, their parameters alone, as instances of a ``kind`` of Slot."""
-    names, owners, keys, recorded, homes = _core.places([(join(name, ""), module) for name, module in modules], "_parameters")
+    names, owners, keys, recorded, homes = _core.places(
+        [(join(name, ""), module) for name, module in modules], "_parameters"
+    )
     looked = survey.look(recorded)
     alone = looked.alone()
-    columns = {"name": names, "owner": owners, "key": keys, "recorded": recorded, "module": homes, "kind": ("parameter",)}
+    columns = {
+        "name": names,
+        "owner": owners,
+        "key": keys,
+        "recorded": recorded,
+        "module": homes,
+        "kind": ("parameter",),
+    }
     plain = (IN_HOST_MEMORY,) if alone else list(looked.plain())
     return Surveyed(kind.of(len(names), {**columns, "plain": plain}), names, recorded, looked, alone)
 
@@ -94,7 +105,9 @@ def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:
 
 def refuse_valueless(found: Iterable[Slot]) -> None:
     """On meta, or waiting for their first batch: there is nothing to average or to write in such models."""
-    valueless = [(slot.name, is_lazy(slot.recorded)) for slot in found if slot.recorded.is_meta or is_lazy(slot.recorded)]
+    valueless = [
+        (slot.name, is_lazy(slot.recorded)) for slot in found if slot.recorded.is_meta or is_lazy(slot.recorded)
+    ]
     for what, names in (
         ("not initialised yet", [name for name, lazy in valueless if lazy]),
         ("on meta, without values", [name for name, lazy in valueless if not lazy]),

@@ -25,7 +25,9 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
-    """Of a contiguous tensor on the CPU or a CUDA device, where the engine's work is enqueued on torch's current stream."""
+    """Of a contiguous tensor on the CPU or a CUDA device, where the engine's work is enqueued on torch's current
+    stream.
+    """
     device = device_of(tensor)
     if device.type == "cpu":
         return _core.TensorView(name, dtype, region, tensor.data_ptr())
@@ -41,7 +43,10 @@ def _stream_of(index: int) -> int:
 
 
 _MAKER = _core.ViewMaker(
-    torch.Tensor, torch.nn.Parameter, {dtype: name for dtype, name in dtypes.NAMES.items() if name not in dtypes.PACKED}, _stream_of
+    torch.Tensor,
+    torch.nn.Parameter,
+    {dtype: name for dtype, name in dtypes.NAMES.items() if name not in dtypes.PACKED},
+    _stream_of,
 )
 
 
@@ -67,9 +72,9 @@ def laid_out(layout: _core.Layout, names: list[str], address: int) -> _core.View
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor without values in a mapping of its own, which the system has back as soon as the tensor is gone. malloc() raises its
-    threshold to what was freed last, takes the next large tensors from its heap, and keeps the holes: whole layers that come and go left 64
-    MiB there."""
+    """A CPU tensor without values in a mapping of its own, which the system has back as soon as the tensor is gone.
+    malloc() raises its threshold to what was freed last, takes the next large tensors from its heap, and keeps the
+    holes: whole layers that come and go left 64 MiB there."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -78,8 +83,8 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:
-    """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``. One pass in the order of addresses; empty tensors lie
-    nowhere."""
+    """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``. One pass in the order of addresses;
+    empty tensors lie nowhere."""
     all_ = list(locals_)
     by_device: dict[torch.device, list[tuple[int, int]]] = {}
     for i, one in enumerate(all_):
@@ -99,7 +104,9 @@ def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the end of the last one."""
     if tensor.is_contiguous():
         return tensor.nbytes
-    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ) * tensor.itemsize
 
 
 def objects_behind(tensor: torch.Tensor) -> tuple[int, int]:

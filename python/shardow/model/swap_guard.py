@@ -1,5 +1,7 @@
-"""Who else would take averages for weights: other EMAs of the same model, optimizers, and what fills a model. Nothing here is asked whether
-anything is swapped: the engine is. And whose weights are read in the background: an optimizer that would change them waits."""
+"""Who else would take averages for weights: other EMAs of the same model, optimizers, and what fills a model. Nothing
+here is asked whether anything is swapped: the engine is. And whose weights are read in the background: an optimizer
+that would change them waits.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,14 @@ class Swapping(Protocol):
         """Raises while ``swapped``."""
 
     def finish_reading(self) -> None:
-        """Returns when the weights may change: an update in the background has read them, in the order of torch's current streams."""
+        """Returns when the weights may change: an update in the background has read them, in the order of torch's
+        current streams.
+        """
 
 
-_entered: set[Any] = set()  # Swapping, from before the first exchange until the weights are back: nobody else may have them any more
+_entered: set[Any] = (
+    set()
+)  # Swapping, from before the first exchange until the weights are back: nobody else may have them any more
 _read: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from its first update in the background on
 
 enter = _entered.add
@@ -42,11 +48,15 @@ read = _read.add
 
 
 def refuse_foreign(
-    what: str, weights: Callable[[], Iterable[torch.Tensor]], own: Swapping | None = None, instead: str = "", writes: bool = False
+    what: str,
+    weights: Callable[[], Iterable[torch.Tensor]],
+    own: Swapping | None = None,
+    instead: str = "",
+    writes: bool = False,
 ) -> None:
-    """Raises where ``weights()``, as ``own`` needs them, are exchanged by a swap now, of another EMA than ``own``. Costs nothing where no
-    EMA is swapped in. ``instead``: what else leads to what was wanted. ``writes``: they are written next, and updates in the background
-    read them first."""
+    """Raises where ``weights()``, as ``own`` needs them, are exchanged by a swap now, of another EMA than ``own``.
+    Costs nothing where no EMA is swapped in. ``instead``: what else leads to what was wanted. ``writes``: they are
+    written next, and updates in the background read them first."""
     if writes:
         _finish_reading(weights)
     if not _entered:
@@ -77,7 +87,9 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before any optimizer's step: one on averages would be lost, and spoil them; one on weights that are read would tear the averages."""
+    """Before any optimizer's step: one on averages would be lost, and spoil them; one on weights that are read would
+    tear the averages.
+    """
     for swap in {*(_now() if _entered else ()), *_read} if _entered or _read else ():
         steps = [p for group in optimizer.param_groups for p in group["params"]]
         shown = set(map(id, swap.parameters()))

@@ -28,6 +28,8 @@ def in_file(wanted: Mapping[str, Any], metadata: Mapping[str, str], strict: bool
     there: dict[str, Any] = plain.decode(json.loads(metadata.get(METADATA, "{}")))
     if strict and (other := sorted(wanted.keys() ^ there.keys())):
         missing = [name for name in other if name in wanted]
-        told = f"missing in the file: {', '.join(missing)}" if missing else f"unexpected in the file: {', '.join(other)}"
+        told = (
+            f"missing in the file: {', '.join(missing)}" if missing else f"unexpected in the file: {', '.join(other)}"
+        )
         raise invalid(f"{where} has other plain values, nothing was loaded: {told}; strict=False takes the rest")
     return {name: there[name] for name in wanted if name in there}

@@ -25,9 +25,9 @@ from shardow.model.zero3 import Zero3Adapter
 
 
 class ModelView:
-    """Parameters and persistent buffers of a model on this rank, each tensor once, under its clean first name, in named_parameters() order.
-    ``process_group``: the ranks that share the model; None: this process alone. ``watch_buffers``: unchanged() looks at buffers too, for
-    those who hold on to their memory."""
+    """Parameters and persistent buffers of a model on this rank, each tensor once, under its clean first name, in
+    named_parameters() order. ``process_group``: the ranks that share the model; None: this process alone.
+    ``watch_buffers``: unchanged() looks at buffers too, for those who hold on to their memory."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
         self.model, self._form = model, form
@@ -73,21 +73,29 @@ class ModelView:
         if self._hides:
             return self._collect(parameters.slots)
         first = {id(slot.recorded): slot for slot in reversed(parameters.slots) if slot.plain == IN_HOST_MEMORY}
-        names, recorded = [slot.name for slot in reversed(first.values())], [slot.recorded for slot in reversed(first.values())]
+        names, recorded = (
+            [slot.name for slot in reversed(first.values())],
+            [slot.recorded for slot in reversed(first.values())],
+        )
         locals_ = self._plain.locals(names, recorded, SURVEY.look(recorded))
         return self._collect(parameters.slots, ready=dict(zip(map(id, recorded), locals_, strict=True)))
 
     def _collect(
-        self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None, ready: Mapping[int, LocalTensor] | None = None
+        self,
+        slots: Iterable[Slot],
+        before: Mapping[int, LocalTensor] | None = None,
+        ready: Mapping[int, LocalTensor] | None = None,
     ) -> list[Found]:
-        """Each tensor once; further names of it are aliases. By the tensors' ids, ``before``: found already; ``ready``: what plain ones
-        are."""
+        """Each tensor once; further names of it are aliases. By the tensors' ids, ``before``: found already; ``ready``:
+        what plain ones are."""
         known: dict[int, LocalTensor] = dict(before or {})
         ready = ready or {}
         found = []
         *others, whole = self._adapters
         for slot in slots:
-            adapter = next((one for one in others if one.claims(slot)), whole) if self._hides or not slot.plain else whole
+            adapter = (
+                next((one for one in others if one.claims(slot)), whole) if self._hides or not slot.plain else whole
+            )
             tied = known.get(id(slot.recorded))
             if tied is not None:
                 _add_alias(tied, slot.name)
@@ -100,7 +108,8 @@ class ModelView:
         return found
 
     def _tie_by_memory(self) -> None:
-        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be lost."""
+        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be
+        lost."""
         found = [*self._found, *self._found_buffers]
         if SURVEY.look([one.shown() for one in found if not one.tied]).apart():
             return
@@ -111,7 +120,10 @@ class ModelView:
                 or first.tensor.dtype != second.tensor.dtype
                 or first.region != second.region
             ):
-                raise unsupported(f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of its own")
+                raise unsupported(
+                    f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of "
+                    "its own"
+                )
             for one in found:
                 if one.local is second:
                     _add_alias(first, one.name)
@@ -120,22 +132,32 @@ class ModelView:
     # ---- the model's state
 
     def _show_shards(self) -> None:
-        """After a forward without backward, or one that raised, FSDP2 shows unsharded copies, which would pass for a plain model."""
+        """After a forward without backward, or one that raised, FSDP2 shows unsharded copies, which would pass for a
+        plain model.
+        """
         self._dtensors.reshard()
         if self._dtensors.unsharded():
             self._dtensors.reset()
         if unsharded := self._dtensors.unsharded():
-            raise invalid(f"{', '.join(unsharded[:8])}: unsharded, also after reshard(); call this outside of forward and backward")
+            raise invalid(
+                f"{', '.join(unsharded[:8])}: unsharded, also after reshard(); call this outside of forward and "
+                "backward"
+            )
 
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
         for adapter in self._adapters:
             adapter.reshard()
-        if self._sharded and not self._watch.tree_same() and any(one.owner.get(one.key) is not one.recorded for one in self._found):
+        if (
+            self._sharded
+            and not self._watch.tree_same()
+            and any(one.owner.get(one.key) is not one.recorded for one in self._found)
+        ):
             self._dtensors.reset()
 
     def unchanged(self) -> bool:
-        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.03 us a parameter."""
+        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.03 us a
+        parameter."""
         if not (
             self._watch.tree_same()
             and self._watch.memory_same()
@@ -146,8 +168,10 @@ class ModelView:
         return not self.watch_buffers or self._buffers_same()
 
     def follow_moves(self, bind: Callable[[], object]) -> bool:
-        """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing is taken over then.
-        ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so that one that raises is called again."""
+        """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing
+        is taken over then. ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so
+        that one that raises is called again.
+        """
         if self._change() is not None:
             return False
         for one in self._found:
@@ -197,7 +221,10 @@ class ModelView:
             buffer = one.owner.get(one.key)
             if buffer is None or tuple(buffer.shape) != tuple(one.local.region.shape):
                 now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
-                raise invalid(f"buffer '{one.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; {WAY_OUT}")
+                raise invalid(
+                    f"buffer '{one.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; "
+                    f"{WAY_OUT}"
+                )
             one.recorded = buffer
             memory = one.memory()
             if one.tied and address_of(memory) != address_of(one.local.tensor):
@@ -207,23 +234,30 @@ class ModelView:
     # ---- identity
 
     def _record(self, parameters: Iterable[Slot], usual: Surveyed | None = None) -> None:
-        """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in place, out of the
-        model. ``usual``: they are all that there is to compare."""
+        """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in
+        place, out of the model. ``usual``: they are all that there is to compare."""
         self._slots = [*parameters]
         modules = modules_of(self.model)
-        dicts: list[dict[str, Any]] = [*(module._parameters for module in modules), *(module._modules for module in modules)]
+        dicts: list[dict[str, Any]] = [
+            *(module._parameters for module in modules),
+            *(module._modules for module in modules),
+        ]
         objects = self._with_memory() if usual is None else usual.recorded
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)] if usual is None else []
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)] if self._sharded else objects
         looked = None if usual is None else usual.looked
-        self._watch = _core.Watch(dicts, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind, looked)
+        self._watch = _core.Watch(
+            dicts, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind, looked
+        )
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
 
     def _with_memory(self) -> list[torch.Tensor]:
         """What the model has in memory that can be looked at."""
         plain = SURVEY.look([one.shown() for one in self._found]).plain()
-        return [one.recorded for one, usual in zip(self._found, plain, strict=True) if usual or not oddity(one.local.tensor)]
+        return [
+            one.recorded for one, usual in zip(self._found, plain, strict=True) if usual or not oddity(one.local.tensor)
+        ]
 
     def _flat_addresses(self) -> list[int]:
         return [*map(torch.Tensor.data_ptr, self._fsdp1.shards()), *map(torch.Tensor.data_ptr, self._zero3.shards())]
@@ -236,7 +270,9 @@ class ModelView:
         )
 
     def by_parameter(self) -> dict[int, list[LocalTensor]]:
-        """By the id of a parameter that the model shows, what it is here: one tensor, or all that FSDP1 made one flat parameter of."""
+        """By the id of a parameter that the model shows, what it is here: one tensor, or all that FSDP1 made one flat
+        parameter of.
+        """
         known = {id(one.recorded): [one.local] for one in self._found}
         for flat in self._fsdp1.others():
             known.setdefault(id(flat.shown), []).append(flat)
@@ -248,28 +284,34 @@ class ModelView:
         return slots + [(one.name, one.shown) for one in self._hidden if not one.requires_grad]
 
     def bump_versions(self) -> None:
-        """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values raises, where autograd
-        can see it."""
+        """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values
+        raises, where autograd can see it."""
         torch.autograd.graph.increment_version([*self._whole, *self._sharded, *self._fsdp1.flat_parameters()])
         self._zero3.free()
 
     def refuse_written(self) -> None:
-        """Raises where weights were written that their shards don't have yet, and would be lost. Local; for ranks to agree on before any of
-        them writes."""
+        """Raises where weights were written that their shards don't have yet, and would be lost. Local; for ranks to
+        agree on before any of them writes."""
         self._zero3.refuse_written()
 
 
-def find(model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False, odd: bool = False) -> ModelView:
-    """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one whose meshes do not tell
-    their group. ``strided``: tensors whose elements don't lie one after another are found too, else refused; ``odd``: also what has no
-    elements in memory (sparse, nested, quantised, made of other tensors)."""
+def find(
+    model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False, odd: bool = False
+) -> ModelView:
+    """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one
+    whose meshes do not tell their group. ``strided``: tensors whose elements don't lie one after another are found too,
+    else refused; ``odd``: also what has no elements in memory (sparse, nested, quantised, made of other tensors)."""
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
     return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
 
 
-def _in_model_order(found: list[LocalTensor], hidden: list[HiddenTensor], modules: list[tuple[str, nn.Module]]) -> list[LocalTensor]:
-    """By module, as named_parameters() goes: the kind of sharding must not show in the order. ``found`` came in that of ``modules``."""
+def _in_model_order(
+    found: list[LocalTensor], hidden: list[HiddenTensor], modules: list[tuple[str, nn.Module]]
+) -> list[LocalTensor]:
+    """By module, as named_parameters() goes: the kind of sharding must not show in the order. ``found`` came in that of
+    ``modules``.
+    """
     order: dict[str, int] = {}
     for i, (name, _) in enumerate(modules):
         order.setdefault(name, i)

@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO-3: a parameter is empty, and each rank has a stretch of it in ``ds_tensor``, whose end is padded on the last ranks.
+"""DeepSpeed's ZeRO-3: a parameter is empty, and each rank has a stretch of it in ``ds_tensor``, whose end is padded on
+the last ranks.
 
-Nothing is imported: parameters bear DeepSpeed's marks. Small ones, and those that a forward or the user gathered, show all elements for a
-while, and the next forward would use them: such copies are freed when stretches have been written, and that forward gathers them anew. To
-read stretches nothing has to be freed.
+Nothing is imported: parameters bear DeepSpeed's marks. Small ones, and those that a forward or the user gathered, show
+all elements for a while, and the next forward would use them: such copies are freed when stretches have been written,
+and that forward gathers them anew. To read stretches nothing has to be freed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ class Partition(HiddenTensor):
     def refuse_written(self) -> None:
         """Raises where the gathered copy was written: that has not reached the ranks' stretches yet."""
         whole = self.shown.detach().view(-1)[self.begin : self.begin + self.region.size]
-        if whole.numel() == self.region.size and not torch.equal(whole.view(torch.uint8), self.memory().view(torch.uint8)):
-            block = "in deepspeed.zero.GatheredParameters(...): leave that block first, which gives each rank its stretch"
+        if whole.numel() == self.region.size and not torch.equal(
+            whole.view(torch.uint8), self.memory().view(torch.uint8)
+        ):
+            block = (
+                "in deepspeed.zero.GatheredParameters(...): leave that block first, which gives each rank its stretch"
+            )
             raise invalid(f"'{self.name}' was written while it is gathered, {block}")
 
 
@@ -53,7 +58,9 @@ def groups_of(tensors: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
 
 class Zero3Adapter(HiddenAdapter):
     def __init__(self, walked: Iterable[Slot]) -> None:
-        found = by_tensor(slot for slot in walked if is_partitioned(slot.recorded)) if "deepspeed" in sys.modules else {}
+        found = (
+            by_tensor(slot for slot in walked if is_partitioned(slot.recorded)) if "deepspeed" in sys.modules else {}
+        )
         self._locals = [_partition(places) for places in found.values()]
         self._owned = set(found)
 
@@ -75,9 +82,12 @@ class Zero3Adapter(HiddenAdapter):
     def free(self) -> None:
         """Copies of stretches that were written since. Local."""
         gathered = [one for one in self._locals if one.shown.ds_status.name != "NOT_AVAILABLE"]
-        optimizers = {id(one): one for one in (getattr(one.shown, "_z3_optimizer", None) for one in gathered) if one is not None}
+        optimizers = {
+            id(one): one for one in (getattr(one.shown, "_z3_optimizer", None) for one in gathered) if one is not None
+        }
         for optimizer in optimizers.values():
-            optimizer.parameter_offload.partition_all_parameters()  # as before each of its steps; waits for what is being prefetched
+            # as before each of its steps; waits for what is being prefetched
+            optimizer.parameter_offload.partition_all_parameters()
         for one in gathered:
             if one.shown.ds_status.name != "NOT_AVAILABLE":  # a model without an optimizer
                 one.shown.partition()
@@ -96,8 +106,11 @@ def _partition(places: Sequence[Slot]) -> Partition:
 
 def _refuse(name: str, p: Any) -> None:
     odd = {
-        "is offloaded to NVMe, where nothing can be averaged in place; offload to 'cpu'": p.ds_tensor.final_location == "nvme",
-        "is kept quantised (zero_quantized_nontrainable_weights); leave that out": hasattr(p.ds_tensor, "ds_quant_scale"),
+        "is offloaded to NVMe, where nothing can be averaged in place; offload to 'cpu'": p.ds_tensor.final_location
+        == "nvme",
+        "is kept quantised (zero_quantized_nontrainable_weights); leave that out": hasattr(
+            p.ds_tensor, "ds_quant_scale"
+        ),
         "has a second partition (zero_hpz_partition_size), which writes here would not reach; leave that out": (
             getattr(p, "ds_secondary_tensor", None) is not None
         ),

@@ -2,7 +2,8 @@
 
 Numbered, as the code below:
 
-1. rank 0 learns every rank's regions, once; it picks for each tensor the ranks whose regions cover it exactly once, and tells them
+1. rank 0 learns every rank's regions, once; it picks for each tensor the ranks whose regions cover it exactly once, and
+   tells them
 2. tensor by tensor, the picked ranks send, in blocks of at most 16 MiB; rank 0 places each block
 3. rank 0 hands out the whole tensor before it makes the next: no rank ever holds two
 
@@ -37,8 +38,8 @@ class Part(NamedTuple):
 
 
 class Gatherer:
-    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every rank. ``what``: the
-    call, for messages. Collective."""
+    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every
+    rank. ``what``: the call, for messages. Collective."""
 
     def __init__(self, what: str, parts: Sequence[Part], team: Team) -> None:
         self._what, self._team = what, team
@@ -107,7 +108,9 @@ class Gatherer:
                 place(part.flat.cpu(), region, full)
                 continue
             each = _elements(full.itemsize)
-            for window in (region.window(begin, min(begin + each, region.size)) for begin in range(0, region.size, each)):
+            for window in (
+                region.window(begin, min(begin + each, region.size)) for begin in range(0, region.size, each)
+            ):
                 block = torch.empty(window.size, dtype=part.flat.dtype, device=self._carrier(part.flat))
                 self._move(dist.irecv, block, rank, group_src=rank)
                 place(block.cpu(), window, full)
@@ -129,7 +132,9 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) ->
     regions = [region for _, region in picked] or [_core.Region.decode(gathered[0][i][1])]
     if not _core.covers_once(regions):
         held = sum(region.size for region in regions)
-        raise invalid(f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)")
+        raise invalid(
+            f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)"
+        )
     return picked
 
 
@@ -151,8 +156,8 @@ def take(full: Any, region: _core.Region, flat: torch.Tensor) -> None:
 
 
 def _boxes(full: Any, region: _core.Region, flat: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The same elements on both sides, for torch to copy: on any device, between dtypes, and moving version counters. Without torch, in
-    host memory, ``take()`` and ``place()`` of ``include/shardow/copy.h`` do it."""
+    """The same elements on both sides, for torch to copy: on any device, between dtypes, and moving version counters.
+    Without torch, in host memory, ``take()`` and ``place()`` of ``include/shardow/copy.h`` do it."""
     for offsets, sizes, begin in region.boxes():
         window = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         yield full[window], flat[begin : begin + math.prod(sizes)].view(sizes)

@@ -1,21 +1,22 @@
-"""Rounds over a store: each rank brings its words, all learn one verdict. What a round costs does not grow with the number of ranks, but
-for one of them where there are words.
+"""Rounds over a store: each rank brings its words, all learn one verdict. What a round costs does not grow with the
+number of ranks, but for one of them where there are words.
 
 Numbered, as the code below, for round r:
 
-1. a rank puts its call and its words behind the verdict of round r - 1 (``compare_set``), which all have read. The first one's stay: who
-   has the same has told all. Only who differs, or has much to say, appends its own to ``r/words``
-2. it counts itself: a bit in ``r/lane/<n>``, which 31 ranks share; the last of a lane counts that in ``r/lanes``. The answers tell who was
-   last of all, and whether anybody has words
+1. a rank puts its call and its words behind the verdict of round r - 1 (``compare_set``), which all have read. The
+   first one's stay: who has the same has told all. Only who differs, or has much to say, appends its own to ``r/words``
+2. it counts itself: a bit in ``r/lane/<n>``, which 31 ranks share; the last of a lane counts that in ``r/lanes``. The
+   answers tell who was last of all, and whether anybody has words
 3. the last of all gives the verdict. Where there are words it reads them, once, and asks the call what they come to
-4. all others wait for the one key ``r/verdict``, at most until their deadline. Who waited in vain looks up the bits: either ranks are
-   missing, and the verdict says which, or whoever had to give it is gone, and gives it in its place. ``compare_set`` keeps the first
-5. a good verdict means that all have come, so what lies behind the round is deleted, by the first ranks that came to it. Of a round that
-   was not good, or that a rank has left, nobody knows who wrote what: each of its keys has a rank that deletes it once a later one is good.
-   A rank that comes to a round that is over reads its verdict
+4. all others wait for the one key ``r/verdict``, at most until their deadline. Who waited in vain looks up the bits:
+   either ranks are missing, and the verdict says which, or whoever had to give it is gone, and gives it in its place.
+   ``compare_set`` keeps the first
+5. a good verdict means that all have come, so what lies behind the round is deleted, by the first ranks that came to
+   it. Of a round that was not good, or that a rank has left, nobody knows who wrote what: each of its keys has a rank
+   that deletes it once a later one is good. A rank that comes to a round that is over reads its verdict
 
-Where all is well and nobody has words that is at most four operations for each rank: compare_set, add, get or its part of the last one's,
-delete.
+Where all is well and nobody has words that is at most four operations for each rank: compare_set, add, get or its part
+of the last one's, delete.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _INLINE = 1024  # bytes of an answer that is a verdict's part
 
 @dataclass(frozen=True)
 class Words:
-    """What a rank brings: ``call`` must be everybody's. ``letters``: for single ranks; ``sources``: who has one for this rank."""
+    """What a rank brings: ``call`` must be everybody's. ``letters``: for single ranks; ``sources``: who has one for
+    this rank.
+    """
 
     call: str
     mine: bytes
@@ -73,8 +76,8 @@ class Answer:
 
 @dataclass
 class Turn:
-    """A rank's way through a round, as far as it has come. ``before``: the verdict of the last one, as the store has it. ``old``: keys
-    that are of no use once a round was good."""
+    """A rank's way through a round, as far as it has come. ``before``: the verdict of the last one, as the store has
+    it. ``old``: keys that are of no use once a round was good."""
 
     number: int
     words: Words
@@ -90,8 +93,8 @@ class Turn:
 
 
 class Rounds:
-    """Rank ``rank``'s end of the rounds of ``names``, the ranks as messages name them. Without state: a turn has it all, so that one which
-    was left to itself disturbs none."""
+    """Rank ``rank``'s end of the rounds of ``names``, the ranks as messages name them. Without state: a turn has it
+    all, so that one which was left to itself disturbs none."""
 
     def __init__(self, rank: int, names: Sequence[int]) -> None:
         self._rank, self._names, self._size = rank, names, len(names)
@@ -100,13 +103,15 @@ class Rounds:
         self._look = _LOOK + _LOOK_EACH * self._size
 
     def come(self, store: Connection, turn: Turn, seconds: float, timeout: float, weighs: bool) -> None:
-        """(1) to (4): ends with turn.said, or where the call ``weighs`` everybody's words, with those. ``timeout``: what was asked for, for
-        messages."""
+        """(1) to (4): ends with turn.said, or where the call ``weighs`` everybody's words, with those. ``timeout``:
+        what was asked for, for messages."""
         for to, letter in turn.words.letters.items():
             put(store, f"{turn.number}/{self._rank}/to/{to}", letter, turn.written)
         if turn.before is None:
             turn.before = self.verdict_of(store, turn.number - 1)
-            if turn.number > 0 and is_good(turn.before):  # for the others: this one goes on from its beginning, and they do not
+            if turn.number > 0 and is_good(
+                turn.before
+            ):  # for the others: this one goes on from its beginning, and they do not
                 turn.said = self.decide(store, turn.number, self._left())
                 return
         has_words = self._tell(store, turn, turn.before)
@@ -158,7 +163,9 @@ class Rounds:
         return self.missing(store, turn.number)
 
     def _wait_long(self, store: Connection, turn: Turn, seconds: float) -> bytes | None:
-        """(4): the first one of all looks now and then whether all have come: whoever was last may have died before it gave the verdict."""
+        """(4): the first one of all looks now and then whether all have come: whoever was last may have died before it
+        gave the verdict.
+        """
         if self._lane > 0 or turn.place != 1:
             return self._wait(store, turn.number, seconds)
         until = time.monotonic() + seconds
@@ -232,7 +239,9 @@ class Rounds:
         return as_given(self.decide(store, number, self._left()))
 
     def _left(self) -> bytes:
-        return failure("timeout", f"rank {self._names[self._rank]} has left: it waited in vain for the store of the process group")
+        return failure(
+            "timeout", f"rank {self._names[self._rank]} has left: it waited in vain for the store of the process group"
+        )
 
     def tell_all(self, store: Connection, turn: Turn, body: bytes, letters: Sequence[bytes]) -> None:
         """(3): the verdict of who was last. What does not fit into it is there before it."""
@@ -257,19 +266,25 @@ class Rounds:
             turn.answer = self._answer(store, turn, body_of(turn.said))
             for key in turn.old + self._behind(turn):
                 store.delete_key(key)
-            turn.is_over = True  # who was interrupted may end it once more: what is written stays until all have read it
+            turn.is_over = (
+                True  # who was interrupted may end it once more: what is written stays until all have read it
+            )
 
     def left_by(self, turn: Turn) -> list[str]:
         """(5): what this rank is to delete, by and by, of a round that was not good for it, and of those before."""
         if turn.is_over:
             return turn.written
-        of_all = [f"{turn.number}/{what}" for what in ("words", "answer", "lanes", "asked")] + [f"{turn.number - 2}/verdict"]
+        of_all = [f"{turn.number}/{what}" for what in ("words", "answer", "lanes", "asked")] + [
+            f"{turn.number - 2}/verdict"
+        ]
         mine = [f"{turn.number}/for/{self._rank}", f"{turn.number}/{self._rank}/words"]
         lane = [f"{turn.number}/lane/{self._rank}"] if self._rank < self._lanes else []
         return list(dict.fromkeys([*turn.old, *turn.written, *mine, *lane, *(of_all if self._rank == 0 else ())]))
 
     def _answer(self, store: Connection, turn: Turn, body: bytes) -> Answer:
-        answer = Answer(letters=get(store, [f"{turn.number}/{source}/to/{self._rank}" for source in turn.words.sources]))
+        answer = Answer(
+            letters=get(store, [f"{turn.number}/{source}/to/{self._rank}" for source in turn.words.sources])
+        )
         if body.startswith(b"#"):
             answer.own, body = get(store, [f"{turn.number}/for/{self._rank}"])[0], body[1:]
         if body.startswith(EACH_HIS):
@@ -280,8 +295,8 @@ class Rounds:
         return answer
 
     def _behind(self, turn: Turn) -> list[str]:
-        """(5): keys that this rank deletes when the round is over. The last verdict is not among them: a slow rank may not have read yet
-        what the first one put behind it (1)."""
+        """(5): keys that this rank deletes when the round is over. The last verdict is not among them: a slow rank may
+        not have read yet what the first one put behind it (1)."""
         keys = [f"{turn.number}/lane/{self._lane}"] if turn.place == 1 else []
         if self._lane == 0 and turn.place == min(2, self._members()) and turn.number > 0:
             keys.append(f"{turn.number - 2}/verdict")

@@ -1,18 +1,19 @@
-"""The Group of a torch process group: facts go through its store, whose waits time out without harming the process group; blocks, and
-numbers by the thousand, through the group itself.
+"""The Group of a torch process group: facts go through its store, whose waits time out without harming the process
+group; blocks, and numbers by the thousand, through the group itself.
 
-Each collective is a round (rounds.py) with one verdict, which late ranks read too, so that every rank, the late one included, sees the same
-outcome: also where ranks made different calls.
+Each collective is a round (rounds.py) with one verdict, which late ranks read too, so that every rank, the late one
+included, sees the same outcome: also where ranks made different calls.
 
-Rounds are counted for the life of a process group, not of whoever uses it: a rank that missed a call meets the verdict of that call next,
-and is then in step again. A rank that is interrupted while it waits proposes that as the verdict. Where the others had all they need by
-then, it goes on where its signals are held (base/signals.py), and ends the next round too where not, for those who would wait for it
-there. In both cases it is in step then. So is one that left a round without a verdict, since its store did not answer: where that was
-good for the others, its next one is ended for all.
+Rounds are counted for the life of a process group, not of whoever uses it: a rank that missed a call meets the verdict
+of that call next, and is then in step again. A rank that is interrupted while it waits proposes that as the verdict.
+Where the others had all they need by then, it goes on where its signals are held (base/signals.py), and ends the next
+round too where not, for those who would wait for it there. In both cases it is in step then. So is one that left a
+round without a verdict, since its store did not answer: where that was good for the others, its next one is ended for
+all.
 
-A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. While a thread has the connection
-nobody else does, and it comes back only when the thread is done: what somebody has left goes on with its own, asks nothing more, and its
-answer is read by nobody.
+A round is left to a thread with a connection of its own (waiting.py): the store's host may stand still. While a thread
+has the connection nobody else does, and it comes back only when the thread is done: what somebody has left goes on with
+its own, asks nothing more, and its answer is read by nobody.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")
 
-Weigh = Callable[[list[bytes]], tuple[bytes, Sequence[bytes]]]  # everybody's words: an answer for all, and one for each or none
+Weigh = Callable[
+    [list[bytes]], tuple[bytes, Sequence[bytes]]
+]  # everybody's words: an answer for all, and one for each or none
 ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 _LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
 _FIRST_TAG = 64  # smaller ones are channels
@@ -54,8 +57,8 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = w
 
 
 def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGroup:
-    """The one StoreGroup of a process group and channel: all that act together count the same rounds. A channel is for one thread; channels
-    don't know each other."""
+    """The one StoreGroup of a process group and channel: all that act together count the same rounds. A channel is for
+    one thread; channels don't know each other."""
     channels = _groups.setdefault(process_group, {})
     if channel not in channels:
         channels[channel] = StoreGroup(process_group, channel)
@@ -63,11 +66,17 @@ def store_group(process_group: dist.ProcessGroup, channel: int = 0) -> StoreGrou
 
 
 class StoreGroup(_core.Group):
-    """Ranks of ``process_group``. Collective calls happen in the same order on every rank; one thread uses a group at a time."""
+    """Ranks of ``process_group``. Collective calls happen in the same order on every rank; one thread uses a group at a
+    time.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, channel: int) -> None:
         self._process_group = weakref.ref(process_group)
-        self._act_as(dist.get_rank(process_group), dist.get_process_group_ranks(process_group), f"{process_group.group_name}/{channel}")
+        self._act_as(
+            dist.get_rank(process_group),
+            dist.get_process_group_ranks(process_group),
+            f"{process_group.group_name}/{channel}",
+        )
         self.moves_blocks = has_cpu(process_group)
         self._tag = channel
 
@@ -85,24 +94,27 @@ class StoreGroup(_core.Group):
         self._old: list[str] = []  # keys to delete when a round was good
 
     def begin(self, call: str, timeout: float) -> None:
-        """The next round is ``call``'s first; rounds after it are its later steps. ``timeout``: what was asked for, for messages."""
+        """The next round is ``call``'s first; rounds after it are its later steps. ``timeout``: what was asked for, for
+        messages.
+        """
         self._call, self._timeout = call, timeout
 
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
-        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ValueError on all if they make
-        different calls, ConnectionError where the store is gone, TimeoutError where it does not answer."""
+        """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ValueError on all
+        if they make different calls, ConnectionError where the store is gone, TimeoutError where it does not answer."""
         answer = self._meet(Words("", mine), seconds, None)
         return answer.everybody or [mine] * self.size
 
     def decide(self, mine: bytes, weigh: Weigh, seconds: float) -> tuple[bytes, bytes]:
-        """What one of the ranks makes of everybody's bytes: an answer for all, and one for this rank. Both are empty, and nobody is asked,
-        where nobody has any bytes. Errors as all_gather()'s; what ``weigh()`` raises is raised on all ranks."""
+        """What one of the ranks makes of everybody's bytes: an answer for all, and one for this rank. Both are empty,
+        and nobody is asked, where nobody has any bytes. Errors as all_gather()'s; what ``weigh()`` raises is raised on
+        all ranks."""
         answer = self._meet(Words("", mine), seconds, weigh)
         return answer.common, answer.own
 
     def mail(self, letters: Mapping[int, bytes], sources: Sequence[int], seconds: float) -> list[bytes]:
-        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank. A round as all_gather()'s, with its
-        errors; who reads what is known to all beforehand."""
+        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank. A round as
+        all_gather()'s, with its errors; who reads what is known to all beforehand."""
         return self._meet(Words("", b"", dict(letters), tuple(sources)), seconds, None).letters
 
     def _meet(self, words: Words, seconds: float, weigh: Weigh | None) -> Answer:
@@ -161,7 +173,11 @@ class StoreGroup(_core.Group):
             body = b"+" + common
         except BaseException as error:
             code = error.code if isinstance(error, errors.Error) else "peer_failed"
-            told = str(error) if isinstance(error, errors.Error) else f"rank {self.ranks[self.rank]}: {type(error).__name__}: {error}"
+            told = (
+                str(error)
+                if isinstance(error, errors.Error)
+                else f"rank {self.ranks[self.rank]}: {type(error).__name__}: {error}"
+            )
             body = failure(code, told)
             if not isinstance(error, Exception):
                 raise Left(error) from None
@@ -173,8 +189,8 @@ class StoreGroup(_core.Group):
         self._on_connection(tell, max(until - time.monotonic(), _LAST_WORDS))
 
     def _interrupted(self, turn: Turn) -> tuple[Turn, str]:
-        """The others learn of it at once, if the store answers. Returns the turn, with a verdict where there is one, which may be good all
-        the same; and for whom this rank waited."""
+        """The others learn of it at once, if the store answers. Returns the turn, with a verdict where there is one,
+        which may be good all the same; and for whom this rank waited."""
         turn, call = replace(turn, said=None, answer=Answer()), turn.words.call
 
         def tell(store: Connection) -> list[int]:
@@ -194,7 +210,9 @@ class StoreGroup(_core.Group):
         """This rank was interrupted, and won't come to the next round: who waits there for it learns of it."""
         turn = self._next_turn(Words("", b""))
         with contextlib.suppress(Overdue, Left, dist.DistError, errors.Error):
-            self._on_connection(lambda store: self._rounds.decide(store, turn.number, self._interruption(call)), _LAST_WORDS)
+            self._on_connection(
+                lambda store: self._rounds.decide(store, turn.number, self._interruption(call)), _LAST_WORDS
+            )
 
     def _interruption(self, call: str) -> bytes:
         return failure("peer_failed", f"rank {self.ranks[self.rank]} was interrupted in {call}")
@@ -219,8 +237,8 @@ class StoreGroup(_core.Group):
         return answer
 
     def ask(self, question: Callable[[Connection], T], seconds: float = ANSWER) -> T | None:
-        """question(store), of keys that no round has; None where the store does not answer in time, or is gone. One that was silent before
-        has cost a timeout by then, and gets no other."""
+        """question(store), of keys that no round has; None where the store does not answer in time, or is gone. One
+        that was silent before has cost a timeout by then, and gets no other."""
         try:
             return self._on_connection(question, min(seconds, _LAST_WORDS) if self._silent else seconds)
         except (Overdue, dist.DistError):
@@ -229,9 +247,10 @@ class StoreGroup(_core.Group):
             raise interrupt.cause from None
 
     def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
-        """Combines 64-bit words in place: op is "sum", "max" or "xor". Not a collective call of torch's, even of many words: in the
-        background training's own would be taken for it, since torch pairs them in the order of the calls. Many words go along a tree of
-        ranks, through the process group where it moves blocks; else one rank reads those of all."""
+        """Combines 64-bit words in place: op is "sum", "max" or "xor". Not a collective call of torch's, even of many
+        words: in the background training's own would be taken for it, since torch pairs them in the order of the calls.
+        Many words go along a tree of ranks, through the process group where it moves blocks; else one rank reads those
+        of all."""
         if not len(values):
             self.all_gather(b"", seconds)
             return
@@ -244,8 +263,8 @@ class StoreGroup(_core.Group):
             mine[:] = np.frombuffer(everybody, dtype=np.uint64)
 
     def _along_a_tree(self, mine: np.ndarray[Any, Any], op: str, combine: Any, seconds: float) -> np.ndarray[Any, Any]:
-        """Begins with a round, in which a rank that is late does no harm to the process group, and ends with one: who got no block, or
-        could not send one, ends it for all."""
+        """Begins with a round, in which a rank that is late does no harm to the process group, and ends with one: who
+        got no block, or could not send one, ends it for all."""
         until = time.monotonic() + seconds
 
         def left() -> float:
@@ -266,16 +285,24 @@ class StoreGroup(_core.Group):
         return total
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
-        """Copies root's bytes into everybody's: through the process group, or its store where that has no way for CPU tensors."""
+        """Copies root's bytes into everybody's: through the process group, or its store where that has no way for CPU
+        tensors.
+        """
         if not 0 <= root < self.size:
             raise invalid(f"broadcast() from rank {root} in a group of {self.size}")
         if self.moves_blocks:
             until = time.monotonic() + seconds
-            self.all_gather(b"", seconds)  # a rank that is late is found here, where it does no harm to the process group
+            self.all_gather(
+                b"", seconds
+            )  # a rank that is late is found here, where it does no harm to the process group
             left = max(until - time.monotonic(), _LAST_WORDS)
-            self._move(lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), left)
+            self._move(
+                lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), left
+            )
         else:
-            data[:] = self.decide(bytes(data) if self.rank == root else b"", lambda everybody: (everybody[root], ()), seconds)[0]
+            data[:] = self.decide(
+                bytes(data) if self.rank == root else b"", lambda everybody: (everybody[root], ()), seconds
+            )[0]
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
         self._check_peer(to)
@@ -283,7 +310,9 @@ class StoreGroup(_core.Group):
 
     def recv(self, data: memoryview, source: int, seconds: float) -> None:
         self._check_peer(source)
-        self._move(lambda: dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds)
+        self._move(
+            lambda: dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds
+        )
 
     def _check_peer(self, peer: int) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
@@ -300,7 +329,9 @@ class StoreGroup(_core.Group):
 
 def _connection() -> Any:
     store: Any = dist.distributed_c10d._get_default_store()
-    store.check(["shardow"])  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
+    store.check(
+        ["shardow"]
+    )  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
     return clone(store)
 
 
@@ -310,7 +341,9 @@ def _combined(words: list[bytes], combine: Any) -> bytes:
 
 
 def _refuse(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
-    """Raises what the first one says with whom something is wrong; those to whom another one's block did not come say the least."""
+    """Raises what the first one says with whom something is wrong; those to whom another one's block did not come say
+    the least.
+    """
     said = sorted((one for one in words if one), key=lambda one: _NO_BLOCK.encode() in one)
     code, _, message = said[0].decode().partition(" ")
     raise errors.make(code, message)

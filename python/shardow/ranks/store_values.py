@@ -18,8 +18,8 @@ class Abandoned(Exception):
 
 
 class Connection:
-    """Of one thread at a time, made by ``connect()`` on the first that asks something. Nothing is asked once ``left`` is true: whoever it
-    asked for has gone."""
+    """Of one thread at a time, made by ``connect()`` on the first that asks something. Nothing is asked once ``left``
+    is true: whoever it asked for has gone."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
@@ -56,7 +56,8 @@ def clone(store: Any) -> Any:
     """Another connection to the same keys, for another thread."""
     if hasattr(store, "clone"):
         return store.clone()
-    # Torch 2.6 tells neither how to, nor under which prefix this store's keys lie: those who share it agree on another one.
+    # Torch 2.6 tells neither how to, nor under which prefix this store's keys lie: those who share it agree on another
+    # one.
     agreed = store.compare_set("shardow", "", uuid4().hex).decode()
     base = getattr(store, "_underlying_non_prefix_store", store)
     if isinstance(base, TCPStore):
@@ -65,7 +66,9 @@ def clone(store: Any) -> Any:
 
 
 def put(store: Any, key: str, value: bytes, written: list[str]) -> None:
-    """The first key, which others wait for, is written last and says how long it all is. ``written`` gains the keys beforehand."""
+    """The first key, which others wait for, is written last and says how long it all is. ``written`` gains the keys
+    beforehand.
+    """
     keys = [key, *(f"{key}/{at}" for at in range(MOST, len(value), MOST))]
     written += keys
     for i, one in reversed(list(enumerate(keys))):

@@ -3,13 +3,13 @@
 Numbered, as the code below:
 
 1. every rank tells rank 0 what it wants: keys, regions, dtypes
-2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together (src/tensor/messages.h); few are on the
-   way at any time
+2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together (src/tensor/messages.h);
+   few are on the way at any time
 3. rank 0 sends them in turns; where the source's elements lie one after another they are sent from where they are
-4. who fails reads nothing more, and keeps step to the end, so that nobody waits for it; a peer that is lost is passed over. Then it raises
-   its first failure; whoever calls this agrees afterwards
-5. a peer is lost when it has been silent for the timeout. It counts for all peers and messages at once, from their last sign or from when a
-   message was sent to them: several that stand still cost one timeout
+4. who fails reads nothing more, and keeps step to the end, so that nobody waits for it; a peer that is lost is passed
+   over. Then it raises its first failure; whoever calls this agrees afterwards
+5. a peer is lost when it has been silent for the timeout. It counts for all peers and messages at once, from their last
+   sign or from when a message was sent to them: several that stand still cost one timeout
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ Message = list[_core.MessagePiece]
 
 
 def messages(wants: Sequence[Want]) -> Iterator[Message]:
-    return _core.Messages(len(wants), lambda i: (_core.Region.decode(wants[i].region), wants[i].dtype.itemsize), _MESSAGE)
+    return _core.Messages(
+        len(wants), lambda i: (_core.Region.decode(wants[i].region), wants[i].dtype.itemsize), _MESSAGE
+    )
 
 
 def behind(timeout: float) -> float:
@@ -89,10 +91,16 @@ class _Side:
             self.failed = self.failed or error
 
     def send(self, data: torch.Tensor, rank: int) -> dist.Work | None:
-        return begun(lambda: dist.isend(data, group_dst=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
+        return begun(
+            lambda: dist.isend(data, group_dst=rank, group=self._team.process_group, tag=self._tag),
+            self._otherwise(rank),
+        )
 
     def receive(self, data: torch.Tensor, rank: int) -> dist.Work | None:
-        return begun(lambda: dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag), self._otherwise(rank))
+        return begun(
+            lambda: dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag),
+            self._otherwise(rank),
+        )
 
     def finish(self, work: dist.Work | None, rank: int, since: float | None = None) -> None:
         """``since``: when the wait began; None: now."""
@@ -104,7 +112,9 @@ class _Side:
 
 
 class _Recent:
-    """The source's tensors, detached. A lazy mapping reads one each time it is asked: the last ones stay, up to 64 MiB of them or one."""
+    """The source's tensors, detached. A lazy mapping reads one each time it is asked: the last ones stay, up to 64 MiB
+    of them or one.
+    """
 
     _MOST = 64 << 20
 
@@ -155,7 +165,9 @@ class Server(_Side):
         """(1), of ranks 1 and up; all are asked before one is waited for."""
         peers = range(1, self._team.size)
         texts = self._received(dict.fromkeys(peers, 8))
-        texts = self._received({rank: int.from_bytes(texts[rank], "little") for rank in peers if rank not in self._lost})
+        texts = self._received(
+            {rank: int.from_bytes(texts[rank], "little") for rank in peers if rank not in self._lost}
+        )
         return [[] if rank in self._lost else pickle.loads(texts[rank]) for rank in peers]
 
     def _received(self, lengths: Mapping[int, int]) -> dict[int, bytes]:
@@ -211,7 +223,9 @@ class Client(_Side):
 
     def run(self, own: Sequence[Fill]) -> None:
         """Tells rank 0 what this rank wants, and fills it as it comes."""
-        text = torch.frombuffer(bytearray(pickle.dumps([fill.want for fill in own])), dtype=torch.uint8).to(self._device)
+        text = torch.frombuffer(bytearray(pickle.dumps([fill.want for fill in own])), dtype=torch.uint8).to(
+            self._device
+        )
         length = torch.tensor([text.numel()], device=self._device).view(torch.uint8)
         for data in (length, text):
             self.finish(self.send(data, 0), 0)

@@ -30,9 +30,11 @@ class Team:
         self._whose = ""
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
-        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout. The timeout begins
-        when fn() is done. A rank whose fn() waited for others in vain waits no second time. ``begun``: the ranks have begun this call
-        together, so that who is missing did not forget it. ``behind``: seconds beyond the timeout for a rank that does wait."""
+        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout.
+        The timeout begins when fn() is done. A rank whose fn() waited for others in vain waits no second time.
+        ``begun``: the ranks have begun this call together, so that who is missing did not forget it. ``behind``:
+        seconds beyond the timeout for a rank that does wait.
+        """
         done: list[T] = []
         try:
             _core.agree(self.group, what + self._whose, self.timeout, lambda: done.append(fn()), behind)
@@ -43,9 +45,9 @@ class Team:
         return done[0]
 
     def same(self, what: str, facts: dict[str, Any], joins: str = "") -> None:
-        """Raises on every rank where ranks differ in ``facts`` (JSON values), naming the first fact that differs and what each has.
-        ``joins``: from now on calls are those of one such thing ("EMA"), with a number that no other of these ranks has; calls of different
-        ones don't meet."""
+        """Raises on every rank where ranks differ in ``facts`` (JSON values), naming the first fact that differs and
+        what each has. ``joins``: from now on calls are those of one such thing ("EMA"), with a number that no other of
+        these ranks has; calls of different ones don't meet."""
         if self.size == 1:
             return
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
@@ -72,31 +74,39 @@ class Team:
                 return b""
             raise errors.make(
                 "invalid_argument",
-                f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others {max(counts)}; "
-                "call update() on every rank after each step (not under `if rank == 0`), or load the last state on all of them",
+                f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
+                f"{max(counts)}; "
+                "call update() on every rank after each step (not under `if rank == 0`), or load the last state on "
+                "all of them",
             )
 
         if self.size > 1:
             self.decide(what, b"%d" % updates, compare)
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
-        """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the same error at
-        once."""
+        """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
+        same error at once."""
         seconds = self.timeout if patience is None else min(patience, self.timeout)
         return self.step(what, lambda: _core.group_all_gather(self.group, mine, seconds))
 
     def first(self, what: str, mine: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
-        return self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0]) if self.size > 1 else mine
+        return (
+            self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0])
+            if self.size > 1
+            else mine
+        )
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
-        """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it raises is raised on
-        all. Costs a rank the same however many there are."""
+        """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it
+        raises is raised on all. Costs a rank the same however many there are."""
         group = self.group
         assert isinstance(group, StoreGroup)
         return self.step(what, lambda: group.decide(mine, lambda everybody: (weigh(everybody), ()), self.timeout)[0])
 
-    def broadcast(self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def broadcast(
+        self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Rank 0's ``full`` on every rank, on its ``device``. Collective."""
         there = carrier(self.process_group, device)
         moved = full.to(there) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=there)
@@ -109,7 +119,9 @@ class Team:
         return moved.to(device)
 
     def mail(self, what: str, letters: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
-        """gather() for single ranks: ``letters`` by the rank that reads them; returns those of ``sources`` to this rank."""
+        """gather() for single ranks: ``letters`` by the rank that reads them; returns those of ``sources`` to this
+        rank.
+        """
         group = self.group
         if not isinstance(group, StoreGroup):
             return [letters[source] for source in sources]
@@ -125,7 +137,9 @@ class Team:
             raise _told(what, error, True) from None
 
     def stopped(self, what: str) -> None:
-        """This rank was interrupted before the first round of ``what``, in which the others wait for it: they learn of it there."""
+        """This rank was interrupted before the first round of ``what``, in which the others wait for it: they learn of
+        it there.
+        """
         if isinstance(self.group, StoreGroup):
             self.group.skip(what + self._whose)
 
@@ -142,7 +156,9 @@ class Team:
         """What note() left, if anything; None where the store does not answer either."""
         if not isinstance(self.group, StoreGroup):
             return None
-        found = self.group.ask(lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None, self._patience())
+        found = self.group.ask(
+            lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None, self._patience()
+        )
         return None if found is None else bytes(found).decode()
 
 
@@ -174,5 +190,7 @@ def _difference_of_names(fact: str, zero: dict[str, Any], other: dict[str, Any],
     for name in [*zero, *other]:
         if zero.get(name) != other.get(name):
             first, here = zero.get(name, "missing"), other.get(name, "missing")
-            return f"{fact}: '{name}' is {first} on rank 0 and {here} on rank {rank}; build the same model on every rank"
+            return (
+                f"{fact}: '{name}' is {first} on rank 0 and {here} on rank {rank}; build the same model on every rank"
+            )
     return f"{fact} come in another order on rank {rank}; build the same model on every rank"

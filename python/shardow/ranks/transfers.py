@@ -1,4 +1,6 @@
-"""Transfers of a process group, waited for as everything else is, to a deadline, or a signal; and what torch tells of it in private."""
+"""Transfers of a process group, waited for as everything else is, to a deadline, or a signal; and what torch tells of
+it in private.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 
 def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | None:
-    """A transfer; that it can't even begin, on a connection that is closed, is a typed error that begins with ``otherwise``."""
+    """A transfer; that it can't even begin, on a connection that is closed, is a typed error that begins with
+    ``otherwise``.
+    """
     try:
         return begin()
     except RuntimeError as error:
@@ -22,8 +26,9 @@ def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | 
 
 
 def finish(work: dist.Work | None, seconds: float, otherwise: str, timeout: float | None = None) -> None:
-    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past its deadline gloo
-    closes the connection of the two ranks, for good. ``timeout``: what was asked for, of which ``seconds`` are left."""
+    """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past
+    its deadline gloo closes the connection of the two ranks, for good. ``timeout``: what was asked for, of which
+    ``seconds`` are left."""
     seconds = max(seconds, 0.001)
     try:
         if work is not None:
@@ -48,7 +53,9 @@ def has_cpu(process_group: dist.ProcessGroup) -> bool:
 
 
 def carrier(process_group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where a tensor of ``device`` lies while the group moves it: there, or on the group's own device (NCCL moves none of the CPU)."""
+    """Where a tensor of ``device`` lies while the group moves it: there, or on the group's own device (NCCL moves none
+    of the CPU).
+    """
     if process_group is None:
         return device
     try:

@@ -1,4 +1,6 @@
-"""A reduction along a binary tree of ranks, up and back down: what a rank sends and receives does not grow with their number."""
+"""A reduction along a binary tree of ranks, up and back down: what a rank sends and receives does not grow with their
+number.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ class Blocks(Protocol):
     def recv(self, data: memoryview, source: int, seconds: float) -> None: ...
 
 
-def reduced(group: Blocks, values: np.ndarray[Any, Any], combine: Callable[[Any, Any], Any], left: Callable[[], float]) -> Any:
-    """``values`` of all ranks combined, on each. Rank r hears from 2r + 1 and 2r + 2. ``left``: seconds until the deadline. Raises as
-    send() and recv() do; the values are as they were."""
+def reduced(
+    group: Blocks, values: np.ndarray[Any, Any], combine: Callable[[Any, Any], Any], left: Callable[[], float]
+) -> Any:
+    """``values`` of all ranks combined, on each. Rank r hears from 2r + 1 and 2r + 2. ``left``: seconds until the
+    deadline. Raises as send() and recv() do; the values are as they were."""
     total: Any = values.copy()
     children = [child for child in (2 * group.rank + 1, 2 * group.rank + 2) if child < group.size]
     for child in children:

@@ -1,5 +1,5 @@
-"""What a store has as a round's verdict: its length, a blank, "-", code and message where the round failed, else something else; then
-whatever the next round put behind it."""
+"""What a store has as a round's verdict: its length, a blank, "-", code and message where the round failed, else
+something else; then whatever the next round put behind it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Waits that end when they should. What may stand still for ever is left to a thread of its own, and the caller leaves at its deadline, or
-when a signal comes. Torch's waits for a store or a transfer can't be interrupted, and some have no deadline: a TCPStore whose host stands
-still answers nothing, not even that a wait is over."""
+"""Waits that end when they should. What may stand still for ever is left to a thread of its own, and the caller leaves
+at its deadline, or when a signal comes. Torch's waits for a store or a transfer can't be interrupted, and some have no
+deadline: a TCPStore whose host stands still answers nothing, not even that a wait is over."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def beyond(seconds: float) -> float:
 
 
 def wait_for(fn: Callable[[], T], seconds: float) -> T:
-    """fn() on a thread of its own. Raises Overdue after ``seconds``, or Left at a signal, and leaves fn() to itself then."""
+    """fn() on a thread of its own. Raises Overdue after ``seconds``, or Left at a signal, and leaves fn() to itself
+    then.
+    """
     helper, job = _free(), _Job(fn)
     helper.give(job)
     try:

@@ -1,5 +1,5 @@
-"""Values for a model whose shards have memory: from a file, from tensors on every rank, or from rank 0's. Each fills what it can, and
-reports as load() does."""
+"""Values for a model whose shards have memory: from a file, from tensors on every rank, or from rank 0's. Each fills
+what it can, and reports as load() does."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """``what`` is asked, for messages. ``wanted``: names that have no values, or all where all have some; ``without``: those of them that
-    have none, and ``essential``: that can't be left so. What else there is keeps its values where the source has none."""
+    """``what`` is asked, for messages. ``wanted``: names that have no values, or all where all have some; ``without``:
+    those of them that have none, and ``essential``: that can't be left so. What else there is keeps its values where
+    the source has none.
+    """
 
     what: str
     held: Held
@@ -46,8 +48,8 @@ class Job:
 
 
 def from_file(job: Job, path: StrPath | Merged, check_only: bool = False) -> dict[str, Any]:
-    """Each rank reads its own bytes. Raises where something does not fit, and changes nothing then. ``check_only``: reads nothing
-    either."""
+    """Each rank reads its own bytes. Raises where something does not fit, and changes nothing then. ``check_only``:
+    reads nothing either."""
     choice: list[_Choice] = []
 
     def choose(found: _core.Checkpoint | Newest) -> tuple[list[Part], bool]:
@@ -65,7 +67,9 @@ def from_file(job: Job, path: StrPath | Merged, check_only: bool = False) -> dic
 
 @dataclass(frozen=True)
 class _Choice:
-    """What this rank reads of a file. ``strict``: the engine, which knows one name of each tensor, lists what does not fit."""
+    """What this rank reads of a file. ``strict``: the engine, which knows one name of each tensor, lists what does not
+    fit.
+    """
 
     parts: list[Part]
     strict: bool
@@ -85,7 +89,9 @@ def _choose(job: Job, found: _core.Checkpoint | Newest, where: str) -> _Choice:
     _refuse_other_extra(job, extra.values, extra.unexpected)
     plain = values.in_file(job.held.values, found.metadata, job.strict, where)
     parts = [
-        Part(keys.get(part.name, part.name), part.flat, part.region) for part in job.held.parts if part.name in keys or part.name in lacking
+        Part(keys.get(part.name, part.name), part.flat, part.region)
+        for part in job.held.parts
+        if part.name in keys or part.name in lacking
     ]
     surplus = unexpected(job.held, keys, [key for key in there if key not in extra.keys])
     kept = [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking]
@@ -140,11 +146,15 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
 
 
 def _compared(job: Job, source: Mapping[str, Form], extra: Collection[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(keys, report). Raises with everything that does not fit; if not strict only with what can't be cast or has another shape."""
+    """(keys, report). Raises with everything that does not fit; if not strict only with what can't be cast or has
+    another shape.
+    """
     _refuse_other_extra(job, extra)
     found = fit(job.held, source, "the source")
     missing = [name for name in found.missing if name in job.wanted]
-    wrong = [text for name, here, there in found.different if here and there for text in _differences(name, here, there)]
+    wrong = [
+        text for name, here, there in found.different if here and there for text in _differences(name, here, there)
+    ]
     if job.strict and missing:
         wrong.append(f"missing in the source: {', '.join(missing[:20])}")
     if job.strict and found.unexpected:
@@ -186,7 +196,9 @@ def _forms(state: State, extra: Collection[str]) -> dict[str, Form]:
             continue
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
-            raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed")
+            raise invalid(
+                f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed"
+            )
         if tensor.is_meta:
             raise invalid(f"the source's '{name}' is on meta, without values")
         forms[name] = Form(tuple(tensor.shape), tensor.dtype)

@@ -1,5 +1,5 @@
-"""Values by initialisation: module by module, whole, on the CPU, from one random stream. Each rank keeps its slices, so that values are the
-same at any world size."""
+"""Values by initialisation: module by module, whole, on the CPU, from one random stream. Each rank keeps its slices, so
+that values are the same at any world size."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ Own = dict[str, Part]  # a module's parameters and persistent buffers by their k
 
 
 def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[str, Any]:
-    """Fills what is wanted. Modules come in the order of named_modules(), once each, as in a loop over them; of a tied tensor the last
-    module's values stay."""
+    """Fills what is wanted. Modules come in the order of named_modules(), once each, as in a loop over them; of a tied
+    tensor the last module's values stay."""
 
     def fill() -> None:
         if init is None and not job.without:
-            raise invalid(f"{job.what}: the model has all its values, and there is no source; give one, or an initialisation")
+            raise invalid(
+                f"{job.what}: the model has all its values, and there is no source; give one, or an initialisation"
+            )
         modules = _modules(job, model)
         ways = {} if init is not None else _own_ways(job, model, modules)
         with torch.random.fork_rng(devices=[]):
@@ -39,10 +41,16 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
                     lacking.pop(done, None)
         if lacking:
             left = ", ".join([*lacking][:20])
-            raise invalid(f"{job.what}: the initialisation left {left} without values; give a function that sets them as source")
+            raise invalid(
+                f"{job.what}: the initialisation left {left} without values; give a function that sets them as source"
+            )
 
     job.team.agree(job.what, fill)
-    return {"missing": [], "unexpected": [], "kept": [part.name for part in job.held.parts if part.name not in job.wanted]}
+    return {
+        "missing": [],
+        "unexpected": [],
+        "kept": [part.name for part in job.held.parts if part.name not in job.wanted],
+    }
 
 
 def _modules(job: Job, model: nn.Module) -> list[tuple[str, nn.Module, Own]]:
@@ -62,14 +70,20 @@ def _modules(job: Job, model: nn.Module) -> list[tuple[str, nn.Module, Own]]:
 
 def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Own]]) -> dict[int, Init]:
     """By module, how it initialises itself: what meta_init() recorded of its constructor. Else ``reset_parameters()``,
-    ``_reset_parameters()``, the model's ``_init_weights(module)``, or ``init_weights()``. Raises where there is none of these."""
+    ``_reset_parameters()``, the model's ``_init_weights(module)``, or ``init_weights()``. Raises where there is none of
+    these.
+    """
     by_model = getattr(unwrapped(model), "_init_weights", None)
     ways: dict[int, Init] = {}
     lacking, lost = [], []
     for name, module, own in modules:
         records = {key: record for key, record in records_of(module).items() if key in own}
         wanted = [key for key, part in own.items() if part.name in job.wanted]
-        lost += [f"'{join(name, key)}' ({record.problem})" for key, record in records.items() if key in wanted and record.problem]
+        lost += [
+            f"'{join(name, key)}' ({record.problem})"
+            for key, record in records.items()
+            if key in wanted and record.problem
+        ]
         known = all(key in records and records[key].has_values for key in wanted)
         reset = getattr(module, "reset_parameters", None) or (None if known else _resetting(module, by_model))
         if reset is None:  # what is written in part has no values, and is found out as such
@@ -78,9 +92,14 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
             lacking.append(f"{name or 'the model'} ({type(module).__name__})")
         ways[id(module)] = functools.partial(_reset_and_replay, reset=reset, records=records)
     if lost:
-        raise invalid(f"{job.what}: not kept: {', '.join(lost[:8])}; give a function that initialises a module as source")
+        raise invalid(
+            f"{job.what}: not kept: {', '.join(lost[:8])}; give a function that initialises a module as source"
+        )
     if lacking:
-        raise invalid(f"{job.what}: no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a module as source")
+        raise invalid(
+            f"{job.what}: no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a "
+            "module as source"
+        )
     return ways
 
 
@@ -108,7 +127,9 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> l
     with _whole(module, own):
         init(module)
         for key, part in own.items():
-            value = module._buffers[key] if key in module._buffers else module._parameters.get(key)  # maybe another object
+            value = (
+                module._buffers[key] if key in module._buffers else module._parameters.get(key)
+            )  # maybe another object
             if part.name not in job.wanted or _unwritten(value):
                 continue
             if value is None or tuple(value.shape) != tuple(part.region.shape):
@@ -124,20 +145,30 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unwritten(value: torch.Tensor | None) -> bool:
-    """An initialisation may pass a tensor over, such as a buffer that its module computes elsewhere. The beginning mostly tells."""
-    return value is not None and value.numel() > 0 and all(bool((one == PATTERN).all()) for one in (_bytes(value)[:64], _bytes(value)))
+    """An initialisation may pass a tensor over, such as a buffer that its module computes elsewhere. The beginning
+    mostly tells.
+    """
+    return (
+        value is not None
+        and value.numel() > 0
+        and all(bool((one == PATTERN).all()) for one in (_bytes(value)[:64], _bytes(value)))
+    )
 
 
 @contextlib.contextmanager
 def _whole(module: nn.Module, own: Own) -> Iterator[None]:
-    """Inside, a module's own tensors are whole, without values, on the CPU, whatever shards or views of flat shards were in their place."""
+    """Inside, a module's own tensors are whole, without values, on the CPU, whatever shards or views of flat shards
+    were in their place.
+    """
     made: dict[str, torch.Tensor] = {}  # by the part's name: what is tied stays so
     for part in own.values():  # first, since there may be no memory for it
         if part.name not in made:
             made[part.name] = mapped(part.region.shape, part.flat.dtype)
             _bytes(made[part.name]).fill_(PATTERN)
     kept: list[tuple[Any, Any]] = [(tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)]
-    attributes = {key: module.__dict__.pop(key) for key in own if key in module.__dict__}  # FSDP1 without use_orig_params leaves them
+    attributes = {
+        key: module.__dict__.pop(key) for key in own if key in module.__dict__
+    }  # FSDP1 without use_orig_params leaves them
     try:
         for key, part in own.items():
             before, whole = module._parameters.get(key), made[part.name]
@@ -145,7 +176,9 @@ def _whole(module: nn.Module, own: Own) -> Iterator[None]:
                 module._buffers[key] = whole
             else:
                 floating = whole.is_floating_point() or whole.is_complex()
-                module._parameters[key] = nn.Parameter(whole, requires_grad=floating and (before is None or before.requires_grad))
+                module._parameters[key] = nn.Parameter(
+                    whole, requires_grad=floating and (before is None or before.requires_grad)
+                )
         yield
     finally:
         for tensors, were in kept:

@@ -1,5 +1,5 @@
-"""materialize(): a model that was built and sharded on meta gets memory and values, each rank's shards alone. load(): the same from a file,
-also for a model that has values, or for a mapping's tensors."""
+"""materialize(): a model that was built and sharded on meta gets memory and values, each rank's shards alone. load():
+the same from a file, also for a model that has values, or for a mapping's tensors."""
 
 from __future__ import annotations
 
@@ -48,40 +48,46 @@ def materialize(
     group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
 ) -> dict[str, Any]:
-    """Gives what is on meta memory and values, and parameters and persistent buffers that have values already those of the source.
+    """Gives what is on meta memory and values, and parameters and persistent buffers that have values already those of
+    the source.
 
-    Collective over the ranks that share the model; no rank holds more than its own shards and, of a source in memory, a few blocks of 4
-    MiB.
+    Collective over the ranks that share the model; no rank holds more than its own shards and, of a source in memory, a
+    few blocks of 4 MiB.
 
     Args:
-        model: plain, FSDP2, HSDP or TP, sharded while it is on meta; FSDP1 wrapped with ``param_init_fn=shardow.to_empty``; for DDP, the
-            plain model before it is wrapped.
-        source: a .safetensors file, a Hugging Face directory or what merged() gives, of which each rank reads its own bytes; a mapping of
-            full tensors, on every rank, or on rank 0 with None or {} on the others, which are sent their own slices of it; or a function
-            that initialises one module's own tensors, called for modules that have some without values; by default what meta_init()
-            recorded of the constructors together with the modules' ``reset_parameters()``, and for others ``_reset_parameters()``, the
-            model's ``_init_weights(module)`` or ``init_weights()``.
-        optimizer: one that was made from the model's parameters before they were sharded or had memory: its groups, their options and its
-            state are kept, its parameters become the model's.
+        model: plain, FSDP2, HSDP or TP, sharded while it is on meta; FSDP1 wrapped with
+            ``param_init_fn=shardow.to_empty``; for DDP, the plain model before it is wrapped.
+        source: a .safetensors file, a Hugging Face directory or what merged() gives, of which each rank reads its own
+            bytes; a mapping of full tensors, on every rank, or on rank 0 with None or {} on the others, which are sent
+            their own slices of it; or a function that initialises one module's own tensors, called for modules that
+            have some without values; by default what meta_init() recorded of the constructors together with the
+            modules' ``reset_parameters()``, and for others ``_reset_parameters()``, the model's
+            ``_init_weights(module)`` or ``init_weights()``.
+        optimizer: one that was made from the model's parameters before they were sharded or had memory: its groups,
+            their options and its state are kept, its parameters become the model's.
         device: of what is on meta; by default the mesh's, else the CPU.
-        strict: everything without values has its counterpart in the source, and everything in the source in the model. Else what the source
-            lacks stays on meta, and is "missing". Of a model that has all its values, everything is asked for, as by load().
+        strict: everything without values has its counterpart in the source, and everything in the source in the model.
+            Else what the source lacks stays on meta, and is "missing". Of a model that has all its values, everything
+            is asked for, as by load().
         dtype: of floating parameters that are on meta; by default their own. Values are cast.
         progress: called on rank 0 with (bytes done, bytes in all).
-        seed: of an initialisation; modules are initialised whole, one after another, in the order of named_modules(), on the CPU: the
-            values are the same at any world size.
+        seed: of an initialisation; modules are initialised whole, one after another, in the order of named_modules(),
+            on the CPU: the values are the same at any world size.
         group: as in EMA: the ranks that share a plain model.
-        timeout: seconds or timedelta without a sign of some rank. Past it, the connections of the process group may be closed.
+        timeout: seconds or timedelta without a sign of some rank. Past it, the connections of the process group may be
+            closed.
 
     Returns:
-        {"missing": [...], "unexpected": [...], "kept": [had values when others had none, and the source has none]}, and what load() reports
-        of a file.
+        {"missing": [...], "unexpected": [...], "kept": [had values when others had none, and the source has none]}, and
+        what load() reports of a file.
 
     Raises:
-        as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model that had values is
-        partly filled where reading itself failed.
+        as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model
+        that had values is partly filled where reading itself failed.
     """
-    return fill_model(Request("materialize()", model, source, optimizer, device, dtype, strict, True, progress, seed, group, timeout))
+    return fill_model(
+        Request("materialize()", model, source, optimizer, device, dtype, strict, True, progress, seed, group, timeout)
+    )
 
 
 @torch.no_grad()
@@ -100,9 +106,9 @@ def load(
 
     A module that is on meta gets memory, as by materialize(). Collective over the ranks that share them.
 
-    Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as they are, under a tied
-    tensor's other names, and without what wrappers, DDP and PEFT put into them. Everything that does not fit is listed before anything
-    changes.
+    Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as
+    they are, under a tied tensor's other names, and without what wrappers, DDP and PEFT put into them. Everything that
+    does not fit is listed before anything changes.
 
     Args:
         path: also what merged() gives: the average of several checkpoints, of which each rank reads its own bytes.
@@ -111,8 +117,8 @@ def load(
         optimizer: of a module, as in materialize().
 
     Returns:
-        {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str}, "bytes_read": by this rank,
-        "seconds": float}.
+        {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str},
+        "bytes_read": by this rank, "seconds": float}.
 
     Raises:
         ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
@@ -120,7 +126,17 @@ def load(
     if isinstance(target, nn.Module):
         source = path if isinstance(path, Merged) else Path(path)
         return fill_model(
-            Request("load()", target, source, optimizer, strict=strict, verify=verify, progress=progress, group=group, timeout=timeout)
+            Request(
+                "load()",
+                target,
+                source,
+                optimizer,
+                strict=strict,
+                verify=verify,
+                progress=progress,
+                group=group,
+                timeout=timeout,
+            )
         )
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
@@ -194,7 +210,9 @@ def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> t
     without = given.keys() | essential
     wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
     lacking = wanted if without else []
-    return bindings, fill.Job(request.what, held, team, wanted, essential, request.strict, request.verify, request.progress, lacking)
+    return bindings, fill.Job(
+        request.what, held, team, wanted, essential, request.strict, request.verify, request.progress, lacking
+    )
 
 
 def _filled(request: Request, job: fill.Job, team: Team) -> dict[str, Any]:
@@ -210,7 +228,9 @@ def _filled(request: Request, job: fill.Job, team: Team) -> dict[str, Any]:
 
 
 def common_kind(what: str, source: Source, team: Team) -> str:
-    """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping. Collective."""
+    """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping.
+    Collective.
+    """
     kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode())]
     if len(set(kinds)) == 1:
         return kinds[0]

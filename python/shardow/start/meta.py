@@ -1,5 +1,5 @@
-"""meta_init(): models that are built without memory; memory for what is on meta, and back. to_empty() is for FSDP1, which wants memory when
-it wraps them. materialize() brings the values."""
+"""meta_init(): models that are built without memory; memory for what is on meta, and back. to_empty() is for FSDP1,
+which wants memory when it wraps them. materialize() brings the values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from shardow.model.names import join, walk
 from shardow.model.slots import Slot, by_tensor, slots, slots_of
 from shardow.start import recorded
 
-_valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # keys of what to_empty() gave memory
+_valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
+    weakref.WeakKeyDictionary()
+)  # keys of what to_empty() gave memory
 _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what took the place of a tensor on meta
 
 
@@ -31,11 +33,11 @@ def meta_init() -> Iterator[None]:
 
     Other buffers (rotary tables and the like) get their values, since nothing could bring them back.
 
-    What the constructors write into weights is recorded, and done again by ``materialize(model)``; so is what a call in the block writes
-    (``model.init_weights()``).
+    What the constructors write into weights is recorded, and done again by ``materialize(model)``; so is what a call in
+    the block writes (``model.init_weights()``).
 
-    It changes torch.nn.Module for the time being, for all threads. An optimizer made from such parameters is bound anew by
-    ``materialize(..., optimizer=)``.
+    It changes torch.nn.Module for the time being, for all threads. An optimizer made from such parameters is bound anew
+    by ``materialize(..., optimizer=)``.
     """
     with on_meta(buffers=True):
         yield
@@ -78,11 +80,15 @@ def on_meta(buffers: bool) -> Iterator[None]:
 
 
 def to_empty(module: nn.Module) -> None:
-    """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta. This gives a module's own
-    tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at once, unit by unit, and
-    materialize() brings the values. What has values keeps them."""
+    """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta. This gives a
+    module's own tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at
+    once, unit by unit, and materialize() brings the values. What has values keeps them."""
     accelerator = torch.accelerator.current_accelerator()
-    device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
+    device = (
+        torch.device("cpu")
+        if accelerator is None
+        else torch.device(accelerator.type, torch.accelerator.current_device_index())
+    )
     for slot in slots_of(module):
         if slot.recorded.is_meta:
             if slot.recorded not in _empty:  # tied tensors stay so
@@ -102,8 +108,12 @@ def have_values(model: nn.Module) -> None:
         recorded.forget(module)
 
 
-def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now, by all its names."""
+def give_memory(
+    model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now, by all its
+    names.
+    """
     origins.forget_swapped(model)
     known = [where for where in by_tensor(slots(model)).values() if where[0].recorded.is_meta]
     if not known:
@@ -113,7 +123,9 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
         lost = f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}"
         raise invalid(f"{lost}; build the model under shardow.meta_init()")
     meshes = meshes_of(slot.recorded for slot in slots(model))
-    beside = device or next((mesh.device_type for mesh in meshes), "cpu")  # of what is not sharded, as persistent buffers
+    beside = device or next(
+        (mesh.device_type for mesh in meshes), "cpu"
+    )  # of what is not sharded, as persistent buffers
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -132,8 +144,8 @@ def give_memory(model: nn.Module, device: torch.device | str | None, dtype: torc
 
 
 def move_tables(model: nn.Module, device: torch.device | str) -> None:
-    """Buffers that no file has follow the weights to ``device``; two names of one table stay so. Of a sharded model, which moves them
-    itself, they stay."""
+    """Buffers that no file has follow the weights to ``device``; two names of one table stay so. Of a sharded model,
+    which moves them itself, they stay."""
     if meshes_of(slot.recorded for slot in slots(model)):
         return
     for where in by_tensor(slots(model)).values():

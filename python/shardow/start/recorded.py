@@ -1,13 +1,17 @@
-"""What constructors write into weights that are on meta: recorded under meta_init(), done again by materialize() where there is memory.
+"""What constructors write into weights that are on meta: recorded under meta_init(), done again by materialize() where
+there is memory.
 
-A module's own ``reset_parameters()`` is called again whole, so only what comes after it is kept, call by call: of torch.nn.init, in-place
-methods (``weight.data.zero_()``), assignments to parts. What a constructor put into a parameter when it made it
-(``nn.Parameter(torch.zeros(3))``) is kept too: a number where all elements are equal, else the tensor, up to 8 MiB of it.
+A module's own ``reset_parameters()`` is called again whole, so only what comes after it is kept, call by call: of
+torch.nn.init, in-place methods (``weight.data.zero_()``), assignments to parts. What a constructor put into a parameter
+when it made it (``nn.Parameter(torch.zeros(3))``) is kept too: a number where all elements are equal, else the tensor,
+up to 8 MiB of it.
 
 Numbered, as the code below:
 
-1. a tensor that a module registers gets a Record, in the module's own dict, so that deep copies of the module have theirs
-2. torch tells this mode of every call; those that write into a recorded tensor, or a view of it, are found by the storage
+1. a tensor that a module registers gets a Record, in the module's own dict, so that deep copies of the module have
+   theirs
+2. torch tells this mode of every call; those that write into a recorded tensor, or a view of it, are found by the
+   storage
 3. a call that writes all of a tensor makes everything before it void
 4. replay(): the calls again, on whole memory: what it was made with, reset_parameters(), what came after
 """
@@ -34,8 +38,10 @@ _HEAD = 64  # bytes that tell memory without values
 _PATTERN_BYTES = bytes([PATTERN]) * _HEAD
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _WHOLE = {
-    "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_",
-    "cauchy_", "random_", "bernoulli_", "trunc_normal_", "eye_", "eye", "dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
+    "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_",
+    "log_normal_",
+    "cauchy_", "random_", "bernoulli_", "trunc_normal_", "eye_", "eye", "dirac_", "xavier_uniform_", "xavier_normal_",
+    "kaiming_uniform_",
     "kaiming_normal_", "orthogonal_", "sparse_",
 }  # fmt: skip
 
@@ -65,7 +71,8 @@ class Call:
 
 @dataclass
 class Record:
-    """``made``: with what values; ``reset``: then the module's reset_parameters() wrote it; ``calls``: what came after."""
+    """``made``: with what values; ``reset``: then the module's reset_parameters() wrote it; ``calls``: what came
+    after."""
 
     tensor: int  # its id, by which a deep copy is found
     numel: int
@@ -114,7 +121,9 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_storage: dict[int, tuple[torch.Tensor, Record, list[nn.Module]]] = {}  # the tensor keeps the storage's address its own
+        self._by_storage: dict[
+            int, tuple[torch.Tensor, Record, list[nn.Module]]
+        ] = {}  # the tensor keeps the storage's address its own
         self._frame: types.FrameType | None = None  # of torch.nn.init, which is recorded already
 
     def __enter__(self) -> Recorder:
@@ -217,7 +226,12 @@ def without_values(tensor: torch.Tensor) -> bool:
 
 
 def _mark(tensor: Any) -> None:
-    if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.is_contiguous():
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type == "cpu"
+        and tensor.is_floating_point()
+        and tensor.is_contiguous()
+    ):
         if _has_plain_memory(tensor):
             ctypes.memset(tensor.data_ptr(), PATTERN, _head_bytes(tensor))
         else:
@@ -226,7 +240,12 @@ def _mark(tensor: Any) -> None:
 
 def _has_plain_memory(tensor: torch.Tensor) -> bool:
     """Memory of its own, so that a look at it need not be a call of torch, which costs a hundred times as much."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0 and tensor.data_ptr() != 0
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and tensor.data_ptr() != 0
+    )
 
 
 def _head_bytes(tensor: torch.Tensor) -> int:

@@ -1,4 +1,6 @@
-"""wrap(): shards a model with FSDP2, layer by layer. No rank holds more than its own shards, beside where the weights come from."""
+"""wrap(): shards a model with FSDP2, layer by layer. No rank holds more than its own shards, beside where the weights
+come from.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,19 @@ def wrap(
 
     Args:
         model: with weights on rank 0 at least, or on meta with a ``source``.
-        mesh: of one dimension (FSDP2), or two (HSDP). What is sharded already, as experts on a mesh of their own, stays as it is.
-        optimizer: made from the model's parameters; its groups, their options and its state are kept, its parameters become the sharded
-            ones.
-        units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the modules of every
-            ModuleList and Sequential that holds several of one class; nothing, as in ``units=()``: the model alone.
-        source: as in materialize(); by default the weights that the model has on rank 0, from which every rank is sent its slices.
+        mesh: of one dimension (FSDP2), or two (HSDP). What is sharded already, as experts on a mesh of their own, stays
+            as it is.
+        optimizer: made from the model's parameters; its groups, their options and its state are kept, its parameters
+            become the sharded ones.
+        units: what is sharded by itself: classes or their names, or a predicate of (name, module); by default the
+            modules of every ModuleList and Sequential that holds several of one class; nothing, as in ``units=()``: the
+            model alone.
+        source: as in materialize(); by default the weights that the model has on rank 0, from which every rank is sent
+            its slices.
         memory_efficient_init: False: every rank has the whole model in memory, and shards it where it is.
         reshard_after_forward: as fully_shard().
-        mixed_precision: torch's policy, or the dtype of parameters in forward and backward; gradients are reduced in float32 then.
+        mixed_precision: torch's policy, or the dtype of parameters in forward and backward; gradients are reduced in
+            float32 then.
         strict, timeout: as in materialize().
         group: the mesh's ranks, where torch knows no group of them.
 
@@ -61,8 +67,8 @@ def wrap(
         (model, optimizer), the same objects.
 
     Raises:
-        ValueError: no such unit, a model on meta without a source, while the model is whole. Else as materialize(), and the model has no
-            weights then, nor has the optimizer, which ``materialize(..., optimizer=)`` binds again.
+        ValueError: no such unit, a model on meta without a source, while the model is whole. Else as materialize(), and
+            the model has no weights then, nor has the optimizer, which ``materialize(..., optimizer=)`` binds again.
     """
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
@@ -79,13 +85,19 @@ def wrap(
         to_meta(model)
         if optimizer is not None and bindings is not None:
             origins.bind(optimizer, bindings)  # it would keep the whole model
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": _policy(mixed_precision)}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": _policy(mixed_precision),
+    }
     team.agree("wrap()", lambda: _shard([*chosen, model], options))
     if from_memory or source is not None:
         try:
             materialize(model, own if from_memory else source, optimizer, strict=strict, group=group, timeout=timeout)
         except Error as error:
-            error.message += "; the model is sharded now, and has no weights: materialize() brings them" if from_memory else ""
+            error.message += (
+                "; the model is sharded now, and has no weights: materialize() brings them" if from_memory else ""
+            )
             raise
     elif optimizer is not None and bindings is not None:
         origins.bind(optimizer, bindings)
@@ -105,15 +117,22 @@ def _shard(units: list[nn.Module], options: dict[str, Any]) -> None:
 def _checked(
     model: nn.Module, mesh: DeviceMesh, units: Units, optimizer: torch.optim.Optimizer | None, has_weights: bool
 ) -> tuple[list[nn.Module], origins.Bindings | None, Mapping[str, torch.Tensor] | None]:
-    """Units, where the optimizer's parameters are, and the weights that this rank gives; raises while the model is whole."""
+    """Units, where the optimizer's parameters are, and the weights that this rank gives; raises while the model is
+    whole.
+    """
     if isinstance(model, FSDPModule):
         raise invalid("wrap(): the model is sharded already; materialize() brings weights")
     if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
-        raise invalid(f"wrap(): the mesh has {mesh.ndim} dimensions named {mesh.mesh_dim_names}; FSDP2 takes one, or two with names (HSDP)")
+        raise invalid(
+            f"wrap(): the mesh has {mesh.ndim} dimensions named {mesh.mesh_dim_names}; FSDP2 takes one, or two with "
+            "names (HSDP)"
+        )
     chosen = _chosen(model, units)
     for unit in [*chosen, model]:
         if is_container(unit):
-            raise invalid(f"wrap(): a {type(unit).__name__} has no forward(), and can't be a unit; name its members' class")
+            raise invalid(
+                f"wrap(): a {type(unit).__name__} has no forward(), and can't be a unit; name its members' class"
+            )
     _check_ties(model, chosen)
     origins.remember_all(model)
     bindings = None if optimizer is None else origins.bindings(optimizer, model)
@@ -136,7 +155,11 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
         if not wanted:
             return []
         known = {one if isinstance(one, str) else one.__name__ for one in wanted}
-        found = [module for _, module in walk(model) if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)]
+        found = [
+            module
+            for _, module in walk(model)
+            if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)
+        ]
     if not found:
         raise invalid(f"wrap(): no module of the model is one of units={units!r}")
     inner_first = dict.fromkeys(reversed(found))  # as torch wants

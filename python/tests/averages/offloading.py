@@ -58,7 +58,11 @@ def late(ema: shardow.EMA) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ema._core.swap, "finish_reading", lambda: None)
-        patch.setattr(ema._core.swap, "ready_to_update", lambda: (_core.hold_updates(False), ema._core.wait(), _core.hold_updates(True)))
+        patch.setattr(
+            ema._core.swap,
+            "ready_to_update",
+            lambda: (_core.hold_updates(False), ema._core.wait(), _core.hold_updates(True)),
+        )
         yield
     _core.hold_updates(False)
 

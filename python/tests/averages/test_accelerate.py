@@ -71,7 +71,9 @@ def registered(kind: str, held: bool, folder: str) -> Outcome:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_registered_averages_in_parts_are_refused_on_all_ranks_before_they_are_written(kind: str, tmp_path: Path) -> None:
+def test_registered_averages_in_parts_are_refused_on_all_ranks_before_they_are_written(
+    kind: str, tmp_path: Path
+) -> None:
     for name, message, _ in ranks.run(2, registered, kind, False, str(tmp_path)):
         assert name == "UnsupportedError"
         assert "the other parts would be lost" in message
@@ -96,7 +98,9 @@ def by_hooks(folder: str) -> bool:
         ema.reset()
         accelerator.load_state(folder)
     found = ema.full_state_dict()
-    return ema.step == 1 and found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in found)
+    return (
+        ema.step == 1 and found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in found)
+    )
 
 
 def test_the_way_out_saves_and_loads_every_rank_s_part(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def _ema() -> tuple[nn.Module, shardow.EMA]:
 
 
 @pytest.mark.parametrize(
-    "around", [torch.inference_mode, FakeTensorMode, lambda: torch.device("meta")], ids=["inference", "fake", "default device"]
+    "around",
+    [torch.inference_mode, FakeTensorMode, lambda: torch.device("meta")],
+    ids=["inference", "fake", "default device"],
 )
 def test_they_are_the_averages_memory(around: Any) -> None:
     _, other = _ema()

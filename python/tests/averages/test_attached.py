@@ -1,4 +1,6 @@
-"""attach(): updates follow the steps of one optimizer, of several, of wrapped ones, and of those that a GradScaler skips."""
+"""attach(): updates follow the steps of one optimizer, of several, of wrapped ones, and of those that a GradScaler
+skips.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +164,9 @@ def test_a_step_inside_swapped_is_refused_before_it_is_lost() -> None:
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
     after = ema.full_state_dict(complete=False)
-    assert all(torch.equal(after[name], average) for name, average in averages.items()), "the step would have been made on them"
+    assert all(torch.equal(after[name], average) for name, average in averages.items()), (
+        "the step would have been made on them"
+    )
 
 
 def test_nothing_of_the_old_average_is_kept_by_decay_0_and_that_is_no_mistake(recwarn: pytest.WarningsRecorder) -> None:

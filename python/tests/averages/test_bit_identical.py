@@ -31,9 +31,11 @@ EMAS: dict[str, dict[str, Any]] = {
 }
 
 CASES = [
-    ("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp1", 2), ("fsdp1", 4), ("fsdp1-flat", 2), ("fsdp1-flat", 4), ("fsdp1-grad-op", 2),
+    ("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp1", 2), ("fsdp1", 4), ("fsdp1-flat", 2), ("fsdp1-flat", 4),
+    ("fsdp1-grad-op", 2),
     ("fsdp1-no-shard", 2),
-    ("fsdp1-hybrid", 4), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("tp+fsdp2", 4), ("wrapped", 2),
+    ("fsdp1-hybrid", 4), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("tp+fsdp2", 4),
+    ("wrapped", 2),
 ]  # fmt: skip
 BFLOAT16 = [("fsdp2", 3), ("ddp", 2), ("fsdp1", 2)] if not os.environ.get("SHARDOW_ALL") else CASES
 
@@ -41,7 +43,9 @@ BFLOAT16 = [("fsdp2", 3), ("ddp", 2), ("fsdp1", 2)] if not os.environ.get("SHARD
 def train(
     kind: str, dtype: torch.dtype
 ) -> tuple[list[dict[str, torch.Tensor]], dict[str, dict[str, dict[str, torch.Tensor]]], list[float]]:
-    """On every rank: (weights after each step, averages of each EMA by key, bytes of each EMA); the first two on rank 0."""
+    """On every rank: (weights after each step, averages of each EMA by key, bytes of each EMA); the first two on rank
+    0.
+    """
     world = torch.distributed.get_world_size()
     model = models.build(kind, world, dtype)
     emas = {name: shardow.EMA(model, **options) for name, options in EMAS.items()}
@@ -55,7 +59,9 @@ def train(
         for ema in emas.values():
             ema.update()
         trajectory.append(models.whole_weights(model))
-    averages = {name: {key: ema.full_state_dict(key, complete=False) for key in ema._core.keys} for name, ema in emas.items()}
+    averages = {
+        name: {key: ema.full_state_dict(key, complete=False) for key in ema._core.keys} for name, ema in emas.items()
+    }
     if torch.distributed.get_rank() != 0:
         assert all(full == {} for by_key in averages.values() for full in by_key.values())
         trajectory = []
@@ -87,7 +93,9 @@ def dense(kind: str, trajectory: list[dict[str, torch.Tensor]], options: dict[st
 def test_averages_equal_those_of_one_process(kind: str, world: int, dtype: torch.dtype) -> None:
     results = ranks.run(world, train, kind, dtype)
     trajectory, averages, _ = results[0]
-    assert any(not torch.equal(trajectory[0][name], trajectory[-1][name]) for name in trajectory[0]), "the weights moved"
+    assert any(not torch.equal(trajectory[0][name], trajectory[-1][name]) for name in trajectory[0]), (
+        "the weights moved"
+    )
     for name, options in EMAS.items():
         reference = dense(kind, trajectory, options)
         for key, full in averages[name].items():
@@ -107,7 +115,9 @@ def check_by_torch(trajectory: list[dict[str, torch.Tensor]], averages: dict[str
             single = torch.lerp(single, weights[name].float(), 1 - DECAY)
             double = torch.lerp(double, weights[name].double(), 1 - DECAY)
         assert torch.equal(average, single), name
-        assert (average.double() - double).abs().max() <= 4 * 2**-24 * max(w[name].abs().max().item() for w in trajectory), name
+        assert (average.double() - double).abs().max() <= 4 * 2**-24 * max(
+            w[name].abs().max().item() for w in trajectory
+        ), name
 
 
 def check_memory(kind: str, world: int, bytes_: list[float], averages: dict[str, torch.Tensor]) -> None:

@@ -24,9 +24,13 @@ def _reshape(model: nn.Module) -> None:
     model[0].weight.data = torch.zeros(5, 5)
 
 
-@pytest.mark.parametrize(("change", "says"), [(_replace, r"0\.weight"), (_narrow, "bfloat16"), (_reshape, r"0\.weight")])
+@pytest.mark.parametrize(
+    ("change", "says"), [(_replace, r"0\.weight"), (_narrow, "bfloat16"), (_reshape, r"0\.weight")]
+)
 @pytest.mark.parametrize("call", ["update", "swapped"])
-def test_a_changed_model_is_an_error_before_anything_changes(change: Callable[[nn.Module], None], says: str, call: str) -> None:
+def test_a_changed_model_is_an_error_before_anything_changes(
+    change: Callable[[nn.Module], None], says: str, call: str
+) -> None:
     model = make_model()
     ema = shardow.EMA(model, DECAY)
     before = ema.full_state_dict(complete=False)

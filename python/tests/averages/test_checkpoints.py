@@ -1,4 +1,6 @@
-"""Averages travel: through torch.distributed.checkpoint and our files, from any sharding to any, and go on bit-identically."""
+"""Averages travel: through torch.distributed.checkpoint and our files, from any sharding to any, and go on
+bit-identically.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def load(kind: str, how: str, path: str) -> tuple[Full, Full, float]:
 
 
 def equal(a: Full, b: Full) -> bool:
-    return a.keys() == b.keys() and all(a[k].keys() == b[k].keys() and all(torch.equal(a[k][n], b[k][n]) for n in a[k]) for k in a)
+    return a.keys() == b.keys() and all(
+        a[k].keys() == b[k].keys() and all(torch.equal(a[k][n], b[k][n]) for n in a[k]) for k in a
+    )
 
 
 PLACES = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 4), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4)]
@@ -74,7 +78,9 @@ PLACES = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 4), ("fsdp2", 3
 
 @pytest.mark.parametrize("how", ["dcp", "files"])
 @pytest.mark.parametrize(("kind", "world"), PLACES)
-def test_saved_averages_load_anywhere_and_go_on_bit_identically(how: str, kind: str, world: int, tmp_path: Path) -> None:
+def test_saved_averages_load_anywhere_and_go_on_bit_identically(
+    how: str, kind: str, world: int, tmp_path: Path
+) -> None:
     path = str(tmp_path / "saved")
     saved, later = ranks.run(world, save, kind, how, path)[0]
     for other, size in [("fsdp2", 2), ("plain", 1), ("ddp", 3)]:
@@ -100,7 +106,8 @@ def save_while_training(kind: str, path: str) -> tuple[Full, Full]:
 
 
 def load_as_a_dict(kind: str, path: str) -> tuple[Full, Full]:
-    """Not through Stateful: the tensors of state_dict() are the EMA's memory, and load_state_dict() takes their copies."""
+    """Not through Stateful: the tensors of state_dict() are the EMA's memory, and load_state_dict() takes their
+    copies."""
     model, ema = make(kind)
     step(model, ema, 1, seed=9)
     state = {"ema": {**ema.state_dict(), "averages": copy.deepcopy(ema.state_dict()["averages"])}}
@@ -153,7 +160,9 @@ def test_distance_is_the_same_on_any_ranks() -> None:
 
 
 def full_of_a_large_one() -> tuple[int, int, int]:
-    """(grown resident memory of full_state_dict beyond the result, the largest tensor, the model) in bytes; the result is thrown away."""
+    """(grown resident memory of full_state_dict beyond the result, the largest tensor, the model) in bytes; the result
+    is thrown away.
+    """
     import psutil
 
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(24)])

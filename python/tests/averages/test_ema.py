@@ -57,7 +57,8 @@ class TestSwapped:
         assert equal(clone(model), weights)
         assert equal(ema.full_state_dict(complete=False), averages)
         assert all(
-            (inside[n].double() - averages[n].double()).abs().max() <= averages[n].abs().max() * torch.finfo(dtype).eps for n in inside
+            (inside[n].double() - averages[n].double()).abs().max() <= averages[n].abs().max() * torch.finfo(dtype).eps
+            for n in inside
         )
 
     def test_also_when_the_body_raises(self) -> None:
@@ -90,7 +91,9 @@ class TestSwapped:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
-    @pytest.mark.parametrize("call", ["update", "state_dict", "full_state_dict", "distance", "save", "swapped", "copy_to"])
+    @pytest.mark.parametrize(
+        "call", ["update", "state_dict", "full_state_dict", "distance", "save", "swapped", "copy_to"]
+    )
     def test_refuses_what_would_read_or_write_the_averages(self, call: str, tmp_path: Path) -> None:
         model = make_model()
         ema = shardow.EMA(model, DECAY)
@@ -154,7 +157,10 @@ class TestState:
         averages = {n: t.clone() + 1 for n, t in state["averages"].items()}
         averages["extra"] = averages.pop("0.weight")
         averages["0.bias"] = torch.zeros(99)
-        with pytest.raises(ValueError, match=r"(?s)missing '0.weight'.*unexpected 'extra'.*'0.bias' has shape \(99,\), expected \(13,\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"(?s)missing '0.weight'.*unexpected 'extra'.*'0.bias' has shape \(99,\), expected \(13,\)",
+        ):
             ema.load_state_dict({**state, "averages": averages})
         assert equal(ema.full_state_dict(complete=False), before)
 
@@ -183,7 +189,9 @@ class TestBuffers:
 
         def step() -> None:
             ema.update()
-            expected.lerp_(model[1].running_mean, 0.5) if 0.5 < 0.5 else expected.copy_(torch.lerp(expected, model[1].running_mean, 0.5))
+            expected.lerp_(model[1].running_mean, 0.5) if 0.5 < 0.5 else expected.copy_(
+                torch.lerp(expected, model[1].running_mean, 0.5)
+            )
 
         train(model, 3, step)
         full = ema.full_state_dict()
@@ -200,7 +208,9 @@ def test_frozen_parameters_are_not_averaged_unless_asked() -> None:
     model[0].weight.requires_grad_(False)
     assert "0.weight" not in shardow.EMA(model, DECAY).full_state_dict(complete=False)
     assert "0.weight" in shardow.EMA(model, DECAY, params="all").full_state_dict(complete=False)
-    assert list(shardow.EMA(model, DECAY, params=lambda name, _: name == "3.weight").full_state_dict(complete=False)) == ["3.weight"]
+    assert list(
+        shardow.EMA(model, DECAY, params=lambda name, _: name == "3.weight").full_state_dict(complete=False)
+    ) == ["3.weight"]
 
 
 def test_source_is_averaged_in_place_of_the_weight_and_the_weight_is_swapped() -> None:
@@ -242,7 +252,9 @@ def test_distance_is_the_relative_euclidean_norm() -> None:
     assert ema.distance() == 0
     train(model, 3, ema.update)
     full = ema.full_state_dict(complete=False)
-    apart = math.fsum(float((full[n].double() - p.detach().double()).square().sum()) for n, p in model.named_parameters())
+    apart = math.fsum(
+        float((full[n].double() - p.detach().double()).square().sum()) for n, p in model.named_parameters()
+    )
     length = math.fsum(float(p.detach().double().square().sum()) for p in model.parameters())
     assert ema.distance() == pytest.approx(math.sqrt(apart / length), rel=1e-12)
 
@@ -256,7 +268,10 @@ def test_a_step_is_counted_once_and_gaps_are_made_up_for() -> None:
             p.add_(1)
     ema.update(step=7)
     w = -math.expm1(7 * math.log(0.9))
-    assert equal(ema.full_state_dict(complete=False), {n: torch.lerp(start[n], p.detach(), w) for n, p in model.named_parameters()})
+    assert equal(
+        ema.full_state_dict(complete=False),
+        {n: torch.lerp(start[n], p.detach(), w) for n, p in model.named_parameters()},
+    )
     with pytest.raises(ValueError, match="7"):
         ema.update(step=7)
 

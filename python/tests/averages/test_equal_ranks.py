@@ -1,4 +1,6 @@
-"""What must be equal on all ranks is asked of all; what differs by nature is summed, or is one rank's; whose call meets whose."""
+"""What must be equal on all ranks is asked of all; what differs by nature is summed, or is one rank's; whose call meets
+whose.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from shardow.model.equal import checksums
 
 
 def held_in_one_shard(path: str) -> list[tuple[int, int]]:
-    """(held elements in the file, held by this rank after a load), twice: a shard of rank 1 holds one NaN, then three."""
+    """(held elements in the file, held by this rank after a load), twice: a shard of rank 1 holds one NaN, then
+    three."""
     model = models.build("fsdp2", dist.get_world_size())
     ema, seen = shardow.EMA(model, 0.9), []
     weight = model[0].weight._local_tensor
@@ -45,7 +48,11 @@ def test_elements_held_on_one_rank_are_summed_in_a_save_and_counted_once_after_a
 
 
 def metadata_of_one_rank(path: str) -> bool:
-    shardow.save(models.build("fsdp2", 2), path, metadata={"by": f"rank {dist.get_rank()}", "long": "x" * (9000 * dist.get_rank())})
+    shardow.save(
+        models.build("fsdp2", 2),
+        path,
+        metadata={"by": f"rank {dist.get_rank()}", "long": "x" * (9000 * dist.get_rank())},
+    )
     return True
 
 
@@ -139,7 +146,9 @@ def asked_of_a_load(path: str) -> list[Outcome]:
 
 
 def test_what_a_load_takes_is_asked_of_all_ranks(tmp_path: Path) -> None:
-    for by_file, by_state, strict, strict_state, no_path, after in ranks.run(2, asked_of_a_load, str(tmp_path / "ema.safetensors")):
+    for by_file, by_state, strict, strict_state, no_path, after in ranks.run(
+        2, asked_of_a_load, str(tmp_path / "ema.safetensors")
+    ):
         for error, message, _ in (by_file, by_state):
             assert error == "InvalidArgumentError", message
             assert "options is 'file' on rank 0 and 'own' on rank 1" in message
@@ -236,7 +245,11 @@ def other_seeds(path: str) -> list[Outcome]:
         model[3].bias[4] += 0.25 * rank
     for ema in (divided, copied):
         ema.update()
-    return [apart, *(outcome(lambda ema=ema: ema.save(path)) for ema in (divided, copied)), outcome(copied.full_state_dict)]
+    return [
+        apart,
+        *(outcome(lambda ema=ema: ema.save(path)) for ema in (divided, copied)),
+        outcome(copied.full_state_dict),
+    ]
 
 
 def test_replicas_that_differ_are_refused_at_construction_and_at_a_save(tmp_path: Path) -> None:

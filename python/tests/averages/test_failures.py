@@ -158,7 +158,10 @@ def test_a_foreign_state_lists_everything_and_changes_nothing_on_any_rank() -> N
     results = ranks.run(2, foreign_state, "wrong names")
     for (kind, message, _), unchanged in results:
         assert kind in ("InvalidArgumentError", "PeerFailedError")
-        assert all(text in message for text in ("missing '3.bias'", "unexpected 'new'", "'0.weight' has shape (3, 3), expected (7, 6)"))
+        assert all(
+            text in message
+            for text in ("missing '3.bias'", "unexpected 'new'", "'0.weight' has shape (3, 3), expected (7, 6)")
+        )
         assert unchanged
 
 

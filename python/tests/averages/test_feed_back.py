@@ -77,7 +77,9 @@ def fed_back(kind: str) -> tuple[list[bool], str]:
 def test_every_rank_goes_on_with_the_same_weights(kind: str, world: int) -> None:
     for good, said in ranks.run(world, fed_back, kind):
         assert good == [True, True]
-        assert ("whole master copies" in said or "master copy on every replica" in said) == (kind in ("ddp", "hsdp")), said
+        assert ("whole master copies" in said or "master copy on every replica" in said) == (kind in ("ddp", "hsdp")), (
+            said
+        )
 
 
 def differing() -> Any:

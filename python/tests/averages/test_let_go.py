@@ -1,5 +1,5 @@
-"""An EMA, or a model, that nobody has any more gives its memory back at once: Python's collector, which may come much later, finds nothing
-left of it."""
+"""An EMA, or a model, that nobody has any more gives its memory back at once: Python's collector, which may come much
+later, finds nothing left of it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def _a_models_file(model: nn.Module, path: Path) -> None:
 
 
 @pytest.mark.parametrize("use", [_attached, _swapped, _its_state, _its_file, _a_models_file])
-def test_no_use_leaves_anything_for_the_collector(use: Callable[[nn.Module, Path], None], left: list[object], tmp_path: Path) -> None:
+def test_no_use_leaves_anything_for_the_collector(
+    use: Callable[[nn.Module, Path], None], left: list[object], tmp_path: Path
+) -> None:
     use(_model(), tmp_path / "warm.safetensors")  # what is imported, and kept, at the first call
     gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)

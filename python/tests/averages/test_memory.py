@@ -33,7 +33,9 @@ print(made - begin, first - made, resident() - first)
 
 @pytest.mark.parametrize("decays", ["0.9", "0.9,0.99,0.999", "0.9,0.99,0.999,0.9999,0.95,0.96,0.97,0.98"])
 def test_averages_take_four_bytes_a_parameter_and_updates_nothing(decays: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, decays], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, decays], capture_output=True, text=True, check=True, timeout=120
+    )
     made, first, rest = map(int, done.stdout.split())
     averages = 4 * 12 * 1_000_003 * len(decays.split(","))
     assert abs(made - averages) < 1 << 20  # a page that was in use before may have been given back meanwhile

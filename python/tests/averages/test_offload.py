@@ -1,4 +1,6 @@
-"""EMA(device="cpu") of weights on a CUDA device, one that is late: the averages of weights whose averages live beside them."""
+"""EMA(device="cpu") of weights on a CUDA device, one that is late: the averages of weights whose averages live beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(
     trainings.same(resident, found[0][0])
     for _, stats in found:  # what crosses the link: each weight once, in its own dtype
         crossed = {name: one["offload/bytes"] for name, one in stats.items() if name not in trainings.IN_BETWEEN}
-        copies = {name: chosen.get("start_step", 0) for name, chosen in trainings.options().items()}  # of weights, before any update
-        assert crossed == {name: (copies[name] + stats[name]["updates"]) * stats[name]["elements"] * dtype.itemsize for name in crossed}
+        copies = {
+            name: chosen.get("start_step", 0) for name, chosen in trainings.options().items()
+        }  # of weights, before any update
+        assert crossed == {
+            name: (copies[name] + stats[name]["updates"]) * stats[name]["elements"] * dtype.itemsize for name in crossed
+        }
 
 
 @on_device
@@ -86,7 +92,11 @@ def test_two_devices_have_a_ring_and_streams_of_their_own() -> None:
         training = Training(device, decay=[0.5, 0.9])
         device.hold_first(training.models[0][1], 1)
         training.emas[0] = type(training.emas[0])(
-            training.models[0], [0.5, 0.9], device="cpu", ring_bytes=2 * trainings.SMALLEST_RING, optimizer=training.optimizers[0]
+            training.models[0],
+            [0.5, 0.9],
+            device="cpu",
+            ring_bytes=2 * trainings.SMALLEST_RING,
+            optimizer=training.optimizers[0],
         )
         for number in range(1, 5):
             training.step(number)
@@ -98,8 +108,13 @@ def test_two_devices_have_a_ring_and_streams_of_their_own() -> None:
 READS: dict[str, Callable[[Training, int, Path], Any]] = {
     "state_dict": lambda of, at, path: dict(of.emas[at].state_dict()["averages"]),
     "save": lambda of, at, path: (of.emas[at].save(path / "a.safetensors"), (path / "a.safetensors").read_bytes())[1],
-    "async_save": lambda of, at, path: (of.emas[at].async_save(path / "b.safetensors").wait(), (path / "b.safetensors").read_bytes())[1],
-    "export": lambda of, at, path: (of.emas[at].export(path / "c.safetensors"), (path / "c.safetensors").read_bytes())[1],
+    "async_save": lambda of, at, path: (
+        of.emas[at].async_save(path / "b.safetensors").wait(),
+        (path / "b.safetensors").read_bytes(),
+    )[1],
+    "export": lambda of, at, path: (of.emas[at].export(path / "c.safetensors"), (path / "c.safetensors").read_bytes())[
+        1
+    ],
     "swap_in": lambda of, at, path: (of.emas[at].swap_in(), weights_of(of.models[at]), of.emas[at].swap_out())[1],
     "copy_to": lambda of, at, path: copied(of.emas[at]),
     "load_state_dict": lambda of, at, path: list(of.emas[at].load_state_dict(of.emas[1 - at].state_dict())),
@@ -165,7 +180,8 @@ def test_buffers_are_read_before_the_next_forward_writes_them(attached: bool) ->
         emas = []
         for model, options in zip(models, ({"device": "cpu"}, {}), strict=True):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            ema = shardow.EMA(model, 0.5, buffers="average", optimizer=optimizer if attached else None, **options)  # type: ignore[arg-type]
+            # type: ignore[arg-type]
+            ema = shardow.EMA(model, 0.5, buffers="average", optimizer=optimizer if attached else None, **options)
             for number in range(4):
                 model(torch.arange(80.0).view(2, 40).sin() * number).square().mean().backward()
                 optimizer.step()
@@ -210,7 +226,9 @@ def test_a_swap_is_exact_both_ways_for_every_dtype_and_takes_no_second_copy() ->
         with Device(11) as device:
             models = [made().to(dtype) for _ in range(2)]
             device.hold(models[0])
-            emas = [shardow.EMA(model, 0.5, **given) for model, given in zip(models, ({"device": "cpu"}, {}), strict=True)]  # type: ignore[arg-type]
+            emas = [
+                shardow.EMA(model, 0.5, **given) for model, given in zip(models, ({"device": "cpu"}, {}), strict=True)
+            ]  # type: ignore[arg-type]
             for model, ema in zip(models, emas, strict=True):
                 with torch.no_grad():
                     for p in model.parameters():

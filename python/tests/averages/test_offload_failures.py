@@ -32,7 +32,8 @@ def test_a_copy_that_fails_leaves_the_last_whole_averages() -> None:
         device.fake.fail_copy(1)
         training.optimizers[0].step()
         text = (
-            "the update of step 2 was not made, since weights did not reach the host; the averages are those of step 1, and the next update"
+            "the update of step 2 was not made, since weights did not reach the host; the averages are those of "
+            "step 1, and the next update"
         )
         with pytest.raises(Exception, match=f"{text} makes up for it: CUDA: ") as told:
             training.emas[0].state_dict()
@@ -52,8 +53,16 @@ def test_an_update_that_stops_halfway_is_refused_to_readers_until_it_is_whole() 
         device.fake.fail_copy(4, -1)
         training.step(2)
         weights = weights_of(training.models[0])
-        for call in (training.emas[0].state_dict, training.emas[0].stats, lambda: training.step(3, which=0), training.emas[0].swap_in):
-            with pytest.raises(Exception, match=r"the update of step 2 stopped after \d of \d blocks: the others did not reach the host"):
+        for call in (
+            training.emas[0].state_dict,
+            training.emas[0].stats,
+            lambda: training.step(3, which=0),
+            training.emas[0].swap_in,
+        ):
+            with pytest.raises(
+                Exception,
+                match=r"the update of step 2 stopped after \d of \d blocks: the others did not reach the host",
+            ):
                 call()
             trainings.same(weights_of(training.models[0]), weights)  # no step, no swap
         device.fake.fail_copy(0, 0)
@@ -99,7 +108,9 @@ def test_what_is_not_finite_is_told_and_no_update_is_lost() -> None:
     with Device(15) as device:
         training = Training(device, nonfinite="raise")
         training.step(8, which=0)  # its gradients make a weight NaN
-        with pytest.raises(ValueError, match=r"step 1: 1 elements of the parameters are NaN or Inf, the first in '0.weight'"):
+        with pytest.raises(
+            ValueError, match=r"step 1: 1 elements of the parameters are NaN or Inf, the first in '0.weight'"
+        ):
             training.emas[0].stats()
         for _ in range(3):
             with contextlib.suppress(ValueError):
@@ -115,7 +126,8 @@ def test_refusals_say_where_averages_can_live() -> None:
 
     model = made()
     text = (
-        r"device='cuda': '0.weight' is on cpu, and averages live with their weights \(leave device= out\) or on the host \(device='cpu'\)"
+        r"device='cuda': '0.weight' is on cpu, and averages live with their weights \(leave device= out\) or "
+        r"on the host \(device='cpu'\)"
     )
     with pytest.raises(NotImplementedError, match=text):
         shardow.EMA(model, device="cuda")
@@ -133,12 +145,14 @@ def test_refusals_say_where_averages_can_live() -> None:
         ema.stats()
 
 
-HOOKED = tuple(f"shardow/{name}.py" for name in ("averages/attach", "averages/core", "averages/swap", "model/swap_guard"))
+HOOKED = tuple(
+    f"shardow/{name}.py" for name in ("averages/attach", "averages/core", "averages/swap", "model/swap_guard")
+)
 
 
 def stopped(before: int, fn: Callable[[], None]) -> bool:
-    """Ctrl-C before a line of HOOKED, counted from 0. False where fn() was over by then. Nothing is collected meanwhile: Python drops what
-    a __del__ raises, the Ctrl-C too."""
+    """Ctrl-C before a line of HOOKED, counted from 0. False where fn() was over by then. Nothing is collected
+    meanwhile: Python drops what a __del__ raises, the Ctrl-C too."""
     left = before
     gc.collect()
 

@@ -1,4 +1,6 @@
-"""overlap=True: averages in the background are those of updates that are waited for, and nobody changes weights under them."""
+"""overlap=True: averages in the background are those of updates that are waited for, and nobody changes weights under
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from shardow import _core
 from shardow.compat.causal_forcing import EMA_FSDP
 
 
-def make(overlap: bool = True, decay: Any = 0.5, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, shardow.EMA]:
+def make(
+    overlap: bool = True, decay: Any = 0.5, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, shardow.EMA]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -52,7 +56,9 @@ def released_soon(go_on: Callable[[], None]) -> threading.Event:
 
 
 @pytest.mark.parametrize(("kind", "world", "dtype"), trainings.SOME, ids=str)
-def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(kind: str, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(
+    kind: str, world: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     (waited, _), *_ = ranks.run(world, trainings.everything, kind, dtype, "resident", str(tmp_path))
     (overlapped, _), *_ = ranks.run(world, trainings.everything, kind, dtype, "overlapped", str(tmp_path))
     trainings.same(waited, overlapped)
@@ -68,8 +74,13 @@ def test_an_update_goes_on_while_python_does_and_the_next_step_waits(held: Calla
     assert released.is_set()
     _core.hold_updates(False)
     ema.stats()
-    expected = [torch.lerp(torch.lerp(a, b, 0.5), p.detach(), 0.5) for a, b, p in zip(before, after, model.parameters(), strict=True)]
-    assert all(torch.equal(one, other) for one, other in zip(ema.state_dict()["averages"].values(), expected, strict=True))
+    expected = [
+        torch.lerp(torch.lerp(a, b, 0.5), p.detach(), 0.5)
+        for a, b, p in zip(before, after, model.parameters(), strict=True)
+    ]
+    assert all(
+        torch.equal(one, other) for one, other in zip(ema.state_dict()["averages"].values(), expected, strict=True)
+    )
 
 
 READS: dict[str, Callable[[nn.Module, shardow.EMA, Path], Any]] = {
@@ -102,7 +113,9 @@ def test_everything_that_reads_averages_waits(name: str, tmp_path: Path, held: C
 @pytest.mark.parametrize("same", ["parameters", "memory"])
 def test_any_optimizer_of_the_same_weights_waits(same: str, held: Callable[[], None]) -> None:
     model, optimizer, ema = make()
-    weights = list(model.parameters()) if same == "parameters" else [nn.Parameter(p.detach()) for p in model.parameters()]
+    weights = (
+        list(model.parameters()) if same == "parameters" else [nn.Parameter(p.detach()) for p in model.parameters()]
+    )
     other = torch.optim.SGD(weights, lr=0.1)
     train(model, optimizer, 1)
     after = [p.detach().clone() for p in model.parameters()]
@@ -143,7 +156,10 @@ def test_what_else_writes_weights_waits(name: str, tmp_path: Path, held: Callabl
 
 def test_what_the_next_forward_writes_is_not_averaged_in_the_background() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match=r"keep the next forward from writing '1.running_mean' while it is averaged; take buffers='copy'"):
+    with pytest.raises(
+        ValueError,
+        match=r"keep the next forward from writing '1.running_mean' while it is averaged; take buffers='copy'",
+    ):
         shardow.EMA(model, overlap=True, buffers="average")
 
 
@@ -197,7 +213,9 @@ def test_what_is_not_finite_is_told_at_the_next_call() -> None:
     model, optimizer, ema = make(nonfinite="raise")
     next(model.parameters()).data[0, 0] = float("nan")
     train(model, optimizer, 1)
-    with pytest.raises(ValueError, match=r"step 1: 1 elements of the parameters are NaN or Inf, the first in '0.weight'"):
+    with pytest.raises(
+        ValueError, match=r"step 1: 1 elements of the parameters are NaN or Inf, the first in '0.weight'"
+    ):
         train(model, optimizer, 2)
     assert ema.stats()["updates"] == 1
 
@@ -232,7 +250,9 @@ def test_threads_descriptors_and_memory_stay_as_they_are() -> None:
 
 
 def test_a_fork_finds_whole_averages() -> None:
-    """As a DataLoader's workers are made. (src/average/overlap_test.cc holds up what the fork waits for; here it would wait for itself.)"""
+    """As a DataLoader's workers are made. (src/average/overlap_test.cc holds up what the fork waits for; here it would
+    wait for itself.)
+    """
     torch.manual_seed(3)
     model = nn.Linear(2000, 2000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

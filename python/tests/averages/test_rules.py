@@ -63,5 +63,7 @@ def test_error_against_float64_is_small(decay: float) -> None:
         ema.update()
         for name, p in model.named_parameters():
             exact[name].lerp_(p.detach().double(), 1 - decay)
-    worst = max(float((ema.full_state_dict(complete=False)[n].double() - e).square().mean().sqrt()) for n, e in exact.items())
+    worst = max(
+        float((ema.full_state_dict(complete=False)[n].double() - e).square().mean().sqrt()) for n, e in exact.items()
+    )
     assert worst < {0.9: 1e-6, 0.999: 6e-6, 0.99999: 8e-5}[decay]

@@ -1,4 +1,5 @@
-"""What an EMA gives away and takes back: which options are in force afterwards, whole models, copies, a new beginning."""
+"""What an EMA gives away and takes back: which options are in force afterwards, whole models, copies, a new
+beginning."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ import shardow
 mean = shardow.schedules.mean
 
 
-def make(decay: Any = 0.9, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, shardow.EMA]:
+def make(
+    decay: Any = 0.9, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Module, shardow.EMA]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False)).to(dtype)
     return model, shardow.EMA(model, decay, **options)
@@ -58,7 +61,9 @@ def test_other_options_there_are_said_and_in_force(how: str, tmp_path: Path) -> 
     model, old = make(0.9, update_every=2)
     wander(model, old, steps=4)
     other, new = make(0.99, seed=1, rule="mul_add")
-    with pytest.warns(UserWarning, match=r"(?s)0\.9.*there and was .*0\.99.* here.*mul_add.*update_every is 2.*options='own'") as caught:
+    with pytest.warns(
+        UserWarning, match=r"(?s)0\.9.*there and was .*0\.99.* here.*mul_add.*update_every is 2.*options='own'"
+    ) as caught:
         through(how, old, new, tmp_path)
     assert [one.filename for one in caught] == [__file__]
     assert (new.decays, new.step) == (("0.9",), 4)
@@ -113,7 +118,9 @@ def test_another_number_of_averages_is_refused_with_both(there: Any, here: Any, 
     wander(model, old)
     _, new = make(here, seed=1)
     before, kept = averages(new), new.decays
-    with pytest.raises(ValueError, match=r"(?s)has (one average|the averages of).*this EMA keeps.*Make the EMA with decay="):
+    with pytest.raises(
+        ValueError, match=r"(?s)has (one average|the averages of).*this EMA keeps.*Make the EMA with decay="
+    ):
         through(how, old, new, tmp_path)
     assert same(averages(new), before)
     assert new.decays == kept
@@ -190,7 +197,9 @@ def test_an_export_has_the_weights_own_dtypes(mixed: bool, tmp_path: Path) -> No
     ema = shardow.EMA(model, 0.9)
     wander(model, ema)
     found = exported(ema, tmp_path / "a.safetensors")
-    assert {name: tensor.dtype for name, tensor in found.items()} == {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        name: tensor.dtype for name, tensor in model.state_dict().items()
+    }
     assert torch.equal(found["0.weight"], averages(ema)[0]["0.weight"].bfloat16())
 
 
@@ -249,6 +258,8 @@ def test_averages_made_in_inference_mode_are_loaded_outside_of_it() -> None:
     model = torch.nn.Linear(3, 2)
     with torch.inference_mode():
         ema = shardow.EMA(model, 0.5)
-    state = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in ema.state_dict().items()}
+    state = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in ema.state_dict().items()
+    }
     ema.load_state_dict(state)
     ema.update()

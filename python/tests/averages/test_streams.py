@@ -1,4 +1,6 @@
-"""Averages on a device follow torch's current stream, through stand-ins: no device is needed to see who is asked what, and when."""
+"""Averages on a device follow torch's current stream, through stand-ins: no device is needed to see who is asked what,
+and when.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def test_the_engine_is_told_of_another_stream_once(monkeypatch: pytest.MonkeyPat
     current.update({0: 11, 1: 20})
     streams.follow(average)
     assert told == [(1, 21), (0, 11), (1, 20)]
-    assert [sorted(tensor.recorded) for tensor in tensors[1:]] == [[11], [20, 21]]  # one tensor stands for a device's memory
+    assert [sorted(tensor.recorded) for tensor in tensors[1:]] == [
+        [11],
+        [20, 21],
+    ]  # one tensor stands for a device's memory
 
 
 def test_averages_on_the_host_follow_the_streams_of_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,9 @@ def wrong(how: str) -> outcomes.Outcome:
     rank = dist.get_rank()
     parts = cut(rank, dist.get_world_size())
     model, values = models.make(torch.bfloat16), masters_of(0)
-    source: dict[str, Any] = {name: (value.flatten()[slice(*parts[name])].clone(), parts[name][0]) for name, value in values.items()}
+    source: dict[str, Any] = {
+        name: (value.flatten()[slice(*parts[name])].clone(), parts[name][0]) for name, value in values.items()
+    }
     options: dict[str, Any] = {}
     if how == "hole" and rank == 1:
         source["6.bias"] = (torch.zeros(3), 1)

@@ -110,7 +110,9 @@ def test_memory_that_becomes_strided_is_followed() -> None:
 def test_expanded_weights_are_refused() -> None:
     model = nn.Linear(3, 4, bias=False)
     model.weight.data = torch.ones(1, 3).expand(4, 3)
-    with pytest.raises(NotImplementedError, match=r"'weight' of shape \(4, 3\) has strides \(0, 1\): some of its elements share memory"):
+    with pytest.raises(
+        NotImplementedError, match=r"'weight' of shape \(4, 3\) has strides \(0, 1\): some of its elements share memory"
+    ):
         shardow.EMA(model)
 
 
@@ -166,7 +168,9 @@ def test_what_is_not_averaged_may_be_what_it_likes(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"'expanded'.*some of its elements share memory"):
         ema.copy_to(other)
     other.expanded = other.expanded.clone()
-    with pytest.warns(UserWarning, match=r"copy_to\(\) leaves the other model's own: 'two' is a TwoTensor.*'sparse' of shape"):
+    with pytest.warns(
+        UserWarning, match=r"copy_to\(\) leaves the other model's own: 'two' is a TwoTensor.*'sparse' of shape"
+    ):
         ema.copy_to(other)
     assert torch.equal(other.weight, full["weight"])
     with pytest.raises(NotImplementedError, match=r"'two' is a TwoTensor.*no memory of its own"):
@@ -233,7 +237,9 @@ def test_a_new_ema_takes_in_unfrozen_and_added_weights() -> None:
     old.update()
     model[0].requires_grad_(True)
     model.append(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"'2\.weight' has been added.*load_state_dict\(old\.state_dict\(\), strict=False\)"):
+    with pytest.raises(
+        ValueError, match=r"'2\.weight' has been added.*load_state_dict\(old\.state_dict\(\), strict=False\)"
+    ):
         old.update()
     new = shardow.EMA(model, decay=0.5)
     with pytest.raises(ValueError, match=r"missing '0\.weight'"):

@@ -1,5 +1,5 @@
-"""A swap is a transaction: it is interrupted before every line of it, in one process, and afterwards the weights are back or can be brought
-back, and nothing hands out the one for the other."""
+"""A swap is a transaction: it is interrupted before every line of it, in one process, and afterwards the weights are
+back or can be brought back, and nothing hands out the one for the other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def same(a: Weights, b: Weights) -> bool:
 
 @contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
-    """KeyboardInterrupt before the ``at``-th line of the transaction's own modules. Yields the number of lines that were run."""
+    """KeyboardInterrupt before the ``at``-th line of the transaction's own modules. Yields the number of lines that
+    were run.
+    """
     lines = [0]
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -88,7 +90,9 @@ def by_callbacks(ema: shardow.EMA, inside: list[Weights], model: nn.Module) -> N
 
 @pytest.mark.parametrize("call", [run, by_callbacks])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_interrupted_before_any_line_it_is_undone_or_says_so_and_can_be_undone(call: Callable[..., None], dtype: torch.dtype) -> None:
+def test_interrupted_before_any_line_it_is_undone_or_says_so_and_can_be_undone(
+    call: Callable[..., None], dtype: torch.dtype
+) -> None:
     model, ema = trained(dtype)
     weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
     at, left = 0, 0

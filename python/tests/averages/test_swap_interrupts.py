@@ -1,5 +1,5 @@
-"""A swap on two ranks, of which one is interrupted, for every wrapper: the other learns of it in time, the weights come back on both, and
-all goes on."""
+"""A swap on two ranks, of which one is interrupted, for every wrapper: the other learns of it in time, the weights come
+back on both, and all goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from stopped_swaps import BEFORE, EVERY, TIMEOUT, Rank, Stop, by_a_signal
 
 import shardow
 
-KINDS = [("ddp", "split"), ("ddp", "copy"), ("hsdp", "split"), ("fsdp1", "split"), ("fsdp2", "split"), ("tp+fsdp2", "split")]
+KINDS = [
+    ("ddp", "split"),
+    ("ddp", "copy"),
+    ("hsdp", "split"),
+    ("fsdp1", "split"),
+    ("fsdp2", "split"),
+    ("tp+fsdp2", "split"),
+]
 
 
 def of_model(kind: str, replicas: Any, folder: str) -> Rank:
@@ -28,15 +35,20 @@ def stopped(kind: str, replicas: str, folder: str) -> list[Any]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kind", "replicas"), KINDS)
-def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(kind: str, replicas: str, quick_folder: Path) -> None:
-    (wrong0, points), (wrong1, _) = ranks.run(2, stopped, kind, replicas, str(quick_folder), timeout=3000 if EVERY else 400)
+def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(
+    kind: str, replicas: str, quick_folder: Path
+) -> None:
+    (wrong0, points), (wrong1, _) = ranks.run(
+        2, stopped, kind, replicas, str(quick_folder), timeout=3000 if EVERY else 400
+    )
     assert wrong0 + wrong1 == []
     assert min(points) > 2, points
     assert not EVERY or points[0] > 300, points
 
 
 def stopped_at_first(kind: str, replicas: str, folder: str) -> list[Any]:
-    """Before each line until signals are held, and a few beyond: of which the other rank learned by its deadline alone."""
+    """Before each line until signals are held, and a few beyond: of which the other rank learned by its deadline
+    alone."""
     rank, missed = of_model(kind, replicas, folder), dict[str, list[int]]()
     for name, (way, most) in BEFORE.items():
         points = [*range(0, most, 1 if EVERY else most), *range(most, most + 28)]
@@ -46,7 +58,9 @@ def stopped_at_first(kind: str, replicas: str, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "replicas"), KINDS if EVERY else KINDS[:1])
-def test_stopped_at_its_first_lines_a_rank_tells_the_others_or_has_not_begun(kind: str, replicas: str, quick_folder: Path) -> None:
+def test_stopped_at_its_first_lines_a_rank_tells_the_others_or_has_not_begun(
+    kind: str, replicas: str, quick_folder: Path
+) -> None:
     """Of each call the first few lines alone come before anybody could be told."""
     (wrong0, missed), (wrong1, _) = ranks.run(2, stopped_at_first, kind, replicas, str(quick_folder), timeout=280)
     assert wrong0 + wrong1 == []

@@ -33,7 +33,9 @@ def test_weights_come_back_to_where_the_model_has_them(move: Callable[[nn.Module
 @pytest.mark.parametrize(
     ("move", "when"), [(data, "before"), (data, "inside"), (data, "both"), (to_and_back, "both"), (assigned, "inside")]
 )
-def test_averages_pass_for_no_weights_where_the_model_was_moved(move: Callable[[nn.Module], object], when: str, tmp_path: Path) -> None:
+def test_averages_pass_for_no_weights_where_the_model_was_moved(
+    move: Callable[[nn.Module], object], when: str, tmp_path: Path
+) -> None:
     """Neither for another EMA, which has not seen the move yet, nor for a file."""
     model, ema = trained()
     other = shardow.EMA(model, 0.9)
@@ -91,7 +93,9 @@ def test_weights_that_the_model_has_no_place_for_are_kept_until_it_has() -> None
     with pytest.raises(ValueError, match="of another shape"), ema.swapped():
         model[2] = nn.Linear(7, 5)
     ema.restore(strict=False)
-    assert same(bits(model[0].named_parameters()), {name[2:]: p for name, p in weights.items() if name.startswith("0.")})
+    assert same(
+        bits(model[0].named_parameters()), {name[2:]: p for name, p in weights.items() if name.startswith("0.")}
+    )
     assert same(bits(ema.full_state_dict(complete=False)), averages)
 
 

@@ -1,4 +1,6 @@
-"""A swap among ranks that something happens to: a block that raises, a rank that dies, memory that moves, replicas that differ."""
+"""A swap among ranks that something happens to: a block that raises, a rank that dies, memory that moves, replicas that
+differ.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,8 @@ def dies_before_the_exchange(kind: str) -> tuple[Outcome, bool, bool]:
     _, ema = trained(kind, timeout=5.0)
     weights = local(ema)
     if dist.get_rank() == 1:
-        _replicas.Exchange.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+        # type: ignore[method-assign, assignment]
+        _replicas.Exchange.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     found = outcome(ema.swap_in)
     return found, ema._core.engine.swapped, same(local(ema), weights)
 
@@ -142,7 +145,13 @@ def dies_inside(kind: str) -> list[Any]:
     ema.swap_in()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return [outcome(ema.swap_out), ema._core.engine.swapped, same(local(ema), weights), outcome(ema.update), outcome(ema.restore)]
+    return [
+        outcome(ema.swap_out),
+        ema._core.engine.swapped,
+        same(local(ema), weights),
+        outcome(ema.update),
+        outcome(ema.restore),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -183,13 +192,16 @@ def moved_inside(ema: shardow.EMA, model: torch.nn.Module, move: Callable[[torch
 
 
 def moves(kind: str) -> list[str]:
-    """Cast last: nothing can be averaged after that. Memory moves on one rank alone where the way to move it is local."""
+    """Cast last: nothing can be averaged after that. Memory moves on one rank alone where the way to move it is
+    local."""
     wrong = []
     for move in (clone_memory, there_and_back, assign):
         model, ema = trained(kind)
         weights, held = local(ema), averages(ema)
         found = outcome(lambda ema=ema, model=model, move=move: moved_inside(ema, model, move))
-        kept = kind == "fsdp1" and move is clone_memory  # which FSDP1 takes over in its next forward: nothing is lost until then
+        kept = (
+            kind == "fsdp1" and move is clone_memory
+        )  # which FSDP1 takes over in its next forward: nothing is lost until then
         if found[0] != (("PeerFailedError", "InvalidArgumentError")[dist.get_rank()] if kept else "none"):
             wrong.append(f"{move.__name__} of {kind}: {found}")
         if kept:
@@ -203,7 +215,9 @@ def moves(kind: str) -> list[str]:
         warnings.simplefilter("always")
         model.to(torch.bfloat16)
     now = local(ema)
-    if not all(torch.equal(now[name], weights[name].to(torch.bfloat16)) for name in weights) or not same(averages(ema), held):
+    if not all(torch.equal(now[name], weights[name].to(torch.bfloat16)) for name in weights) or not same(
+        averages(ema), held
+    ):
         wrong.append(f"cast of {kind}")
     if not any("was cast inside" in str(one.message) for one in caught):
         wrong.append(f"no warning of a cast of {kind}")

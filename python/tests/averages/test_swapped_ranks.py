@@ -28,7 +28,9 @@ SHARED = [
 ]
 
 
-def trained(kind: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, shardow.EMA, torch.optim.Optimizer]:
+def trained(
+    kind: str, dtype: torch.dtype = torch.float32
+) -> tuple[torch.nn.Module, shardow.EMA, torch.optim.Optimizer]:
     model = models.build(kind, dist.get_world_size(), dtype)
     ema = shardow.EMA(model, 0.5, timeout=30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -65,7 +67,9 @@ def dense_output(kind: str, weights: Weights) -> torch.Tensor:
 
 
 def swap_after_evaluation(kind: str) -> None:
-    """The stale-copy trap: a forward under no_grad leaves unsharded weights behind; neither block nor model may see old ones."""
+    """The stale-copy trap: a forward under no_grad leaves unsharded weights behind; neither block nor model may see old
+    ones.
+    """
     model, ema, optimizer = trained(kind)
     before, averages = models.whole_weights(model), ema.full_state_dict(complete=False)
     for module in model.modules():
@@ -105,7 +109,11 @@ def swap_after_failed_forward(kind: str) -> None:
     def fail(*_: Any) -> None:
         raise _Broken
 
-    inner = next(module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module.out_features in (5, 4))
+    inner = next(
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.out_features in (5, 4)
+    )
     for inside in (False, True):
         hook = inner.register_forward_hook(fail)
         try:

@@ -1,4 +1,6 @@
-"""One training with EMAs of every rule, dtype and decay beside each other. How averages are kept must not show in any bit of them."""
+"""One training with EMAs of every rule, dtype and decay beside each other. How averages are kept must not show in any
+bit of them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ Found = tuple[dict[str, torch.Tensor], dict[str, dict[str, float]]]
 
 
 def options() -> dict[str, dict[str, Any]]:
-    rules = {f"{rule}, {name}": {"rule": rule, "decay": decay} for rule in get_args(Rule) for name, decay in DECAYS.items()}
+    rules = {
+        f"{rule}, {name}": {"rule": rule, "decay": decay} for rule in get_args(Rule) for name, decay in DECAYS.items()
+    }
     return rules | {
         "schedule": {"decay": shardow.schedules.inverse_gamma()},
         "noise": {"decay": [0.9, 0.7], "stochastic": True, "seed": 7},
@@ -62,7 +66,13 @@ def build(kind: str, world: int, dtype: torch.dtype) -> nn.Module:
         model = nn.Sequential(nn.Linear(128, 136), nn.ReLU(), nn.Linear(136, 4), nn.ReLU(), nn.Linear(4, 4))
     else:
         model = nn.Sequential(
-            nn.Linear(131, 127), nn.LayerNorm(127), nn.ReLU(), nn.Linear(127, 5), nn.ReLU(), nn.Linear(5, 1), nn.Linear(1, 4)
+            nn.Linear(131, 127),
+            nn.LayerNorm(127),
+            nn.ReLU(),
+            nn.Linear(127, 5),
+            nn.ReLU(),
+            nn.Linear(5, 1),
+            nn.Linear(1, 4),
         )
     return models.PARALLEL[kind](model.to(dtype), world)
 
@@ -74,9 +84,11 @@ def give_gradients(model: nn.Module, step: int) -> None:
             getattr(p.grad, "_local_tensor", p.grad).view(-1)[:1] = float("nan")
 
 
-def everything(kind: str, dtype: torch.dtype, how: str, folder: str, seed: int | None = None, ring_bytes: int = SMALLEST_RING) -> Found:
-    """On every rank: (averages by "options/decay/name", on rank 0; stats() by options) after steps, a step with NaN, swaps, saves, loads
-    and moved memory. ``seed``: of the device."""
+def everything(
+    kind: str, dtype: torch.dtype, how: str, folder: str, seed: int | None = None, ring_bytes: int = SMALLEST_RING
+) -> Found:
+    """On every rank: (averages by "options/decay/name", on rank 0; stats() by options) after steps, a step with NaN,
+    swaps, saves, loads and moved memory. ``seed``: of the device."""
     world = dist.get_world_size()
     model = build(kind, world, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,7 +99,10 @@ def everything(kind: str, dtype: torch.dtype, how: str, folder: str, seed: int |
             device.hold(model)
         attached = None if how in ("resident", "offloaded by hand") else optimizer
         ring = {"ring_bytes": ring_bytes} if offloaded else {}
-        emas = {name: shardow.EMA(model, **chosen, **HOW[how], **ring, optimizer=attached) for name, chosen in options().items()}
+        emas = {
+            name: shardow.EMA(model, **chosen, **HOW[how], **ring, optimizer=attached)
+            for name, chosen in options().items()
+        }
         for step in range(1, 10):
             give_gradients(model, step)
             optimizer.step()
@@ -125,7 +140,11 @@ def _in_between(step: int, kind: str, model: nn.Module, emas: dict[str, shardow.
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
-    different = [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(_bytes(one[name]), _bytes(other[name]))]
+    different = [
+        name
+        for name in one
+        if one[name].dtype != other[name].dtype or not torch.equal(_bytes(one[name]), _bytes(other[name]))
+    ]
     assert not different, different
 
 

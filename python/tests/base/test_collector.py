@@ -1,4 +1,6 @@
-"""While many objects are made that stay, Python's collector stands still; afterwards nothing is lost, and settings are as they were."""
+"""While many objects are made that stay, Python's collector stands still; afterwards nothing is lost, and settings are
+as they were.
+"""
 
 from __future__ import annotations
 

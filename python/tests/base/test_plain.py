@@ -1,4 +1,5 @@
-"""What a scheduler or a program keeps comes back from JSON as it was, type and all; anything else is refused by name."""
+"""What a scheduler or a program keeps comes back from JSON as it was, type and all; anything else is refused by
+name."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 KEYS = st.text(max_size=4) | st.integers() | st.sampled_from(["$tuple", "$", ""])
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(KEYS, inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(KEYS, inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -39,7 +42,13 @@ def test_what_goes_in_comes_out(value: Any) -> None:
 
 
 def test_milestones_and_numbers_that_json_lacks_come_out() -> None:
-    value = {"milestones": Counter({30: 1, 80: 2}), "best": math.inf, "worst": -math.inf, "lost": math.nan, "betas": (0.9, 0.999)}
+    value = {
+        "milestones": Counter({30: 1, 80: 2}),
+        "best": math.inf,
+        "worst": -math.inf,
+        "lost": math.nan,
+        "betas": (0.9, 0.999),
+    }
     found = plain.decode(json.loads(json.dumps(plain.encode(value, "it"), allow_nan=False)))
     assert type(found["milestones"]) is Counter
     assert math.isnan(found.pop("lost"))

@@ -19,7 +19,8 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def stopped_before(line: int) -> bool:
-    """A signal, whose handler raises, before a line of a block that holds signals. False where there are no more lines."""
+    """A signal, whose handler raises, before a line of a block that holds signals. False where there are no more
+    lines."""
     lines = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:

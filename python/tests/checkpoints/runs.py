@@ -77,7 +77,9 @@ class Run:
 
 def tensors_of(step: Path) -> dict[str, torch.Tensor]:
     """All that a step has, but for the random generators, which are their ranks'."""
-    found = {f"{file.name}/{name}": tensor for file in step.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    found = {
+        f"{file.name}/{name}": tensor for file in step.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
     return {name: tensor for name, tensor in found.items() if not name.endswith("/random")}
 
 

@@ -1,4 +1,6 @@
-"""Ctrl-C before any line of shardow's in a save or a restore: steps that were there are there, nothing is left over, and all goes on."""
+"""Ctrl-C before any line of shardow's in a save or a restore: steps that were there are there, nothing is left over,
+and all goes on.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def small() -> Run:
 
 @pytest.mark.timeout(3000 if EVERY else 300)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_that_is_interrupted_leaves_steps_whole_and_the_next_one_goes_well(asynchronous: bool, tmp_path: Path) -> None:
+def test_a_save_that_is_interrupted_leaves_steps_whole_and_the_next_one_goes_well(
+    asynchronous: bool, tmp_path: Path
+) -> None:
     run, checkpoints = small(), shardow.Checkpoints(tmp_path, keep=2)
     run.save(checkpoints)
     points, threads = 0, threading.active_count()

@@ -25,7 +25,13 @@ def test_there_is_no_step_at_first(run: Run, checkpoints: shardow.Checkpoints) -
 
 def test_a_step_is_files_that_others_read(run: Run, checkpoints: shardow.Checkpoints) -> None:
     report = run.save(checkpoints)
-    names = {"model.safetensors", "ema-0.5.safetensors", "ema-0.9.safetensors", "optimizer.safetensors", "state.safetensors"}
+    names = {
+        "model.safetensors",
+        "ema-0.5.safetensors",
+        "ema-0.9.safetensors",
+        "optimizer.safetensors",
+        "state.safetensors",
+    }
     assert {Path(file).name for file in report["files"]} == names
     assert {path.name for path in at(checkpoints, 2).iterdir()} == {*names, "checkpoint.json"}
     manifest = json.loads((at(checkpoints, 2) / "checkpoint.json").read_text())
@@ -40,7 +46,14 @@ def test_a_step_is_files_that_others_read(run: Run, checkpoints: shardow.Checkpo
 
 
 def test_state_comes_back_as_it_was(checkpoints: shardow.Checkpoints) -> None:
-    state = {"step": 7, "loss": 0.1, "best": float("inf"), "seen": (1, "two", None), "by": {3: [True]}, "mean": torch.arange(3.0)}
+    state = {
+        "step": 7,
+        "loss": 0.1,
+        "best": float("inf"),
+        "seen": (1, "two", None),
+        "by": {3: [True]},
+        "mean": torch.arange(3.0),
+    }
     checkpoints.save(7, state=state)
     found = checkpoints.restore()
     assert torch.equal(found.pop("mean"), state.pop("mean"))  # type: ignore[arg-type]
@@ -49,14 +62,18 @@ def test_state_comes_back_as_it_was(checkpoints: shardow.Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("state", [{"model": nn.Linear(1, 1)}, {"f": print}, {"when": {1, 2}}, ["a"], {1: 2}])
-def test_what_would_need_a_pickle_is_refused_and_nothing_is_written(state: Any, checkpoints: shardow.Checkpoints) -> None:
+def test_what_would_need_a_pickle_is_refused_and_nothing_is_written(
+    state: Any, checkpoints: shardow.Checkpoints
+) -> None:
     with pytest.raises(ValueError, match=r"state|needed"):
         checkpoints.save(1, state=state)
     assert not checkpoints.directory.exists()
 
 
 @pytest.mark.parametrize("part", ["averages", "optimizer", "scheduler"])
-def test_a_part_that_is_not_there_is_an_error_or_a_choice(part: str, run: Run, checkpoints: shardow.Checkpoints) -> None:
+def test_a_part_that_is_not_there_is_an_error_or_a_choice(
+    part: str, run: Run, checkpoints: shardow.Checkpoints
+) -> None:
     checkpoints.save(2, **{name: one for name, one in run.parts().items() if name != part}, state={"step": 2})
     other = Run("plain", seed=1)
     other.train(1)
@@ -76,7 +93,9 @@ def test_a_part_that_is_not_there_is_an_error_or_a_choice(part: str, run: Run, c
 
 
 @pytest.mark.parametrize("part", ["model", "averages", "optimizer", "scheduler"])
-def test_a_part_that_is_there_is_given_or_said_to_be_left(part: str, run: Run, checkpoints: shardow.Checkpoints) -> None:
+def test_a_part_that_is_there_is_given_or_said_to_be_left(
+    part: str, run: Run, checkpoints: shardow.Checkpoints
+) -> None:
     run.save(checkpoints)
     other = Run("plain", seed=1)
     parts = other.parts()
@@ -100,7 +119,9 @@ def test_averages_of_a_model_that_was_restored_are_a_choice(run: Run, checkpoint
     assert torch.equal(ema.full_state_dict()["0.weight"], run.model[0].weight)
 
 
-@pytest.mark.parametrize("wrong", [{"optimizer": "keep"}, {"averages": "none"}, {"model": "from_model"}, {"model": "skip"}])
+@pytest.mark.parametrize(
+    "wrong", [{"optimizer": "keep"}, {"averages": "none"}, {"model": "from_model"}, {"model": "skip"}]
+)
 def test_other_words_are_refused(wrong: dict[str, str], run: Run, checkpoints: shardow.Checkpoints) -> None:
     run.save(checkpoints)
     with pytest.raises(ValueError, match=r"must be one of|needs model="):
@@ -160,6 +181,8 @@ def test_several_optimizers_and_schedulers_have_names(run: Run, checkpoints: sha
     checkpoints.restore(model=run.model, optimizer=again, scheduler=schedulers)
     for name, one in optimizers.items():
         for p, state in one.state.items():
-            assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(again[name].state[p][key])) for key in state)
+            assert all(
+                torch.equal(torch.as_tensor(state[key]), torch.as_tensor(again[name].state[p][key])) for key in state
+            )
     with pytest.raises(ValueError, match="first, rest; given: one without a name"):
         checkpoints.restore(model=run.model, optimizer=again["rest"], scheduler=schedulers)

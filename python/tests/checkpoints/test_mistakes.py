@@ -1,4 +1,6 @@
-"""What people do to checkpoints, and give to them: right, or an error that says what to do, never something else in silence."""
+"""What people do to checkpoints, and give to them: right, or an error that says what to do, never something else in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from runs import Run, at, equal, tensors_of
 import shardow
 
 
-def test_a_relative_directory_is_where_it_was_wherever_the_program_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_directory_is_where_it_was_wherever_the_program_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     checkpoints = shardow.Checkpoints("run")
@@ -37,7 +41,9 @@ def test_a_relative_directory_is_where_it_was_wherever_the_program_goes(tmp_path
 
 
 @pytest.mark.parametrize("how", ["renamed", "copied"])
-def test_a_step_under_another_step_s_name_is_not_that_step(how: str, run: Run, checkpoints: shardow.Checkpoints) -> None:
+def test_a_step_under_another_step_s_name_is_not_that_step(
+    how: str, run: Run, checkpoints: shardow.Checkpoints
+) -> None:
     for step in (10, 20):
         checkpoints.save(step, state={"step": step})
     (shutil.move if how == "renamed" else shutil.copytree)(at(checkpoints, 10), at(checkpoints, 30))
@@ -95,10 +101,14 @@ def mutated(node: Any, rng: random.Random) -> Any:
     return rng.choice(odd)
 
 
-def test_a_manifest_that_somebody_wrote_is_taken_or_refused_by_an_error_of_ours(checkpoints: shardow.Checkpoints) -> None:
+def test_a_manifest_that_somebody_wrote_is_taken_or_refused_by_an_error_of_ours(
+    checkpoints: shardow.Checkpoints,
+) -> None:
     run = Run("plain")
     run.train(2)
-    parts = {name: one for name, one in run.parts().items() if name != "scheduler"}  # whose load_state_dict() is torch's
+    parts = {
+        name: one for name, one in run.parts().items() if name != "scheduler"
+    }  # whose load_state_dict() is torch's
     checkpoints.save(2, **parts, state={"a": (1, float("inf")), "t": torch.ones(3)})
     path = at(checkpoints, 2) / "checkpoint.json"
     whole, rng, refused = json.loads(path.read_text()), random.Random(5), 0
@@ -115,7 +125,9 @@ def test_a_manifest_that_somebody_wrote_is_taken_or_refused_by_an_error_of_ours(
 
 
 @pytest.mark.parametrize("part", ["optimizer", "scheduler"])
-def test_values_of_another_class_are_taken_with_a_warning(part: str, run: Run, checkpoints: shardow.Checkpoints) -> None:
+def test_values_of_another_class_are_taken_with_a_warning(
+    part: str, run: Run, checkpoints: shardow.Checkpoints
+) -> None:
     run.save(checkpoints)
     other = {
         "optimizer": torch.optim.RMSprop([{"params": group["params"]} for group in run.optimizer.param_groups], lr=0.1),
@@ -147,8 +159,10 @@ def test_averages_of_another_model_are_refused_both_ways(run: Run, checkpoints: 
 @pytest.mark.parametrize(
     "value",
     [
-        True, -0.0, 5e-324, -math.inf, 2**200, -(10**4000), (), ((), []), {}, None, "ü\u2028\0𝄞", b"\xff\0", {"$tuple": 1}, {"": {"$": 0}},
-        {1: 2, "1": 3}, {(1, "a"): [None]}, {None: True}, {True: False}, {1.5: {2: {}}}, OrderedDict(b=1, a=2), Counter("aab"),
+        True, -0.0, 5e-324, -math.inf, 2**200, -(10**4000), (), ((), []), {}, None, "ü\u2028\0𝄞", b"\xff\0",
+        {"$tuple": 1}, {"": {"$": 0}},
+        {1: 2, "1": 3}, {(1, "a"): [None]}, {None: True}, {True: False}, {1.5: {2: {}}}, OrderedDict(b=1, a=2),
+        Counter("aab"),
     ],
     ids=range(21),
 )  # fmt: skip
@@ -182,7 +196,10 @@ def test_what_can_t_come_back_as_it_was_is_refused(value: Any, says: str, checkp
 
 def test_a_file_in_place_of_the_directory_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    for call in (shardow.Checkpoints(tmp_path / "run").latest, lambda: shardow.Checkpoints(tmp_path / "run").save(1, state={})):
+    for call in (
+        shardow.Checkpoints(tmp_path / "run").latest,
+        lambda: shardow.Checkpoints(tmp_path / "run").save(1, state={}),
+    ):
         with pytest.raises(shardow.Error, match="run"):
             call()
 

@@ -1,7 +1,7 @@
 """A published step is one state of training, whatever training does while it is written.
 
-Torn: the memory that is being written is filled anew meanwhile (NVIDIA/nvidia-resiliency-ext #376). Stale: a later save publishes an
-earlier state (NVIDIA-NeMo/RL #3312). Both mistakes are made on purpose, too, to see that they are found.
+Torn: the memory that is being written is filled anew meanwhile (NVIDIA/nvidia-resiliency-ext #376). Stale: a later save
+publishes an earlier state (NVIDIA-NeMo/RL #3312). Both mistakes are made on purpose, too, to see that they are found.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
 }
 SAVES = ("save", "asynchronous save")
 PROGRAMS = [
-    (*before, save, *after) for before in (("update",), ("overwrite",)) for save in SAVES for after in (("update",), ("swap", "reset"))
+    (*before, save, *after)
+    for before in (("update",), ("overwrite",))
+    for save in SAVES
+    for after in (("update",), ("swap", "reset"))
 ]
 PROGRAMS += list(itertools.permutations(ACTIONS, 2))
 
@@ -104,7 +107,9 @@ def stale(process_group: Any, save: Any, path: str, pinned: bool) -> Any:
     return handle
 
 
-def play(kind: str, folder: Path, program: Sequence[str], save: Callable[[Run, shardow.Checkpoints, bool], None]) -> None:
+def play(
+    kind: str, folder: Path, program: Sequence[str], save: Callable[[Run, shardow.Checkpoints, bool], None]
+) -> None:
     """The same values each time."""
     run, checkpoints = Run(kind, seed=3), shardow.Checkpoints(folder, keep=None)
     run.train(1)
@@ -136,7 +141,11 @@ def torn_or_stale(kind: str, folder: str, point: str, program: Sequence[str], mi
             handle.wait()
     wanted = sorted(one.name for one in (Path(folder) / "wanted").iterdir())
     assert wanted == sorted(one.name for one in (Path(folder) / "found").iterdir())
-    return [name for name in wanted if not equal(*(tensors_of(Path(folder) / which / name) for which in ("wanted", "found")))]
+    return [
+        name
+        for name in wanted
+        if not equal(*(tensors_of(Path(folder) / which / name) for which in ("wanted", "found")))
+    ]
 
 
 def all_programs(kind: str, folder: str, programs: Sequence[Sequence[str]]) -> list[str]:
@@ -146,8 +155,12 @@ def all_programs(kind: str, folder: str, programs: Sequence[Sequence[str]]) -> l
     return wrong
 
 
-@pytest.mark.parametrize(("kind", "world"), [("plain", 1), ("fsdp2", 2), ("ddp", 2)] if ALL else [("plain", 1), ("fsdp2", 2)])
-def test_a_step_is_what_it_was_when_it_was_saved_whatever_comes_while_it_is_written(kind: str, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world"), [("plain", 1), ("fsdp2", 2), ("ddp", 2)] if ALL else [("plain", 1), ("fsdp2", 2)]
+)
+def test_a_step_is_what_it_was_when_it_was_saved_whatever_comes_while_it_is_written(
+    kind: str, world: int, tmp_path: Path
+) -> None:
     programs = PROGRAMS if ALL or world == 1 else PROGRAMS[::3]
     if world == 1:
         found = [all_programs(kind, str(tmp_path), programs)]

@@ -217,7 +217,11 @@ def test_states_in_another_dtype_than_their_parameter_keep_it(tmp_path: Path) ->
     model = nn.Linear(4, 3).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
-        optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.rand(p.shape), "exp_avg_sq": torch.rand(p.shape)}
+        optimizer.state[p] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.rand(p.shape),
+            "exp_avg_sq": torch.rand(p.shape),
+        }
     checkpoints = shardow.Checkpoints(tmp_path)
     checkpoints.save(1, model=model, optimizer=optimizer)
     again = torch.optim.AdamW(model.parameters())

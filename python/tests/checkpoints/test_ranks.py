@@ -1,4 +1,6 @@
-"""Ranks that differ, fail, are late or interrupted: the same error on all, in time, and the steps that were there are there."""
+"""Ranks that differ, fail, are late or interrupted: the same error on all, in time, and the steps that were there are
+there.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def restored(how: str, out: Path) -> tuple[Outcome, bool]:
     return found, torch.equal(before, run.model[0].weight.to_local())
 
 
-@pytest.mark.parametrize(("how", "says"), [("step", "step is None on rank 0 and 2"), ("skip", "averages"), ("groups", "2 groups")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("step", "step is None on rank 0 and 2"), ("skip", "averages"), ("groups", "2 groups")]
+)
 def test_ranks_that_restore_differently_all_raise_and_change_nothing(how: str, says: str, tmp_path: Path) -> None:
     for (kind, message, seconds), same in ranks.run(2, restored, how, tmp_path):
         assert kind in ("InvalidArgumentError", "PeerFailedError"), message
@@ -99,7 +103,11 @@ def only_rank_0(call: str, out: Path) -> Outcome:
     run.save(checkpoints)
     found = "none", "", 0.0
     if dist.get_rank() == 0:
-        calls = {"save": lambda: run.save(checkpoints), "restore": lambda: run.restore(checkpoints), "latest": checkpoints.latest}
+        calls = {
+            "save": lambda: run.save(checkpoints),
+            "restore": lambda: run.restore(checkpoints),
+            "latest": checkpoints.latest,
+        }
         found = outcome(calls[call])
     dist.barrier()
     return found

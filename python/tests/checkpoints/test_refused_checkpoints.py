@@ -15,7 +15,9 @@ import shardow
 
 
 @pytest.mark.parametrize("lost", ["0.weight", "6.bias"])
-def test_a_model_that_lacks_a_tensor_is_refused_before_anything_changes(lost: str, run: Run, checkpoints: shardow.Checkpoints) -> None:
+def test_a_model_that_lacks_a_tensor_is_refused_before_anything_changes(
+    lost: str, run: Run, checkpoints: shardow.Checkpoints
+) -> None:
     run.save(checkpoints)
     other = Run("plain", seed=1)
     module, _, key = lost.partition(".")
@@ -26,15 +28,23 @@ def test_a_model_that_lacks_a_tensor_is_refused_before_anything_changes(lost: st
     assert equal(before, other.model.state_dict())
 
 
-def test_a_model_with_other_shapes_changes_nothing_not_even_averages(run: Run, checkpoints: shardow.Checkpoints) -> None:
+def test_a_model_with_other_shapes_changes_nothing_not_even_averages(
+    run: Run, checkpoints: shardow.Checkpoints
+) -> None:
     run.save(checkpoints)
     other = Run("plain", seed=1)
     other.model[6] = nn.Linear(1, 4, bias=False)
-    before = {**other.model.state_dict(), **{f"ema/{k}": v for k, v in other.ema.full_state_dict(decay=0.9, complete=False).items()}}
+    before = {
+        **other.model.state_dict(),
+        **{f"ema/{k}": v for k, v in other.ema.full_state_dict(decay=0.9, complete=False).items()},
+    }
     before = {name: tensor.clone() for name, tensor in before.items()}
     with pytest.raises(ValueError, match=r"6\.bias"):
         checkpoints.restore(model=other.model, averages=other.ema, optimizer="skip", scheduler="skip")
-    after = {**other.model.state_dict(), **{f"ema/{k}": v for k, v in other.ema.full_state_dict(decay=0.9, complete=False).items()}}
+    after = {
+        **other.model.state_dict(),
+        **{f"ema/{k}": v for k, v in other.ema.full_state_dict(decay=0.9, complete=False).items()},
+    }
     assert equal(before, after)
 
 
@@ -57,7 +67,9 @@ def test_averages_in_the_model_are_not_saved_as_weights(run: Run, checkpoints: s
     assert checkpoints.latest() is None
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "ema-0.9.safetensors", "optimizer.safetensors", "state.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "ema-0.9.safetensors", "optimizer.safetensors", "state.safetensors"]
+)
 def test_damage_is_found_and_older_steps_are_there(name: str, run: Run, checkpoints: shardow.Checkpoints) -> None:
     run.save(checkpoints)
     expected = {key: tensor.clone() for key, tensor in run.model.state_dict().items()}
@@ -91,7 +103,9 @@ def test_a_file_of_another_step_is_no_part_of_this_one(run: Run, checkpoints: sh
         assert checkpoints.latest() == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', '{"format": "shardow.checkpoint", "version": 1}', "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": "other"}', '{"format": "shardow.checkpoint", "version": 1}', "\0"]
+)
 def test_a_manifest_that_is_none_is_passed_over(text: str, run: Run, checkpoints: shardow.Checkpoints) -> None:
     run.save(checkpoints)
     at(checkpoints, 9).mkdir()

@@ -1,4 +1,6 @@
-"""A run that was stopped and goes on is the run that was not, bit for bit; on other numbers of ranks it begins with the same bits."""
+"""A run that was stopped and goes on is the run that was not, bit for bit; on other numbers of ranks it begins with the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,11 @@ def beside_torchs_own(kind: str, out: Path) -> None:
     if torch.distributed.get_rank():
         return
     ours = tensors_of(out / "step-000000003")
-    named = {f"optimizer.safetensors/state.{name}.{key}": value for name, state in theirs["state"].items() for key, value in state.items()}
+    named = {
+        f"optimizer.safetensors/state.{name}.{key}": value
+        for name, state in theirs["state"].items()
+        for key, value in state.items()
+    }
     assert named.keys() == {name for name in ours if name.startswith("optimizer")}
     assert all(torch.equal(ours[name], value) for name, value in named.items())
     tree = json.loads((out / "step-000000003" / "checkpoint.json").read_text())["optimizer"][""]

@@ -30,9 +30,17 @@ def step_of(checkpoints: shardow.Checkpoints, step: int | None = None) -> int:
 
 @pytest.mark.parametrize(
     ("keep", "keep_every", "expected"),
-    [(3, None, [5, 6, 7]), (1, None, [7]), (None, None, [0, 1, 2, 3, 4, 5, 6, 7]), (2, 3, [0, 3, 6, 7]), (1, 4, [0, 4, 7])],
+    [
+        (3, None, [5, 6, 7]),
+        (1, None, [7]),
+        (None, None, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (2, 3, [0, 3, 6, 7]),
+        (1, 4, [0, 4, 7]),
+    ],
 )
-def test_the_newest_stay_and_multiples(keep: int | None, keep_every: int | None, expected: list[int], tmp_path: Path) -> None:
+def test_the_newest_stay_and_multiples(
+    keep: int | None, keep_every: int | None, expected: list[int], tmp_path: Path
+) -> None:
     checkpoints = shardow.Checkpoints(tmp_path, keep, keep_every)
     save(checkpoints, *range(8))
     assert there(tmp_path) == expected
@@ -43,7 +51,9 @@ def test_the_newest_stay_and_multiples(keep: int | None, keep_every: int | None,
 def test_asynchronous_saves_retire_too(tmp_path: Path) -> None:
     checkpoints = shardow.Checkpoints(tmp_path, keep=2)
     for step in range(5):
-        handle = checkpoints.save(step, state={"step": step, "values": torch.full((100,), float(step))}, asynchronous=True)
+        handle = checkpoints.save(
+            step, state={"step": step, "values": torch.full((100,), float(step))}, asynchronous=True
+        )
     handle.wait()
     assert there(tmp_path) == [3, 4]
     assert step_of(checkpoints) == 4

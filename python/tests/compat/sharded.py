@@ -1,5 +1,5 @@
-"""Models shared among ranks in several ways, that take the same steps as a plain one: of tests/models.py by torch's own means, of walks
-into their memory, which is quicker."""
+"""Models shared among ranks in several ways, that take the same steps as a plain one: of tests/models.py by torch's own
+means, of walks into their memory, which is quicker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def walk(plain: nn.Module, shared: nn.Module, steps: int) -> Iterator[int]:
         yield step
 
 
-def train(plain: nn.Module, shared: nn.Module, steps: int, made: Sequence[tuple[Any, Any]], update: str = "update") -> None:
+def train(
+    plain: nn.Module, shared: nn.Module, steps: int, made: Sequence[tuple[Any, Any]], update: str = "update"
+) -> None:
     """Of each pair of averages the first sees the steps of the plain model, the second those of the shared one."""
     for _ in walk(plain, shared, steps):
         for theirs, mine in made:
@@ -72,7 +74,9 @@ def whole(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def kinds(world: int) -> tuple[str, ...]:
-    """All that make sense: with one rank in each shard group torch turns hybrid FSDP1 into ranks that know nothing of each other."""
+    """All that make sense: with one rank in each shard group torch turns hybrid FSDP1 into ranks that know nothing of
+    each other.
+    """
     return ("plain", *KINDS, "fsdp1-flat", *(("fsdp1-hybrid",) if world > 2 else ()))
 
 

@@ -9,7 +9,17 @@ import torch.distributed as dist
 from torch import nn
 
 import shardow
-from shardow.compat import automodel, bagel, causal_forcing, diffusers, dist_ema, ema_pytorch, swa_utils, timm, torch_ema
+from shardow.compat import (
+    automodel,
+    bagel,
+    causal_forcing,
+    diffusers,
+    dist_ema,
+    ema_pytorch,
+    swa_utils,
+    timm,
+    torch_ema,
+)
 
 Averages = Callable[[], dict[str, torch.Tensor]]
 Surface = tuple[Callable[[], object], Averages]  # (update, averages by name)

@@ -55,7 +55,12 @@ def _walks(kind: str, names: tuple[str, ...], steps: int) -> None:
                     shadow.mul_(d).add_(local(parameters[key]), alpha=1.0 - d)
         for d, manager in managers:
             state = manager.state_dict()
-            assert all(torch.equal(local(state[key]), shadow) for key, shadow in expected[d].items()), (name, kind, d, type(manager))
+            assert all(torch.equal(local(state[key]), shadow) for key, shadow in expected[d].items()), (
+                name,
+                kind,
+                d,
+                type(manager),
+            )
         together = split._ema.full_state_dict(complete=False)
         apart = managers[0][1]._ema.full_state_dict(complete=False)  # type: ignore[union-attr]
         assert same(together, apart)
@@ -83,7 +88,9 @@ def _every_sharding(kinds: tuple[str, ...]) -> None:
                 expected[key].mul_(0.9).add_(weight, alpha=1.0 - 0.9)
         full = manager._ema.full_state_dict(complete=False)
         assert dist.get_rank() or same(full, expected), kind
-        assert kind.startswith("fsdp1") or not any(isinstance(tensor, Piece) for tensor in manager._shadow.values()), kind
+        assert kind.startswith("fsdp1") or not any(isinstance(tensor, Piece) for tensor in manager._shadow.values()), (
+            kind
+        )
 
 
 def test_every_sharding_averages_alike_and_looks_like_its_weights() -> None:

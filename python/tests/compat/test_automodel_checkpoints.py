@@ -174,12 +174,18 @@ def _plans(path: str) -> None:
     for step in range(2):
         wander(model, step)
         manager.update(model)
-        dcp.save(model.state_dict(), checkpoint_id=f"{path}/model{step}", planner=DefaultSavePlanner(enable_plan_caching=True))
+        dcp.save(
+            model.state_dict(),
+            checkpoint_id=f"{path}/model{step}",
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
         manager.save(f"{path}/ema{step}")
         expected, weights = manager.state_dict(), {name: p.detach().clone() for name, p in model.named_parameters()}
         manager.load(f"{path}/ema{step}")
         assert same(manager.state_dict(), expected)
-        dcp.load(found := {name: torch.zeros_like(p) for name, p in weights.items()}, checkpoint_id=f"{path}/model{step}")
+        dcp.load(
+            found := {name: torch.zeros_like(p) for name, p in weights.items()}, checkpoint_id=f"{path}/model{step}"
+        )
         assert same(found, weights)
 
 

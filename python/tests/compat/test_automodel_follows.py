@@ -1,4 +1,6 @@
-"""NeMo Automodel: weights that move, are renamed, replaced, sharded or unfrozen under a manager; evaluation; steps of NaN."""
+"""NeMo Automodel: weights that move, are renamed, replaced, sharded or unfrozen under a manager; evaluation; steps of
+NaN.
+"""
 
 from __future__ import annotations
 

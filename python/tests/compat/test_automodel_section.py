@@ -12,7 +12,9 @@ import ranks
 from shardow.compat.automodel import EMAManager, ShardedModelEMAManager, build_ema
 
 
-@pytest.mark.parametrize("cfg", [None, {"decay": None}, {"decay": None, "implementation": "shadow"}, SimpleNamespace(decay=None)])
+@pytest.mark.parametrize(
+    "cfg", [None, {"decay": None}, {"decay": None, "implementation": "shadow"}, SimpleNamespace(decay=None)]
+)
 def test_no_section_or_no_decay_is_no_average(cfg: Any) -> None:
     assert build_ema(cfg, models.make()) is None
 
@@ -25,7 +27,13 @@ class Node:
 
 
 @pytest.mark.parametrize(
-    ("cfg", "decay"), [({}, 0.9999), ({"decay": 0.75}, 0.75), (SimpleNamespace(decay=0.75, implementation="shadow"), 0.75), (Node(), 0.75)]
+    ("cfg", "decay"),
+    [
+        ({}, 0.9999),
+        ({"decay": 0.75}, 0.75),
+        (SimpleNamespace(decay=0.75, implementation="shadow"), 0.75),
+        (Node(), 0.75),
+    ],
 )
 def test_sections_of_every_kind_are_read(cfg: Any, decay: float) -> None:
     found = build_ema(cfg, models.make())

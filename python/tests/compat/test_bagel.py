@@ -45,11 +45,16 @@ def _walks(steps: int) -> None:
                 if kind == "fsdp1":
                     ema_model, model = fsdp_ema_setup(both[0], FULL), fsdp_wrapper(both[1], FULL)
                     trained = [p for p in model.parameters() if p.requires_grad]
-                    flat = [one._handle.flat_param for one in FullyShardedDataParallel.fsdp_modules(ema_model) if one._handle is not None]
+                    flat = [
+                        one._handle.flat_param
+                        for one in FullyShardedDataParallel.fsdp_modules(ema_model)
+                        if one._handle is not None
+                    ]
                     averages = [e for e, p in zip(flat, [*model.parameters()], strict=True) if p.requires_grad]
                 else:
                     ema_model, model = (fully_shard(one) for one in both)  # type: ignore[assignment]
-                    trained = [p._local_tensor for p in model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+                    # type: ignore[attr-defined]
+                    trained = [p._local_tensor for p in model.parameters() if p.requires_grad]
                     both_parameters: Any = zip(ema_model.parameters(), model.parameters(), strict=True)
                     averages = [e._local_tensor for e, p in both_parameters if p.requires_grad]
                 expected = [e.detach().clone() for e in averages]
@@ -58,7 +63,9 @@ def _walks(steps: int) -> None:
                     torch._foreach_mul_(expected, 0.999)
                     torch._foreach_add_(expected, [p.detach() for p in trained], alpha=1 - 0.999)
                 for e, x in zip(averages, expected, strict=True):
-                    count = e.numel() - getattr(e, "_shard_numel_padded", 0)  # FSDP1 pads the last rank's, which no weight is in
+                    count = e.numel() - getattr(
+                        e, "_shard_numel_padded", 0
+                    )  # FSDP1 pads the last rank's, which no weight is in
                     assert torch.equal(e.detach().view(-1)[:count], x.view(-1)[:count]), (name, kind)
 
 
@@ -87,9 +94,17 @@ def _trains(strategy: str, num_replicate: int, num_shard: int) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "num_replicate", "num_shard"),
-    [("FULL_SHARD", 1, 4), ("HYBRID_SHARD", 2, 2), ("NO_SHARD", 1, 4), ("SHARD_GRAD_OP", 1, 4), ("_HYBRID_SHARD_ZERO2", 2, 2)],
+    [
+        ("FULL_SHARD", 1, 4),
+        ("HYBRID_SHARD", 2, 2),
+        ("NO_SHARD", 1, 4),
+        ("SHARD_GRAD_OP", 1, 4),
+        ("_HYBRID_SHARD_ZERO2", 2, 2),
+    ],
 )
-def test_every_strategy_that_fsdp_has_is_trained_and_averaged(strategy: str, num_replicate: int, num_shard: int) -> None:
+def test_every_strategy_that_fsdp_has_is_trained_and_averaged(
+    strategy: str, num_replicate: int, num_shard: int
+) -> None:
     """The origin has FULL_SHARD and HYBRID_SHARD alone."""
     ranks.run(4, _trains, strategy, num_replicate, num_shard)
 

@@ -91,7 +91,11 @@ def _loads_origins(path: str) -> None:
         ema_model, model = pair(kind)
         FSDPCheckpoint.try_load_ckpt(path, Log(), model, ema_model, resume_from_ema=True)
         for one in (model, ema_model):
-            assert all(torch.equal(weight, state[name].float()) for name, weight in whole(one).items() if "pos_embed" not in name)
+            assert all(
+                torch.equal(weight, state[name].float())
+                for name, weight in whole(one).items()
+                if "pos_embed" not in name
+            )
 
 
 def test_weights_of_the_origin_load_at_any_world_size(tmp_path: Path) -> None:
@@ -106,7 +110,9 @@ def test_weights_of_the_origin_load_at_any_world_size(tmp_path: Path) -> None:
 
 def test_positions_keep_the_models_own_resolution(tmp_path: Path) -> None:
     """The origin pops two names, and stops at the first that is not there."""
-    save_file({"vit_pos_embed.pos_embed": torch.ones(9, 4), **_untied(made(5, positions=8))}, tmp_path / "model.safetensors")
+    save_file(
+        {"vit_pos_embed.pos_embed": torch.ones(9, 4), **_untied(made(5, positions=8))}, tmp_path / "model.safetensors"
+    )
     model, log = made(positions=2), Log()
     FSDPCheckpoint.try_load_ckpt(tmp_path, log, model)
     assert torch.equal(model.latent_pos_embed.pos_embed, made(positions=2).latent_pos_embed.pos_embed)
@@ -248,7 +254,9 @@ def test_misuse_raises_the_origins_exceptions(tmp_path: Path) -> None:
         fsdp_wrapper(made(), unknown)
     model = made()
     with pytest.raises(NotImplementedError, match="SOME_SHARD"):
-        FSDPCheckpoint.fsdp_save_ckpt(tmp_path, 1, model, None, torch.optim.SGD(model.parameters()), None, None, Log(), unknown)
+        FSDPCheckpoint.fsdp_save_ckpt(
+            tmp_path, 1, model, None, torch.optim.SGD(model.parameters()), None, None, Log(), unknown
+        )
     (tmp_path / "last").mkdir()
     with pytest.raises(ValueError, match="not named after its step"):
         FSDPCheckpoint.try_load_train_state(tmp_path / "last", torch.optim.SGD(model.parameters()), None, FULL)

@@ -75,12 +75,18 @@ def test_a_plain_model_s_averages_are_the_origin_s_bit_for_bit(name: str, dtype:
 
 @pytest.mark.parametrize(
     ("world", "kinds", "steps"),
-    [(2, ("fsdp1", "fsdp2"), walks.STEPS), (4, ("hsdp",), walks.STEPS), (4, ("fsdp1-hybrid", "fsdp1-flat", "ddp", "plain"), 40)]
+    [
+        (2, ("fsdp1", "fsdp2"), walks.STEPS),
+        (4, ("hsdp",), walks.STEPS),
+        (4, ("fsdp1-hybrid", "fsdp1-flat", "ddp", "plain"), 40),
+    ]
     if not os.environ.get("SHARDOW_ALL")
     else [(world, sharded.kinds(world), walks.STEPS) for world in (2, 4)],
 )
 @pytest.mark.parametrize("name", walks.NAMES)
-def test_shared_models_have_the_dense_averages_bit_for_bit(name: str, world: int, kinds: tuple[str, ...], steps: int) -> None:
+def test_shared_models_have_the_dense_averages_bit_for_bit(
+    name: str, world: int, kinds: tuple[str, ...], steps: int
+) -> None:
     ranks.run(world, follow, world, kinds, name, steps)
 
 

@@ -1,4 +1,5 @@
-"""Self-Forcing's averages in training: what the origin got wrong, by the numbers of its list; wrapping and launching."""
+"""Self-Forcing's averages in training: what the origin got wrong, by the numbers of its list; wrapping and
+launching."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def _no_stale_copy(kind: str, replicas: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "replicas"), [("fsdp1", 2, "split"), ("hsdp", 4, "split"), ("hsdp", 4, "copy"), ("ddp", 2, "split")]
+    ("kind", "world", "replicas"),
+    [("fsdp1", 2, "split"), ("hsdp", 4, "split"), ("hsdp", 4, "copy"), ("ddp", 2, "split")],
 )
 def test_defect_8_copy_to_reaches_a_model_that_is_only_run(kind: str, world: int, replicas: str) -> None:
     ranks.run(world, _no_stale_copy, kind, replicas)
@@ -130,7 +132,13 @@ def test_a_job_is_launched_by_torchrun_s_variables(monkeypatch: pytest.MonkeyPat
     causal_forcing.barrier()  # of one process: nothing
     started: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.update(options, backend=backend))
-    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     causal_forcing.launch_distributed_job("gloo")
     assert {key: started[key] for key in ("backend", "init_method", "rank", "world_size")} == {

@@ -178,7 +178,9 @@ def test_longlive_s_cleaned_keys_and_odd_files_are_told_apart(tmp_path: Path) ->
 
 
 def keeps_whole_tensors(folder: Path) -> None:
-    """Self-Forcing's trainer, which has the whole on every rank: what it saves on rank 0, and what it takes back on all."""
+    """Self-Forcing's trainer, which has the whole on every rank: what it saves on rank 0, and what it takes back on
+    all.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = models.build("fsdp1", world)
     ema = EMA_FSDP(generator, 0.5)

@@ -1,4 +1,6 @@
-"""Surfaces whose origins are plain objects copy and pickle as those do; of models that ranks share, a sentence says why not."""
+"""Surfaces whose origins are plain objects copy and pickle as those do; of models that ranks share, a sentence says why
+not.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ MADE: dict[str, Callable[[nn.Module], Any]] = {
     "EMA_FSDP": lambda model: EMA_FSDP(model, 0.5),
     "DistEMA": lambda model: DistEMA(model, 1, 0, decay=0.5, warmup=True, power=0.75),
 }
-WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda ema: pickle.loads(pickle.dumps(ema))}
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda ema: pickle.loads(pickle.dumps(ema)),
+}
 
 
 @torch.no_grad()
@@ -82,7 +87,12 @@ def test_a_copied_stand_in_averages_into_its_own_memory(way: str) -> None:
 def refused() -> None:
     model = models.build("fsdp2", 2)
     rank = torch.distributed.get_rank()
-    for ema in (EMAManager(model), ShardedModelEMAManager(models.build("fsdp2", 2), model), EMA_FSDP(model), DistEMA(model, 2, rank)):
+    for ema in (
+        EMAManager(model),
+        ShardedModelEMAManager(models.build("fsdp2", 2), model),
+        EMA_FSDP(model),
+        DistEMA(model, 2, rank),
+    ):
         for way in WAYS.values():
             with pytest.raises(NotImplementedError, match=r"ranks share can't be copied.*save"):
                 way(ema)

@@ -1,4 +1,6 @@
-"""What the surfaces share: pairs of tensors, a twin of a model, a list of tensors, a stand-in; each against the formula in torch."""
+"""What the surfaces share: pairs of tensors, a twin of a model, a list of tensors, a stand-in; each against the formula
+in torch.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,14 @@ def test_pairs_equal_the_formula_bit_for_bit(rule: str, decay: float) -> None:
     averages = zoo_of_tensors()
     sources = {name: torch.randn_like(tensor) for name, tensor in averages.items()}
     averages["count"], sources["count"] = torch.tensor(3), torch.tensor(8)
-    expected = {n: RULES[rule](averages[n], sources[n], decay, 1 - decay) if n != "count" else torch.tensor(8) for n in averages}
+    expected = {
+        n: RULES[rule](averages[n], sources[n], decay, 1 - decay) if n != "count" else torch.tensor(8) for n in averages
+    }
     Pairs([Pair(n, sources[n], averages[n]) for n in averages], rule).update(decay, 1 - decay)
     for name, tensor in averages.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def test_a_source_of_another_dtype_is_read_as_torch_reads_it() -> None:
@@ -182,7 +188,10 @@ def _stands_in() -> None:
     torch.testing.assert_close(stand_in(x), plain.eval()(x))
     assert model.training
     assert all(module.training for module in model.modules())
-    saved = {name: value.clone() if not hasattr(value, "region") else copy.deepcopy(value) for name, value in stand_in.state_dict().items()}
+    saved = {
+        name: value.clone() if not hasattr(value, "region") else copy.deepcopy(value)
+        for name, value in stand_in.state_dict().items()
+    }
     assert set(saved) == set(plain.state_dict())
     ema._core.update_by(0.0, 1.0)
     stand_in.load_state_dict(saved)
@@ -212,7 +221,9 @@ def _slices(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("change", [_slices, torch.t], ids=["slice", "transpose"])
-def test_weights_that_change_their_form_where_they_lie_are_noticed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_weights_that_change_their_form_where_they_lie_are_noticed(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """Pruning by ``weight.data = weight.data[:2]`` keeps the address."""
     layer = nn.Linear(4, 4, bias=False)
     twin, listed, ema = Twin(copy.deepcopy(layer), "lerp"), Listed("lerp"), EMA(layer, 0.5)

@@ -1,4 +1,6 @@
-"""compat.diffusers beside diffusers: 1,000 steps bit for bit, states and saved models both ways, what went wrong there, and shards."""
+"""compat.diffusers beside diffusers: 1,000 steps bit for bit, states and saved models both ways, what went wrong there,
+and shards.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_a_thousand_steps_are_the_origins_bit_for_bit(name: str) -> None:
     assert ours[0].temp_stored_params is None
 
 
-@pytest.mark.parametrize(("dtype", "foreach"), list(itertools.product((torch.float64, torch.bfloat16, torch.float16), (False, True))))
+@pytest.mark.parametrize(
+    ("dtype", "foreach"), list(itertools.product((torch.float64, torch.bfloat16, torch.float16), (False, True)))
+)
 @pytest.mark.filterwarnings("ignore:averages in torch")
 def test_other_dtypes_too(dtype: torch.dtype, foreach: bool) -> None:
     model = walks.model("mlp", dtype)

@@ -1,4 +1,6 @@
-"""compat.diffusers on ranks, with a model class that has what EMAModel asks of diffusers' (which takes seconds to import on each)."""
+"""compat.diffusers on ranks, with a model class that has what EMAModel asks of diffusers' (which takes seconds to
+import on each).
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ def test_an_evaluation_leaves_nothing_behind(kind: str) -> None:
 def _flat_shards_cannot_be_saved(path: str) -> None:
     model = _shard("fsdp1", walks.model("mlp"))
     ema = EMAModel(model.parameters(), model_cls=Tiny, model_config={})
-    with pytest.raises(ValueError, match=r"'0\.weight' is a flat piece of \d+ elements, as FSDP1 has them, of which no Tiny"):
+    with pytest.raises(
+        ValueError, match=r"'0\.weight' is a flat piece of \d+ elements, as FSDP1 has them, of which no Tiny"
+    ):
         ema.save_pretrained(path)
 
 

@@ -34,7 +34,9 @@ def unet(seed: int = 0) -> Any:
 
 
 def _trained(cls: Any, model: Any, **options: Any) -> Any:
-    ema = cls(model.parameters(), decay=0.9, update_after_step=1, model_cls=UNet2DModel, model_config=model.config, **options)
+    ema = cls(
+        model.parameters(), decay=0.9, update_after_step=1, model_cls=UNet2DModel, model_config=model.config, **options
+    )
     for step in range(4):
         with torch.no_grad():
             for p in model.parameters():
@@ -44,7 +46,8 @@ def _trained(cls: Any, model: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"), [(EMAModel, training_utils.EMAModel), (training_utils.EMAModel, EMAModel), (EMAModel, EMAModel)]
+    ("writer", "reader"),
+    [(EMAModel, training_utils.EMAModel), (training_utils.EMAModel, EMAModel), (EMAModel, EMAModel)],
 )
 def test_saved_models_go_both_ways_with_their_counters(writer: Any, reader: Any, tmp_path: Path) -> None:
     model = unet()
@@ -172,6 +175,8 @@ def _stored(ema: EMAModel) -> list[torch.Tensor]:
     return ema.temp_stored_params
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), *([("ddp", 2), ("fsdp2", 4)] if os.environ.get("SHARDOW_ALL") else [])])
+@pytest.mark.parametrize(
+    ("kind", "world"), [("fsdp2", 2), *([("ddp", 2), ("fsdp2", 4)] if os.environ.get("SHARDOW_ALL") else [])]
+)
 def test_ranks_save_what_one_process_would(kind: str, world: int, tmp_path: Path) -> None:
     ranks.run(world, _saved_by_ranks, kind, str(tmp_path))

@@ -19,7 +19,14 @@ from shardow.compat.dist_ema import DistEMA
 OPTIONS: dict[str, dict[str, Any]] = {
     "constant": {"decay": 0.999},
     "warm": {"warmup": True, "power": 2 / 3},
-    "warm later": {"decay": 0.99, "warmup": True, "power": 0.75, "min_decay": 0.25, "inv_gamma": 3.0, "update_after_step": 40},
+    "warm later": {
+        "decay": 0.99,
+        "warmup": True,
+        "power": 0.75,
+        "min_decay": 0.25,
+        "inv_gamma": 3.0,
+        "update_after_step": 40,
+    },
     "late without warm-up": {"decay": 0.9, "update_after_step": 40},
 }
 
@@ -57,7 +64,12 @@ def test_averages_of_one_rank_are_the_origin_s_bit_for_bit(name: str, dtype: tor
 @pytest.mark.parametrize("name", walks.NAMES)
 def test_averages_of_many_ranks_are_the_origin_s_bit_for_bit(name: str, world: int) -> None:
     ranks.run(
-        world, follow, name, torch.float32, tuple(OPTIONS) if os.environ.get("SHARDOW_ALL") else ("constant", "warm later"), walks.STEPS
+        world,
+        follow,
+        name,
+        torch.float32,
+        tuple(OPTIONS) if os.environ.get("SHARDOW_ALL") else ("constant", "warm later"),
+        walks.STEPS,
     )
 
 
@@ -100,7 +112,9 @@ def test_the_partition_is_the_origin_s() -> None:
         each = -(-len(elements) // world)
         for rank in range(world):
             ema = DistEMA(model, world, rank)
-            assert torch.equal(torch.cat([torch.empty(0), *ema.ema_param_list]), elements[rank * each : (rank + 1) * each])
+            assert torch.equal(
+                torch.cat([torch.empty(0), *ema.ema_param_list]), elements[rank * each : (rank + 1) * each]
+            )
             named = dict(model.named_parameters())
             for name, (first, last), average in zip(ema.name_list, ema.index_list, ema.ema_param_list, strict=True):
                 assert torch.equal(average, named[name].detach().reshape(-1)[first : last + 1])
@@ -110,7 +124,15 @@ def test_the_partition_is_the_origin_s() -> None:
 
 def test_options_are_kept_as_attributes_and_in_the_config() -> None:
     model = nn.Linear(2, 2)
-    options = {"dtype": "bf16", "decay": 0.9, "warmup": True, "power": 0.5, "min_decay": 0.1, "inv_gamma": 2.0, "update_after_step": 3}
+    options = {
+        "dtype": "bf16",
+        "decay": 0.9,
+        "warmup": True,
+        "power": 0.5,
+        "min_decay": 0.1,
+        "inv_gamma": 2.0,
+        "update_after_step": 3,
+    }
     ema = DistEMA(model, 1, 0, "bf16", 0.9, True, 0.5, 0.1, 2.0, 3)
     ema.set_decay_steps(7)
     assert ema.config == {**options, "decay_steps": 7}

@@ -128,7 +128,8 @@ def _disagree(case: str) -> None:
     rank = 0 if case == "rank" else rank
     decay = 0.9 if case == "options" and rank else 0.99
     with pytest.raises(
-        (ValueError, ConnectionError), match=r"world_size=3, rank=1|this is rank 1 of the 2|'weight' is \(2, 2\)|ranks disagree"
+        (ValueError, ConnectionError),
+        match=r"world_size=3, rank=1|this is rank 1 of the 2|'weight' is \(2, 2\)|ranks disagree",
     ):
         DistEMA(model, world, rank, decay=decay)
 

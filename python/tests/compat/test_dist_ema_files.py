@@ -46,7 +46,9 @@ def _loads(path: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), [("fsdp2", 2, 4), ("hsdp", 4, 2)])
-def test_every_rank_writes_its_own_and_any_number_of_ranks_reads_it(kind: str, before: int, after: int, tmp_path: Path) -> None:
+def test_every_rank_writes_its_own_and_any_number_of_ranks_reads_it(
+    kind: str, before: int, after: int, tmp_path: Path
+) -> None:
     path = str(tmp_path / "ema.safetensors")
     shardow.save({"a": torch.ones(1)}, f"{path}.weights")
     ranks.run(before, _saves, path, kind)

@@ -1,5 +1,5 @@
-"""compat.ema_pytorch beside ema-pytorch: 1,000 steps bit for bit under every option, states both ways, what went wrong there, and
-shards."""
+"""compat.ema_pytorch beside ema-pytorch: 1,000 steps bit for bit under every option, states both ways, what went wrong
+there, and shards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ def options(name: str) -> list[dict[str, Any]]:
         {**SOON, "param_or_buffer_names_no_ema": {one, other}},
         {**SOON, "ignore_names": {one, other}, "ignore_startswith_names": {prefix}},
         {**SOON, "beta": 1.0},
-        {**SOON, "lazy_init_ema": True, "allow_different_devices": True, "coerce_dtype": True, "move_ema_to_online_device": True},
+        {
+            **SOON,
+            "lazy_init_ema": True,
+            "allow_different_devices": True,
+            "coerce_dtype": True,
+            "move_ema_to_online_device": True,
+        },
         {"update_after_step": 0, "update_every": 1, "power": 1.0},
     ]
 

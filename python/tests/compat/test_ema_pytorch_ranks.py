@@ -60,7 +60,8 @@ def _on_ranks(kind: str, some: dict[str, Any]) -> None:
         assert not list(ours.ema_model.children())
     full = ours.full_state_dict()
     assert not full or torch.equal(
-        full["ema_model.0.bias" if kind != "ddp" else "ema_model.module.0.bias"], theirs.ema_model.state_dict()["0.bias"]
+        full["ema_model.0.bias" if kind != "ddp" else "ema_model.module.0.bias"],
+        theirs.ema_model.state_dict()["0.bias"],
     )
     assert bool(full) == (dist.get_rank() == 0 or kind == "ddp")
     resumed = EMA(model, **made)

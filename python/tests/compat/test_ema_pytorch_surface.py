@@ -20,7 +20,9 @@ origin = pytest.importorskip("ema_pytorch")
 def test_methods_hooks_and_other_models() -> None:
     model: Any = walks.model("mlp")
     model.describe = None  # an attribute is no method, but is forwarded
-    ours, theirs = (cls(model, **SOON, forward_method_names=("extra_repr", "state_dict_of_none")[:1]) for cls in (EMA, origin.EMA))
+    ours, theirs = (
+        cls(model, **SOON, forward_method_names=("extra_repr", "state_dict_of_none")[:1]) for cls in (EMA, origin.EMA)
+    )
     assert ours.extra_repr.__self__ is ours.ema_model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handles = [ema.add_to_optimizer_post_step_hook(optimizer) for ema in (ours, theirs)]

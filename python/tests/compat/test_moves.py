@@ -1,5 +1,5 @@
-"""Memory that moves, is cast, replaced or swapped under the averages of every surface: each follows, or raises a typed error with its
-averages as they were. None averages what was there before."""
+"""Memory that moves, is cast, replaced or swapped under the averages of every surface: each follows, or raises a typed
+error with its averages as they were. None averages what was there before."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def _follows(surface: str, change: str, model: nn.Module, again: Callable[[], nn
         weights, now = _flat(dict(model.named_parameters())), _flat(averages())
         assert now.keys() <= weights.keys()
         for name, average in now.items():
-            torch.testing.assert_close(average.float(), 0.5 * before[name].float() + 0.5 * weights[name].float(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                average.float(), 0.5 * before[name].float() + 0.5 * weights[name].float(), rtol=1e-5, atol=1e-5
+            )
         before = now
     del others
 
@@ -86,7 +88,9 @@ def _follows(surface: str, change: str, model: nn.Module, again: Callable[[], nn
 def test_every_origin_has_a_surface_here_and_its_place_in_the_docs() -> None:
     page = Path(__file__).parents[3].joinpath("docs", "migration.md").read_text()
     assert [name for name in compat.__all__ if f"`shardow.compat.{name}" not in page] == []
-    assert [name for name in compat.__all__ if not hasattr(surfaces, name)] == ["twinkle"]  # which starts models and averages none
+    assert [name for name in compat.__all__ if not hasattr(surfaces, name)] == [
+        "twinkle"
+    ]  # which starts models and averages none
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -1,4 +1,6 @@
-"""Surfaces that keep averages on the host of weights on a CUDA device: the same bits, and each weight crosses the link once an update."""
+"""Surfaces that keep averages on the host of weights on a CUDA device: the same bits, and each weight crosses the link
+once an update.
+"""
 
 from __future__ import annotations
 

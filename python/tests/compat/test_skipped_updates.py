@@ -1,5 +1,5 @@
-"""A rank that skips an update (`if rank == 0: ema.update(model)`): averages that are shared out would be of two ages. Every call that
-brings them together refuses, on all ranks."""
+"""A rank that skips an update (`if rank == 0: ema.update(model)`): averages that are shared out would be of two ages.
+Every call that brings them together refuses, on all ranks."""
 
 from __future__ import annotations
 

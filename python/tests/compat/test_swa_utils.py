@@ -1,4 +1,6 @@
-"""compat.swa_utils: AveragedModel beside torch's, bit for bit, with its functions, ours and users' own; sharded; update_bn."""
+"""compat.swa_utils: AveragedModel beside torch's, bit for bit, with its functions, ours and users' own; sharded;
+update_bn.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from shardow.compat import swa_utils as ours
 
 
 def same(theirs: nn.Module, mine: nn.Module, model: nn.Module) -> None:
-    """Equal in all floating tensors, order and dtypes; counters are the model's, which torch truncates with use_buffers."""
+    """Equal in all floating tensors, order and dtypes; counters are the model's, which torch truncates with
+    use_buffers.
+    """
     expected, found, now = theirs.state_dict(), mine.state_dict(), model.state_dict()
     assert list(found) == list(expected)
     for name, tensor in found.items():
@@ -58,7 +62,10 @@ def test_a_thousand_steps_are_bit_equal_and_states_cross(name: str, dtype: torch
 
 def test_functions_of_either_module_work_in_either_class_and_alone() -> None:
     model = walks.model("blocks")
-    made = [[cls.AveragedModel(model, **case(fns)) for cls, fns in ((origin, origin), (origin, ours), (ours, origin))] for case in CASES]
+    made = [
+        [cls.AveragedModel(model, **case(fns)) for cls, fns in ((origin, origin), (origin, ours), (ours, origin))]
+        for case in CASES
+    ]
     for _ in walks.walk(model, "blocks", 20):
         for averages in made:
             for average in averages:
@@ -73,7 +80,9 @@ def test_functions_of_either_module_work_in_either_class_and_alone() -> None:
             getattr(module, get)(*arguments)(averages, weights, torch.tensor(3))
         assert all(map(torch.equal, *lists))
     for get, arguments in (("get_swa_avg_fn", ()), ("get_ema_avg_fn", (0.9,))):
-        results = [getattr(module, get)(*arguments)(torch.arange(5.0), torch.full((5,), 2.0), 3) for module in (origin, ours)]
+        results = [
+            getattr(module, get)(*arguments)(torch.arange(5.0), torch.full((5,), 2.0), 3) for module in (origin, ours)
+        ]
         assert torch.equal(*results)
 
 
@@ -122,7 +131,9 @@ def test_names_and_signatures_are_the_origin_s() -> None:
     assert ours.SWALR is origin.SWALR
     for name in origin.__all__:
         theirs, mine = (list(inspect.signature(getattr(module, name)).parameters.values()) for module in (origin, ours))
-        assert [(p.name, p.default) for p in mine if p.name != "replicas"] == [(p.name, p.default) for p in theirs], name
+        assert [(p.name, p.default) for p in mine if p.name != "replicas"] == [(p.name, p.default) for p in theirs], (
+            name
+        )
     model = walks.model("mlp")
     theirs, mine = origin.AveragedModel(model), ours.AveragedModel(model)
     for name in ("avg_fn", "multi_avg_fn", "use_buffers", "training"):

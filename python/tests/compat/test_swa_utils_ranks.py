@@ -17,7 +17,10 @@ from shardow.compat.ways.stand_in import StandIn
 
 def _shared(kind: str, replicas: str) -> None:
     plain, model = sharded.pair(kind)
-    made = [(origin.AveragedModel(plain, **case(origin)), ours.AveragedModel(model, **case(ours), replicas=replicas)) for case in CASES[1:]]
+    made = [
+        (origin.AveragedModel(plain, **case(origin)), ours.AveragedModel(model, **case(ours), replicas=replicas))
+        for case in CASES[1:]
+    ]
     sharded.train(plain, model, 12, made, "update_parameters")
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
     for number, (theirs, mine) in enumerate(made):
@@ -26,7 +29,11 @@ def _shared(kind: str, replicas: str) -> None:
         if dist.get_rank() == 0:
             full = {name.replace("module.module.", "module."): tensor for name, tensor in full.items()}
             assert set(full) == set(expected)
-            wrong = [name for name, tensor in full.items() if tensor.is_floating_point() and not torch.equal(tensor, expected[name])]
+            wrong = [
+                name
+                for name, tensor in full.items()
+                if tensor.is_floating_point() and not torch.equal(tensor, expected[name])
+            ]
             assert not wrong, (number, wrong)
             assert int(full["n_averaged"]) == 12
             origin.AveragedModel(plain).load_state_dict(full)
@@ -56,7 +63,10 @@ def _statistics(plain: nn.Module, model: nn.Module, kind: str, replicas: str) ->
         theirs.update_parameters(plain)
         mine.update_parameters(model)
     next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d)).eval()
-    before = [*(buffer.clone() for buffer in model.buffers()), *(torch.tensor(module.training) for module in model.modules())]
+    before = [
+        *(buffer.clone() for buffer in model.buffers()),
+        *(torch.tensor(module.training) for module in model.modules()),
+    ]
     loader = [(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)), None) for seed in range(3)]
     origin.update_bn(loader, theirs)
     ours.update_bn(loader, mine)
@@ -72,10 +82,13 @@ def _statistics(plain: nn.Module, model: nn.Module, kind: str, replicas: str) ->
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("kind", "replicas"), [*((kind, "copy") for kind in sharded.KINDS), ("hsdp", "split"), ("ddp", "split")])
+@pytest.mark.parametrize(
+    ("kind", "replicas"), [*((kind, "copy") for kind in sharded.KINDS), ("hsdp", "split"), ("ddp", "split")]
+)
 def test_sharded_averages_are_the_plain_ones(world: int, kind: str, replicas: str) -> None:
     if not ALL and (world, kind, replicas) not in {
-        (2, "fsdp2", "copy"), (2, "ddp", "copy"), (4, "ddp", "split"), (4, "fsdp2", "copy"), (2, "fsdp1", "copy"), (4, "hsdp", "split"),
+        (2, "fsdp2", "copy"), (2, "ddp", "copy"), (4, "ddp", "split"), (4, "fsdp2", "copy"), (2, "fsdp1", "copy"),
+        (4, "hsdp", "split"),
     }:  # fmt: skip
         pytest.skip("of the wider matrix: SHARDOW_ALL=1, as make test-all sets it")
     ranks.run(world, _shared, kind, replicas)

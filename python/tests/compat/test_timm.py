@@ -1,4 +1,6 @@
-"""compat.timm: ModelEma, ModelEmaV2 and ModelEmaV3 beside timm's own, bit for bit; sharded; and what timm and its users got wrong."""
+"""compat.timm: ModelEma, ModelEmaV2 and ModelEmaV3 beside timm's own, bit for bit; sharded; and what timm and its users
+got wrong.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("ModelEmaV3", {"decay": 0.99, "foreach": False}, True),
     ("ModelEmaV3", {"exclude_buffers": True, "update_after_step": 20}, True),
     ("ModelEmaV3", {"use_warmup": True, "min_decay": 0.1, "dtype": torch.float64}, True),
-    ("ModelEmaV3", {"use_warmup": True, "warmup_gamma": 10.0, "warmup_power": 0.75, "exclude_buffers": True, "device": "cpu"}, True),
+    (
+        "ModelEmaV3",
+        {"use_warmup": True, "warmup_gamma": 10.0, "warmup_power": 0.75, "exclude_buffers": True, "device": "cpu"},
+        True,
+    ),
 ]
 if ALL:
     CASES += [("ModelEmaV2", {"decay": d, "device": torch.device("cpu")}, False) for d in (0.0, 0.5, 1.0)]
     CASES += [
-        ("ModelEmaV3", {"decay": d, "foreach": f, "exclude_buffers": e, "use_warmup": w, "dtype": t, "stochastic_rounding": False}, True)
-        for d in (0.4, 0.999) for f in (True, False) for e in (True, False) for w in (True, False) for t in (None, torch.float64)
+        ("ModelEmaV3", {"decay": d, "foreach": f, "exclude_buffers": e, "use_warmup": w, "dtype": t,
+         "stochastic_rounding": False}, True)
+        for d in (0.4, 0.999) for f in (True, False) for e in (True, False) for w in (True, False) for t in (None,
+         torch.float64)
     ]  # fmt: skip
 
 
@@ -46,7 +54,10 @@ def exchange(theirs: Any, mine: Any, path: Path) -> None:
 @pytest.mark.parametrize("name", walks.NAMES)
 def test_a_thousand_steps_are_bit_equal_and_states_cross(name: str, tmp_path: Path) -> None:
     model = walks.model(name)
-    pairs = [(getattr(origin, cls)(model, **options), getattr(ours, cls)(model, **options), steps) for cls, options, steps in CASES]
+    pairs = [
+        (getattr(origin, cls)(model, **options), getattr(ours, cls)(model, **options), steps)
+        for cls, options, steps in CASES
+    ]
     for step in walks.walk(model, name):
         for theirs, mine, steps in pairs:
             for average in (theirs, mine):
@@ -105,8 +116,8 @@ def test_a_model_that_changes_its_dtype_is_averaged_by_the_rule_for_that() -> No
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stochastic_rounding_keeps_to_the_exact_average(source: torch.dtype, dtype: torch.dtype) -> None:
-    """timm's noise is another, and float16 is rounded to nearest there. Each step stays within one unit in the last place, and the mean
-    within its bound."""
+    """timm's noise is another, and float16 is rounded to nearest there. Each step stays within one unit in the last
+    place, and the mean within its bound."""
     model = nn.Linear(200, 100).to(source)
     nn.init.ones_(model.weight)
     ema = ours.ModelEmaV3(model, 0.999, dtype=dtype, stochastic_rounding_seed=5)
@@ -118,7 +129,10 @@ def test_stochastic_rounding_keeps_to_the_exact_average(source: torch.dtype, dty
         exact = before + 0.001 * (1.75 - before)
         assert float((weight.detach().double() - exact).abs().max()) <= torch.finfo(dtype).eps
     expected = 1.75 - 0.75 * 0.999**200
-    assert abs(float(weight.detach().double().mean()) - expected) < 4 * torch.finfo(dtype).eps * (200 / weight.numel()) ** 0.5
+    assert (
+        abs(float(weight.detach().double().mean()) - expected)
+        < 4 * torch.finfo(dtype).eps * (200 / weight.numel()) ** 0.5
+    )
 
 
 def test_the_seed_tells_the_noise() -> None:
@@ -139,4 +153,5 @@ def test_stochastic_rounding_works_where_tensors_lie_otherwise_than_the_model_s(
     model.weight = nn.Parameter(torch.full((100, 50), 1.75, dtype=torch.bfloat16).t())
     for _ in range(200):
         ema.update(model)
-    assert abs(float(ema.module.weight.detach().double().mean()) - (1.75 - 0.75 * 0.999**200)) < 5e-3  # type: ignore[union-attr, operator]
+    # type: ignore[union-attr, operator]
+    assert abs(float(ema.module.weight.detach().double().mean()) - (1.75 - 0.75 * 0.999**200)) < 5e-3

@@ -24,7 +24,12 @@ def test_checkpoints_are_read_under_the_names_of_any_wrapping(key: str, prefix: 
     _, ema = averaged()
     path = tmp_path / "latest.pth"
     torch.save(
-        {"epoch": 1, "args": Namespace(lr=1), key: {prefix + n: t for n, t in ema.ema.state_dict().items()}, "optimizer": {"state": {}}},
+        {
+            "epoch": 1,
+            "args": Namespace(lr=1),
+            key: {prefix + n: t for n, t in ema.ema.state_dict().items()},
+            "optimizer": {"state": {}},
+        },
         path,
     )
     resumed = ours.ModelEma(walks.model("mlp"), resume=path)
@@ -58,7 +63,9 @@ def test_resume_works_after_the_model_is_wrapped(tmp_path: Path) -> None:
 
 
 def test_defect_3_of_source_002_a_mismatch_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
-    """`except: print("no ema shadow found")` went on with averages of weights that were not resumed; timm logs, and goes on."""
+    """`except: print("no ema shadow found")` went on with averages of weights that were not resumed; timm logs, and
+    goes on.
+    """
     model, ema = averaged()
     state = ema.ema.state_dict()
     before = copy.deepcopy(state)
@@ -74,7 +81,11 @@ def test_defect_3_of_source_002_a_mismatch_is_an_error_and_changes_nothing(tmp_p
             {"ema_state_dict": {name: t for name, t in state.items() if name != "0.weight"}},
         ),
         (RuntimeError, "unexpected in the source: more", {"ema_state_dict": {**state, "more": torch.ones(1)}}),
-        (RuntimeError, r"load_ema_state_dict\(\).*0\.weight.*\[2, 2\]", {"ema_state_dict": {**state, "0.weight": torch.ones(2, 2)}}),
+        (
+            RuntimeError,
+            r"load_ema_state_dict\(\).*0\.weight.*\[2, 2\]",
+            {"ema_state_dict": {**state, "0.weight": torch.ones(2, 2)}},
+        ),
         (ValueError, "none of the 1 names fits", {"ema_state_dict": {"x": torch.ones(1)}}),
         (AssertionError, "is a list", [state]),
     ]
@@ -94,7 +105,9 @@ def test_not_strict_is_not_nothing() -> None:
     _, ema = averaged()
     state = ema.ema.state_dict()
     model = walks.model("mlp")
-    ours.load_ema_state_dict(model, {"ema_state_dict": {f"module.{n}": t for n, t in state.items() if n != "0.bias"}}, strict=False)
+    ours.load_ema_state_dict(
+        model, {"ema_state_dict": {f"module.{n}": t for n, t in state.items() if n != "0.bias"}}, strict=False
+    )
     now = model.state_dict()
     assert [name for name in now if not torch.equal(now[name], state[name])] == ["0.bias"]
     with pytest.raises(RuntimeError, match=r"none of the 1 names fits, nothing was loaded: there 'encoder\.weight'"):
@@ -108,7 +121,8 @@ def test_defect_4_of_source_002_counters_are_copied() -> None:
     model.num_batches_tracked = torch.tensor(200)
     for average in (theirs, v1, v2):
         average.update(model)
-    assert [int(state["num_batches_tracked"]) for state in (theirs.ema.state_dict(), v1.ema.state_dict(), v2.module.state_dict())] == [
+    assert [int(state["num_batches_tracked"]) for state in (theirs.ema.state_dict(), v1.ema.state_dict(),
+     v2.module.state_dict())] == [
         100, 200, 200,
     ]  # fmt: skip
 
@@ -117,7 +131,11 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     average = ours.ModelEmaV2(torch.nn.Linear(4, 3), 0.5)
     before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
     state = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
-    for wrong in ({**state, "module.bias": torch.zeros(7)}, {**state, "other": torch.zeros(1)}, {"module.weight": state["module.weight"]}):
+    for wrong in (
+        {**state, "module.bias": torch.zeros(7)},
+        {**state, "other": torch.zeros(1)},
+        {"module.weight": state["module.weight"]},
+    ):
         with pytest.raises(RuntimeError, match="nothing was loaded"):
             average.load_state_dict(wrong)
         assert all(torch.equal(tensor, before[name]) for name, tensor in average.state_dict().items())

@@ -23,7 +23,10 @@ def _shared(kind: str, replicas: str, path: str) -> None:
         (origin.ModelEma(plain, 0.9), ours.ModelEma(model, 0.9, replicas=replicas)),
         (origin.ModelEmaV2(plain, 0.9), ours.ModelEmaV2(model, 0.9, replicas=replicas)),
         (origin.ModelEmaV3(plain, 0.9), ours.ModelEmaV3(model, 0.9, replicas=replicas)),
-        (origin.ModelEmaV3(plain, 0.9, exclude_buffers=True), ours.ModelEmaV3(model, 0.9, exclude_buffers=True, replicas=replicas)),
+        (
+            origin.ModelEmaV3(plain, 0.9, exclude_buffers=True),
+            ours.ModelEmaV3(model, 0.9, exclude_buffers=True, replicas=replicas),
+        ),
     ]
     assert all(isinstance(average[1].module, StandIn) == (kind != "ddp" or replicas == "split") for average in made)
     sharded.train(plain, model, 25, made)
@@ -39,7 +42,8 @@ def _shared(kind: str, replicas: str, path: str) -> None:
         torch.testing.assert_close(mine.module(x), module(x))
         if dist.get_rank() == 0:
             torch.save(
-                {"epoch": 3, "ema_state_dict": {f"module.{name}": tensor for name, tensor in expected.items()}}, f"{path}/{number}.pt"
+                {"epoch": 3, "ema_state_dict": {f"module.{name}": tensor for name, tensor in expected.items()}},
+                f"{path}/{number}.pt",
             )
             module.load_state_dict(full)
         if isinstance(mine.module, StandIn):
@@ -61,16 +65,21 @@ def _shared(kind: str, replicas: str, path: str) -> None:
     with pytest.raises((RuntimeError, ConnectionError), match=r"0\.weight"):
         ours.load_ema_state_dict(resumed.ema, {"ema_state_dict": state})
     with pytest.raises((RuntimeError, ConnectionError), match=r"none of the|rank 1"):
-        ours.load_ema_state_dict(resumed.ema, {"ema_state_dict": whole if dist.get_rank() != 1 else {"x": torch.ones(1)}})
+        ours.load_ema_state_dict(
+            resumed.ema, {"ema_state_dict": whole if dist.get_rank() != 1 else {"x": torch.ones(1)}}
+        )
     after = resumed.full_state_dict()
     assert [name for name in before if not torch.equal(after[name], before[name])] == []
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("kind", "replicas"), [*((kind, "copy") for kind in sharded.KINDS), ("hsdp", "split"), ("ddp", "split")])
+@pytest.mark.parametrize(
+    ("kind", "replicas"), [*((kind, "copy") for kind in sharded.KINDS), ("hsdp", "split"), ("ddp", "split")]
+)
 def test_sharded_averages_are_the_plain_ones(world: int, kind: str, replicas: str, tmp_path: Path) -> None:
     if not ALL and (world, kind, replicas) not in {
-        (2, "fsdp2", "copy"), (2, "ddp", "copy"), (4, "ddp", "split"), (4, "fsdp2", "copy"), (2, "fsdp1", "copy"), (4, "hsdp", "split"),
+        (2, "fsdp2", "copy"), (2, "ddp", "copy"), (4, "ddp", "split"), (4, "fsdp2", "copy"), (2, "fsdp1", "copy"),
+        (4, "hsdp", "split"),
     }:  # fmt: skip
         pytest.skip("of the wider matrix: SHARDOW_ALL=1, as make test-all sets it")
     ranks.run(world, _shared, kind, replicas, str(tmp_path))

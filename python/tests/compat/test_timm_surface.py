@@ -36,7 +36,14 @@ def test_get_decay_is_the_origin_s() -> None:
         {},
         {"update_after_step": 5},
         {"use_warmup": True},
-        {"use_warmup": True, "warmup_gamma": 25.0, "warmup_power": 1.0, "min_decay": 0.3, "update_after_step": 3, "decay": 0.9},
+        {
+            "use_warmup": True,
+            "warmup_gamma": 25.0,
+            "warmup_power": 1.0,
+            "min_decay": 0.3,
+            "update_after_step": 3,
+            "decay": 0.9,
+        },
     ):
         theirs, mine = origin.ModelEmaV3(model, **options), ours.ModelEmaV3(model, **options)  # type: ignore[arg-type]
         for step in (None, -1, 0, 1, 2, 5, 6, 7, 100, 10**6):
@@ -45,7 +52,9 @@ def test_get_decay_is_the_origin_s() -> None:
 
 def test_a_decay_that_is_changed_counts() -> None:
     model = walks.model("blocks")
-    made = [(getattr(origin, cls)(model), getattr(ours, cls)(model)) for cls in ("ModelEma", "ModelEmaV2", "ModelEmaV3")]
+    made = [
+        (getattr(origin, cls)(model), getattr(ours, cls)(model)) for cls in ("ModelEma", "ModelEmaV2", "ModelEmaV3")
+    ]
     for step in walks.walk(model, "blocks", 10):
         for pair in made:
             for average in pair:
@@ -58,13 +67,22 @@ def test_a_decay_that_is_changed_counts() -> None:
 def test_tied_weights_are_averaged_once() -> None:
     """state_dict() has them twice, and the origin averages them twice at each update."""
     model = walks.Tied()
-    made = [getattr(module, cls)(model, 0.9) for module in (origin, ours) for cls in ("ModelEma", "ModelEmaV2", "ModelEmaV3")]
+    made = [
+        getattr(module, cls)(model, 0.9)
+        for module in (origin, ours)
+        for cls in ("ModelEma", "ModelEmaV2", "ModelEmaV3")
+    ]
     before = model.embed.weight.detach().clone()
     with torch.no_grad():
         model.embed.weight.add_(1)
     for average in made:
         average.update(model)
-    moved = [float((state_of(average)[name] - before).mean()) for average in made for name in state_of(average) if "head" in name]
+    moved = [
+        float((state_of(average)[name] - before).mean())
+        for average in made
+        for name in state_of(average)
+        if "head" in name
+    ]
     assert moved == pytest.approx([0.19] * 3 + [0.1] * 3, abs=1e-5)
 
 

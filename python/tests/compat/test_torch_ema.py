@@ -15,7 +15,9 @@ from torch import nn
 from shardow.compat.torch_ema import ExponentialMovingAverage
 
 origin = pytest.importorskip("torch_ema")
-OPTIONS = [{"decay": decay, "use_num_updates": counts} for decay in (0.0, 0.4, 0.95, 0.9999, 1.0) for counts in (True, False)]
+OPTIONS = [
+    {"decay": decay, "use_num_updates": counts} for decay in (0.0, 0.4, 0.95, 0.9999, 1.0) for counts in (True, False)
+]
 
 
 def _same(ours: ExponentialMovingAverage, theirs: Any) -> bool:
@@ -50,7 +52,9 @@ def test_a_thousand_steps_are_the_origins_bit_for_bit(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:averages in torch")
 def test_other_dtypes_too(dtype: torch.dtype) -> None:
     model = walks.model("mlp", dtype)
-    ours, theirs = (cls(model.parameters(), 0.97) for cls in (ExponentialMovingAverage, origin.ExponentialMovingAverage))
+    ours, theirs = (
+        cls(model.parameters(), 0.97) for cls in (ExponentialMovingAverage, origin.ExponentialMovingAverage)
+    )
     for step in walks.walk(model, "mlp", 60):
         if step == 30:
             ours.to(dtype=torch.float32)
@@ -75,7 +79,10 @@ def test_states_go_both_ways_and_the_training_goes_on(file: bool) -> None:
         if step == 20:
             ours.store()
             state_of_ours, state_of_theirs = ours.state_dict(), theirs.state_dict()
-            fresh = [cls(model.parameters(), 0.5, False) for cls in (origin.ExponentialMovingAverage, ExponentialMovingAverage)]
+            fresh = [
+                cls(model.parameters(), 0.5, False)
+                for cls in (origin.ExponentialMovingAverage, ExponentialMovingAverage)
+            ]
             for ema, state in zip(fresh, (state_of_ours, state_of_theirs), strict=True):
                 ema.load_state_dict(walks.through_a_file(state) if file else state)
             theirs, ours = fresh
@@ -88,8 +95,8 @@ def test_states_go_both_ways_and_the_training_goes_on(file: bool) -> None:
 
 
 def test_blocks_nest_and_free_their_copy() -> None:
-    """The origin's inner block overwrites what the outer one stored: the weights are lost. Its state keeps a whole model after the first
-    block."""
+    """The origin's inner block overwrites what the outer one stored: the weights are lost. Its state keeps a whole
+    model after the first block."""
     model = walks.model("mlp")
     ema = ExponentialMovingAverage(model.parameters(), 0.5)
     with torch.no_grad():

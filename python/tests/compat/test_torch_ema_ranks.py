@@ -37,7 +37,10 @@ def _on_ranks(kind: str) -> None:
         optimizer.zero_grad()
         ours.update(model.parameters() if step % 2 else None)
         theirs.update(local)
-    assert all(torch.equal(getattr(a, "_local_tensor", a), b) for a, b in zip(ours.shadow_params, theirs.shadow_params, strict=True))
+    assert all(
+        torch.equal(getattr(a, "_local_tensor", a), b)
+        for a, b in zip(ours.shadow_params, theirs.shadow_params, strict=True)
+    )
     state = _through_a_file_of_shards(ours.state_dict())
     resumed = ExponentialMovingAverage(model.parameters(), 0.1)
     resumed.load_state_dict(state)

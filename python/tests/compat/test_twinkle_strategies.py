@@ -1,5 +1,5 @@
-"""compat.twinkle's AccelerateStrategy beside the native one, and the verbs that both have. accelerate does no FSDP on CPUs: tests tell it
-that it does, and look at what it was told."""
+"""compat.twinkle's AccelerateStrategy beside the native one, and the verbs that both have. accelerate does no FSDP on
+CPUs: tests tell it that it does, and look at what it was told."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def trained(efficient: bool, folder: Path) -> None:
                     state["exp_avg"].zero_()
                 strategy.load_optimizer_checkpoint(prepared, optimizer, folder / "optimizer.pt")
                 after = optimizer.state_dict()["state"]
-                assert all(torch.equal(local(before[i][key]), local(after[i][key])) for i in before for key in before[i])
+                assert all(
+                    torch.equal(local(before[i][key]), local(after[i][key])) for i in before for key in before[i]
+                )
         results.append([*losses, *full.values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -120,8 +122,13 @@ def told(monkeypatch: pytest.MonkeyPatch, mesh: Any, *args: Any, **options: Any)
 
 
 def test_accelerate_is_told_what_the_mesh_and_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment, config = dict(os.environ), {"reshard_after_forward": False, "fsdp_version": 2, "auto_wrap_policy": "no_wrap"}
-    given = told(monkeypatch, mesh_of(fsdp=4), "bf16", {"find_unused_parameters": True}, config, memory_efficient_init=True)
+    environment, config = (
+        dict(os.environ),
+        {"reshard_after_forward": False, "fsdp_version": 2, "auto_wrap_policy": "no_wrap"},
+    )
+    given = told(
+        monkeypatch, mesh_of(fsdp=4), "bf16", {"find_unused_parameters": True}, config, memory_efficient_init=True
+    )
     plugin = given["fsdp_plugin"]
     assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading) == (2, False, True)
     assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
@@ -153,7 +160,8 @@ def test_weights_are_loaded_on_rank_0_alone_inside_of_the_context(monkeypatch: p
 
 
 class Adapted(nn.Module):
-    """A LoRA of one layer and of an embedding, and a head that is trained whole, under the names that PEFT gives them."""
+    """A LoRA of one layer and of an embedding, and a head that is trained whole, under the names that PEFT gives
+    them."""
 
     def __init__(self, adapter: str) -> None:
         super().__init__()
@@ -168,7 +176,8 @@ class Adapted(nn.Module):
 
 
 SAVED = {  # as PEFT calls them in adapter_model.safetensors
-    "base_model.model.q.lora_A.weight": (2, 4), "base_model.model.q.lora_B.weight": (4, 2), "base_model.model.q.lora_embedding_A": (2, 4),
+    "base_model.model.q.lora_A.weight": (2, 4), "base_model.model.q.lora_B.weight": (4, 2),
+    "base_model.model.q.lora_embedding_A": (2, 4),
     "base_model.model.head.weight": (3, 4), "base_model.model.head.bias": (3,),
 }  # fmt: skip
 
@@ -180,27 +189,37 @@ def adapters(everywhere: bool) -> None:
     strategy = twinkle.NativeFSDPStrategy(mesh, "no")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     strategy.wrap_model(model, optimizer)
-    other = model.get_parameter("base_model.model.q.lora_A.other.weight")._local_tensor.clone()  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    other = model.get_parameter("base_model.model.q.lora_A.other.weight")._local_tensor.clone()
     torch.manual_seed(4)
     weights = {name: torch.randn(shape) for name, shape in SAVED.items()}
     strategy.load_peft_weights(model, weights if everywhere or rank == 0 else {}, "tenant")
     full = strategy.get_full_state_dict(model)
     adapter = strategy.get_adapter_state_dict(model, "tenant")
     prefix = "base_model.model.q.lora_"
-    names = {f"{prefix}A.tenant.weight": "A.weight", f"{prefix}B.tenant.weight": "B.weight", f"{prefix}embedding_A.tenant": "embedding_A"}
+    names = {
+        f"{prefix}A.tenant.weight": "A.weight",
+        f"{prefix}B.tenant.weight": "B.weight",
+        f"{prefix}embedding_A.tenant": "embedding_A",
+    }
     assert set(adapter) == (set(names) if rank == 0 else set())
     for name, tensor in adapter.items():
         assert torch.equal(tensor, weights[prefix + names[name]])
         assert torch.equal(tensor, full[name])
     if rank == 0:
-        assert torch.equal(full["base_model.model.head.modules_to_save.tenant.bias"], weights["base_model.model.head.bias"])
-    assert torch.equal(model.get_parameter("base_model.model.q.lora_A.other.weight")._local_tensor, other)  # type: ignore[attr-defined]
+        assert torch.equal(
+            full["base_model.model.head.modules_to_save.tenant.bias"], weights["base_model.model.head.bias"]
+        )
+    # type: ignore[attr-defined]
+    assert torch.equal(model.get_parameter("base_model.model.q.lora_A.other.weight")._local_tensor, other)
     for wrong in ({**weights, "base_model.model.k.lora_A.weight": torch.zeros(2, 4)}, dict(list(weights.items())[1:])):
         with pytest.raises(
             KeyError if rank == 0 else shardow.Error,
             match=r"nothing was loaded: missing (nothing; fits nothing: base|base_model.model.q.lora_A.tenant)",
         ):
-            strategy.load_peft_weights(model, {name: 2 * tensor for name, tensor in wrong.items()} if rank == 0 else None, "tenant")
+            strategy.load_peft_weights(
+                model, {name: 2 * tensor for name, tensor in wrong.items()} if rank == 0 else None, "tenant"
+            )
     again = strategy.get_adapter_state_dict(model, "tenant")
     assert all(torch.equal(again[name], tensor) for name, tensor in adapter.items())
 

@@ -1,5 +1,5 @@
-"""Two surfaces of one class: a call of one that meets the same call of the other is an error on all ranks that names both, and the next
-calls are in step."""
+"""Two surfaces of one class: a call of one that meets the same call of the other is an error on all ranks that names
+both, and the next calls are in step."""
 
 from __future__ import annotations
 

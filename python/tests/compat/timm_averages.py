@@ -19,7 +19,9 @@ def _origin() -> Any:
     package = importlib.util.find_spec("timm")
     assert package is not None
     assert package.submodule_search_locations is not None
-    spec = importlib.util.spec_from_file_location("timm_model_ema", Path(package.submodule_search_locations[0]) / "utils" / "model_ema.py")
+    spec = importlib.util.spec_from_file_location(
+        "timm_model_ema", Path(package.submodule_search_locations[0]) / "utils" / "model_ema.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,7 +44,9 @@ def same(theirs: Any, mine: Any, model: nn.Module) -> None:
     assert list(found) == list(expected)
     for name, tensor in found.items():
         assert tensor.dtype == expected[name].dtype
-        assert torch.equal(tensor, expected[name] if tensor.is_floating_point() else now[name.removeprefix("module.")]), name
+        assert torch.equal(
+            tensor, expected[name] if tensor.is_floating_point() else now[name.removeprefix("module.")]
+        ), name
 
 
 def averaged(decay: float = 0.5) -> tuple[nn.Module, Any]:

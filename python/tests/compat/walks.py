@@ -1,5 +1,5 @@
-"""Three small models and a training that is none: weights and statistics wander by seeded noise, the same for every average that
-watches."""
+"""Three small models and a training that is none: weights and statistics wander by seeded noise, the same for every
+average that watches."""
 
 from __future__ import annotations
 
@@ -40,13 +40,26 @@ class Tied(nn.Module):
 
 def _conv() -> nn.Module:
     model = nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 5)
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 3, stride=2),
+        nn.GroupNorm(2, 4),
+        nn.Flatten(),
+        nn.Linear(16, 5),
     )
     return model.to(memory_format=torch.channels_last)
 
 
 def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 37), nn.BatchNorm1d(37), nn.SiLU(), nn.Linear(37, 19), nn.LayerNorm(19), nn.Linear(19, 3, bias=False))
+    return nn.Sequential(
+        nn.Linear(6, 37),
+        nn.BatchNorm1d(37),
+        nn.SiLU(),
+        nn.Linear(37, 19),
+        nn.LayerNorm(19),
+        nn.Linear(19, 3, bias=False),
+    )
 
 
 _MODELS = {"mlp": (_mlp, (4, 6)), "conv": (_conv, (2, 3, 8, 8)), "blocks": (_Blocks, (2, 5))}

@@ -1,4 +1,6 @@
-"""async_save(): the values of the moment it was called, while training goes on; errors that are not lost; one at a time."""
+"""async_save(): the values of the moment it was called, while training goes on; errors that are not lost; one at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ shardow.async_save(state, {str(tmp_path / "a.safetensors")!r})
 
 
 @pytest.mark.parametrize(("ending", "status"), [("", 1), ("sys.exit(3)", 3)])
-def test_an_error_that_nobody_waited_for_is_told_at_the_end_and_in_the_exit_status(ending: str, status: int, tmp_path: Path) -> None:
+def test_an_error_that_nobody_waited_for_is_told_at_the_end_and_in_the_exit_status(
+    ending: str, status: int, tmp_path: Path
+) -> None:
     """What others have registered for the end runs, before and after."""
     (tmp_path / "a.safetensors").mkdir()
     code = f"""

@@ -1,4 +1,6 @@
-"""save() and load(): any sharding to any other through one file, the same bytes whoever wrote it, files that others read."""
+"""save() and load(): any sharding to any other through one file, the same bytes whoever wrote it, files that others
+read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from torch import nn
 import shardow
 
 KINDS = [
-    ("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4),
+    ("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4),
+    ("hsdp", 4),
     ("tp+fsdp2", 4), ("wrapped", 2),
 ]  # fmt: skip
 
@@ -146,7 +149,9 @@ def test_tied_weights_are_stored_once_and_loaded_by_any_name(tmp_path: Path) -> 
         assert torch.equal(other["head"].weight, model["head"].weight)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "module._orig_mod."])
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "module._orig_mod."]
+)
 def test_names_of_other_tools_are_recognised(prefix: str, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     save_file({prefix + name: tensor for name, tensor in model.state_dict().items()}, tmp_path / "a.safetensors")
@@ -170,7 +175,8 @@ def test_what_does_not_fit_is_listed_before_anything_changes(tmp_path: Path) -> 
     shardow.save({"a": torch.ones(3), "b": torch.ones(2), "extra": torch.ones(1)}, tmp_path / "a.safetensors")
     target = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(1)}
     with pytest.raises(
-        ValueError, match=r"'b' has shape \[2\] in the file and \[4\] here; missing in the file: c; unexpected in the file: extra"
+        ValueError,
+        match=r"'b' has shape \[2\] in the file and \[4\] here; missing in the file: c; unexpected in the file: extra",
     ):
         shardow.load(target, tmp_path / "a.safetensors")
     assert not any(tensor.any() for tensor in target.values())
@@ -205,7 +211,9 @@ def test_a_flipped_bit_anywhere_in_the_data_is_found_and_names_its_tensor(tmp_pa
     shardow.save(state, tmp_path / "good.safetensors")
     good = (tmp_path / "good.safetensors").read_bytes()
     length = 8 + int.from_bytes(good[:8], "little")
-    entries = {name: entry["data_offsets"] for name, entry in json.loads(good[8:length]).items() if name != "__metadata__"}
+    entries = {
+        name: entry["data_offsets"] for name, entry in json.loads(good[8:length]).items() if name != "__metadata__"
+    }
     target = {name: torch.full_like(tensor, 0) for name, tensor in state.items()}
     for at in range(len(good) - length):
         bad = bytearray(good)

@@ -83,7 +83,10 @@ def on_ranks(kind: str, path: str) -> list[bool]:
         kept = ema.full_state_dict(complete=False)
         if dist.get_rank() == 0:
             with shardow.open(path) as found:
-                same.append(all(torch.equal(found[name], value) for name, value in kept.items()) and len(kept) == len(dict(found)))
+                same.append(
+                    all(torch.equal(found[name], value) for name, value in kept.items())
+                    and len(kept) == len(dict(found))
+                )
     shardow.load(model, path + ".model")
     return same
 

@@ -89,7 +89,10 @@ def at_once(path: str) -> tuple[str, str]:
     """Directories that do not exist yet, and a link to one."""
     rank = dist.get_rank()
     dist.barrier()
-    told = [outcome(lambda where=where: shardow.save(stage(rank), f"{path}/{where}"))[0] for where in ("new/er/model", f"link{rank}/model")]
+    told = [
+        outcome(lambda where=where: shardow.save(stage(rank), f"{path}/{where}"))[0]
+        for where in ("new/er/model", f"link{rank}/model")
+    ]
     return told[0], told[1]
 
 
@@ -143,7 +146,9 @@ def legitimate(path: str) -> None:
     by(0, 4, strangers[0])
     shardow.save(stage(3), strangers[0], group=dist.group.WORLD)
     by(1, 6, strangers[0])  # what was rank 0's is not there any more
-    for where, gone in zip(strangers[1:], (shutil.rmtree, lambda where: os.rename(where, f"{where}-moved")), strict=True):
+    for where, gone in zip(
+        strangers[1:], (shutil.rmtree, lambda where: os.rename(where, f"{where}-moved")), strict=True
+    ):
         for saver in (0, 1, 2):
             by(saver, 5 + saver, where)
             if rank == 0:
@@ -239,7 +244,9 @@ def without_an_answer(pid: int, port: int, path: str) -> tuple[list[str], float]
         store_group._connection = own
 
 
-def test_a_store_that_does_not_answer_delays_a_lone_save_no_longer_than_its_timeout(host: tuple[int, int], tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_delays_a_lone_save_no_longer_than_its_timeout(
+    host: tuple[int, int], tmp_path: Path
+) -> None:
     said, seconds = ranks.run(2, without_an_answer, *host, str(tmp_path / "model"))[0]
     assert len(said) == 1
     assert said[0].startswith(f"RuntimeWarning {__file__}: {tmp_path}/model: the job's store did not answer within 2 s")

@@ -96,7 +96,10 @@ assert changed >= 20
 """
     limits = (60, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
     )
     assert ran.returncode == 0, ran.stderr
 
@@ -148,7 +151,10 @@ def test_averages_of_several_decays_open_as_a_mapping(tmp_path: Path) -> None:
         model.weight.add_(1)
     ema.update()
     ema.save(tmp_path / "ema")
-    expected = {key: ema.full_state_dict(decay=key) for key in ("0.5", next(key for key in shardow.open(tmp_path / "ema") if key != "0.5"))}
+    expected = {
+        key: ema.full_state_dict(decay=key)
+        for key in ("0.5", next(key for key in shardow.open(tmp_path / "ema") if key != "0.5"))
+    }
     with shardow.open(tmp_path / "ema") as opened:
         assert list(opened) == list(expected)
         for key, tensors in expected.items():
@@ -164,7 +170,8 @@ def test_averages_of_several_decays_open_as_a_mapping(tmp_path: Path) -> None:
         shardow.open(tmp_path / "ema", decay=0.7)
     with pytest.raises(
         ValueError,
-        match=r"is a saved EMA of decays 0\.5, half_life.*; give the file of one of them: ema-0\.5\.safetensors, ema-half",
+        match=r"is a saved EMA of decays 0\.5, half_life.*; give the file of one of them: ema-0\.5\.safetensors, "
+        r"ema-half",
     ):
         shardow.load(model, tmp_path / "ema")
     shardow.load(model, tmp_path / "ema" / "ema-0.5.safetensors")
@@ -199,11 +206,16 @@ def packed(rows: int, columns: int, first: int) -> torch.Tensor:
 
 
 def test_packed_elements_go_to_safetensors_and_back(tmp_path: Path) -> None:
-    ours, theirs = {"x": packed(4, 6, 3), "w": torch.ones(3), "none": packed(0, 2, 0)}, {"x": packed(4, 6, 90), "w": torch.zeros(3)}
+    ours, theirs = (
+        {"x": packed(4, 6, 3), "w": torch.ones(3), "none": packed(0, 2, 0)},
+        {"x": packed(4, 6, 90), "w": torch.zeros(3)},
+    )
     shardow.save(ours, tmp_path / "ours.safetensors")
     save_file(theirs, tmp_path / "theirs.safetensors")
     read = load_file(tmp_path / "ours.safetensors")
-    assert {name: (read[name].dtype, read[name].shape) for name in read} == {name: (one.dtype, one.shape) for name, one in ours.items()}
+    assert {name: (read[name].dtype, read[name].shape) for name in read} == {
+        name: (one.dtype, one.shape) for name, one in ours.items()
+    }
     assert torch.equal(read["x"].view(torch.uint8), ours["x"].view(torch.uint8))
     target = {"x": packed(4, 6, 0), "w": torch.zeros(3)}
     shardow.load(target, tmp_path / "theirs.safetensors")
@@ -211,18 +223,25 @@ def test_packed_elements_go_to_safetensors_and_back(tmp_path: Path) -> None:
     with shardow.open(tmp_path / "ours.safetensors") as opened:
         part = opened.get_slice("x")
         assert (part.dtype, part.shape) == ("F4", (4, 12))
-        for index, expected in [(..., ours["x"]), (slice(1, 3), ours["x"][1:3]), ((2, slice(4, 10)), ours["x"][2, 2:5])]:
+        for index, expected in [
+            (..., ours["x"]),
+            (slice(1, 3), ours["x"][1:3]),
+            ((2, slice(4, 10)), ours["x"][2, 2:5]),
+        ]:
             assert part[index].dtype == torch.float4_e2m1fn_x2
             assert torch.equal(part[index].view(torch.uint8), expected.view(torch.uint8))
         for index in [(slice(None), 3), (0, slice(1, 5)), (0, slice(0, 8, 2))]:
             with pytest.raises(
-                NotImplementedError, match="'x' is F4, of which torch packs 2 into one; slice its last dimension at multiples of 2"
+                NotImplementedError,
+                match="'x' is F4, of which torch packs 2 into one; slice its last dimension at multiples of 2",
             ):
                 part[index]
     with pytest.raises(ValueError, match=r"'x' has shape \[4, 12\] in the file and \[4, 10\] here"):
         shardow.load({"x": packed(4, 5, 0)}, tmp_path / "ours.safetensors", strict=False)
     with pytest.raises(NotImplementedError, match=r"'s' is torch\.float4_e2m1fn_x2 and has no dimension"):
-        shardow.save({"s": packed(1, 1, 0).view(torch.uint8)[0, 0].view(torch.float4_e2m1fn_x2)}, tmp_path / "s.safetensors")
+        shardow.save(
+            {"s": packed(1, 1, 0).view(torch.uint8)[0, 0].view(torch.float4_e2m1fn_x2)}, tmp_path / "s.safetensors"
+        )
 
 
 def test_six_bits_are_read_by_nobody_and_named(tmp_path: Path) -> None:

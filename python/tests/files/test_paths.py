@@ -31,7 +31,9 @@ def outside(tmp_path: Path) -> dict[str, tuple[Any, type[Exception], str]]:
     }
 
 
-@pytest.mark.parametrize("which", ["nul", "loop", "link", "long", "fifo", "device", "folder", "surrogate", "number", "empty"])
+@pytest.mark.parametrize(
+    "which", ["nul", "loop", "link", "long", "fifo", "device", "folder", "surrogate", "number", "empty"]
+)
 def test_what_is_no_file_is_a_typed_error_at_once(which: str, tmp_path: Path) -> None:
     path, kind, message = outside(tmp_path)[which]
     for read in (lambda: shardow.open(path), lambda: shardow.load({"w0": torch.zeros(1)}, path)):
@@ -85,7 +87,9 @@ def test_the_home_directory_is_understood_everywhere(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("name", ["x.pt", "x.PTH", "x.bin", "run.ckpt"])
 def test_the_name_of_another_formats_file_is_refused_with_the_way_out(name: str, tmp_path: Path) -> None:
     for save in (shardow.save, shardow.async_save):
-        with pytest.raises(ValueError, match=rf"what is written is safetensors. Give .*/{name.split('.')[0]}\.safetensors for one file"):
+        with pytest.raises(
+            ValueError, match=rf"what is written is safetensors. Give .*/{name.split('.')[0]}\.safetensors for one file"
+        ):
             save(state(1), tmp_path / name)
     assert not list(tmp_path.iterdir())
     (tmp_path / name).mkdir()

@@ -52,7 +52,10 @@ def test_progress_is_called_with_bytes_done_and_in_all(tmp_path: Path) -> None:
     assert calls[-1] == (4003, 4003)
     calls.clear()
     shardow.load(
-        {"a": torch.zeros(1000)}, tmp_path / "a.safetensors", strict=False, progress=lambda done, total: calls.append((done, total))
+        {"a": torch.zeros(1000)},
+        tmp_path / "a.safetensors",
+        strict=False,
+        progress=lambda done, total: calls.append((done, total)),
     )
     assert calls[-1] == (4000, 4000)  # what is read, not what is there
 
@@ -92,5 +95,7 @@ def test_what_lies_between_the_wanted_bytes_is_not_progress(tmp_path: Path) -> N
     shardow.save(state, tmp_path / "a.safetensors")
     calls: list[tuple[int, int]] = []
     wanted = {name: torch.zeros(100) for name in list(state)[::2]}  # read at once, with what lies between them
-    shardow.load(wanted, tmp_path / "a.safetensors", strict=False, progress=lambda done, total: calls.append((done, total)))
+    shardow.load(
+        wanted, tmp_path / "a.safetensors", strict=False, progress=lambda done, total: calls.append((done, total))
+    )
     assert calls[-1] == (4000, 4000)

@@ -30,7 +30,8 @@ def test_shows_names_dtypes_shapes_and_metadata(where: str, state: dict[str, tor
     shardow.save(state, tmp_path / where, metadata={"who": "me"}, max_shard_size=200 if where == "hub" else None)
     found = shardow.open(tmp_path / where)
     assert {name: (found.get_slice(name).dtype, found.get_slice(name).shape) for name in found} == {
-        "w": ("F32", (5, 7, 3)), "half": ("BF16", (4, 4)), "flag": ("BOOL", (2,)), "scalar": ("F32", ()), "tiny": ("F8_E5M2", (3,)),
+        "w": ("F32", (5, 7, 3)), "half": ("BF16", (4, 4)), "flag": ("BOOL", (2,)), "scalar": ("F32", ()),
+        "tiny": ("F8_E5M2", (3,)),
     }  # fmt: skip
     assert found.metadata["who"] == "me"
     assert len(found) == 5
@@ -95,7 +96,10 @@ def test_torch_is_not_imported(state: dict[str, torch.Tensor], tmp_path: Path) -
     shardow.save(state, tmp_path / "a.safetensors")
     opened = f"shardow.open({str(tmp_path / 'a.safetensors')!r}, 'numpy')"
     code = f"import sys, shardow; print({opened}.get_slice('w')[1, 1, 1], 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["25.0", "False"]
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == [
+        "25.0",
+        "False",
+    ]
 
 
 def test_a_checkpoint_is_saved_again_in_another_dtype_and_other_shards(tmp_path: Path) -> None:

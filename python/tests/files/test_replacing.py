@@ -23,7 +23,10 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 
 def save(value: float, path: Path) -> list[Path]:
-    return [Path(file) for file in shardow.save(state(value), path, max_shard_size=13000 if path.suffix == "" else None)["files"]]
+    return [
+        Path(file)
+        for file in shardow.save(state(value), path, max_shard_size=13000 if path.suffix == "" else None)["files"]
+    ]
 
 
 def read(files: list[Path]) -> dict[str, torch.Tensor]:

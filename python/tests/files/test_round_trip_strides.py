@@ -24,7 +24,9 @@ class Strided(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.weight = nn.Parameter(torch.randn(6, 5, generator=generator).t())
-        self.register_buffer("images", torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last))
+        self.register_buffer(
+            "images", torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last)
+        )
 
 
 def strided(kind: str) -> nn.Module:
@@ -39,7 +41,11 @@ def load_strided(kind: str, path: str) -> list[str]:
     model, expected = strided(kind), dict(held(strided(kind), every_name=True))
     spoil(model, expected)
     shardow.load(model, path)
-    return [name for name, tensor in held(model, every_name=True) if not same(tensor, expected[name]) or tensor.is_contiguous()]
+    return [
+        name
+        for name, tensor in held(model, every_name=True)
+        if not same(tensor, expected[name]) or tensor.is_contiguous()
+    ]
 
 
 @pytest.mark.parametrize(("kind", "world"), [("plain", 1), ("ddp", 2)])
@@ -63,7 +69,11 @@ def _after_inference(folder: str) -> None:
     ema.update()
     full = ema.full_state_dict(complete=False)
     assert all(torch.equal(full[name], before[name]) for name in full)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in shardow.open(f"{folder}/model.safetensors").items() if name in before)
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in shardow.open(f"{folder}/model.safetensors").items()
+        if name in before
+    )
 
 
 def test_a_model_that_a_forward_without_backward_left_unsharded_is_found_sharded(tmp_path: Path) -> None:

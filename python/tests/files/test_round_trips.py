@@ -27,7 +27,8 @@ State = nn.Module | dict[str, torch.Tensor]
 
 
 class Everything(nn.Module):
-    """Sizes that two tensor parallel ranks divide, and that leave 2 to 4 shards uneven: 10 and 5 rows; or empty: 1 row."""
+    """Sizes that two tensor parallel ranks divide, and that leave 2 to 4 shards uneven: 10 and 5 rows; or empty: 1
+    row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,8 @@ class Everything(nn.Module):
         for name, shape, dtype in (
             ("table", (3, 5), torch.float32), ("coarse", (7,), torch.bfloat16), ("fine", (2, 2), torch.float64),
             ("counted", (3,), torch.int64),
-            ("steps", (5,), torch.int32), ("mask", (9,), torch.bool), ("scale", (), torch.float32), ("seen", (), torch.int64),
+            ("steps", (5,), torch.int32), ("mask", (9,), torch.bool), ("scale", (), torch.float32),
+            ("seen", (), torch.int64),
             ("nothing", (0, 3), torch.float32),
         ):  # fmt: skip
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
@@ -73,7 +75,11 @@ def module() -> Everything:
 def mapping() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     fp8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
-    likes = {f"{str(dtype).removeprefix('torch.')}.{rows}": torch.empty(rows, 5, dtype=dtype) for dtype in fp8 for rows in (1, 7)} | {
+    likes = {
+        f"{str(dtype).removeprefix('torch.')}.{rows}": torch.empty(rows, 5, dtype=dtype)
+        for dtype in fp8
+        for rows in (1, 7)
+    } | {
         "flat": torch.empty(11, dtype=torch.float8_e4m3fn),
         "f32": torch.empty(3, 10),
         "bf16": torch.empty(10, 3, dtype=torch.bfloat16),
@@ -96,7 +102,9 @@ def shard_units(model: Everything, apply: Callable[[nn.Module], nn.Module]) -> n
 
 
 def fsdp1(model: Everything) -> nn.Module:
-    return shard_units(model, lambda unit: FullyShardedDataParallel(unit, device_id=torch.device("cpu"), use_orig_params=True))
+    return shard_units(
+        model, lambda unit: FullyShardedDataParallel(unit, device_id=torch.device("cpu"), use_orig_params=True)
+    )
 
 
 def fsdp2(model: Everything) -> nn.Module:
@@ -107,7 +115,9 @@ def fsdp2(model: Everything) -> nn.Module:
 def fsdp2_by_columns(model: Everything) -> nn.Module:
     """Torch refuses this where the columns don't divide by the ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return shard_units(model, lambda unit: fully_shard(unit, mesh=mesh, shard_placement_fn=lambda p: Shard(min(p.dim() - 1, 1))))
+    return shard_units(
+        model, lambda unit: fully_shard(unit, mesh=mesh, shard_placement_fn=lambda p: Shard(min(p.dim() - 1, 1)))
+    )
 
 
 def hsdp(model: Everything) -> nn.Module:
@@ -118,7 +128,8 @@ def hsdp(model: Everything) -> nn.Module:
 def tp_fsdp2(model: Everything) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {
-        "embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
+        "embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(), "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
     }  # fmt: skip
     parallelize_module(model, mesh["tp"], plan)
     model.head.weight = model.embed.weight  # it makes new parameters
@@ -140,8 +151,12 @@ def cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> 
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
-def in_pieces(shape: tuple[int, ...], *placements: Placement) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Scalars stay plain tensors. What is called transposed is cut as the transpose, so that every rank holds it with strides."""
+def in_pieces(
+    shape: tuple[int, ...], *placements: Placement
+) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Scalars stay plain tensors. What is called transposed is cut as the transpose, so that every rank holds it with
+    strides.
+    """
 
     def apply(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         mesh = init_device_mesh("cpu", shape)
@@ -156,7 +171,9 @@ def in_pieces(shape: tuple[int, ...], *placements: Placement) -> Callable[[dict[
 
 
 def with_strides(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.t().contiguous().t() if name.startswith("transposed") else tensor for name, tensor in state.items()}
+    return {
+        name: tensor.t().contiguous().t() if name.startswith("transposed") else tensor for name, tensor in state.items()
+    }
 
 
 #: {kind: (ranks, how a whole state is shared among them)}
@@ -202,7 +219,10 @@ def world_of(what: str, kind: str) -> int:
 def held(state: State, every_name: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, what this rank holds of the tensor), a tied one once or under every name."""
     if isinstance(state, nn.Module):
-        named = [*state.named_parameters(remove_duplicate=not every_name), *state.named_buffers(remove_duplicate=not every_name)]
+        named = [
+            *state.named_parameters(remove_duplicate=not every_name),
+            *state.named_buffers(remove_duplicate=not every_name),
+        ]
     else:
         named = list(state.items())
     for name, tensor in named:
@@ -222,7 +242,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def is_tied(model: nn.Module) -> bool:
     parameters = list(model.named_parameters(remove_duplicate=False))
-    embed, head = (next(p for name, p in parameters if name.endswith(suffix)) for suffix in ("embed.weight", "head.weight"))
+    embed, head = (
+        next(p for name, p in parameters if name.endswith(suffix)) for suffix in ("embed.weight", "head.weight")
+    )
     return embed is head
 
 
@@ -266,12 +288,16 @@ def file_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | No
 
 
 @pytest.mark.parametrize(("what", "kind"), CASES)
-def test_every_sharding_writes_the_bytes_of_the_plain_file(what: str, kind: str, file_of: Callable[[str, str | None], Path]) -> None:
+def test_every_sharding_writes_the_bytes_of_the_plain_file(
+    what: str, kind: str, file_of: Callable[[str, str | None], Path]
+) -> None:
     assert file_of(what, kind).read_bytes() == file_of(what, None).read_bytes()
 
 
 @pytest.mark.parametrize(("what", "kind"), CASES)
-def test_every_sharding_loads_every_others_file_bit_for_bit(what: str, kind: str, file_of: Callable[[str, str | None], Path]) -> None:
+def test_every_sharding_loads_every_others_file_bit_for_bit(
+    what: str, kind: str, file_of: Callable[[str, str | None], Path]
+) -> None:
     paths = [str(file_of(what, other)) for case, other in CASES if case == what]
     assert ranks.run(world_of(what, kind), load_all, what, kind, paths) == [[]] * world_of(what, kind)
 

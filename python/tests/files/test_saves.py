@@ -58,10 +58,17 @@ def test_averages_of_several_decays_are_replaced_beside_a_model_that_stays(tmp_p
         ema.update()
         ema.save(tmp_path)
         for decay in (0.9, 0.99):
-            assert torch.equal(load_file(tmp_path / f"ema-{decay}.safetensors")["weight"], ema.full_state_dict(decay=decay)["weight"])
+            assert torch.equal(
+                load_file(tmp_path / f"ema-{decay}.safetensors")["weight"], ema.full_state_dict(decay=decay)["weight"]
+            )
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert (tmp_path / "model-ema.safetensors").read_bytes() == b"of a user"
-    assert names_in(tmp_path) == ["ema-0.9.safetensors", "ema-0.99.safetensors", "model-ema.safetensors", "model.safetensors"]
+    assert names_in(tmp_path) == [
+        "ema-0.9.safetensors",
+        "ema-0.99.safetensors",
+        "model-ema.safetensors",
+        "model.safetensors",
+    ]
 
 
 def test_what_is_written_beside_a_background_save_stays(tmp_path: Path) -> None:

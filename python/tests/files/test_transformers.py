@@ -24,7 +24,8 @@ def llama(tied: bool, seed: int = 0) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=65, hidden_size=32, intermediate_size=33, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=65, hidden_size=32, intermediate_size=33, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=64, tie_word_embeddings=tied,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
@@ -93,7 +94,11 @@ def differing(model: Any, expected: Any) -> list[str]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.contiguous().view(torch.int32).equal(b.contiguous().view(torch.int32))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.contiguous().view(torch.int32).equal(b.contiguous().view(torch.int32))
+    )
 
 
 def num_files(directory: Path) -> int:
@@ -110,7 +115,12 @@ def logits(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("write", "expected"), [(save, llama), (export, averaged)], ids=["save", "export"])
 def test_from_pretrained_reads_what_is_written_beside_a_configuration(
-    write: Callable[..., None], expected: Callable[[bool], Any], kind: str, max_shard_size: str | None, tied: bool, tmp_path: Path
+    write: Callable[..., None],
+    expected: Callable[[bool], Any],
+    kind: str,
+    max_shard_size: str | None,
+    tied: bool,
+    tmp_path: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -129,7 +139,9 @@ def test_from_pretrained_reads_what_is_written_beside_a_configuration(
 @TIED
 @SIZES
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_reads_what_save_pretrained_writes(kind: str, max_shard_size: str | None, tied: bool, tmp_path: Path) -> None:
+def test_load_reads_what_save_pretrained_writes(
+    kind: str, max_shard_size: str | None, tied: bool, tmp_path: Path
+) -> None:
     model = llama(tied)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size or "5GB")
     assert (num_files(tmp_path) > 1) == (max_shard_size is not None)
@@ -142,14 +154,17 @@ def architecture(name: str, tied: bool) -> Any:
 
     make = {"llama": LlamaConfig, "qwen": Qwen2Config}[name]
     config = make(
-        vocab_size=65, hidden_size=32, intermediate_size=33, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=65, hidden_size=32, intermediate_size=33, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=64, tie_word_embeddings=tied,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 def without_memory(name: str, tied: bool, directory: str) -> bool:
-    """On meta, sharded by wrap(), filled from what save_pretrained() wrote; the logits of from_pretrained(), sharded the same way."""
+    """On meta, sharded by wrap(), filled from what save_pretrained() wrote; the logits of from_pretrained(), sharded
+    the same way.
+    """
     from transformers import AutoModelForCausalLM
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -46,7 +46,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += 1
-        return self.last(torch.relu(self.third(torch.relu(self.second(self.frozen(self.norm(self.first(x))))))))  # type: ignore[no-any-return]
+        # type: ignore[no-any-return]
+        return self.last(torch.relu(self.third(torch.relu(self.second(self.frozen(self.norm(self.first(x))))))))
 
 
 #: By name: what of DeepSpeed's configuration differs.
@@ -54,10 +55,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "zero1": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
     "zero2": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
     "zero2-fp32": {"zero_optimization": {"stage": 2}},
-    "bf16-optimizer": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16-optimizer": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
+     "data_types": {"grad_accum_dtype": "fp32"}},
     "zero0": {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},
     "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}},
-    "zero3-small-groups": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 100}},
+    "zero3-small-groups": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0,
+     "sub_group_size": 100}},
     "zero2-offload": {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True},
         "zero_force_ds_cpu_optimizer": False,
@@ -69,7 +72,8 @@ KINDS: dict[str, dict[str, Any]] = {
         },
         "bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False,
     },
-    "zero3-bf16": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}, "bf16": {"enabled": True}},
+    "zero3-bf16": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40},
+     "bf16": {"enabled": True}},
 }  # fmt: skip
 
 

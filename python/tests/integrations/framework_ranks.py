@@ -1,5 +1,5 @@
-"""ranks.run() in processes that have the frameworks imported when they begin, which costs each of them seconds: one process does it once,
-and forks them. ``fresh``: in processes of this call alone."""
+"""ranks.run() in processes that have the frameworks imported when they begin, which costs each of them seconds: one
+process does it once, and forks them. ``fresh``: in processes of this call alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from ranks import RankError
 __all__ = ["RankError", "fresh", "run"]
 
 _server = forkserver.ForkServer()  # the other ranks' knows torch alone
-_server.set_forkserver_preload(["shardow", "lightning.pytorch", "transformers.trainer", "accelerate", "trl", "deepspeed"])
+_server.set_forkserver_preload(
+    ["shardow", "lightning.pytorch", "transformers.trainer", "accelerate", "trl", "deepspeed"]
+)
 
 
 class _Process(ForkServerProcess):

@@ -16,7 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 @contextmanager
 def launched(**environment: str) -> Iterator[None]:
-    """As by torchrun, on one machine; what accelerate and transformers remember of it, and of_accelerators(), is forgotten afterwards."""
+    """As by torchrun, on one machine; what accelerate and transformers remember of it, and of_accelerators(), is
+    forgotten afterwards.
+    """
     import accelerate
 
     before, rank, world = dict(os.environ), str(dist.get_rank()), str(dist.get_world_size())
@@ -57,7 +59,9 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def of_accelerators(sharded: bool) -> None:
-    """accelerate's FSDP on CPUs: it shards where it believes to have accelerators. For a program that is ``launched()``, until its end."""
+    """accelerate's FSDP on CPUs: it shards where it believes to have accelerators. For a program that is
+    ``launched()``, until its end.
+    """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 

@@ -28,7 +28,9 @@ class Net(LightningModule):
     def __init__(self, batch_norm: bool = False, crash: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(6, 7), *([nn.BatchNorm1d(7)] if batch_norm else []), nn.Tanh(), nn.Linear(7, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 7), *([nn.BatchNorm1d(7)] if batch_norm else []), nn.Tanh(), nn.Linear(7, 3)
+        )
         self.crash, self.seen = crash, []
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:

@@ -14,7 +14,11 @@ from shardow.integrations.transformers import AveragedTrainer, EMACallback
 #: Of accelerate; its full state dicts fail on CPUs.
 FSDP: dict[str, Any] = {
     "fsdp": True,
-    "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    "fsdp_config": {
+        "version": 2,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    },
 }
 
 
@@ -23,7 +27,13 @@ class Averaged(AveragedTrainer, Trainer):
 
 
 def tiny(**more: Any) -> LlamaForCausalLM:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**sizes, **more))
 
@@ -33,10 +43,13 @@ def sequences(count: int = 16) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": one, "labels": one} for one in ids]
 
 
-def trainer_of(out: Path, model: nn.Module | None = None, callbacks: Any = (), made: type = Averaged, **more: Any) -> Any:
+def trainer_of(
+    out: Path, model: nn.Module | None = None, callbacks: Any = (), made: type = Averaged, **more: Any
+) -> Any:
     """Training of 4 steps; a decay at which weights and averages are far apart."""
     arguments = {
-        "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+        "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
         "use_cpu": True, "disable_tqdm": True, "report_to": "none", "ddp_find_unused_parameters": False,
     }  # fmt: skip
     data = {name: more.pop(name) for name in ("eval_dataset", "processing_class", "compute_metrics") if name in more}

@@ -48,7 +48,11 @@ def accelerated(kind: str = "ddp", **more: Any) -> Iterator[Accelerator]:
     with launched():
         of_accelerators(kind == "fsdp2")
         wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
-        plugin = FullyShardedDataParallelPlugin(2, state_dict_type="SHARDED_STATE_DICT", **wrapped) if kind == "fsdp2" else None
+        plugin = (
+            FullyShardedDataParallelPlugin(2, state_dict_type="SHARDED_STATE_DICT", **wrapped)
+            if kind == "fsdp2"
+            else None
+        )
         yield Accelerator(fsdp_plugin=plugin, **more)
 
 
@@ -91,7 +95,9 @@ def resumed(kind: str, out: Path) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3), ("fsdp2", 1)])
-def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(kind: str, world: int, tmp_path: Path) -> None:
+def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(
+    kind: str, world: int, tmp_path: Path
+) -> None:
     there = ranks.run(2, saved, kind, tmp_path)[0]
     step, here = ranks.run(world, resumed, kind, tmp_path)[0]
     assert step == 3
@@ -164,17 +170,23 @@ def test_each_of_several_models_has_its_own_averages(accelerator: Accelerator, t
     assert equal(second.full_state_dict(0.5), kept[1])
 
 
-def test_a_state_without_averages_is_an_error_that_says_how_to_begin_from_its_weights(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_state_without_averages_is_an_error_that_says_how_to_begin_from_its_weights(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
     model, optimizer = prepared(accelerator)
     accelerator.save_state(str(tmp_path / "state"))
     ema = average(accelerator, model, optimizer, 0.9)
     steps(accelerator, model, optimizer, 4)
-    with pytest.raises(shardow.errors.NotFoundError, match=r"state has no averages.safetensors.*call load_state\(\) before average\(\)"):
+    with pytest.raises(
+        shardow.errors.NotFoundError, match=r"state has no averages.safetensors.*call load_state\(\) before average\(\)"
+    ):
         accelerator.load_state(str(tmp_path / "state"))
     assert ema.step == 2
 
 
-def test_a_state_is_whole_or_not_there(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_whole_or_not_there(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert last_state(tmp_path) is None
     for step in (9, 10):
         save_state(accelerator, tmp_path / f"step-{step}")
@@ -202,7 +214,9 @@ def test_what_cannot_be_is_refused(accelerator: Accelerator, tmp_path: Path) -> 
         save_state(accelerator, tmp_path / "step-1")
 
 
-def test_a_model_of_diffusers_is_exported_as_its_from_pretrained_expects(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_model_of_diffusers_is_exported_as_its_from_pretrained_expects(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
     diffusers = pytest.importorskip("diffusers")
     network = diffusers.UNet2DModel(
         8,

@@ -44,13 +44,17 @@ def collectives() -> Iterator[dict[str, int]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         yield found
     found["deepspeed"] = logged() - before
-    found["torch"] = sum(event.count for event in profile.key_averages() if "c10d::" in event.key or "gloo:" in event.key)
+    found["torch"] = sum(
+        event.count for event in profile.key_averages() if "c10d::" in event.key or "gloo:" in event.key
+    )
 
 
 def averaged(kind: str, path: str) -> dict[str, Any]:
-    """Steps, and beside them a plain float32 model that AdamW trains with the same data; for weights in bfloat16, whose gradients are
-    others, one that is given the masters after each step."""
-    made = engine(kind, comms_logger={"enabled": True, "prof_all": True, "verbose": False, "debug": False, "prof_ops": []})
+    """Steps, and beside them a plain float32 model that AdamW trains with the same data; for weights in bfloat16, whose
+    gradients are others, one that is given the masters after each step."""
+    made = engine(
+        kind, comms_logger={"enabled": True, "prof_all": True, "verbose": False, "debug": False, "prof_ops": []}
+    )
     averages = ema(made, decay=[0.9, 0.5])
     plain = Net()
     if bfloat16 := "bf16" in KINDS[kind]:
@@ -121,7 +125,12 @@ def test_averages_are_those_of_a_plain_model_in_float32(kind: str, tmp_path: Pat
     assert zero["apart"] == one["apart"] == pytest.approx(zero["expected"], rel=1e-12)
     assert all(zero["evaluated"].values()), zero["evaluated"]
     assert all(one["evaluated"].values()), one["evaluated"]
-    assert {*load_file(tmp_path / "model" / "model.safetensors")} >= {"first.weight", "second.weight", "frozen.weight", "seen"}
+    assert {*load_file(tmp_path / "model" / "model.safetensors")} >= {
+        "first.weight",
+        "second.weight",
+        "frozen.weight",
+        "seen",
+    }
     others = {"zero1": (1, "zero3"), "zero3": (3, "zero2"), "bf16-optimizer": (1, "zero1")}
     if kind in others:
         assert equal(engines.run(others[kind][0], taken_up, others[kind][1], path)[0], zero["want"]["0.9"])
@@ -177,7 +186,11 @@ def counted() -> tuple[list[int], list[str]]:
         averages.update()
         steps.append(averages.step)
     said = []
-    for call in (lambda: averages.attach(made.optimizer), lambda: copy.deepcopy(averages), lambda: ema(made, overlap=True)):
+    for call in (
+        lambda: averages.attach(made.optimizer),
+        lambda: copy.deepcopy(averages),
+        lambda: ema(made, overlap=True),
+    ):
         try:
             call()
         except shardow.Error as error:
@@ -188,7 +201,9 @@ def counted() -> tuple[list[int], list[str]]:
 def test_steps_that_were_not_applied_are_not_counted() -> None:
     for steps, said in engines.run(2, counted):
         assert steps == [0, 1, 1, 1, 1, 2]  # boundaries at 1, 3 and 5; overflow at 3
-        for text, pattern in zip(said, ["update\\(\\) after its steps", "can't be copied", "leave overlap= out"], strict=True):
+        for text, pattern in zip(
+            said, ["update\\(\\) after its steps", "can't be copied", "leave overlap= out"], strict=True
+        ):
             assert re.search(pattern, text)
 
 
@@ -197,7 +212,10 @@ def gathered() -> tuple[str, bool, bool, bool, list[State]]:
     from deepspeed import zero
 
     made = engine("zero3")
-    averages, origin = ema(made, decay=0.9, params="all"), DistEMA(made.module, dist.get_world_size(), dist.get_rank(), decay=0.9)
+    averages, origin = (
+        ema(made, decay=0.9, params="all"),
+        DistEMA(made.module, dist.get_world_size(), dist.get_rank(), decay=0.9),
+    )
     with zero.GatheredParameters(list(made.module.parameters()), modifier_rank=0):
         before = {name: p.detach().clone() for name, p in made.module.named_parameters()}
         if dist.get_rank() == 0:
@@ -212,7 +230,9 @@ def gathered() -> tuple[str, bool, bool, bool, list[State]]:
     origin.update(made.module)
     frozen = equal({"w": averages.full_state_dict(complete=False).get("frozen.weight", torch.zeros(0))},
                    {"w": before["frozen.weight"] if dist.get_rank() == 0 else torch.zeros(0)})  # fmt: skip
-    for flat in made.optimizer.fp32_partitioned_groups_flat:  # as offload_states() and reload_states() do, which want a device's optimizer
+    for flat in (
+        made.optimizer.fp32_partitioned_groups_flat
+    ):  # as offload_states() and reload_states() do, which want a device's optimizer
         flat.data = flat.data.clone()
     train(made, 1)
     averages.update()
@@ -223,7 +243,13 @@ def gathered() -> tuple[str, bool, bool, bool, list[State]]:
     averages.copy_to(model)
     averages.copy_to(made.module)
     full = averages.full_state_dict()
-    return said, frozen, moved, all(torch.equal(p, full[n]) for n, p in model.state_dict().items()) if full else True, [mine, theirs]
+    return (
+        said,
+        frozen,
+        moved,
+        all(torch.equal(p, full[n]) for n, p in model.state_dict().items()) if full else True,
+        [mine, theirs],
+    )
 
 
 def test_zero3_beside_other_things_that_happen_to_weights() -> None:
@@ -241,7 +267,13 @@ def test_zero3_beside_other_things_that_happen_to_weights() -> None:
 def _engine(**odd: Any) -> Any:
     """What ema() looks at first."""
     optimizer = SimpleNamespace(param_groups=[], **odd.pop("optimizer", {}))
-    plain = {"pipeline_parallelism": False, "has_moe_layers": False, "mp_world_size": 1, "was_step_applied": bool, "optimizer": optimizer}
+    plain = {
+        "pipeline_parallelism": False,
+        "has_moe_layers": False,
+        "mp_world_size": 1,
+        "was_step_applied": bool,
+        "optimizer": optimizer,
+    }
     return SimpleNamespace(**{**plain, **odd})
 
 

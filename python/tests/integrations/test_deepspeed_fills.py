@@ -15,7 +15,9 @@ from torch import nn
 
 import shardow
 
-MARKED = [kind for kind in KINDS if kind not in ("zero0", "zero2-fp32")]  # the latter have no masters, or nothing tells where
+MARKED = [
+    kind for kind in KINDS if kind not in ("zero0", "zero2-fp32")
+]  # the latter have no masters, or nothing tells where
 SOME = MARKED if os.environ.get("SHARDOW_ALL") else ["zero2", "zero3-bf16"]
 
 
@@ -31,8 +33,8 @@ def weights_of(made: Any) -> dict[str, torch.Tensor]:
 
 
 def filled(kind: str, path: str) -> list[str]:
-    """Of a model that has trained, and holds gathered copies: what is wrong after each of two fillings, and after a step that moves
-    nothing."""
+    """Of a model that has trained, and holds gathered copies: what is wrong after each of two fillings, and after a
+    step that moves nothing."""
     made, wrong = engine(kind), []
     train(made, 0)
     with shardow.open(path) as opened:
@@ -46,13 +48,17 @@ def filled(kind: str, path: str) -> list[str]:
             if not partitioned:
                 values = {**values, name: values[name].to(weight.dtype).float()}
         for name, master in whole(made).items():
-            wrong.extend([f"{what}: master of '{name}'"] * (name != "frozen.weight" and not torch.equal(master, values[name])))
+            wrong.extend(
+                [f"{what}: master of '{name}'"] * (name != "frozen.weight" and not torch.equal(master, values[name]))
+            )
 
     for group in made.optimizer.optimizer.param_groups:
         group["lr"] = 0.0
     for what, fill in {
         "load()": lambda: shardow.load(made.module, path, group=dist.group.WORLD),
-        "materialize()": lambda: shardow.materialize(made.module, other if dist.get_rank() == 0 else None, group=dist.group.WORLD),
+        "materialize()": lambda: shardow.materialize(
+            made.module, other if dist.get_rank() == 0 else None, group=dist.group.WORLD
+        ),
     }.items():
         fill()
         expect(what, file if what == "load()" else other)
@@ -82,13 +88,19 @@ def read(path: str) -> int:
 
 def test_a_rank_reads_the_bytes_of_its_partitions(tmp_path: Path) -> None:
     shardow.save(large(), tmp_path / "large.safetensors")
-    assert max(engines.run(2, read, str(tmp_path / "large.safetensors"))) < 0.51 * (tmp_path / "large.safetensors").stat().st_size
+    assert (
+        max(engines.run(2, read, str(tmp_path / "large.safetensors")))
+        < 0.51 * (tmp_path / "large.safetensors").stat().st_size
+    )
 
 
 def refused(kind: str, path: str) -> tuple[str, bool]:
     """Masters that were put on NVMe; those that DeepSpeed itself takes for others'."""
     stage = KINDS[kind]["zero_optimization"]["stage"]
-    made, said = engine(kind, zero_optimization={**KINDS[kind]["zero_optimization"], "round_robin_gradients": stage == 2}), ""
+    made, said = (
+        engine(kind, zero_optimization={**KINDS[kind]["zero_optimization"], "round_robin_gradients": stage == 2}),
+        "",
+    )
     before = weights_of(made)
     made.optimizer.swap_optimizer = stage == 3
     try:
@@ -99,8 +111,12 @@ def refused(kind: str, path: str) -> tuple[str, bool]:
     return said, all(torch.equal(one, before[name]) for name, one in weights_of(made).items())
 
 
-@pytest.mark.parametrize(("kind", "why"), [("zero3", "'first.weight' has its master on NVMe"), ("zero2", "round_robin_gradients mixes")])
-def test_masters_that_cannot_be_filled_are_refused_before_anything_has_changed(kind: str, why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"), [("zero3", "'first.weight' has its master on NVMe"), ("zero2", "round_robin_gradients mixes")]
+)
+def test_masters_that_cannot_be_filled_are_refused_before_anything_has_changed(
+    kind: str, why: str, tmp_path: Path
+) -> None:
     torch.manual_seed(5)
     net = Net()
     for p in net.parameters():

@@ -1,5 +1,5 @@
-"""A swap of averages that ZeRO's ranks divide, of which one rank is interrupted anywhere: low-precision weights of ranks that own parts of
-their masters, and partitions of which gathered copies are about."""
+"""A swap of averages that ZeRO's ranks divide, of which one rank is interrupted anywhere: low-precision weights of
+ranks that own parts of their masters, and partitions of which gathered copies are about."""
 
 from __future__ import annotations
 
@@ -50,8 +50,12 @@ def stopped(kind: str, folder: str) -> list[Any]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16-optimizer", "zero3", "zero3-bf16"] if EVERY else ["zero2", "zero3-bf16"])
-def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(kind: str, quick_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["zero1", "zero2", "bf16-optimizer", "zero3", "zero3-bf16"] if EVERY else ["zero2", "zero3-bf16"]
+)
+def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(
+    kind: str, quick_folder: Path
+) -> None:
     (wrong0, points), (wrong1, _) = engines.run(2, stopped, kind, str(quick_folder), timeout=3000 if EVERY else 280)
     assert wrong0 + wrong1 == []
     assert min(points) > 2, points

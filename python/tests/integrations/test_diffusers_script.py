@@ -1,4 +1,6 @@
-"""diffusers' training scripts with EMAModel of shardow.compat: as they are, but for the import; killed, resumed, evaluated, exported."""
+"""diffusers' training scripts with EMAModel of shardow.compat: as they are, but for the import; killed, resumed,
+evaluated, exported.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def trained(out: Path, dies_after: int | None = None) -> tuple[Tensors, Tensors,
             accelerator.load_state(state)
         begun = [one.clone() for one in ema.shadow_params]
         for step in range(3 if state else 0, 6):
-            images = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(100 * step + accelerator.process_index))
+            images = torch.randn(
+                2, 1, 8, 8, generator=torch.Generator().manual_seed(100 * step + accelerator.process_index)
+            )
             accelerator.backward((model(images, 1).sample - images).square().mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -79,7 +83,9 @@ def equal(one: Tensors, other: Tensors) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def test_a_script_goes_on_bit_for_bit_after_a_kill_and_on_other_numbers_of_ranks_with_what_was_saved(tmp_path: Path) -> None:
+def test_a_script_goes_on_bit_for_bit_after_a_kill_and_on_other_numbers_of_ranks_with_what_was_saved(
+    tmp_path: Path,
+) -> None:
     straight = ranks.run(2, trained, tmp_path / "straight")
     assert [checks for *_, checks in straight] == [[True] * 3] * 2  # the evaluation had what from_pretrained() opens
     ranks.run(2, trained, tmp_path / "killed", 5, may_die=True)

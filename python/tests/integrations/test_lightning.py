@@ -1,6 +1,7 @@
 """Lightning with averages on one device: resumed, validated, saved, left in the module.
 
-What Lightning's own tests of its weight averaging ask is asked here too; of several ranks and of sharded models in test_lightning_ranks.py.
+What Lightning's own tests of its weight averaging ask is asked here too; of several ranks and of sharded models in
+test_lightning_ranks.py.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def test_a_crash_is_resumed_as_if_it_had_not_been(crash: int, every: int, tmp_pa
     straight = EMACallback(0.9, update_every=every)
     trainer_of("one", straight).fit(Net(), batches())
     with pytest.raises(RuntimeError, match="crash"):
-        trainer_of("one", EMACallback(0.9, update_every=every), ModelCheckpoint(tmp_path, "last")).fit(Net(crash=crash), batches())
+        trainer_of("one", EMACallback(0.9, update_every=every), ModelCheckpoint(tmp_path, "last")).fit(
+            Net(crash=crash), batches()
+        )
     callback = EMACallback(0.9, update_every=every)
     trainer_of("one", callback).fit(Net(), batches(), ckpt_path=tmp_path / "last.ckpt")
     assert equal(callback.ema.full_state_dict(), straight.ema.full_state_dict())  # type: ignore[union-attr]
@@ -176,7 +179,9 @@ def test_updates_come_after_these_steps(options: dict[str, Any], copied: list[in
         """Averages and weights as each batch, and each epoch, finds them; by the number of steps before it."""
 
         def note(self) -> None:
-            weights, averages = (one["layers.0.weight"].clone() for one in (self.state_dict(), callback.ema.full_state_dict()))  # type: ignore[union-attr]
+            weights, averages = (
+                one["layers.0.weight"].clone() for one in (self.state_dict(), callback.ema.full_state_dict())
+            )  # type: ignore[union-attr]
             self.noted[self.trainer.global_step] = (weights, averages)
 
         def on_train_batch_start(self, batch: Any, index: int) -> None:

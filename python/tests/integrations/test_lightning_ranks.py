@@ -1,4 +1,6 @@
-"""Lightning with averages on several ranks, DDP, FSDP and ModelParallel: killed and resumed, at other world sizes, and the recipe."""
+"""Lightning with averages on several ranks, DDP, FSDP and ModelParallel: killed and resumed, at other world sizes, and
+the recipe.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shardow.integrations.lightning import EMACallback
 
-#: Without FSDP1's full state dicts, with which torch itself crashes on CPUs. Each takes six processes that import Lightning.
+# :Without FSDP1's full state dicts, with which torch itself crashes on CPUs. Each takes six processes that import
+# Lightning.
 KINDS = ["fsdp2", *(["ddp", "fsdp1"] if os.environ.get("SHARDOW_ALL") else [])]
 
 
-def fit(kind: str, out: Path, world: int = 1, epochs: int = 3, resume: bool = False, probe: Callback | None = None) -> tuple[Any, Any]:
+def fit(
+    kind: str, out: Path, world: int = 1, epochs: int = 3, resume: bool = False, probe: Callback | None = None
+) -> tuple[Any, Any]:
     module, callback = (Sharded if kind == "fsdp2" else Net)(), EMACallback([0.5, 0.9], use=0.9)
     saves = ModelCheckpoint(out, "{epoch}", save_top_k=-1)
     trainer = trainer_of(kind, callback, *([probe] if probe else []), saves, world=world, epochs=epochs)
@@ -37,7 +42,9 @@ def fit(kind: str, out: Path, world: int = 1, epochs: int = 3, resume: bool = Fa
     return module, callback
 
 
-def trained(kind: str, out: Path, world: int, resume: bool = False, dies_after: int | None = None) -> tuple[dict[str, torch.Tensor], float]:
+def trained(
+    kind: str, out: Path, world: int, resume: bool = False, dies_after: int | None = None
+) -> tuple[dict[str, torch.Tensor], float]:
     """The averages in the end, and what the last validation computed."""
     with launched(), killed_after(dies_after):
         module, callback = fit(kind, out, world, resume=resume)
@@ -75,7 +82,9 @@ def resumed(kind: str, out: Path, world: int) -> tuple[int, dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("ddp", 1), ("fsdp1", 3), ("fsdp2", 3), ("fsdp2", 1)])
-def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(kind: str, world: int, tmp_path: Path) -> None:
+def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(
+    kind: str, world: int, tmp_path: Path
+) -> None:
     there, _ = ranks.run(2, trained, kind, tmp_path, 2)[0]
     step, here = ranks.run(world, resumed, kind, tmp_path, world)[0]
     assert step == 12
@@ -104,13 +113,20 @@ class Written(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         callback = next(one for one in trainer.callbacks if isinstance(one, EMACallback))
-        torch.save((callback.ema.step, pl_module.seen, callback.ema.full_state_dict()), self.out / f"{trainer.global_rank}.pt")
+        torch.save(
+            (callback.ema.step, pl_module.seen, callback.ema.full_state_dict()), self.out / f"{trainer.global_rank}.pt"
+        )
 
 
 def test_where_lightning_starts_the_ranks_the_module_that_comes_back_has_the_averages(tmp_path: Path) -> None:
-    """As in a notebook. With ddp_spawn the callback is pickled, and torch's own threads abort a rank now and then when it ends."""
+    """As in a notebook. With ddp_spawn the callback is pickled, and torch's own threads abort a rank now and then when
+    it ends.
+    """
     pickle.loads(pickle.dumps(EMACallback(0.9)))
-    module, quiet = Net(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    module, quiet = (
+        Net(),
+        {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0},
+    )
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=2, enable_checkpointing=False,
         callbacks=[EMACallback(0.9), Written(tmp_path)], **quiet,

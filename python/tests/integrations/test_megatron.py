@@ -1,6 +1,7 @@
 """Averages of the masters of Megatron-Core's distributed optimizer, with Megatron-Core itself on gloo ranks.
 
-Its optimizer knows devices only. Here torch answers as if CPU tensors were on one: what runs is Megatron's own code, on CPUs.
+Its optimizer knows devices only. Here torch answers as if CPU tensors were on one: what runs is Megatron's own code, on
+CPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class OnADevice(TorchFunctionMode):
 
 
 def megatron(bucket: int = 600) -> tuple[Any, Any]:
-    """(DistributedDataParallel of a Net in bfloat16, its distributed optimizer). ``bucket``: parameters of one, about."""
+    """(DistributedDataParallel of a Net in bfloat16, its distributed optimizer). ``bucket``: parameters of one,
+    about."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -43,7 +45,9 @@ def megatron(bucket: int = 600) -> tuple[Any, Any]:
 
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
-    wrapping = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=bucket)
+    wrapping = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=bucket
+    )
     model = DistributedDataParallel(config, wrapping, engines.Net().bfloat16())
     model.broadcast_params()
     options = OptimizerConfig(
@@ -142,7 +146,11 @@ def _model(**sizes: int) -> torch.nn.Module:
     [
         (_model(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), "use_distributed_optimizer=True"),
         (_model(), SimpleNamespace(chained_optimizers=[_optimizer(), _optimizer()]), "2 distributed optimizers"),
-        (_model(), _optimizer(config=SimpleNamespace(use_precision_aware_optimizer=True)), "use_precision_aware_optimizer"),
+        (
+            _model(),
+            _optimizer(config=SimpleNamespace(use_precision_aware_optimizer=True)),
+            "use_precision_aware_optimizer",
+        ),
         (_model(tensor_model_parallel_size=2), _optimizer(), "tensor_model_parallel_size=2"),
         (_model(pipeline_model_parallel_size=4), _optimizer(), "pipeline_model_parallel_size=4"),
         ([_model(), _model()], _optimizer(), "a list of one"),

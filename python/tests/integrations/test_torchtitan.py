@@ -24,7 +24,9 @@ from titan import HuggingFaceNames, config_of, torchtitan_run, without_averages
 from torchtitan.components.validate import Validator
 
 
-def trained(out: Path, steps: int = 4, dies_at: int | None = None, checkpoint: dict[str, Any] | None = None) -> tuple[Any, ...]:
+def trained(
+    out: Path, steps: int = 4, dies_at: int | None = None, checkpoint: dict[str, Any] | None = None
+) -> tuple[Any, ...]:
     """Averages at the first step and in the end, and the step that they began with."""
     with launched():
         config = config_of(out, steps)
@@ -35,7 +37,9 @@ def trained(out: Path, steps: int = 4, dies_at: int | None = None, checkpoint: d
         trainer.optimizers.register_step_pre_hook(
             lambda *_: begun.append((averages.step, averages.full_state_dict())) if not begun else None
         )
-        trainer.optimizers.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if trainer.step == dies_at else None)
+        trainer.optimizers.register_step_post_hook(
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL) if trainer.step == dies_at else None
+        )
         trainer.train()
         return *begun[0], averages.full_state_dict(), averages.step
 
@@ -62,7 +66,8 @@ def test_a_checkpoint_has_the_keys_of_torchtitan_s_own_averages(tmp_path: Path) 
     there = dcp.FileSystemReader(tmp_path / "checkpoint" / "step-4").read_metadata().state_dict_metadata
     found = {name: torch.empty(there[f"ema_optimizer.state.{name}.ema_params"].size) for name in averages}
     dcp.load(
-        {f"ema_optimizer.state.{name}.ema_params": one for name, one in found.items()}, checkpoint_id=tmp_path / "checkpoint" / "step-4"
+        {f"ema_optimizer.state.{name}.ema_params": one for name, one in found.items()},
+        checkpoint_id=tmp_path / "checkpoint" / "step-4",
     )
     assert equal(found, averages)
 
@@ -88,7 +93,9 @@ def weights_and_averages(out: Path, ema: dict[str, Any]) -> tuple[list[torch.Ten
 
         def note() -> None:
             weights.append(trainer.model_parts[0].head.weight.detach().full_tensor().double())
-            averages.append(trainer.ema.averages.full_state_dict(complete=False).get("head.weight", torch.zeros(0)).double())
+            averages.append(
+                trainer.ema.averages.full_state_dict(complete=False).get("head.weight", torch.zeros(0)).double()
+            )
 
         trainer.optimizers.register_step_pre_hook(lambda *_: note() if not weights else None)
         trainer.optimizers.register_step_post_hook(lambda *_: note())
@@ -98,7 +105,11 @@ def weights_and_averages(out: Path, ema: dict[str, Any]) -> tuple[list[torch.Ten
 
 @pytest.mark.parametrize(
     "ema",
-    [{"decay": 0.7}, {"half_life_fraction": 0.6, "update_every_n_steps": 2}, {"decay": 0.7, "start_step": 3, "update_every_n_steps": 2}],
+    [
+        {"decay": 0.7},
+        {"half_life_fraction": 0.6, "update_every_n_steps": 2},
+        {"decay": 0.7, "start_step": 3, "update_every_n_steps": 2},
+    ],
     ids=str,
 )
 def test_the_numbers_are_those_of_torchtitan_s_rule(ema: dict[str, Any], tmp_path: Path) -> None:
@@ -111,7 +122,8 @@ def test_the_numbers_are_those_of_torchtitan_s_rule(ema: dict[str, Any], tmp_pat
         elif step > first and (step - first) % every == 0:
             number = (step - first) // every
             by_hand = by_hand.lerp(
-                weights[step], 1 - (ema["decay"] if "decay" in ema else 2 ** (-1 / (ema["half_life_fraction"] * number)))
+                weights[step],
+                1 - (ema["decay"] if "decay" in ema else 2 ** (-1 / (ema["half_life_fraction"] * number))),
             )
         torch.testing.assert_close(averages[step], by_hand, rtol=0, atol=1e-6)
 
@@ -127,7 +139,10 @@ def test_the_recipe_goes_on_after_a_stop_and_exports_under_both_names(tmp_path: 
     assert ranks.run(2, recipe, tmp_path / "parts", 4)[0]["updates"] == 4
     straight, parts = (load_file(tmp_path / one / "model" / "model.safetensors") for one in ("straight", "parts"))
     assert equal(parts, straight)
-    assert equal(load_file(tmp_path / "parts" / "hf" / "model.safetensors"), {f"model.{name}": one for name, one in straight.items()})
+    assert equal(
+        load_file(tmp_path / "parts" / "hf" / "model.safetensors"),
+        {f"model.{name}": one for name, one in straight.items()},
+    )
 
 
 class Watching(Validator):

@@ -60,7 +60,9 @@ def several(kind: str, out: Path, steps: int, **more: Any) -> tuple[Any, Begun]:
     of_accelerators(kind == "fsdp2")
     averages = EMACallback([0.5, 0.9], use=0.9)
     begun = Begun(averages)
-    return trainer_of(out, callbacks=[averages, begun], max_steps=steps, **(FSDP if kind == "fsdp2" else {}), **more), begun
+    return trainer_of(
+        out, callbacks=[averages, begun], max_steps=steps, **(FSDP if kind == "fsdp2" else {}), **more
+    ), begun
 
 
 def trained(kind: str, out: Path, dies_after: int | None = None) -> tuple[dict[str, torch.Tensor], float]:
@@ -93,7 +95,9 @@ def resumed(kind: str, out: Path) -> tuple[int, dict[str, torch.Tensor], bool]:
 
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 1), ("fsdp2", 3)])
-def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(kind: str, world: int, tmp_path: Path) -> None:
+def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(
+    kind: str, world: int, tmp_path: Path
+) -> None:
     there, _ = ranks.run(2, trained, kind, tmp_path)[0]
     (step, here, sharded), *_ = ranks.run(world, resumed, kind, tmp_path)
     assert (step, sharded) == (4, kind == "fsdp2")
@@ -167,7 +171,9 @@ def test_a_checkpoint_without_averages_is_not_resumed_in_silence(tmp_path: Path)
     trainer_of(tmp_path / "there").train()
     (tmp_path / "there" / "checkpoint-4" / "averages.safetensors").unlink()
     where = str(tmp_path / "there" / "checkpoint-4")
-    with pytest.raises(shardow.errors.NotFoundError, match=r"checkpoint-4/averages.safetensors is missing.*missing='from_model'"):
+    with pytest.raises(
+        shardow.errors.NotFoundError, match=r"checkpoint-4/averages.safetensors is missing.*missing='from_model'"
+    ):
         trainer_of(tmp_path / "here").train(resume_from_checkpoint=where)
     trainer = trainer_of(tmp_path / "here", callbacks=[EMACallback(0.9, missing="from_model")], max_steps=5)
     with pytest.warns(UserWarning, match="begin anew from the checkpoint's weights"):
@@ -194,7 +200,10 @@ def test_the_callback_alone_averages_and_saves_under_any_trainer(tmp_path: Path)
     trainer_of(tmp_path, made=Trainer).train()
     with_mixin = trainer_of(tmp_path / "mixin")
     with_mixin.train()
-    assert equal(load_file(tmp_path / "checkpoint-4" / "averages.safetensors"), with_mixin.averages.ema.full_state_dict(complete=False))
+    assert equal(
+        load_file(tmp_path / "checkpoint-4" / "averages.safetensors"),
+        with_mixin.averages.ema.full_state_dict(complete=False),
+    )
     averages = EMACallback(0.9)
     trainer_of(tmp_path, made=Trainer, callbacks=[averages], max_steps=5).train(resume_from_checkpoint=True)
     assert averages.ema is not None
@@ -214,7 +223,10 @@ def test_the_best_model_comes_back_with_its_averages(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, compute_metrics=lambda _: {"step": next(count)}, **best)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    assert equal(trainer.averages.ema.full_state_dict(complete=False), load_file(tmp_path / "checkpoint-2" / "averages.safetensors"))
+    assert equal(
+        trainer.averages.ema.full_state_dict(complete=False),
+        load_file(tmp_path / "checkpoint-2" / "averages.safetensors"),
+    )
     assert trainer.averages.ema.step == 2
 
 
@@ -242,14 +254,18 @@ def test_an_export_has_all_that_from_pretrained_takes(dtype: str | None, tied: b
     assert opened.dtype == getattr(torch, dtype or "float32")
     averages = trainer.averages.ema.full_state_dict()
     assert equal(opened.state_dict(), {name: tensor.to(opened.dtype) for name, tensor in averages.items()})
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)("b")["input_ids"] == [1]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)("b")["input_ids"] == [
+        1
+    ]
     assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 @pytest.mark.usefixtures("alone")
 def test_of_an_adapter_the_averaged_adapter_is_exported(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    trainer = trainer_of(tmp_path, peft.get_peft_model(tiny(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])))
+    trainer = trainer_of(
+        tmp_path, peft.get_peft_model(tiny(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    )
     trainer.train()
     trainer.save_averages(tmp_path / "adapter")
     opened = peft.PeftModel.from_pretrained(tiny(), tmp_path / "adapter")

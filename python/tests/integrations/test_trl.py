@@ -31,7 +31,9 @@ RULES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def origin() -> Iterator[Any]:
     before = dict(sys.modules)
-    sys.modules.update({name: Stub(name) for name in ("pandas", "datasets", "pyarrow", "pyarrow.compute", "pyarrow.types")})
+    sys.modules.update(
+        {name: Stub(name) for name in ("pandas", "datasets", "pyarrow", "pyarrow.compute", "pyarrow.types")}
+    )
     try:
         yield pytest.importorskip("trl.trainer.callbacks").BEMACallback
     finally:
@@ -74,7 +76,9 @@ class Watching(TrainerCallback):
 
 
 def trained(kind: str, out: Path, steps: int = 6, dies_after: int | None = None) -> tuple[Any, ...]:
-    """BEMA in the end, what there was at the beginning, the elements that this rank keeps, and the loss of an evaluation."""
+    """BEMA in the end, what there was at the beginning, the elements that this rank keeps, and the loss of an
+    evaluation.
+    """
     with launched(), killed_after(dies_after):
         of_accelerators(kind == "fsdp2")
         averages = bema()
@@ -105,7 +109,9 @@ def test_at_another_world_size_average_first_weights_and_bema_are_those_that_wer
     here = ranks.run(3, trained, "ddp", tmp_path)[0][1]
     names = ["averages.safetensors", "bema-average.safetensors", "bema-first.safetensors"]
     saved = [load_file(tmp_path / "checkpoint-5" / name) for name in names]
-    assert [equal({name: one[name] for name in other}, other) for one, other in zip(here, saved, strict=True)] == [True] * 3
+    assert [equal({name: one[name] for name in other}, other) for one, other in zip(here, saved, strict=True)] == [
+        True
+    ] * 3
     assert not equal(saved[0], saved[1])
     assert not equal(saved[1], saved[2])
 
@@ -117,7 +123,9 @@ def test_it_is_evaluated_and_what_has_no_bema_is_not_resumed(tmp_path: Path) -> 
     trainer.averages.ema.copy_to(averaged)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(averaged), abs=1e-6)
     trainer_of(tmp_path / "other", callbacks=[EMACallback(0.9)]).train()
-    with pytest.raises(FileNotFoundError, match=r"bema-average.safetensors is missing.*BEMACallback\(missing='from_model'\)"):
+    with pytest.raises(
+        FileNotFoundError, match=r"bema-average.safetensors is missing.*BEMACallback\(missing='from_model'\)"
+    ):
         trainer_of(tmp_path / "other", callbacks=[bema()], max_steps=5).train(True)
     anew = BEMACallback(10, missing="from_model")
     with pytest.warns(UserWarning, match="begin anew"):

@@ -22,15 +22,27 @@ def test_the_version_that_is_named_is_the_one_that_is_tested(package: str) -> No
         pytest.skip(f"{package} is not installed")
     assert found == integrations.TESTED_WITH[package]
     assert f"{package} {found}" in (ROOT / "docs" / "integrations.md").read_text()
-    assert f"{package}=={found}" in "".join(one.read_text() for one in (ROOT / "tools").glob("requirements*.txt")).split()
+    assert (
+        f"{package}=={found}" in "".join(one.read_text() for one in (ROOT / "tools").glob("requirements*.txt")).split()
+    )
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:
     frameworks = {one.partition("-")[0] for one in integrations.TESTED_WITH}
     program = f"import sys, shardow.integrations; print({ {'torch', *frameworks} } & {{*sys.modules}})"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
+    )
 
 
 def test_every_framework_has_a_module() -> None:
-    modules = {one.stem for one in Path(integrations.__file__).parent.glob("[!_]*.py")} - {"callbacks", "pretrained", "masters"}
-    assert modules == {one.partition("-")[0] for one in integrations.TESTED_WITH} == {*integrations.__all__} - {"TESTED_WITH"}
+    modules = {one.stem for one in Path(integrations.__file__).parent.glob("[!_]*.py")} - {
+        "callbacks",
+        "pretrained",
+        "masters",
+    }
+    assert (
+        modules
+        == {one.partition("-")[0] for one in integrations.TESTED_WITH}
+        == {*integrations.__all__} - {"TESTED_WITH"}
+    )

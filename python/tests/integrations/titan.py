@@ -1,6 +1,7 @@
 """torchtitan's own Trainer on CPUs, with a model that trains in no time.
 
-It asks for CUDA and for packages that it does not use here (data sets, loggers, Triton's kernels); they are stood in for.
+It asks for CUDA and for packages that it does not use here (data sets, loggers, Triton's kernels); they are stood in
+for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from torch.distributed.fsdp import fully_shard
 
 _STUBS = {
     name: Stub(name)
-    for name in ("datasets", "datasets.distributed", "wandb", "torch.utils.tensorboard", "torchtitan.distributed.minimal_async_ep.kernels")
+    for name in (
+        "datasets",
+        "datasets.distributed",
+        "wandb",
+        "torch.utils.tensorboard",
+        "torchtitan.distributed.minimal_async_ep.kernels",
+    )
     if name not in sys.modules
 }
 sys.modules.update(_STUBS)
@@ -47,7 +54,9 @@ from shardow.integrations.torchtitan import AveragedTrainer, EMAWeights  # noqa:
 for name in [one for one in _STUBS if not one.startswith("torchtitan")]:  # others ask whether they are there
     del sys.modules[name]
 distributed.set_pg_timeouts = lambda *_, **__: None  # whose barrier is of devices
-metrics.build_device_memory_monitor = lambda: MagicMock(device_name="CPU", get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6))
+metrics.build_device_memory_monitor = lambda: MagicMock(
+    device_name="CPU", get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6)
+)
 
 
 class Net(BaseModel):
@@ -115,7 +124,9 @@ class Counting(BaseDataLoader):
     def __iter__(self) -> Iterator[Any]:
         while True:
             self.count += 1
-            tokens = torch.randint(64, self.shape, generator=torch.Generator().manual_seed(1000 * self.count + self.rank))
+            tokens = torch.randint(
+                64, self.shape, generator=torch.Generator().manual_seed(1000 * self.count + self.rank)
+            )
             yield {"input": tokens[:, :-1]}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:

@@ -93,4 +93,8 @@ def wrapped() -> bool:
     whole = plan(Model(), 2, "ddp", batch=SHAPE)
     with pytest.raises(ValueError, match="before it is sharded"):
         plan(shared("fsdp2"))
-    return plan(DistributedDataParallel(Model()), 2, "ddp", batch=SHAPE) == whole == plan(torch.compile(Model()), 2, "ddp", batch=SHAPE)
+    return (
+        plan(DistributedDataParallel(Model()), 2, "ddp", batch=SHAPE)
+        == whole
+        == plan(torch.compile(Model()), 2, "ddp", batch=SHAPE)
+    )

@@ -29,7 +29,9 @@ SHAPE = (4, 8, 4)
 def shared(kind: str, dropout: float = 0.1) -> nn.Module:
     model, world = Model(dropout), dist.get_world_size()
     if kind in ("fsdp2", "hsdp"):
-        mesh = init_device_mesh("cpu", (2, world // 2) if kind == "hsdp" else (world,), mesh_dim_names=("a", "b")[: 1 + (kind == "hsdp")])
+        mesh = init_device_mesh(
+            "cpu", (2, world // 2) if kind == "hsdp" else (world,), mesh_dim_names=("a", "b")[: 1 + (kind == "hsdp")]
+        )
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -84,7 +86,8 @@ def test_shapes_are_enough_for_all_but_activations() -> None:
         assert found == plan(model, 4, "fsdp2")
         assert found["total"] == sum(found[key] for key in KEYS[:4])
     assert "unknown" in str(found)
-    assert plan({"a": ((3,), torch.int64), "b": (2, 2)}, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9)) == {
+    assert plan({"a": ((3,), torch.int64), "b": (2, 2)}, optimizer=torch.optim.SGD(model.parameters(),
+     momentum=0.9)) == {
         "weights": 40, "gradients": 16, "optimizer": 16, "averages": 16, "activations": None, "total": 88,
         "saves": dict.fromkeys(OFF),
     }  # fmt: skip
@@ -99,13 +102,17 @@ def real_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
 
 
 OPTIMIZERS = [
-    "AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adafactor", "Muon",
+    "AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adafactor",
+    "Muon",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "cls", "options"),
-    [("sgd-momentum", "SGD", {"momentum": 0.9}), *((cls.lower(), cls, {}) for cls in OPTIMIZERS if hasattr(torch.optim, cls))],
+    [
+        ("sgd-momentum", "SGD", {"momentum": 0.9}),
+        *((cls.lower(), cls, {}) for cls in OPTIMIZERS if hasattr(torch.optim, cls)),
+    ],
 )
 def test_state_of_optimizers_by_name_class_and_instance(name: str, cls: str, options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
@@ -120,7 +127,9 @@ def test_state_of_optimizers_by_name_class_and_instance(name: str, cls: str, opt
 
 
 def test_groups_and_hooks_of_an_optimizer() -> None:
-    """Each group's own options; what is in no group has no state; fused kernels are not needed; an attached EMA is not called."""
+    """Each group's own options; what is in no group has no state; fused kernels are not needed; an attached EMA is not
+    called.
+    """
     model = Model()
     first, *others = model.parameters()
     groups = [{"params": [first], "amsgrad": True}, {"params": others[:3]}]
@@ -181,12 +190,15 @@ class Pair(nn.Module):
 def test_batches_may_be_tensors_shapes_tuples_and_dicts() -> None:
     tokens, x = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 6)
     batches: list[Any] = [
-        (tokens, x), [tokens, x], {"tokens": tokens, "x": x}, (((2, 3), torch.int64), (2, 3, 6)), [[[2, 3], "int64"], [2, 3, 6]],
+        (tokens, x), [tokens, x], {"tokens": tokens, "x": x}, (((2, 3), torch.int64), (2, 3, 6)),
+        [[[2, 3], "int64"], [2, 3, 6]],
         {"tokens": ((2, 3), "int64"), "x": x, "scale": 2.0},
     ]  # fmt: skip
     found = {plan(Pair(), batch=batch)["activations"] for batch in batches}
     assert (
-        found == {measure(Pair(), batch=(tokens, x))["activations"]} == {measure(Pair(), batch={"tokens": tokens, "x": x})["activations"]}
+        found
+        == {measure(Pair(), batch=(tokens, x))["activations"]}
+        == {measure(Pair(), batch={"tokens": tokens, "x": x})["activations"]}
     )
     assert (
         plan(nn.Linear(6, 6), batch=(2, 6))
@@ -218,7 +230,9 @@ def test_a_graph_that_is_gone_keeps_nothing() -> None:
 
 
 def test_a_plan_prints_as_a_table_and_is_plain_data() -> None:
-    found = plan(nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)), 4, batch=(256, 1024))
+    found = plan(
+        nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)), 4, batch=(256, 1024)
+    )
     assert str(found).splitlines()[:2] == [
         "weights                                    2.00 MiB",
         "gradients                                  2.00 MiB",
@@ -263,8 +277,14 @@ def switched() -> nn.Module:
         (lambda: {"batch": (2, 8, 5)}, r"'inside' \(Linear\) refused the batch: RuntimeError"),
         (lambda: {"batch": {"y": SHAPE}}, r"the model \(Model\) refused the batch: TypeError.*'y'"),
         (lambda: {"batch": (SHAPE, "float1")}, "'float1' is no dtype"),
-        (lambda: {"batch": SHAPE, "loss": lambda output: output.wrong}, "loss= failed on the model's output: AttributeError"),
-        (lambda: {"device": "cuda" if not torch.cuda.is_available() else "xpu", "batch": SHAPE}, "leave it out to plan for"),
+        (
+            lambda: {"batch": SHAPE, "loss": lambda output: output.wrong},
+            "loss= failed on the model's output: AttributeError",
+        ),
+        (
+            lambda: {"device": "cuda" if not torch.cuda.is_available() else "xpu", "batch": SHAPE},
+            "leave it out to plan for",
+        ),
         (lambda: {"model_or_shapes": {"a": (2, 2)}, "batch": (2, 2)}, "shapes alone"),
         (lambda: {"model_or_shapes": {"a": "wide"}}, "'a': 'wide' is no shape"),
         (lambda: {"model_or_shapes": 3}, "a module or a mapping"),

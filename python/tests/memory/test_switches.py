@@ -21,7 +21,9 @@ class Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.mix = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+        self.mix = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attention(hidden, hidden, hidden)[0]
@@ -71,7 +73,9 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("blocks", [True, "blocks", lambda name, module: name.startswith("blocks.") and isinstance(module, Block)])
+@pytest.mark.parametrize(
+    "blocks", [True, "blocks", lambda name, module: name.startswith("blocks.") and isinstance(module, Block)]
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_checkpointed_blocks_keep_less_and_have_the_same_gradients(blocks: Any, dropout: float) -> None:
     model = Model(dropout)
@@ -160,7 +164,11 @@ def test_an_error_in_forward_leaves_autocast_off() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "said"),
-    [("layers", "give True, False, 'blocks' or a predicate"), (lambda *_: False, "chose no module"), (True, "no ModuleList or Sequential")],
+    [
+        ("layers", "give True, False, 'blocks' or a predicate"),
+        (lambda *_: False, "chose no module"),
+        (True, "no ModuleList or Sequential"),
+    ],
 )
 def test_blocks_that_are_not_there(blocks: Any, said: str) -> None:
     model = nn.Linear(2, 2)
@@ -186,7 +194,8 @@ def sharded(_: object) -> bool:
         ema.update()
         with ema.swapped():
             model.eval()(X)
-    return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(found, expected, strict=True))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(found, expected, strict=True))
 
 
 def test_sharded_models_take_the_switches() -> None:
@@ -205,6 +214,10 @@ def test_of_blocks_in_chosen_blocks_the_outermost_are_run_again(chooses: Callabl
     before, kept = gradients(model), kept_bytes(model)
     with shardow.memory.apply(model, bf16=False, activation_checkpointing=chooses, attention_weights=True):
         after, less = gradients(model), kept_bytes(model)
-        assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["blocks.0", "blocks.1", "blocks.2"]
+        assert [name for name, module in model.named_modules() if "forward" in vars(module)] == [
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+        ]
     assert less < kept
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -120,7 +120,9 @@ def test_pictures(tmp_path: Path) -> None:
 def test_every_rank_has_its_line_and_devices_their_row() -> None:
     pytest.importorskip("matplotlib")
     made = [
-        samples.Samples(rank, [(1.0, 10), (2.0, 10 + 5 * rank)], [], [(1.0, 3 * MIB)], [], before=10, peak=10 + 5 * rank)
+        samples.Samples(
+            rank, [(1.0, 10), (2.0, 10 + 5 * rank)], [], [(1.0, 3 * MIB)], [], before=10, peak=10 + 5 * rank
+        )
         for rank in range(3)
     ]
     figure = shardow.memory.figure({"both": shardow.memory.Timeline(made)})

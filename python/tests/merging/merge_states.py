@@ -40,10 +40,15 @@ def write(directory: Path, seed: int, form: str, dtype: torch.dtype = torch.floa
 
 def exactly(coefficients: list[Fraction], name: str, dtype: torch.dtype) -> list[Fraction]:
     terms = [state(seed, dtype)[name].double().flatten().tolist() for seed in range(len(coefficients))]
-    return [sum((c * Fraction(x) for c, x in zip(coefficients, column, strict=True)), Fraction(0)) for column in zip(*terms, strict=True)]
+    return [
+        sum((c * Fraction(x) for c, x in zip(coefficients, column, strict=True)), Fraction(0))
+        for column in zip(*terms, strict=True)
+    ]
 
 
-def expect(found: State, coefficients: list[Fraction], dtype: torch.dtype = torch.float32, out: torch.dtype | None = None) -> None:
+def expect(
+    found: State, coefficients: list[Fraction], dtype: torch.dtype = torch.float32, out: torch.dtype | None = None
+) -> None:
     """Within half an ulp and a part in 1e12 of the largest term."""
     newest = state(len(coefficients) - 1, dtype)
     assert found.keys() == newest.keys()

@@ -28,7 +28,8 @@ def _trained(folder: str, dcp_too: bool) -> None:
             weight.data.fill_(step * (i + 1))
         shardow.save(model, f"{folder}/step-{step}")
     if dcp_too:
-        dcp.save({"large": torch.distributed.tensor.empty(4 * ROWS, COLUMNS, device_mesh=weight.device_mesh, placements=weight.placements)},
+        dcp.save({"large": torch.distributed.tensor.empty(4 * ROWS, COLUMNS, device_mesh=weight.device_mesh,
+         placements=weight.placements)},
                  checkpoint_id=f"{folder}/dcp")  # fmt: skip
 
 
@@ -45,7 +46,9 @@ def inputs(folder: Path) -> list[str]:
 
 
 def kilobytes(name: str) -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return next(
+        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
 
 
 class Peak:
@@ -68,7 +71,9 @@ def _merge(inputs: list[str], out: str) -> float:
 def test_a_merge_holds_a_few_chunks(world: int, inputs: list[str], tmp_path: Path) -> None:
     assert max(run(world, _merge, inputs, str(tmp_path / "out.safetensors"))) <= 64
     with shardow.open(tmp_path / "out.safetensors") as found:  # 1/6, 1/2, 1/3
-        assert torch.equal(found["1.weight"][::500], torch.full((ROWS, COLUMNS), 2 * (1 / 6 + 1 + 4 / 3)).bfloat16()[::500])
+        assert torch.equal(
+            found["1.weight"][::500], torch.full((ROWS, COLUMNS), 2 * (1 / 6 + 1 + 4 / 3)).bfloat16()[::500]
+        )
 
 
 def _load(inputs: list[str]) -> tuple[float, float]:

@@ -80,7 +80,9 @@ def test_unknown_steps_are_an_error_only_where_they_matter(tmp_path: Path) -> No
     for rule in ({}, {"weights": [1, 2]}, {"ema": 0.5}):
         shardow.merge(inputs, tmp_path / "out.safetensors", **rule)
     for rule in ({"curve": "linear"}, {"ema": 0.5, "per_step": True}, {"lawa": 1}):
-        with pytest.raises(ValueError, match=r"steps of these inputs are not known: .*run1.safetensors, .*run0.safetensors"):
+        with pytest.raises(
+            ValueError, match=r"steps of these inputs are not known: .*run1.safetensors, .*run0.safetensors"
+        ):
             shardow.merge(inputs, tmp_path / "out.safetensors", **rule)
 
 
@@ -106,7 +108,9 @@ NEWEST: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("how", "newest"), NEWEST, ids=[str(how) for how, _ in NEWEST])
-def test_the_newest_is_one_for_integers_metadata_and_the_report(how: dict[str, Any], newest: int, tmp_path: Path) -> None:
+def test_the_newest_is_one_for_integers_metadata_and_the_report(
+    how: dict[str, Any], newest: int, tmp_path: Path
+) -> None:
     inputs = [str(tmp_path / f"{name}.safetensors") for name in "acb"]
     for seed, path in enumerate(inputs):
         shardow.save(state(seed), path, metadata={"of": str(seed)})

@@ -1,4 +1,6 @@
-"""merge() and merged(): sums of checkpoints of any format, the same bytes on any number of ranks, in files and in sharded models."""
+"""merge() and merged(): sums of checkpoints of any format, the same bytes on any number of ranks, in files and in
+sharded models.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,20 @@ def test_inputs_of_every_format_are_averaged(dtype: torch.dtype, tmp_path: Path)
 
 def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
     first, second = write(tmp_path, 0, "file"), tmp_path / "b.pt"
-    torch.save({"w": torch.zeros(2), "deep.b": torch.zeros(700).bfloat16(), "scalar": torch.tensor(1), "more": torch.zeros(1)}, second)
+    torch.save(
+        {"w": torch.zeros(2), "deep.b": torch.zeros(700).bfloat16(), "scalar": torch.tensor(1), "more": torch.zeros(1)},
+        second,
+    )
     with pytest.raises(ValueError, match="nothing was merged") as raised:
         shardow.merge([first, second], tmp_path / "out")
-    for part in ("'w' has shape", "'deep.b' is", "'scalar' is", "'more' is missing in", "'mask' is missing in", "'steps' is missing in"):
+    for part in (
+        "'w' has shape",
+        "'deep.b' is",
+        "'scalar' is",
+        "'more' is missing in",
+        "'mask' is missing in",
+        "'steps' is missing in",
+    ):
         assert part in str(raised.value)
     assert not (tmp_path / "out").exists()
 
@@ -76,7 +88,10 @@ def test_bytes_are_the_same_on_three_ranks_and_each_writes_its_own(tmp_path: Pat
     torch.manual_seed(1)
     inputs = []
     for seed in range(3):
-        shardow.save({**state(seed), "large": torch.randn(1500, 1000).bfloat16()}, path := tmp_path / f"step-{seed + 1}.safetensors")
+        shardow.save(
+            {**state(seed), "large": torch.randn(1500, 1000).bfloat16()},
+            path := tmp_path / f"step-{seed + 1}.safetensors",
+        )
         inputs.append(str(path))
     shardow.merge(inputs, tmp_path / "one.safetensors", ema=0.6)
     written = run(3, _merge_on_ranks, inputs, str(tmp_path / "three.safetensors"))
@@ -147,7 +162,10 @@ def _pieces(directory: str) -> None:
     whole = state(3)
     whole["w"] = torch.arange(37 * 129.0).view(37, 129)
     placements = {"w": (Shard(1), Shard(0)), "deep.b": (Replicate(), Shard(0))}
-    placed = {name: distribute_tensor(one, mesh, placements[name]) if name in placements else one for name, one in whole.items()}
+    placed = {
+        name: distribute_tensor(one, mesh, placements[name]) if name in placements else one
+        for name, one in whole.items()
+    }
     dcp.save({"model": placed}, checkpoint_id=directory)
 
 

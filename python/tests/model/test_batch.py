@@ -1,4 +1,6 @@
-"""Plain tensors are found by the thousand, and their views made when somebody asks: all must be as if each were looked at."""
+"""Plain tensors are found by the thousand, and their views made when somebody asks: all must be as if each were looked
+at.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,17 @@ def _on_one_memory() -> nn.Module:
 def _facts(view: ModelView) -> list[Any]:
     rows = [*view.parameters, *view.buffers]
     return [
-        (one.name, one.aliases, one.tensor.data_ptr(), one.tensor.shape, one.tensor.stride(), one.tensor.dtype, one.region.encode(),
+        (one.name, one.aliases, one.tensor.data_ptr(), one.tensor.shape, one.tensor.stride(), one.tensor.dtype,
+         one.region.encode(),
          one.requires_grad, one.replicas, one.sharded, one.tensor.requires_grad)
         for one in rows
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [_plain, _tied, _odd, _on_one_memory, nn.Module])
-def test_what_is_found_by_the_thousand_is_what_is_found_one_by_one(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_by_the_thousand_is_what_is_found_one_by_one(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make()
     usual = find(model, odd=True)
     monkeypatch.setattr(view_module, "SURVEY", _Blind())
@@ -126,7 +131,9 @@ def test_a_view_that_is_made_later_is_in_memory_that_a_storage_has_moved_to() ->
 
 
 def test_an_ema_that_only_updates_makes_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_guard, "_entered", set())  # others' views are compared with those of swaps that tests before left open
+    monkeypatch.setattr(
+        swap_guard, "_entered", set()
+    )  # others' views are compared with those of swaps that tests before left open
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     ema = shardow.EMA(model, 0.5)
     ema.update()

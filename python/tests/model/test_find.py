@@ -22,9 +22,11 @@ from shardow.model.view import ModelView, find
 
 ANY = ["ddp", "fsdp1", "fsdp1-flat", "fsdp1-grad-op", "fsdp1-no-shard", "fsdp2"]
 CASES = [
-    *((kind, world) for kind in ANY for world in (1, 2, 3, 4)), ("plain", 2), ("tp", 2), ("tp", 3), ("tp", 4), ("mixed", 2), ("mixed", 3),
+    *((kind, world) for kind in ANY for world in (1, 2, 3, 4)), ("plain", 2), ("tp", 2), ("tp", 3), ("tp", 4),
+    ("mixed", 2), ("mixed", 3),
     ("fsdp1-no-shard-flat", 2),
-    ("wrapped-ddp", 2), ("wrapped-fsdp1", 3), ("wrapped-fsdp2", 3), ("fsdp1-hybrid", 4), ("fsdp1-hybrid-flat", 4), ("hsdp", 2), ("hsdp", 4),
+    ("wrapped-ddp", 2), ("wrapped-fsdp1", 3), ("wrapped-fsdp2", 3), ("fsdp1-hybrid", 4), ("fsdp1-hybrid-flat", 4),
+    ("hsdp", 2), ("hsdp", 4),
     ("tp+fsdp2", 4),
 ]  # fmt: skip
 
@@ -76,7 +78,9 @@ def look(kind: str) -> list[Found]:
         shared = any(local.sharded for local in view.parameters)
         assert shared or kind == "plain" or dist.get_world_size() == 1
         assert ranks_of(view) == (list(range(dist.get_world_size())) if shared else [dist.get_rank()])
-        reports.append({local.name: (local.aliases, divided(local).encode(), local.sharded) for local in view.parameters})
+        reports.append(
+            {local.name: (local.aliases, divided(local).encode(), local.sharded) for local in view.parameters}
+        )
     return reports
 
 
@@ -90,7 +94,9 @@ def test_each_element_is_found_once_under_its_plain_name(kind: str, world: int) 
             aliases = tuple(other for other, q in every if q is p and other != plain)
             assert all(found[i][plain][0] == aliases for found in by_rank), plain
             held = [found[i][plain][1] for found in by_rank]
-            if kind == "tp+fsdp2":  # what the plan leaves out is sharded over dp, and nothing says that tp's ranks hold it alike
+            if (
+                kind == "tp+fsdp2"
+            ):  # what the plan leaves out is sharded over dp, and nothing says that tp's ranks hold it alike
                 held = list(dict.fromkeys(held))
             regions = [_core.Region.decode(region) for region in held]
             if all(found[i][plain][2] for found in by_rank):
@@ -169,7 +175,9 @@ def groups_of_a_part() -> None:
     view = find(model)
     assert view.process_group is pair
     assert ranks_of(view) == [0, 1]
-    assert [bool(local.replicas) for local in view.parameters] == [False, False, True, True], "only what DDP has is a replica"
+    assert [bool(local.replicas) for local in view.parameters] == [False, False, True, True], (
+        "only what DDP has is a replica"
+    )
 
 
 def test_ddp_around_a_part_speaks_for_that_part_alone() -> None:
@@ -248,9 +256,9 @@ def loose_dtensors() -> None:
     model.register_buffer("table", distribute_tensor(full, mesh, [Shard(0)]))
     view = find(model)
     for local in [*view.parameters, *view.buffers]:
-        assert torch.equal(local.tensor.reshape(-1), values_in(full if local.name != "scalar" else torch.tensor(3.0), local.region)), (
-            local.name
-        )
+        assert torch.equal(
+            local.tensor.reshape(-1), values_in(full if local.name != "scalar" else torch.tensor(3.0), local.region)
+        ), local.name
     assert [len(local.replicas) for local in view.parameters] == [0, 1, 1]
     assert [local.name for local in view.buffers] == ["table"]
     assert view.unchanged()

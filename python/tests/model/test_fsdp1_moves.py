@@ -68,7 +68,9 @@ def _refuses(kind: str, forward: bool, put: Callable[[nn.Module, str, float], No
         shardow.save(model, path)
     assert not os.path.exists(path)
     torch.testing.assert_close(_average(ema, name), before, rtol=0, atol=0)
-    assert torch.equal(module._parameters[key].data, torch.full_like(module._parameters[key], 7.0)), "what was put there is gone"
+    assert torch.equal(module._parameters[key].data, torch.full_like(module._parameters[key], 7.0)), (
+        "what was put there is gone"
+    )
     _forward(model)
     if put is _put_data:
         ema.update()

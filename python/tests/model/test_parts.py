@@ -1,4 +1,6 @@
-"""Parts of sharded models: their weights are found through the modules that shard them, whatever the last forward left behind."""
+"""Parts of sharded models: their weights are found through the modules that shard them, whatever the last forward left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def blocks() -> nn.Sequential:
 
 
 def fsdp1(model: nn.Sequential, use_orig_params: bool, strategy: ShardingStrategy) -> tuple[nn.Module, nn.Sequential]:
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy}
+    options: dict[str, Any] = {
+        "device_id": torch.device("cpu"),
+        "use_orig_params": use_orig_params,
+        "sharding_strategy": strategy,
+    }
     model[0] = FullyShardedDataParallel(model[0], **options)
     whole = FullyShardedDataParallel(model, **options)
     return whole, whole.module
@@ -67,7 +73,12 @@ def averages_of_parts(whole: nn.Module, inner: nn.Sequential, directory: str, wh
             assert torch.equal(whole(x), after), f"{what}, {i}: the weights are not back"
             assert i != 0 or not torch.equal(before, after), f"{what}, {i}: the forward did not see the written shards"
         shardow.save(inner[i], f"{directory}/{i}")
-        check(dict(shardow.open(f"{directory}/{i}").items()) if rank == 0 else {}, values(twin, 3.0), rank, f"{what}, {i} in a file")
+        check(
+            dict(shardow.open(f"{directory}/{i}").items()) if rank == 0 else {},
+            values(twin, 3.0),
+            rank,
+            f"{what}, {i} in a file",
+        )
         ema._core.view.reshard()
         with torch.no_grad():
             for one in ema._core.view.parameters:

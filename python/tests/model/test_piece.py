@@ -26,7 +26,12 @@ def piece(begin: int = 3, end: int = 12, dtype: torch.dtype = torch.float32) -> 
 
 
 def same(a: Any, b: Piece) -> bool:
-    return isinstance(a, Piece) and a.region == b.region and a.local.dtype == b.local.dtype and torch.equal(a.local, b.local)
+    return (
+        isinstance(a, Piece)
+        and a.region == b.region
+        and a.local.dtype == b.local.dtype
+        and torch.equal(a.local, b.local)
+    )
 
 
 def through(dump: Callable[[Any, Any], None], load: Callable[[Any], Any]) -> Callable[[Piece], Any]:
@@ -41,7 +46,9 @@ def through(dump: Callable[[Any, Any], None], load: Callable[[Any], Any]) -> Cal
 
 
 def staged(state: dict[str, Any]) -> Any:
-    stager = pytest.importorskip("torch.distributed.checkpoint._state_dict_stager", reason="torch 2.6 has no such stager")
+    stager = pytest.importorskip(
+        "torch.distributed.checkpoint._state_dict_stager", reason="torch 2.6 has no such stager"
+    )
     return stager.StateDictStager().stage(state)
 
 
@@ -73,7 +80,13 @@ def test_a_copy_is_the_same_part_in_memory_of_its_own(how: str, begin: int, end:
 def test_it_has_the_shape_dtype_and_device_of_the_whole() -> None:
     one = piece(dtype=torch.float64)
     assert one.shape == one.size() == torch.Size(SHAPE)
-    assert (one.dim(), one.numel(), one.size(1), one.dtype, one.device) == (2, 20, 4, torch.float64, torch.device("cpu"))
+    assert (one.dim(), one.numel(), one.size(1), one.dtype, one.device) == (
+        2,
+        20,
+        4,
+        torch.float64,
+        torch.device("cpu"),
+    )
 
 
 def test_it_is_detached_and_aliased_without_a_copy() -> None:

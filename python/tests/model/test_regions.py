@@ -1,7 +1,8 @@
-"""region_of(): held to what fully_shard, parallelize_module and distribute_tensor really cut, on more ranks than there are processes.
+"""region_of(): held to what fully_shard, parallelize_module and distribute_tensor really cut, on more ranks than there
+are processes.
 
-torch's "fake" backend gives one process any rank of any world; nothing is sent, so that only cuts that each rank makes by itself
-(src_data_rank=None) are used.
+torch's "fake" backend gives one process any rank of any world; nothing is sent, so that only cuts that each rank makes
+by itself (src_data_rank=None) are used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        for cache in ("fast_path", "python"):  # they hold meshes, with the coordinates of the rank that made them; torch 2.6 has neither
+        for cache in (
+            "fast_path",
+            "python",
+        ):  # they hold meshes, with the coordinates of the rank that made them; torch 2.6 has neither
             getattr(tensor_debug, f"_clear_{cache}_sharding_prop_cache", lambda: None)()
 
 
@@ -73,7 +77,13 @@ def test_tensor_parallel_under_fully_shard(style: Any, sizes: tuple[int, ...], n
                 fully_shard(model, mesh=mesh["rep", "dp"] if "rep" in names else mesh["dp"])
                 for name, p in model[0].named_parameters():
                     region = region_of(name, p)
-                    assert indices(region) == p._local_tensor.flatten().tolist(), (name, rows, columns, rank, p.placements)
+                    assert indices(region) == p._local_tensor.flatten().tolist(), (
+                        name,
+                        rows,
+                        columns,
+                        rank,
+                        p.placements,
+                    )
                     for dim, placement in enumerate(
                         p.placements
                     ):  # not replicas_of(): torch keeps meshes, whose fake groups are gone, between ranks
@@ -100,13 +110,20 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
         mesh = DeviceMesh("cpu", [0, 1])
         for shape in [(4, 2), ()]:
             tensor = DTensor.from_local(
-                torch.empty(0), mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=counted(*shape).stride()
+                torch.empty(0),
+                mesh,
+                [Replicate()],
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=counted(*shape).stride(),
             )
             assert region_of("t", tensor).size == 0
             assert replicas_of(tensor) == ()
 
 
-def _stub(placements: list[Any], shape: tuple[int, ...], local: tuple[int, ...], counts: tuple[int, ...] = (2, 2)) -> Any:
+def _stub(
+    placements: list[Any], shape: tuple[int, ...], local: tuple[int, ...], counts: tuple[int, ...] = (2, 2)
+) -> Any:
     mesh = SimpleNamespace(size=lambda dim: counts[dim], get_coordinate=lambda: [0] * len(counts))
     return SimpleNamespace(device_mesh=mesh, placements=placements, shape=shape, _local_tensor=torch.empty(local))
 
@@ -132,7 +149,10 @@ def test_data_parallelism_over_two_dimensions_of_a_mesh_cuts_what_tensor_paralle
     ("tensor", "says"),
     [
         (_stub([Partial(), Replicate()], (4,), (4,)), r"'w' has a partial placement"),
-        (_stub([_StridedShard(0, split_factor=2), Shard(1)], (4, 4), (2, 2)), r"'w' has a strided shard of dimension 0 whose split factor"),
+        (
+            _stub([_StridedShard(0, split_factor=2), Shard(1)], (4, 4), (2, 2)),
+            r"'w' has a strided shard of dimension 0 whose split factor",
+        ),
         (_stub([Shard(0), Shard(1)], (4, 4), (2, 3)), r"'w' holds \[2, 3\] here, 6 elements"),
         (_stub([Shard(0), Replicate()], (4, 4), (4, 2)), r"'w' holds \[4, 2\] here, 8 elements"),
     ],

@@ -31,7 +31,9 @@ class Tied(nn.Module):
 
 def _mlp() -> nn.Module:
     """Rows 7, 5, 3, 1: uneven on 2 to 4 ranks, and empty on some."""
-    return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 1))
+    return nn.Sequential(
+        nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 1)
+    )
 
 
 def _conv() -> nn.Module:
@@ -75,7 +77,11 @@ def _units(model: nn.Module) -> Iterator[str]:
 def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Module, int], nn.Module]:
     def apply(model: nn.Module, world: int) -> nn.Module:
         frozen = {p.requires_grad for p in model.parameters()} != {True}
-        options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy}
+        options: dict[str, Any] = {
+            "device_id": torch.device("cpu"),
+            "use_orig_params": use_orig_params,
+            "sharding_strategy": strategy,
+        }
         if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
             options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
         units = (

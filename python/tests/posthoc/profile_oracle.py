@@ -1,5 +1,5 @@
-"""Profiles of averages and their least squares, written from EDM2 (Karras et al., arXiv 2312.02696) and from what an average is, with dense
-matrices: what shardow.posthoc is held against. Knows none of our code."""
+"""Profiles of averages and their least squares, written from EDM2 (Karras et al., arXiv 2312.02696) and from what an
+average is, with dense matrices: what shardow.posthoc is held against. Knows none of our code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def power_decay(sigma_rel: float) -> Callable[[int], float]:
 
 
 def profile(decays: Mapping[int, float], steps: int) -> Vector:
-    """Of an average that was updated at the steps of ``decays``: the share of the weights of step 0, 1, ..., ``steps`` in it."""
+    """Of an average that was updated at the steps of ``decays``: the share of the weights of step 0, 1, ..., ``steps``
+    in it.
+    """
     shares = np.zeros(steps + 1)
     shares[0] = 1
     for step, decay in sorted(decays.items()):
@@ -37,7 +39,10 @@ def profile(decays: Mapping[int, float], steps: int) -> Vector:
 def composed(decay: Callable[[int], float], updates: Iterable[int]) -> dict[int, float]:
     """Updates that make up for skipped steps: the product of the decays of all steps since the last one."""
     ordered = sorted(updates)
-    return {now: float(np.prod([decay(n) for n in range(before + 1, now + 1)])) for before, now in itertools.pairwise([0, *ordered])}
+    return {
+        now: float(np.prod([decay(n) for n in range(before + 1, now + 1)]))
+        for before, now in itertools.pairwise([0, *ordered])
+    }
 
 
 def nearest(columns: Sequence[Vector], target: Vector) -> Vector:
@@ -58,7 +63,9 @@ def edm2_profile(g: float, t: float, s: Vector) -> Vector:
 
 
 def edm2_product(ga: float, ta: float, gb: float, tb: float) -> float:
-    """Their inner product, as the integral that it is, by Gauss's rule; in s = least x^4, so that no power is steep at 0."""
+    """Their inner product, as the integral that it is, by Gauss's rule; in s = least x^4, so that no power is steep at
+    0.
+    """
     least = min(ta, tb)
     nodes, weights = np.polynomial.legendre.leggauss(200)
     x = (nodes + 1) / 2

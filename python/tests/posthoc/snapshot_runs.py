@@ -44,14 +44,18 @@ def started(decay: Any, **options: Any) -> tuple[Walk, shardow.EMA]:
     return model, shardow.EMA(model, decay=decay, **{"dtype": torch.float64, "stochastic": False, **options})
 
 
-def go_on(model: Walk, ema: shardow.EMA, steps: Iterable[int], directory: Path, every: int, samples: int = 0, **how: Any) -> None:
+def go_on(
+    model: Walk, ema: shardow.EMA, steps: Iterable[int], directory: Path, every: int, samples: int = 0, **how: Any
+) -> None:
     for step in steps:
         put(model, step)
         ema.update(step=step, samples=samples * step)
         ema.snapshot(directory, every, **how)
 
 
-def run(directory: Path, decay: Any, steps: Iterable[int] = range(1, 241), every: int = 30, samples: int = 0, **options: Any) -> None:
+def run(
+    directory: Path, decay: Any, steps: Iterable[int] = range(1, 241), every: int = 30, samples: int = 0, **options: Any
+) -> None:
     go_on(*started(decay, **options), steps, directory, every, samples)
 
 

@@ -1,5 +1,5 @@
-"""Which snapshots are a run's past is known from its state, not guessed from what lies in a directory: after any resumes, what is
-synthesised keeps its promise against an EMA that averaged the very steps that the run took."""
+"""Which snapshots are a run's past is known from its state, not guessed from what lies in a directory: after any
+resumes, what is synthesised keeps its promise against an EMA that averaged the very steps that the run took."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ LATER = pytest.mark.filterwarnings("ignore:.*later steps")
 
 
 class Run:
-    """A run whose weights differ from those of every other attempt; what it is made of is kept for an EMA that tracks it."""
+    """A run whose weights differ from those of every other attempt; what it is made of is kept for an EMA that tracks
+    it.
+    """
 
-    def __init__(self, directory: Path, attempt: int = 0, past: list[torch.Tensor] | None = None, **options: Any) -> None:
+    def __init__(
+        self, directory: Path, attempt: int = 0, past: list[torch.Tensor] | None = None, **options: Any
+    ) -> None:
         self.model, self.ema = runs.started(runs.powers(*TWO), **options)
         self.directory, self.attempt, self.seen = directory, attempt, list(past or [runs.weights(0)])
 
@@ -52,7 +56,9 @@ class Run:
 
     def off(self, step: int | None = None, width: float = 0.08) -> tuple[float, float]:
         """(how far the furthest weight is from the tracked one, what was promised there)."""
-        found = posthoc.synthesize(self.directory, sigma_rel=width, step=step, out=self.directory / "out.safetensors")["plan"]
+        found = posthoc.synthesize(self.directory, sigma_rel=width, step=step, out=self.directory / "out.safetensors")[
+            "plan"
+        ]
         seen = torch.stack(self.seen[: found.step + 1])
         model, ema = runs.started(schedules.power(width))
         for one in seen[1:]:
@@ -72,14 +78,19 @@ def test_the_promise_holds_after_two_resumes(tmp_path: Path) -> None:
     first = Run(tmp_path).to(50)
     state = first.ema.state_dict()
     first.to(100)
-    second = first.resumed(state, 50, 1).to(72, every=100)  # takes none up to 72, where those of the given-up future still lie
+    second = first.resumed(state, 50, 1).to(
+        72, every=100
+    )  # takes none up to 72, where those of the given-up future still lie
     third = second.resumed(second.ema.state_dict(), 72, 2)
     with pytest.warns(RuntimeWarning, match="1 snapshots up to step 60 that are not of this EMA's past"):
         third.to(150, every=25)
     off, promised = third.off()
     assert off <= promised
     found = posthoc.plan(tmp_path, 0.08)
-    assert (found.step, {one.step for one in found.terms}) == (150, {20, 40, 73, 75, 100, 125, 150})  # 73 makes up for 50
+    assert (found.step, {one.step for one in found.terms}) == (
+        150,
+        {20, 40, 73, 75, 100, 125, 150},
+    )  # 73 makes up for 50
     assert [text.partition(":")[0][-3:] for text in found.left_out] == ["060", "080"]
 
 
@@ -134,7 +145,16 @@ def test_by_default_the_run_that_is_present_at_any_step_that_it_reaches(tmp_path
         assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=step).terms} == steps
         off, promised = last.off(step)
         assert off <= promised
-    assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=200).terms} == {20, 40, 80, 100, 140, 160, 180, 200}  # not 60, 120
+    assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=200).terms} == {
+        20,
+        40,
+        80,
+        100,
+        140,
+        160,
+        180,
+        200,
+    }  # not 60, 120
     off, promised = first.off(200)
     assert off <= promised
     assert posthoc.sweep(tmp_path).step == 120
@@ -149,7 +169,10 @@ def test_runs_beside_each_other_are_an_error_that_names_them(tmp_path: Path) -> 
         one.to(51)
     second.to(60)
     third.to(71, every=70)
-    with pytest.raises(ValueError, match=r"2 runs .*: give the step, of one of their last: step 70 \(snapshot-000000070\), step 60 \(snap"):
+    with pytest.raises(
+        ValueError,
+        match=r"2 runs .*: give the step, of one of their last: step 70 \(snapshot-000000070\), step 60 \(snap",
+    ):
         posthoc.plan(tmp_path, 0.08)
     for step, run in ((60, second), (70, third)):
         assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=step).terms} == {20, 40, step}
@@ -176,7 +199,10 @@ def test_two_emas_in_one_directory_are_an_error(tmp_path: Path) -> None:
 def test_a_state_without_a_past_takes_none(tmp_path: Path) -> None:
     first = Run(tmp_path).to(45)
     state = first.ema.state_dict()
-    bare = {**state, "state": json.dumps({key: value for key, value in json.loads(state["state"]).items() if key != "snapshots"})}
+    bare = {
+        **state,
+        "state": json.dumps({key: value for key, value in json.loads(state["state"]).items() if key != "snapshots"}),
+    }
     second = first.resumed(bare, 45, 0)
     with pytest.warns(RuntimeWarning, match="2 snapshots up to step 40 that are not of this EMA's past"):
         second.to(61)
@@ -204,7 +230,9 @@ def test_a_process_between_that_takes_no_snapshots_is_part_of_the_past(tmp_path:
     assert {one.step for one in posthoc.plan(tmp_path, 0.08).terms} == {20, 40, 60, 80}
 
 
-@pytest.mark.parametrize("options", [{"update_every": 3}, {"start_step": 30}, {"update_every": 2, "start_step": 7}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"update_every": 3}, {"start_step": 30}, {"update_every": 2, "start_step": 7}], ids=str
+)
 def test_other_updates_over_a_resume(options: dict[str, int], tmp_path: Path) -> None:
     first = Run(tmp_path, **options).to(47)
     later = Run(tmp_path, 0, first.seen, **options)
@@ -212,7 +240,9 @@ def test_other_updates_over_a_resume(options: dict[str, int], tmp_path: Path) ->
     later.to(121)
     whole = Run(tmp_path / "whole", **options).to(121)
     found, expected = (posthoc.plan(one.directory, 0.08) for one in (later, whole))
-    assert [(one.step, one.coefficient) for one in found.terms] == [(one.step, one.coefficient) for one in expected.terms]
+    assert [(one.step, one.coefficient) for one in found.terms] == [
+        (one.step, one.coefficient) for one in expected.terms
+    ]
     assert (found.residual, found.variation) == (expected.residual, expected.variation)
 
 

@@ -34,7 +34,11 @@ def pretend(directory: Path, updates: int) -> None:
         record["segments"][0] |= {"run": "one", "updates": [[1, 1, updates]]}
         state |= {"step": updates, "updates": updates, "applied_step": updates}
         kept = {key: text for key, text in told.items() if not key.startswith("shardow.crc")}
-        save_file(tensors, where / file.name, {**kept, "shardow.snapshot": json.dumps(record), "shardow.state": json.dumps(state)})
+        save_file(
+            tensors,
+            where / file.name,
+            {**kept, "shardow.snapshot": json.dumps(record), "shardow.state": json.dumps(state)},
+        )
     shutil.rmtree(directory / "short")
 
 
@@ -69,9 +73,16 @@ def test_ctrl_c_ends_it(way: str, tmp_path: Path) -> None:
     pretend(tmp_path, 90_000_000)
     program = f"import sys; from shardow import posthoc; print(flush=True); posthoc.sweep({str(tmp_path / 'long')!r})"
     picture = str(tmp_path / "sweep.svg")
-    command = [sys.executable, "-c", program] if way == "python" else [str(COMMAND), "posthoc", str(tmp_path / "long"), "--sweep", picture]
+    command = (
+        [sys.executable, "-c", program]
+        if way == "python"
+        else [str(COMMAND), "posthoc", str(tmp_path / "long"), "--sweep", picture]
+    )
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout
     if way == "python":

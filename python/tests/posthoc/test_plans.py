@@ -77,7 +77,8 @@ def test_updates_that_skip_steps(tmp_path: Path, steps: Any, options: dict[str, 
         found = {start + n: d for n, d in oracle.composed(oracle.power_decay(sigma_rel), made).items()}
         return {**found, **({start: 0.0} if start else {})}
 
-    check(posthoc.plan(tmp_path, 0.1), {one.key(): decays(s) for s, one in zip((0.06, 0.15), runs.powers(0.06, 0.15), strict=True)},
+    check(posthoc.plan(tmp_path, 0.1), {one.key(): decays(s) for s, one in zip((0.06, 0.15), runs.powers(0.06, 0.15),
+     strict=True)},
           decays(0.1))  # fmt: skip
 
 

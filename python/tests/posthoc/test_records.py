@@ -1,4 +1,6 @@
-"""What a saved state tells of its past: in few bytes, whatever the batches; also where it has no record; never half believed."""
+"""What a saved state tells of its past: in few bytes, whatever the batches; also where it has no record; never half
+believed.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,13 @@ def test_uneven_batches_take_few_bytes_and_lose_nothing(tmp_path: Path) -> None:
     segments = record_in(second[1])["segments"]
     assert [set(one) & {"packed", "updates"} for one in segments] == [{"packed"}, {"packed"}]
     assert len(json.dumps(segments)) < 3000 * 2
-    found, expected = (posthoc.plan(tmp_path / name, schedule=schedules.half_life_in_samples(40_000)) for name in ("parts", "whole"))
+    found, expected = (
+        posthoc.plan(tmp_path / name, schedule=schedules.half_life_in_samples(40_000)) for name in ("parts", "whole")
+    )
     assert found.snapshots == expected.snapshots == 24
-    assert [(one.step, one.coefficient) for one in found.terms] == [(one.step, one.coefficient) for one in expected.terms]
+    assert [(one.step, one.coefficient) for one in found.terms] == [
+        (one.step, one.coefficient) for one in expected.terms
+    ]
     assert (found.residual, found.variation) == (expected.residual, expected.variation)
     tracked = posthoc.plan(tmp_path / "whole", schedule=HALF_LIVES[0])
     assert tracked.residual < 1e-9  # it is among them
@@ -75,8 +81,14 @@ def test_a_state_without_a_record_is_of_the_decays_that_it_had(tmp_path: Path) -
         third.load(tmp_path / way / "again")
         runs.go_on(model, third, range(61, 121), tmp_path / way / "snapshots", 20)
         segments = record_in(third)["segments"]
-        assert [(one["run"] == "", one["updates"]) for one in segments] == [(True, [[1, 1, 60]]), (False, [[61, 1, 60]])]
-        assert [[schedule["decay"] for schedule in one["schedules"].values()] for one in segments] == [[0.9, 0.98], [0.95, 0.99]]
+        assert [(one["run"] == "", one["updates"]) for one in segments] == [
+            (True, [[1, 1, 60]]),
+            (False, [[61, 1, 60]]),
+        ]
+        assert [[schedule["decay"] for schedule in one["schedules"].values()] for one in segments] == [
+            [0.9, 0.98],
+            [0.95, 0.99],
+        ]
         assert [list(one["schedules"]) for one in segments] == [["0.95", "0.99"]] * 2
         assert posthoc.plan(tmp_path / way / "snapshots", schedule=0.95).snapshots == 6
 
@@ -129,7 +141,10 @@ def test_what_is_damaged_or_newer_is_noticed_before_anything_changes(what: str, 
     other.update(samples=5)
     before = held(other)
     error = NotImplementedError if what == "of a later version" else ValueError
-    with pytest.raises(error, match="format 3; this version" if what == "of a later version" else "shardow.snapshot|its record of updates"):
+    with pytest.raises(
+        error,
+        match="format 3; this version" if what == "of a later version" else "shardow.snapshot|its record of updates",
+    ):
         other.load(at)
     state = ema.state_dict()
     text = json.loads(state["state"])

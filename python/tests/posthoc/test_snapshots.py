@@ -42,7 +42,9 @@ def test_what_is_due_is_saved_once(tmp_path: Path) -> None:
         assert ema.snapshot(tmp_path, 10) is None  # of the same step again
     assert runs.steps_there(tmp_path) == [10, 20]
     assert [n for n, one in enumerate(told, 1) if one is not None] == [10, 20]
-    assert told[9]["files"] == [str(tmp_path / "snapshot-000000010" / f"ema-power-sigma_rel={one}.safetensors") for one in TWO]
+    assert told[9]["files"] == [
+        str(tmp_path / "snapshot-000000010" / f"ema-power-sigma_rel={one}.safetensors") for one in TWO
+    ]
 
 
 def test_a_snapshot_is_the_averages_of_its_step(tmp_path: Path) -> None:

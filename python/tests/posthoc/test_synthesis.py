@@ -30,7 +30,12 @@ def tracked(step: int, schedule: shardow.Schedule, dtype: torch.dtype = torch.fl
 def promised(found: posthoc.Plan, out: torch.Tensor, stored: float) -> torch.Tensor:
     """Of each weight: its span in training, its largest average, what float32 or bfloat16 rounds off the output."""
     seen = torch.stack([runs.weights(n) for n in range(found.step + 1)])
-    return found.variation * (seen.amax(0) - seen.amin(0)) + found.rounding * seen.abs().amax(0) + stored * out.abs() + 1e-12
+    return (
+        found.variation * (seen.amax(0) - seen.amin(0))
+        + found.rounding * seen.abs().amax(0)
+        + stored * out.abs()
+        + 1e-12
+    )
 
 
 def weight_in(path: Path) -> torch.Tensor:
@@ -53,7 +58,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("kind", "stored", "own"), [("double", 0.0, 0.0), ("single", 2.0**-24, 4e-7), ("half", 2.0**-24, 4e-7)])
+@pytest.mark.parametrize(
+    ("kind", "stored", "own"), [("double", 0.0, 0.0), ("single", 2.0**-24, 4e-7), ("half", 2.0**-24, 4e-7)]
+)
 def test_the_promise_holds(run: Path, tmp_path: Path, width: float, kind: str, stored: float, own: float) -> None:
     """``own``: of the averages' arithmetic in float32, in parts of the largest weight."""
     report = posthoc.synthesize(run / kind, sigma_rel=width, out=tmp_path / "out.safetensors")
@@ -64,9 +71,13 @@ def test_the_promise_holds(run: Path, tmp_path: Path, width: float, kind: str, s
     assert float(off.max()) > 1e-3 * float(bound.max())  # and it is no idle promise
 
 
-@pytest.mark.parametrize("schedule", [schedules.half_life(30), schedules.warmup(0.97), schedules.mean()], ids=lambda one: one.key())
+@pytest.mark.parametrize(
+    "schedule", [schedules.half_life(30), schedules.warmup(0.97), schedules.mean()], ids=lambda one: one.key()
+)
 @pytest.mark.parametrize("step", [90, 133])
-def test_the_promise_holds_for_any_schedule_at_any_step(run: Path, tmp_path: Path, schedule: shardow.Schedule, step: int) -> None:
+def test_the_promise_holds_for_any_schedule_at_any_step(
+    run: Path, tmp_path: Path, schedule: shardow.Schedule, step: int
+) -> None:
     report = posthoc.synthesize(run / "double", schedule=schedule, step=step, out=tmp_path / "out.safetensors")
     out = weight_in(tmp_path / "out.safetensors")
     assert bool(((out - tracked(step, schedule)).abs() <= promised(report["plan"], out, 0.0)).all())

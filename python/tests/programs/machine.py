@@ -48,7 +48,9 @@ def run(program: Program, lines: tuple[Line, ...], oracle: Oracle, folder: str, 
         try:
             machine.marks = Marks(marks, number)
             machine.do(line)
-            if number % 2 or not any(program.overlap):  # looking at averages ends an update in the background: not after every line
+            if number % 2 or not any(
+                program.overlap
+            ):  # looking at averages ends an update in the background: not after every line
                 machine.check()
         except BaseException as error:
             error.add_note(f"at line {number}, {line!r}, on rank {machine.rank}")
@@ -60,7 +62,13 @@ def run(program: Program, lines: tuple[Line, ...], oracle: Oracle, folder: str, 
 
 class Machine:
     def __init__(self, program: Program, oracle: Oracle, folder: Path, timeout: float) -> None:
-        self.kind, self.overlap, self.oracle, self.folder, self.timeout = program.kind, program.overlap, oracle, folder, timeout
+        self.kind, self.overlap, self.oracle, self.folder, self.timeout = (
+            program.kind,
+            program.overlap,
+            oracle,
+            folder,
+            timeout,
+        )
         self.marks: Marks
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pending: dict[str, Any] = {}
@@ -73,7 +81,9 @@ class Machine:
 
     def average(self, which: int) -> shardow.EMA:
         alike = dist.group.WORLD if self.kind == "plain" and self.world > 1 else None
-        return shardow.EMA(self.model, decay=DECAYS[which], timeout=self.timeout, group=alike, overlap=self.overlap[which])
+        return shardow.EMA(
+            self.model, decay=DECAYS[which], timeout=self.timeout, group=alike, overlap=self.overlap[which]
+        )
 
     def do(self, line: Line) -> None:
         verb, *rest = line
@@ -139,7 +149,12 @@ class Machine:
                     for p in self.model.parameters():
                         p.data = p.data.clone()
                 if body == "misused":
-                    for call in (ema.update, ema.state_dict, self.emas[1 - which].update, lambda: ema.swapped().__enter__()):
+                    for call in (
+                        ema.update,
+                        ema.state_dict,
+                        self.emas[1 - which].update,
+                        lambda: ema.swapped().__enter__(),
+                    ):
                         with refused():
                             call()
                 if raising:
@@ -169,8 +184,8 @@ class Machine:
         self.pending[path] = self.emas[which].async_save(self.folder / path)
 
     def do_killed(self, which: int, path: str, rank: int, delay: float, other: Any) -> None:
-        """A save in which a rank is killed; the others get an error in time. Whoever survived a save that was done by then ends here too.
-        The oracle is left behind."""
+        """A save in which a rank is killed; the others get an error in time. Whoever survived a save that was done by
+        then ends here too. The oracle is left behind."""
         if self.rank == 0:
             torch.save(self.oracle, self.marks.path("oracle"))
         if other:
@@ -240,7 +255,9 @@ class Machine:
         self._taken_over()
 
     def _taken_over(self) -> None:
-        """FSDP1 takes over what was put elsewhere when it gathers next. Until then what needs the weights is refused on all ranks."""
+        """FSDP1 takes over what was put elsewhere when it gathers next. Until then what needs the weights is refused on
+        all ranks.
+        """
         if isinstance(self.model, FullyShardedDataParallel):
             for call in (self.emas[0].distance, self.emas[1].swap_in):
                 with refused():
@@ -249,7 +266,8 @@ class Machine:
                 pass
 
     def do_replace(self) -> None:
-        """A parameter that is another object now: refused, and the way out is a new EMA that loads the old one's state."""
+        """A parameter that is another object now: refused, and the way out is a new EMA that loads the old one's
+        state."""
         layer = next(module for module in self.model.modules() if isinstance(module, torch.nn.Linear))
         layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
         self._taken_over()
@@ -296,5 +314,8 @@ class Machine:
         for name, p in self.model.named_parameters():
             full, here = weights[models._clean(name)], p
             if isinstance(p, DTensor):
-                full, here = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local(), p.to_local()
+                full, here = (
+                    distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local(),
+                    p.to_local(),
+                )
             here.copy_(full)

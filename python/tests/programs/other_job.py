@@ -1,7 +1,8 @@
-"""Another job, which knows nothing of the program's: its own processes, store and model. It saves to the same path, one version after the
-other, until it is told that it is enough, or killed.
+"""Another job, which knows nothing of the program's: its own processes, store and model. It saves to the same path, one
+version after the other, until it is told that it is enough, or killed.
 
-The two jobs see each other's files alone. So that a test can tell them what to do there are marks, empty files in a folder of their own.
+The two jobs see each other's files alone. So that a test can tell them what to do there are marks, empty files in a
+folder of their own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class OtherJobs(threading.Thread):
 
     def __init__(self, lines: tuple[Line, ...], folder: Path, marks: Path) -> None:
         super().__init__(daemon=True)
-        self._wanted = [(number, line[-1]) for number, line in enumerate(lines) if line[0] in ("two jobs", "killed") and line[-1]]
+        self._wanted = [
+            (number, line[-1]) for number, line in enumerate(lines) if line[0] in ("two jobs", "killed") and line[-1]
+        ]
         self._lines, self._folder, self._marks = lines, folder, marks
         self._over = threading.Event()
         self._errors: list[Exception] = []
@@ -87,7 +90,18 @@ class OtherJobs(threading.Thread):
                     return
             try:
                 path = str(self._folder / self._lines[number][2])
-                _jobs.run(2, save, names, seed, dies, path, str(self._marks), number, timeout=_LONGEST, may_die=dies is not None)
+                _jobs.run(
+                    2,
+                    save,
+                    names,
+                    seed,
+                    dies,
+                    path,
+                    str(self._marks),
+                    number,
+                    timeout=_LONGEST,
+                    may_die=dies is not None,
+                )
             except Exception as error:
                 self._errors.append(error)
             marks.make("over")
@@ -127,4 +141,6 @@ def _told(enough: bool) -> bool:
 
 def _set(model: Any, weights: Tensors) -> None:
     for name, p in model.named_parameters():
-        p.to_local().detach().copy_(distribute_tensor(weights[name], p.device_mesh, p.placements, src_data_rank=None).to_local())
+        p.to_local().detach().copy_(
+            distribute_tensor(weights[name], p.device_mesh, p.placements, src_data_rank=None).to_local()
+        )

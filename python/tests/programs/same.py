@@ -23,6 +23,8 @@ def refused() -> Iterator[None]:
 def same(found: Tensors, wanted: Tensors, what: str) -> None:
     assert sorted(found) == sorted(wanted), (what, sorted(found), sorted(wanted))
     wrong = [
-        name for name in wanted if not torch.equal(found[name].contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8))
+        name
+        for name in wanted
+        if not torch.equal(found[name].contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8))
     ]
     assert not wrong, f"{what}: {wrong} differ"

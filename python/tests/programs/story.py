@@ -1,5 +1,5 @@
-"""Random programs over the public verbs, and what must be true at each of their lines: a plain oracle of full tensors that knows neither
-ranks nor files."""
+"""Random programs over the public verbs, and what must be true at each of their lines: a plain oracle of full tensors
+that knows neither ranks nor files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ DELAYS = (0.0, 0.002, 0.005, 0.01, 0.03)  # seconds after which a rank is killed
 
 @dataclass(frozen=True)
 class Program:
-    """``parts``: each runs on its own number of ranks, with a new model and new EMAs, and begins with what a file has kept.
+    """``parts``: each runs on its own number of ranks, with a new model and new EMAs, and begins with what a file has
+    kept.
 
     A part that ends in a line "killed" ends so. ``overlap``: which of the EMAs average in the background.
     """
@@ -56,10 +57,18 @@ def draw(seed: int) -> Program:
 
 
 def _two_jobs(rng: random.Random, dies: bool) -> Line:
-    """What this job does on the path meanwhile; and the other one: its names, its seed, and which of its ranks dies when."""
+    """What this job does on the path meanwhile; and the other one: its names, its seed, and which of its ranks dies
+    when.
+    """
     death = (rng.randrange(2), rng.choice(DELAYS)) if dies else None
     mine = tuple(rng.choice(("save", "save", "load", "read")) for _ in range(rng.randint(1, 5)))
-    return "two jobs", rng.randrange(2), rng.choice(PATHS), mine, (rng.choice(("same", "same", "other")), rng.randrange(1 << 16), death)
+    return (
+        "two jobs",
+        rng.randrange(2),
+        rng.choice(PATHS),
+        mine,
+        (rng.choice(("same", "same", "other")), rng.randrange(1 << 16), death),
+    )
 
 
 def _line(rng: random.Random) -> Line:

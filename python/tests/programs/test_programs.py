@@ -35,7 +35,9 @@ def run(program: Program) -> None:
             killed = bool(lines) and lines[-1][0] == "killed"
             others = OtherJobs(lines, files, marks)
             try:
-                answers = ranks.run(world, machine.run, program, lines, oracle, str(files), str(marks), timeout=90, may_die=killed)
+                answers = ranks.run(
+                    world, machine.run, program, lines, oracle, str(files), str(marks), timeout=90, may_die=killed
+                )
             finally:
                 for at in range(len(lines)):
                     Marks(marks, at).make("enough")
@@ -95,5 +97,6 @@ def test_a_random_program_does_what_the_oracle_does(seed: int) -> None:
     if error is not None:
         least, attempts = shortest(program)
         pytest.fail(
-            f"seed {seed}; after {attempts} attempts to shorten it this is left:\n{least}\n\n{failure(least) or error}", pytrace=False
+            f"seed {seed}; after {attempts} attempts to shorten it this is left:\n{least}\n\n{failure(least) or error}",
+            pytrace=False,
         )

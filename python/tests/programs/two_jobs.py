@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class TwoJobs:
-    """Whoever looks finds one job's version, whole; in the end the last one of either, or any of a job that was killed."""
+    """Whoever looks finds one job's version, whole; in the end the last one of either, or any of a job that was
+    killed."""
 
     def __init__(self, machine: Machine, which: int, path: str, other: tuple[str, int, Any]) -> None:
         self._machine, self._which, self._name, self._path = machine, which, path, machine.folder / path

@@ -36,7 +36,9 @@ def test_a_tensor_of_several_blocks_arrives_whole() -> None:
 
 
 def carried() -> list[str]:
-    """What is asked of a group that moves no tensors of the CPU, and what it is given. (The one at hand moves none else.)"""
+    """What is asked of a group that moves no tensors of the CPU, and what it is given. (The one at hand moves none
+    else.)
+    """
     alone = dist.new_group(backend="cuda:gloo")
     asked = [str(carrier(alone, torch.device(device))) for device in ("cpu", "cuda:1")]
     with pytest.MonkeyPatch.context() as patch:
@@ -44,7 +46,9 @@ def carried() -> list[str]:
         for module in (gather, team):
             patch.setattr(module, "carrier", lambda group, device: (went.append(str(device)), device)[1])
         gathered()
-        Team(dist.group.WORLD, 60.0).broadcast(torch.ones(2) if dist.get_rank() == 0 else None, [2], torch.float32, torch.device("cpu"))
+        Team(dist.group.WORLD, 60.0).broadcast(
+            torch.ones(2) if dist.get_rank() == 0 else None, [2], torch.float32, torch.device("cpu")
+        )
     return [*asked, *went]
 
 
@@ -56,7 +60,9 @@ def test_what_a_group_cannot_move_goes_through_its_device() -> None:
 COLUMNS = _core.Region.grid([6, 8], [[(1, 6)], [(0, 2), (5, 8)]])
 
 
-@pytest.mark.parametrize("region", [COLUMNS, COLUMNS.window(3, 17), COLUMNS.window(4, 4), _core.Region.whole([6, 8])], ids=str)
+@pytest.mark.parametrize(
+    "region", [COLUMNS, COLUMNS.window(3, 17), COLUMNS.window(4, 4), _core.Region.whole([6, 8])], ids=str
+)
 @pytest.mark.parametrize("turn", [lambda t: t, lambda t: t.t().contiguous().t()], ids=["rows", "columns"])
 def test_what_is_taken_out_of_a_tensor_is_placed_back_where_it_was(region: _core.Region, turn: Any) -> None:
     full = turn(torch.arange(48.0).view(6, 8))

@@ -61,7 +61,11 @@ def test_where_signals_are_held_the_rank_goes_on_too_and_else_it_ends_the_next_r
     if not held:
         assert zero == [first, "PeerFailedError", in_step]
         assert one == ["KeyboardInterrupt", in_step]
-    elif one == [first, "KeyboardInterrupt", in_step]:  # it had to wait for rank 0 in the next round, and was interrupted there
+    elif one == [
+        first,
+        "KeyboardInterrupt",
+        in_step,
+    ]:  # it had to wait for rank 0 in the next round, and was interrupted there
         assert zero == [first, "PeerFailedError", in_step]
     else:
         assert zero == [first, second, in_step]
@@ -81,7 +85,9 @@ def interrupted_before_the_other_reads() -> list[Any]:
     if dist.get_rank() == 0:
         rounds.Rounds.everybody = read_late  # type: ignore[method-assign]
         return [group.all_gather(b"zero", TIMEOUT), *_until_in_step(group)]
-    while not gate.check([f"{group._prefix}/0/lane/0"]):  # rank 0 is first: this one gives the verdict, and has written the words
+    while not gate.check(
+        [f"{group._prefix}/0/lane/0"]
+    ):  # rank 0 is first: this one gives the verdict, and has written the words
         time.sleep(0.01)
     interrupt_when_over()
     with pytest.raises(KeyboardInterrupt):
@@ -103,7 +109,9 @@ def test_words_stay_until_the_others_have_read_them() -> None:
 
 
 def left_without_a_verdict() -> list[Any]:
-    """Rank 1 has told its words when its store does not answer any more, so that it leaves; rank 0 comes then, and finds all it needs."""
+    """Rank 1 has told its words when its store does not answer any more, so that it leaves; rank 0 comes then, and
+    finds all it needs.
+    """
     group, wait_long = store_group.store_group(dist.group.WORLD), rounds.Rounds._wait_long
     gate, inside, answers = store_group._connection(), store_group._connection(), []
 
@@ -119,7 +127,11 @@ def left_without_a_verdict() -> list[Any]:
     for number in range(3):
         group.begin("a call", TIMEOUT)
         try:
-            answers.append(group.all_gather(b"%d of %d" % (number, dist.get_rank()), TIMEOUT if dist.get_rank() == 0 or number else 0.1))
+            answers.append(
+                group.all_gather(
+                    b"%d of %d" % (number, dist.get_rank()), TIMEOUT if dist.get_rank() == 0 or number else 0.1
+                )
+            )
         except shardow.Error as error:
             answers.append(str(error))
         if number == 0:

@@ -15,7 +15,9 @@ TENSORS, SIZE = 20_000, 40
 
 def rows(rank: int, size: int, tensors: int, data: int = 64) -> list[_core.TensorView]:
     """Of each of ``size`` ranks, of tensors of three shapes."""
-    regions = [_core.Region.grid([n, 8], [[(n * rank // size, n * (rank + 1) // size)], [(0, 8)]]) for n in (400, 80, 1200)]
+    regions = [
+        _core.Region.grid([n, 8], [[(n * rank // size, n * (rank + 1) // size)], [(0, 8)]]) for n in (400, 80, 1200)
+    ]
     return [_core.TensorView(f"layers.{i}.weight", "F32", regions[i % 3], data) for i in range(tensors)]
 
 

@@ -42,7 +42,11 @@ def long_texts() -> bool:
 
 def reductions() -> bool:
     group, rank = store_group.store_group(dist.group.WORLD), dist.get_rank()
-    for op, expected in [("sum", [3, 2**64 - 1 + 3 - 2**64]), ("max", [2, 2**64 - 1]), ("xor", [3, (2**64 - 1) ^ 1 ^ 2])]:
+    for op, expected in [
+        ("sum", [3, 2**64 - 1 + 3 - 2**64]),
+        ("max", [2, 2**64 - 1]),
+        ("xor", [3, (2**64 - 1) ^ 1 ^ 2]),
+    ]:
         values = np.array([rank, 2**64 - 1 if rank == 0 else rank], dtype=np.uint64)
         group.all_reduce(memoryview(values), op, 60)  # type: ignore[arg-type]
         assert values.tolist() == expected, op
@@ -60,7 +64,9 @@ def long_reductions() -> bool:
         return decide(mine, *rest)
 
     group.decide = counted  # type: ignore[method-assign]
-    everybody = np.arange(5000, dtype=np.uint64) * np.array([[2**60 + 7 * one + 1] for one in range(size)], dtype=np.uint64)
+    everybody = np.arange(5000, dtype=np.uint64) * np.array(
+        [[2**60 + 7 * one + 1] for one in range(size)], dtype=np.uint64
+    )
     for op, combine in [("sum", np.add), ("max", np.maximum), ("xor", np.bitwise_xor)]:
         for moves_blocks in (True, False):
             group.moves_blocks = moves_blocks
@@ -77,7 +83,9 @@ def a_block_that_fails(interrupted: bool) -> list[Any]:
     if rank == 2:
 
         def send(data: memoryview, to: int, seconds: float) -> None:
-            raise KeyboardInterrupt if interrupted else shardow.errors.make("peer_failed", "rank 2 has no way to rank 0")
+            raise (
+                KeyboardInterrupt if interrupted else shardow.errors.make("peer_failed", "rank 2 has no way to rank 0")
+            )
 
         group.send = send  # type: ignore[method-assign]
     values = np.full(1000, rank, dtype=np.uint64)
@@ -143,7 +151,14 @@ def two_channels_at_once() -> bool:
 
 @pytest.mark.parametrize(
     ("case", "world"),
-    [(long_texts, 3), (reductions, 3), (long_reductions, 1), (long_reductions, 5), (blocks_and_broadcasts, 3), (two_channels_at_once, 2)],
+    [
+        (long_texts, 3),
+        (reductions, 3),
+        (long_reductions, 1),
+        (long_reductions, 5),
+        (blocks_and_broadcasts, 3),
+        (two_channels_at_once, 2),
+    ],
 )
 def test_does_what_a_group_does(case: object, world: int) -> None:
     assert ranks.run(world, case) == [True] * world  # type: ignore[arg-type]

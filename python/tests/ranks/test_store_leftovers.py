@@ -1,4 +1,5 @@
-"""What rounds leave behind in the store and on its connections, also where they fail or somebody leaves them: nothing."""
+"""What rounds leave behind in the store and on its connections, also where they fail or somebody leaves them:
+nothing."""
 
 from __future__ import annotations
 

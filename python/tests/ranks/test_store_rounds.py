@@ -46,7 +46,9 @@ def test_a_failure_is_everybodys_and_costs_the_others_no_more(size: int) -> None
         bad = {size - 1, size // 2}
         for group in groups:
             group.store.forget()
-        answers, _ = on_all(groups, lambda group: agree(group, lambda: failing("no disk") if group.rank in bad else None))
+        answers, _ = on_all(
+            groups, lambda group: agree(group, lambda: failing("no disk") if group.rank in bad else None)
+        )
         first = min(bad)
         for rank, answer in enumerate(answers):
             assert isinstance(answer, OSError), answer
@@ -70,7 +72,9 @@ def gathered(size: int, words: Callable[[int], bytes]) -> None:
         for _ in range(2):
             assert on_all(groups, lambda group: group.all_gather(words(group.rank), TIMEOUT))[0] == [expected] * size
             answers, _ = on_all(groups, lambda group: group.decide(words(group.rank), joined, TIMEOUT))
-            assert answers == [(b";".join(expected), b"for " + one) if any(expected) else (b"", b"") for one in expected]
+            assert answers == [
+                (b";".join(expected), b"for " + one) if any(expected) else (b"", b"") for one in expected
+            ]
             assert on_all(groups, agree)[0] == [None] * size
 
 
@@ -103,7 +107,11 @@ def test_calls_that_differ_are_told_apart_on_all_ranks_at_once() -> None:
 
         with emulated(40) as groups:
             answers, seconds = on_all(groups, call)
-            other = "rank 1 calls save() where rank 0 calls load()" if odd == 0 else f"rank {odd} calls load() where rank 0 calls save()"
+            other = (
+                "rank 1 calls save() where rank 0 calls load()"
+                if odd == 0
+                else f"rank {odd} calls load() where rank 0 calls save()"
+            )
             assert all(isinstance(one, ValueError) and other in str(one) for one in answers), answers[:3]
             assert seconds < TIMEOUT / 4
             assert on_all(groups, agree)[0] == [None] * 40
@@ -117,7 +125,9 @@ def test_missing_ranks_are_named_cost_one_timeout_and_meet_the_verdict_when_they
             group.begin("call()", 1.0)
         answers, seconds = on_all(there, lambda group: agree(group, timeout=1.0))
         named = f"rank(s) {missing}" if len(missing) < 32 else f"rank(s) {missing[:32]} and 7 more"
-        assert all(isinstance(one, TimeoutError) and f"{named} did not take part within 1 s" in str(one) for one in answers), answers[0]
+        assert all(
+            isinstance(one, TimeoutError) and f"{named} did not take part within 1 s" in str(one) for one in answers
+        ), answers[0]
         assert seconds < 2.5
         late, seconds = on_all([groups[rank] for rank in missing], agree)
         assert all(isinstance(one, TimeoutError) for one in late)

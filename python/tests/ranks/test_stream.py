@@ -1,5 +1,5 @@
-"""What rank 0 sends: the same messages as the engine cuts, and few tensors of a lazy source at a time, at a cost that many small ones don't
-raise."""
+"""What rank 0 sends: the same messages as the engine cuts, and few tensors of a lazy source at a time, at a cost that
+many small ones don't raise."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ DEADLINE = 3.0
 
 
 def host_stands_still(pid: int, port: int, path: str) -> tuple[list[Outcome], Outcome]:
-    """Calls while the store's host is stopped: before they begin, then while two of three ranks wait; and one after it goes on."""
+    """Calls while the store's host is stopped: before they begin, then while two of three ranks wait; and one after it
+    goes on.
+    """
     own, rank, stopped = store_group._connection, dist.get_rank(), []
     store_group._connection = lambda: dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
@@ -64,7 +66,9 @@ def test_the_deadline_holds_where_the_host_of_the_store_stands_still(host: tuple
 
 
 def host_stops_inside_a_swap(pid: int, port: int) -> tuple[Outcome, bool]:
-    """Replicas whose store's host is stopped while their averages are in the model: how leaving ended, and whether the weights are back."""
+    """Replicas whose store's host is stopped while their averages are in the model: how leaving ended, and whether the
+    weights are back.
+    """
     own, rank = store_group._connection, dist.get_rank()
     store_group._connection = lambda: dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
@@ -160,7 +164,9 @@ def test_what_is_left_behind_is_in_nobodys_way() -> None:
 
 
 def late(seconds: float) -> list[object]:
-    """Rank 1 comes late to what ranks tell each other of their pieces, when all have begun: rank 0 is interrupted, then waits in vain."""
+    """Rank 1 comes late to what ranks tell each other of their pieces, when all have begun: rank 0 is interrupted, then
+    waits in vain.
+    """
     rank, plan = dist.get_rank(), Gatherer._plan
     model, target = models.build("fsdp2", dist.get_world_size()), models.build("fsdp2", dist.get_world_size())
     ema = shardow.EMA(model, 0.9, timeout=seconds)

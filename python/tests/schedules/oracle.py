@@ -2,7 +2,8 @@
 
 Written from docs/schedules.md and the papers and projects that it names.
 
-decay(kind, numbers, n) is that of step n, the first being 1; one update over several steps multiplies theirs. Slow and plain.
+decay(kind, numbers, n) is that of step n, the first being 1; one update over several steps multiplies theirs. Slow and
+plain.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ def ramp(n: int, steps: float) -> float:
 def edm2_gamma(sigma: float) -> float:
     """EDM2, algorithm 2: the largest real root of sigma^2 (g + 2)^2 (g + 3) = g + 1."""
     t = sigma**-2
-    return float(max(root.real for root in mpmath.polyroots([1, 7, 16 - t, 12 - t], maxsteps=200, extraprec=200) if abs(root.imag) < 1e-9))
+    return float(
+        max(
+            root.real
+            for root in mpmath.polyroots([1, 7, 16 - t, 12 - t], maxsteps=200, extraprec=200)
+            if abs(root.imag) < 1e-9
+        )
+    )
 
 
 def decay(kind: str, x: Numbers, n: int) -> float:
@@ -42,7 +49,9 @@ def decay(kind: str, x: Numbers, n: int) -> float:
         case "half_life_fraction":
             return float(2 ** (-1 / min(x.get("max_steps", math.inf), x["fraction"] * n)))
         case "inverse_gamma":
-            return min(x["max_decay"], max(x["min_decay"], warm(max(0.0, n - 1 - x["start"]), x["inv_gamma"], x["power"])))
+            return min(
+                x["max_decay"], max(x["min_decay"], warm(max(0.0, n - 1 - x["start"]), x["inv_gamma"], x["power"]))
+            )
         case "warmup":
             return min(x["decay"], (1 + n) / (10 + n))
         case "tf_warmup":
@@ -50,13 +59,22 @@ def decay(kind: str, x: Numbers, n: int) -> float:
         case "timm":
             if m <= 0:
                 return 0.0
-            return max(x["min_decay"], min(x["decay"], warm(m, x["gamma"], x["power"]))) if x["use_warmup"] else x["decay"]
+            return (
+                max(x["min_decay"], min(x["decay"], warm(m, x["gamma"], x["power"]))) if x["use_warmup"] else x["decay"]
+            )
         case "diffusers":
             if m <= 0:
                 return 0.0
-            return max(x["min_decay"], min(x["decay"], warm(m, x["inv_gamma"], x["power"]) if x["use_ema_warmup"] else (1 + m) / (10 + m)))
+            return max(
+                x["min_decay"],
+                min(x["decay"], warm(m, x["inv_gamma"], x["power"]) if x["use_ema_warmup"] else (1 + m) / (10 + m)),
+            )
         case "dist_ema":
-            return max(x["min_decay"], min(x["decay"], warm(max(0.0, m - 1), x["inv_gamma"], x["power"]))) if x["warmup"] else x["decay"]
+            return (
+                max(x["min_decay"], min(x["decay"], warm(max(0.0, m - 1), x["inv_gamma"], x["power"])))
+                if x["warmup"]
+                else x["decay"]
+            )
         case "ema_pytorch":
             return 0.0 if m <= 0 else min(x["beta"], max(x["min_value"], warm(m, x["inv_gamma"], x["power"])))
         case "linear":

@@ -1,4 +1,6 @@
-"""Any schedule, start_step, update_every, skipped steps and resumes: the averages are those of the formulas, within what rounding costs."""
+"""Any schedule, start_step, update_every, skipped steps and resumes: the averages are those of the formulas, within
+what rounding costs.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,22 @@ KINDS: dict[str, dict[str, st.SearchStrategy[float]]] = {
     "half_life": {"steps": positive},
     "half_life_in_samples": {"samples": positive},
     "half_life_fraction": {"fraction": positive, "max_steps": positive},
-    "inverse_gamma": {"inv_gamma": positive, "power": powers, "min_decay": decays, "max_decay": decays, "start": counts},
+    "inverse_gamma": {"inv_gamma": positive, "power": powers, "min_decay": decays, "max_decay": decays,
+     "start": counts},
     "warmup": {"decay": decays},
     "tf_warmup": {"decay": decays},
-    "timm": {"decay": decays, "min_decay": decays, "update_after_step": counts, "use_warmup": flags, "gamma": positive, "power": powers},
+    "timm": {"decay": decays, "min_decay": decays, "update_after_step": counts, "use_warmup": flags, "gamma": positive,
+     "power": powers},
     "dist_ema": {
-        "decay": decays, "warmup": flags, "power": powers, "min_decay": decays, "inv_gamma": positive, "update_after_step": counts,
+        "decay": decays, "warmup": flags, "power": powers, "min_decay": decays, "inv_gamma": positive,
+        "update_after_step": counts,
     },
     "diffusers": {
-        "decay": decays, "min_decay": decays, "update_after_step": counts, "use_ema_warmup": flags, "inv_gamma": positive, "power": powers,
+        "decay": decays, "min_decay": decays, "update_after_step": counts, "use_ema_warmup": flags,
+        "inv_gamma": positive, "power": powers,
     },
-    "ema_pytorch": {"beta": decays, "update_after_step": counts, "inv_gamma": positive, "power": powers, "min_value": decays},
+    "ema_pytorch": {"beta": decays, "update_after_step": counts, "inv_gamma": positive, "power": powers,
+     "min_value": decays},
     "linear": {"from": decays, "to": decays, "steps": st.integers(1, 200).map(float)},
     "cosine": {"from": decays, "to": decays, "steps": st.integers(1, 200).map(float)},
     "mean": {},
@@ -51,7 +58,9 @@ KINDS: dict[str, dict[str, st.SearchStrategy[float]]] = {
     "window": {"first": st.integers(1, 40).map(float), "last": st.integers(40, 80).map(float)},
 }  # fmt: skip
 
-schedules = st.sampled_from(sorted(KINDS)).flatmap(lambda kind: st.tuples(st.just(kind), st.fixed_dictionaries(KINDS[kind])))
+schedules = st.sampled_from(sorted(KINDS)).flatmap(
+    lambda kind: st.tuples(st.just(kind), st.fixed_dictionaries(KINDS[kind]))
+)
 #: (steps since the last call, is the run killed and resumed after it?)
 calls = st.tuples(st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 300)), st.booleans())
 
@@ -67,10 +76,16 @@ def of(ema: shardow.EMA, k: int) -> float:
 
 
 def test_every_kind_is_here_in_the_docs_and_public() -> None:
-    made = {name for name, one in vars(shardow.schedules).items() if inspect.isfunction(one) and one.__module__ == "shardow.schedules"}
+    made = {
+        name
+        for name, one in vars(shardow.schedules).items()
+        if inspect.isfunction(one) and one.__module__ == "shardow.schedules"
+    }
     page = Path(__file__).parents[3].joinpath("docs", "schedules.md").read_text()
     assert {name for name in made if name[0] != "_"} == set(shardow.schedules.__all__)
-    assert set(re.findall(r"^\| `(\w+)\(", page, re.M)) == set(shardow.schedules.__all__) - {"as_schedules"} == set(KINDS)
+    assert (
+        set(re.findall(r"^\| `(\w+)\(", page, re.M)) == set(shardow.schedules.__all__) - {"as_schedules"} == set(KINDS)
+    )
 
 
 @given(
@@ -81,7 +96,12 @@ def test_every_kind_is_here_in_the_docs_and_public() -> None:
     st.sampled_from([(torch.float64, "auto"), (torch.float32, "auto"), (torch.float32, True), (torch.float32, False)]),
     st.integers(0, 2**32),
 )
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=not os.environ.get("SHARDOW_ALL"), suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=not os.environ.get("SHARDOW_ALL"),
+    suppress_health_check=list(HealthCheck),
+)
 def test_averages_are_those_of_the_formulas(
     chosen: list[tuple[str, Numbers]],
     start_step: int,

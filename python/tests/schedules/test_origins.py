@@ -18,14 +18,17 @@ STEPS = 10_000
 
 GRID: dict[str, list[dict[str, Any]]] = {
     "timm": [
-        {"decay": 0.9998}, {"decay": 0.999, "update_after_step": 7}, {"decay": 0.999, "use_warmup": True, "min_decay": 0.1},
+        {"decay": 0.9998}, {"decay": 0.999, "update_after_step": 7},
+        {"decay": 0.999, "use_warmup": True, "min_decay": 0.1},
         {"decay": 0.99, "use_warmup": True, "gamma": 25.0, "power": 0.75, "update_after_step": 100},
     ],
     "diffusers": [
-        {"decay": 0.9999}, {"decay": 0.99, "min_decay": 0.3, "update_after_step": 3}, {"decay": 0.9999, "use_ema_warmup": True},
+        {"decay": 0.9999}, {"decay": 0.99, "min_decay": 0.3, "update_after_step": 3},
+        {"decay": 0.9999, "use_ema_warmup": True},
         {"decay": 0.999, "use_ema_warmup": True, "inv_gamma": 2.0, "power": 0.75, "update_after_step": 50},
     ],
-    "inverse_gamma": [{}, {"power": 2 / 3, "max_decay": 0.999}, {"inv_gamma": 3.0, "power": 0.75, "min_decay": 0.2, "start": 11}],
+    "inverse_gamma": [{}, {"power": 2 / 3, "max_decay": 0.999}, {"inv_gamma": 3.0, "power": 0.75, "min_decay": 0.2,
+     "start": 11}],
     "dist_ema": [
         {"decay": 0.999}, {"decay": 0.999, "warmup": True},
         {"decay": 0.9, "warmup": True, "power": 0.7, "min_decay": 0.1, "inv_gamma": 2.0, "update_after_step": 9},
@@ -80,7 +83,12 @@ def inverse_gamma(
 
 
 def dist_ema(
-    decay: float, warmup: bool = False, power: float = 2 / 3, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0
+    decay: float,
+    warmup: bool = False,
+    power: float = 2 / 3,
+    min_decay: float = 0.0,
+    inv_gamma: float = 1.0,
+    update_after_step: int = 0,
 ) -> Callable[[int], float]:
     """Not on PyPI: its rule, restated. It counts a step after using it."""
 
@@ -131,7 +139,8 @@ def mean() -> Callable[[int], float]:
 
 
 ORIGINS: dict[str, Callable[..., Callable[[int], float]]] = {
-    "timm": timm, "diffusers": diffusers, "inverse_gamma": inverse_gamma, "dist_ema": dist_ema, "ema_pytorch": ema_pytorch,
+    "timm": timm, "diffusers": diffusers, "inverse_gamma": inverse_gamma, "dist_ema": dist_ema,
+    "ema_pytorch": ema_pytorch,
     "warmup": warmup, "mean": mean,
 }  # fmt: skip
 
@@ -140,7 +149,9 @@ BOUNDS = {"ema_pytorch": 2.0**-23, "warmup": 2.0**-52, "mean": 2.0**-52}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(kind, options) for kind, grid in GRID.items() for options in grid], ids=lambda value: str(value)
+    ("kind", "options"),
+    [(kind, options) for kind, grid in GRID.items() for options in grid],
+    ids=lambda value: str(value),
 )
 def test_equals_its_origin_step_by_step(kind: str, options: dict[str, Any]) -> None:
     ours, origin = getattr(schedules, kind)(**options), ORIGINS[kind](**options)
@@ -156,7 +167,9 @@ def test_equals_its_origin_step_by_step(kind: str, options: dict[str, Any]) -> N
 
 def test_tensorflow_warmup_is_the_documented_formula() -> None:
     ours = schedules.tf_warmup(0.999)
-    assert [ours.factors(n, n - 1)[0] for n in range(1, STEPS + 1)] == [min(0.999, (1 + g) / (10 + g)) for g in range(STEPS)]
+    assert [ours.factors(n, n - 1)[0] for n in range(1, STEPS + 1)] == [
+        min(0.999, (1 + g) / (10 + g)) for g in range(STEPS)
+    ]
 
 
 def test_edm2_profiles() -> None:
@@ -204,7 +217,8 @@ def test_half_life_in_samples_ignores_the_batch_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in schedules.__all__ if kind not in ("as_schedules", "mean", "window", "half_life_in_samples")]
+    "kind",
+    [kind for kind in schedules.__all__ if kind not in ("as_schedules", "mean", "window", "half_life_in_samples")],
 )
 def test_every_kth_step_multiplies_the_decays(kind: str) -> None:
     numbers = {

@@ -29,10 +29,13 @@ def good_state() -> dict[str, torch.Tensor]:
 
 
 def on_meta() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Sharded without memory, with tied weights, a table, a counter, and an optimizer that knew the parameters before."""
+    """Sharded without memory, with tied weights, a table, a counter, and an optimizer that knew the parameters
+    before."""
     with shardow.meta_init():
         model = test_meta.Model()
-    optimizer = torch.optim.AdamW([{"params": list(model.layers.parameters())}, {"params": [model.embed.weight], "lr": 0.5}])
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.layers.parameters())}, {"params": [model.embed.weight], "lr": 0.5}]
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in [*model.layers, model]:
         fully_shard(unit, mesh=mesh)
@@ -55,16 +58,28 @@ def told_by(call: Callable[[], object], unchanged: Callable[[], object]) -> Told
 def standing(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
     """Which tensors are on meta, which are one, whose values there are, and the optimizer's objects."""
     everything = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    values = {name: getattr(tensor, "_local_tensor", tensor).tolist() for name, tensor in everything if not tensor.is_meta}
+    values = {
+        name: getattr(tensor, "_local_tensor", tensor).tolist() for name, tensor in everything if not tensor.is_meta
+    }
     bound = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
-    return [{name for name, tensor in everything if tensor.is_meta}, model.head.weight is model.embed.weight, values, bound]
+    return [
+        {name for name, tensor in everything if tensor.is_meta},
+        model.head.weight is model.embed.weight,
+        values,
+        bound,
+    ]
 
 
 def is_good(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    state = {name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)() for name, tensor in model.state_dict().items()}
+    state = {
+        name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()
+        for name, tensor in model.state_dict().items()
+    }
     assert all(torch.equal(state[name], tensor) for name, tensor in good_state().items())
     assert model.head.weight is model.embed.weight
-    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == [id(p) for p in [*model.layers.parameters(), model.embed.weight]]
+    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == [
+        id(p) for p in [*model.layers.parameters(), model.embed.weight]
+    ]
 
 
 def materialize(source: Any, again: bool = True, foreign: torch.optim.Optimizer | None = None, **options: Any) -> Told:

@@ -18,7 +18,9 @@ import shardow
 
 State = Mapping[str, torch.Tensor]
 KINDS = [
-    (strategy, world, orig) for strategy, world in (("FULL_SHARD", 2), ("FULL_SHARD", 4), ("HYBRID_SHARD", 4)) for orig in (True, False)
+    (strategy, world, orig)
+    for strategy, world in (("FULL_SHARD", 2), ("FULL_SHARD", 4), ("HYBRID_SHARD", 4))
+    for orig in (True, False)
 ]
 
 
@@ -90,7 +92,11 @@ def by_modules(seed: int) -> Net:
 
 def fsdp1(model: Net, strategy: str, orig: bool) -> nn.Module:
     world = dist.get_world_size()
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": orig, "sharding_strategy": ShardingStrategy[strategy]}
+    options: dict[str, Any] = {
+        "device_id": torch.device("cpu"),
+        "use_orig_params": orig,
+        "sharding_strategy": ShardingStrategy[strategy],
+    }
     if strategy == "HYBRID_SHARD":
         options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
     if model.embed.weight.is_meta:
@@ -113,7 +119,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights, and buffers that files have or not."""
-    buffers = {name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): b for name, b in model.named_buffers()}
+    buffers = {
+        name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): b for name, b in model.named_buffers()
+    }
     return {**models.whole_weights(model), **buffers}
 
 
@@ -125,7 +133,11 @@ def same(a: State, b: State) -> bool:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(one.detach().reshape(-1).view(torch.uint8) for one in (a, b)))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(*(one.detach().reshape(-1).view(torch.uint8) for one in (a, b)))
+    )
 
 
 def train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module) -> bool:

@@ -1,4 +1,5 @@
-"""materialize() where something fails: one typed error on every rank, within the deadline, model and optimizer as they were.
+"""materialize() where something fails: one typed error on every rank, within the deadline, model and optimizer as they
+were.
 
 Then a good call works.
 """
@@ -133,7 +134,11 @@ def nothing_elsewhere() -> Told:
 
 def test_an_empty_mapping_on_the_other_ranks_is_none() -> None:
     told = ranks.run(3, nothing_elsewhere)
-    check(told, ["InvalidArgumentError"] * 3, "ranks have different sources: an empty mapping, a mapping, an empty mapping")
+    check(
+        told,
+        ["InvalidArgumentError"] * 3,
+        "ranks have different sources: an empty mapping, a mapping, an empty mapping",
+    )
 
 
 # Initialisation, optimizers
@@ -157,9 +162,15 @@ def fails_on_rank_1(how: str) -> Told:
 
 
 def test_an_initialisation_that_fails_on_one_rank() -> None:
-    check(ranks.run(3, fails_on_rank_1, "raises"), ["PeerFailedError", "ZeroDivisionError", "PeerFailedError"], "no fan")
+    check(
+        ranks.run(3, fails_on_rank_1, "raises"), ["PeerFailedError", "ZeroDivisionError", "PeerFailedError"], "no fan"
+    )
     told = ranks.run(3, fails_on_rank_1, "leaves another shape")
-    check(told, ["PeerFailedError", "InvalidArgumentError", "PeerFailedError"], "'layers.0.bias' left it with shape [3], not [4]")
+    check(
+        told,
+        ["PeerFailedError", "InvalidArgumentError", "PeerFailedError"],
+        "'layers.0.bias' left it with shape [3], not [4]",
+    )
 
 
 def with_a_foreign_optimizer() -> Told:
@@ -167,7 +178,11 @@ def with_a_foreign_optimizer() -> Told:
 
 
 def test_an_optimizer_that_is_foreign_on_one_rank() -> None:
-    check(ranks.run(3, with_a_foreign_optimizer), ["PeerFailedError", "InvalidArgumentError", "PeerFailedError"], "optimizer group 0")
+    check(
+        ranks.run(3, with_a_foreign_optimizer),
+        ["PeerFailedError", "InvalidArgumentError", "PeerFailedError"],
+        "optimizer group 0",
+    )
 
 
 # Sources

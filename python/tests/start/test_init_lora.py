@@ -1,4 +1,6 @@
-"""Models whose names are not those of the checkpoint that fills them: LoRA as PEFT builds it, parametrizations, wrappers."""
+"""Models whose names are not those of the checkpoint that fills them: LoRA as PEFT builds it, parametrizations,
+wrappers.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,15 @@ def lora_states() -> tuple[State, State, State]:
     with torch.random.fork_rng():
         state = own_lora(base).state_dict()
     adapter = {name.replace(".default.", "."): tensor for name, tensor in state.items() if "lora" in name}
-    return {k.removeprefix("base_model.model.").replace("base_layer.", ""): v for k, v in state.items() if "lora" not in k}, adapter, state
+    return (
+        {
+            k.removeprefix("base_model.model.").replace("base_layer.", ""): v
+            for k, v in state.items()
+            if "lora" not in k
+        },
+        adapter,
+        state,
+    )
 
 
 def is_lora(name: str) -> bool:
@@ -144,7 +154,8 @@ def test_names_of_lora_weights_that_could_be_meant_for_two_adapters_are_an_error
     for layer in model.get_submodule("base_model.model").layers:
         layer.q_proj.lora_A["other"] = nn.Linear(6, 3, bias=False)
     with pytest.raises(
-        ValueError, match=r"lora_A.weight' in the source could be '.*lora_A.default.weight' or '.*lora_A.other.weight' here"
+        ValueError,
+        match=r"lora_A.weight' in the source could be '.*lora_A.default.weight' or '.*lora_A.other.weight' here",
     ):
         shardow.materialize(model, adapter, strict=False)
     before = model.get_parameter("base_model.model.layers.0.q_proj.lora_A.other.weight").clone()
@@ -246,6 +257,7 @@ def test_an_adapter_is_known_by_what_peft_writes(here: str, there: str) -> None:
 def test_one_adapters_weights_are_not_anothers() -> None:
     model = nn.ModuleDict({"lora_A": nn.ModuleDict({"student": nn.Linear(2, 2, bias=False)})})
     with pytest.raises(
-        ValueError, match=r"missing in the source: lora_A\.student\.weight; unexpected in the source: lora_A\.default\.weight"
+        ValueError,
+        match=r"missing in the source: lora_A\.student\.weight; unexpected in the source: lora_A\.default\.weight",
     ):
         shardow.materialize(model, {"lora_A.default.weight": torch.ones(2, 2)})

@@ -1,4 +1,6 @@
-"""materialize() where a rank fails in the middle, comes late, stands still or dies: one typed error on the others, in time."""
+"""materialize() where a rank fails in the middle, comes late, stands still or dies: one typed error on the others, in
+time.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def in_the_middle(rank: int, then: Callable[[], object], again: bool) -> Told:
     source = Failing() if dist.get_rank() == 0 else None
     with mock.patch.object(stream, "_MESSAGE", 32):
         if rank == 0:
-            return materialize(source, again, progress=lambda done, total: source is not None and setattr(source, "then", then))
+            return materialize(
+                source, again, progress=lambda done, total: source is not None and setattr(source, "then", then)
+            )
         receive = stream.Client.receive
         later = iter([False, False, False])
 
@@ -85,7 +89,12 @@ def before_the_call(then: Callable[[], object], again: bool) -> Told:
 
 def test_a_rank_that_is_late_gets_the_same_error_and_all_go_on() -> None:
     told = ranks.run(3, before_the_call, sleep, True)
-    check(told, ["DeadlineError"] * 3, f"rank(s) [1] did not take part within {TIMEOUT:g} s. Call it on all", TIMEOUT + SLACK)
+    check(
+        told,
+        ["DeadlineError"] * 3,
+        f"rank(s) [1] did not take part within {TIMEOUT:g} s. Call it on all",
+        TIMEOUT + SLACK,
+    )
 
 
 def die() -> None:
@@ -104,7 +113,12 @@ def test_a_rank_that_dies_in_the_middle(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1] if ALL else [0])
 def test_a_rank_that_sleeps_in_the_middle(rank: int) -> None:
     told = ranks.run(2, in_the_middle, rank, sleep, False, may_die=True)
-    check(told, ["PeerFailedError" if one == rank else "DeadlineError" for one in range(2)], "weights between rank", 2 * TIMEOUT + SLACK)
+    check(
+        told,
+        ["PeerFailedError" if one == rank else "DeadlineError" for one in range(2)],
+        "weights between rank",
+        2 * TIMEOUT + SLACK,
+    )
 
 
 def several_silent() -> Told:
@@ -141,7 +155,9 @@ def where_rank_0_keeps_the_store() -> Told:
     if rank == 0:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         meeting.set("port", str(port))
     else:
         store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)

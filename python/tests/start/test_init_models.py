@@ -1,4 +1,6 @@
-"""Models that get their weights after they were built: what people really train, against the same models built whole, bit for bit."""
+"""Models that get their weights after they were built: what people really train, against the same models built whole,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def fsdp1_from_meta(strategy: str, orig: bool, path: str) -> bool:
         lacking = {key: tensor for key, tensor in state.items() if key != name}
         for source in (lacking, only_rank0(lacking), f"{path}.{name}.safetensors"):
             with pytest.raises(
-                ValueError, match=f"missing in the source: {name}; they have memory without values since FSDP1 wrapped them"
+                ValueError,
+                match=f"missing in the source: {name}; they have memory without values since FSDP1 wrapped them",
             ):
                 shardow.materialize(model, source, strict=False)
     shardow.materialize(model, state)
@@ -44,11 +47,14 @@ def fsdp1_from_meta(strategy: str, orig: bool, path: str) -> bool:
 
 
 @pytest.mark.parametrize(("strategy", "world", "orig"), FSDP1)
-def test_fsdp1_that_was_wrapped_on_meta_trains_as_one_that_was_built_whole(strategy: str, world: int, orig: bool, tmp_path: Path) -> None:
+def test_fsdp1_that_was_wrapped_on_meta_trains_as_one_that_was_built_whole(
+    strategy: str, world: int, orig: bool, tmp_path: Path
+) -> None:
     shardow.save(net(3), tmp_path / "a.safetensors")
     for name in ("narrow.bias", "blocks.1.calls"):
         shardow.save(
-            {key: tensor for key, tensor in net(3).state_dict().items() if key != name}, tmp_path / f"a.safetensors.{name}.safetensors"
+            {key: tensor for key, tensor in net(3).state_dict().items() if key != name},
+            tmp_path / f"a.safetensors.{name}.safetensors",
         )
     assert ranks.run(world, fsdp1_from_meta, strategy, orig, str(tmp_path / "a.safetensors")) == [True] * world
 
@@ -146,7 +152,9 @@ def moe(on_meta: bool) -> tuple[Moe, Any]:
 
 def experts_elsewhere(directory: str) -> bool:
     state = load_file(f"{directory}/a.safetensors")
-    for i, source in enumerate((f"{directory}/a.safetensors", only_rank0(state), "wrap", "rank 0's weights, and experts that have theirs")):
+    for i, source in enumerate(
+        (f"{directory}/a.safetensors", only_rank0(state), "wrap", "rank 0's weights, and experts that have theirs")
+    ):
         model, mesh = moe(on_meta=i < 3)
         if i < 2:
             for layer in model.layers:
@@ -184,7 +192,10 @@ def frozen(path: str) -> bool:
     expected = {name for name, p in reference.named_parameters() if not p.requires_grad}
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == expected
     names = {id(p): name for name, p in model.named_parameters()}
-    assert [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups] == [set(names.values()) - expected, expected]
+    assert [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups] == [
+        set(names.values()) - expected,
+        expected,
+    ]
     before = whole(model)
     train(model, optimizer)
     changed = {name for name, tensor in whole(model).items() if not torch.equal(tensor, before[name])}
@@ -205,7 +216,9 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 def cast_beside_experts() -> list[torch.dtype]:
-    """Experts that wrap() leaves as they are, then a cast, for which torch swaps what they are; and an optimizer that still knows them."""
+    """Experts that wrap() leaves as they are, then a cast, for which torch swaps what they are; and an optimizer that
+    still knows them.
+    """
     found = []
     for efficient in (False, True):
         model, mesh = moe(on_meta=False)

@@ -107,7 +107,10 @@ def on_two_ranks() -> dict[str, torch.Tensor]:
     fully_shard(model.attention, mesh=init_device_mesh("cpu", (2,)))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     shardow.materialize(model)
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model.state_dict().items()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
 
 
 def test_the_values_are_the_same_at_any_world_size() -> None:

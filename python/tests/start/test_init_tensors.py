@@ -25,7 +25,10 @@ class Odd(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight, self.nothing = nn.Parameter(torch.zeros(65, 3, dtype=dtype)), nn.Parameter(torch.zeros(0, 3, dtype=dtype))
+        self.weight, self.nothing = (
+            nn.Parameter(torch.zeros(65, 3, dtype=dtype)),
+            nn.Parameter(torch.zeros(0, 3, dtype=dtype)),
+        )
         self.register_buffer("scalar", torch.tensor(0.0, dtype=dtype))
         self.register_buffer("count", torch.tensor(0))
         self.register_buffer("none", torch.zeros(0, 2, dtype=torch.int64))
@@ -35,10 +38,14 @@ class Odd(nn.Module):
 def odd_state(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     weight = torch.cat(
-        [torch.randn(62, 3, dtype=F64), torch.tensor([[0.0, -0.0, torch.inf], [1e-42, 1 + 2**-8 + 2**-40, 7e4], [1 + 2**-11, 3e38, 6e-8]])]
+        [
+            torch.randn(62, 3, dtype=F64),
+            torch.tensor([[0.0, -0.0, torch.inf], [1e-42, 1 + 2**-8 + 2**-40, 7e4], [1 + 2**-11, 3e38, 6e-8]]),
+        ]
     )
     return {
-        "weight": weight.to(dtype), "nothing": torch.zeros(0, 3, dtype=dtype), "scalar": torch.tensor(1 / 3, dtype=F64).to(dtype),
+        "weight": weight.to(dtype), "nothing": torch.zeros(0, 3, dtype=dtype),
+        "scalar": torch.tensor(1 / 3, dtype=F64).to(dtype),
         "count": torch.tensor(2**60 + 1),
         "none": torch.zeros(0, 2, dtype=torch.int64), "flags": torch.tensor([True, False, True, True, False]),
     }  # fmt: skip
@@ -49,18 +56,31 @@ def cast_alike(directory: str) -> list[str]:
     for there, here in CASTS:
         state = odd_state(there)
         expected = {name: tensor.to(here) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-        for how, source in (("file", f"{directory}/{there}.safetensors"), ("mapping", state), ("rank 0", only_rank0(state))):
+        for how, source in (
+            ("file", f"{directory}/{there}.safetensors"),
+            ("mapping", state),
+            ("rank 0", only_rank0(state)),
+        ):
             with shardow.meta_init():
                 model = Odd(here)
             fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
             shardow.materialize(model, source)
             found = whole(model)
-            wrong += [f"{name} {how} {there} -> {here}" for name in expected if not same_bits(found[name], expected[name])]
-    for name, bad in (("weight", torch.zeros(65, 3, dtype=torch.int64)), ("count", torch.tensor(1.0)), ("flags", torch.zeros(5))):
+            wrong += [
+                f"{name} {how} {there} -> {here}" for name in expected if not same_bits(found[name], expected[name])
+            ]
+    for name, bad in (
+        ("weight", torch.zeros(65, 3, dtype=torch.int64)),
+        ("count", torch.tensor(1.0)),
+        ("flags", torch.zeros(5)),
+    ):
         for source in ({**odd_state(F32), name: bad}, only_rank0({**odd_state(F32), name: bad})):
             with shardow.meta_init():
                 model = fully_shard(Odd(F32), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-            with pytest.raises(ValueError, match=f"'{name}' is {bad.dtype} in the source and .* here, and only floating numbers are cast"):
+            with pytest.raises(
+                ValueError,
+                match=f"'{name}' is {bad.dtype} in the source and .* here, and only floating numbers are cast",
+            ):
                 shardow.materialize(model, source)
     return wrong
 
@@ -107,7 +127,10 @@ def test_an_initialisation_that_passes_a_tensor_over_is_an_error() -> None:
         model = nn.Sequential(nn.Linear(2, 3), Block())
     with pytest.raises(ValueError, match=r"left 1.calls without values; give a function that sets them as source"):
         shardow.materialize(
-            model, lambda module: [p.data.normal_() for p in [*module.parameters(False), *module.buffers(False)] if p.is_floating_point()]
+            model,
+            lambda module: [
+                p.data.normal_() for p in [*module.parameters(False), *module.buffers(False)] if p.is_floating_point()
+            ],
         )
     assert all(p.is_meta for p in model.parameters())
     with pytest.raises(ValueError, match=r"left 0.bias, 1.norm.weight, .* without values"):

@@ -18,7 +18,17 @@ from torch.nn import functional as F
 import shardow
 from shardow.start import meta
 
-KINDS = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("tp+fsdp2", 4)]
+KINDS = [
+    ("plain", 1),
+    ("ddp", 2),
+    ("fsdp1", 2),
+    ("fsdp2", 1),
+    ("fsdp2", 2),
+    ("fsdp2", 3),
+    ("fsdp2", 4),
+    ("hsdp", 4),
+    ("tp+fsdp2", 4),
+]
 
 
 class Rotary(nn.Module):
@@ -134,7 +144,9 @@ def tied_and_optimizer(path: str) -> bool:
         model = Model()
     model.layers[1].bias.requires_grad_(False)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": trainable[:1], "lr": 0.5}, {"params": trainable[1:], "weight_decay": 0.0}], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [{"params": trainable[:1], "lr": 0.5}, {"params": trainable[1:], "weight_decay": 0.0}], lr=0.1
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -144,7 +156,10 @@ def tied_and_optimizer(path: str) -> bool:
     assert torch.equal(model.rotary.table, torch.arange(4.0))
     assert model.rotary.calls.item() == 3
     held = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-    assert held == [[id(p) for p in model.parameters() if p.requires_grad][:1], [id(p) for p in model.parameters() if p.requires_grad][1:]]
+    assert held == [
+        [id(p) for p in model.parameters() if p.requires_grad][:1],
+        [id(p) for p in model.parameters() if p.requires_grad][1:],
+    ]
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.01), (0.1, 0.0)]
     before = model.embed.weight.full_tensor().clone()
     model(torch.arange(6)).sum().backward()
@@ -180,7 +195,13 @@ def refused(path: str) -> list[str]:
     wrong = {**state, "0.weight": torch.zeros(3), "extra": torch.zeros(1)}
     del wrong["4.bias"]
     told = []
-    for source in (path + "nothing.safetensors", path, wrong, wrong if dist.get_rank() == 0 else None, state if dist.get_rank() else None):
+    for source in (
+        path + "nothing.safetensors",
+        path,
+        wrong,
+        wrong if dist.get_rank() == 0 else None,
+        state if dist.get_rank() else None,
+    ):
         with pytest.raises((shardow.Error, FileNotFoundError)) as error:
             shardow.materialize(model, source, optimizer=optimizer, timeout=60)
         told.append(str(error.value))
@@ -207,7 +228,10 @@ def test_an_initialisation_by_a_function_and_one_that_nobody_knows() -> None:
     with shardow.meta_init():
         model = nn.Sequential(nn.Linear(2, 3), Model())
     shardow.materialize(
-        model, lambda module: [p.fill_(7) for p in module.parameters(recurse=False)] + [b.fill_(2) for b in module.buffers(recurse=False)]
+        model,
+        lambda module: (
+            [p.fill_(7) for p in module.parameters(recurse=False)] + [b.fill_(2) for b in module.buffers(recurse=False)]
+        ),
     )
     assert all((p == 7).all() for p in model.parameters())
     with torch.device("meta"):
@@ -246,7 +270,8 @@ def test_a_table_that_was_made_on_meta_is_an_error_that_names_it() -> None:
     with torch.device("meta"):
         model = Model()
     with pytest.raises(
-        ValueError, match=r"on meta, without values: rotary.original, rotary.table; build the model under shardow\.meta_init\(\)"
+        ValueError,
+        match=r"on meta, without values: rotary.original, rotary.table; build the model under shardow\.meta_init\(\)",
     ):
         shardow.materialize(model, {})
 

@@ -1,4 +1,6 @@
-"""wrap(): fully_shard on every block, and weights that only rank 0 had, bit for bit those of a model that every rank had."""
+"""wrap(): fully_shard on every block, and weights that only rank 0 had, bit for bit those of a model that every rank
+had.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def expected(kind: str) -> list[torch.Tensor]:
 
 def wrapped(kind: str, efficient: bool) -> bool:
     reference, mesh = expected(kind), mesh_of(kind)
-    torch.manual_seed(1 if dist.get_rank() == 0 or not efficient else 77 + dist.get_rank())  # other ranks' values must not matter
+    torch.manual_seed(
+        1 if dist.get_rank() == 0 or not efficient else 77 + dist.get_rank()
+    )  # other ranks' values must not matter
     model = test_meta.Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     returned = wrap(model, mesh, optimizer, memory_efficient_init=efficient)

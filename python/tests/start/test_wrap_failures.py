@@ -1,4 +1,6 @@
-"""wrap() where something fails: no rank gives up its weights before all agree; where they are lost all the same the error says so."""
+"""wrap() where something fails: no rank gives up its weights before all agree; where they are lost all the same the
+error says so.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def wrap(how: str) -> tuple[Told, bool]:
     """Rank 0 alone has a problem, or another model. Then a good call, whose weights are rank 0's."""
     torch.manual_seed(7 + dist.get_rank())
     model, mesh = test_meta.Model(), init_device_mesh("cpu", (dist.get_world_size(),))
-    optimizer = torch.optim.AdamW([{"params": list(model.layers.parameters())}, {"params": [model.embed.weight], "lr": 0.5}])
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.layers.parameters())}, {"params": [model.embed.weight], "lr": 0.5}]
+    )
     options: dict[str, Any] = {}
     used = optimizer
     if how == "no such unit":
@@ -66,7 +70,11 @@ WRAP = {
 def test_wrap_gives_up_no_weights_before_all_ranks_agree(how: str) -> None:
     found = ranks.run(3, wrap, how)
     alike = how in ("units differ", "a container", "sources differ", "another shape")
-    check([told for told, _ in found], ["InvalidArgumentError"] + ["InvalidArgumentError" if alike else "PeerFailedError"] * 2, WRAP[how])
+    check(
+        [told for told, _ in found],
+        ["InvalidArgumentError"] + ["InvalidArgumentError" if alike else "PeerFailedError"] * 2,
+        WRAP[how],
+    )
     assert not any(sharded for _, sharded in found)
 
 
@@ -74,13 +82,17 @@ def wrap_that_ends_without_weights() -> tuple[Told, bool]:
     """Rank 1's stream fails."""
     torch.manual_seed(7)
     model, mesh = test_meta.Model(), init_device_mesh("cpu", (dist.get_world_size(),))
-    optimizer = torch.optim.AdamW([{"params": list(model.layers.parameters())}, {"params": [model.embed.weight], "lr": 0.5}])
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.layers.parameters())}, {"params": [model.embed.weight], "lr": 0.5}]
+    )
     with mock.patch.object(stream, "_target", side_effect=on_rank(1, MemoryError("no memory"), stream._target)):
         told = told_by(
             lambda: shardow.wrap(model, mesh, optimizer, timeout=TIMEOUT),
             lambda: [[tuple(p.shape) for p in g["params"]] + [g["lr"]] for g in optimizer.param_groups],
         )
-    assert all(p.is_meta for g in optimizer.param_groups for p in g["params"])  # it keeps no weights either, and its place for each
+    assert all(
+        p.is_meta for g in optimizer.param_groups for p in g["params"]
+    )  # it keeps no weights either, and its place for each
     on_meta = all(tensor.is_meta for tensor in model.parameters())
     shardow.materialize(model, on_rank(0, good_state()), optimizer, timeout=60)
     is_good(model, optimizer)

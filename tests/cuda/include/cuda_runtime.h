@@ -1,6 +1,7 @@
-// CUDA's runtime as far as the engine and its tests use it, in place of NVIDIA's header: the same names and signatures, so that cuda.cu and
-// cuda_device.cc compile with g++ where there is no toolkit, and under sanitizers. fake_runtime.cc and graphs.cc fill it; that NVIDIA's own
-// declarations fit too is shown by the build with nvcc. Values of enumerators that nobody prints are our own.
+// CUDA's runtime as far as the engine and its tests use it, in place of NVIDIA's header: the same names and signatures,
+// so that cuda.cu and cuda_device.cc compile with g++ where there is no toolkit, and under sanitizers. fake_runtime.cc
+// and graphs.cc fill it; that NVIDIA's own declarations fit too is shown by the build with nvcc. Values of enumerators
+// that nobody prints are our own.
 #pragma once
 
 #include <cstddef>
@@ -37,10 +38,24 @@ enum cudaError_t {
   cudaErrorStreamCaptureInvalidated = 901,
   cudaErrorStreamCaptureIsolation = 905,
 };
-enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
+enum cudaMemcpyKind {
+  cudaMemcpyHostToHost,
+  cudaMemcpyHostToDevice,
+  cudaMemcpyDeviceToHost,
+  cudaMemcpyDeviceToDevice,
+  cudaMemcpyDefault
+};
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated };
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal,
+  cudaStreamCaptureModeThreadLocal,
+  cudaStreamCaptureModeRelaxed
+};
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone,
+  cudaStreamCaptureStatusActive,
+  cudaStreamCaptureStatusInvalidated
+};
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
 
 inline constexpr unsigned cudaEventBlockingSync = 1, cudaEventDisableTiming = 2;
@@ -57,8 +72,8 @@ cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
 const char* cudaGetErrorName(cudaError_t error);
-cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version, unsigned long long flags,
-                                             cudaDriverEntryPointQueryResult* result);
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult* result);
 
 cudaError_t cudaMalloc(void** memory, size_t bytes);
 cudaError_t cudaFree(void* memory);

@@ -1,4 +1,6 @@
-"""Managed: what the averages of NeMo Automodel have in common: checked states, checkpoint directories, files for inference."""
+"""Managed: what the averages of NeMo Automodel have in common: checked states, checkpoint directories, files for
+inference.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Unmatched(NamedTuple):
 
 
 class Managed(ABC):
-    """``decay`` may be changed between updates. ``updates``: how many there have been; save() keeps both beside the averages."""
+    """``decay`` may be changed between updates. ``updates``: how many there have been; save() keeps both beside the
+    averages.
+    """
 
     use_distributed_checkpointing = True
     decay: float
@@ -69,7 +73,9 @@ class Managed(ABC):
 
     @abstractmethod
     def swapped(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks share it."""
+        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
+        share it.
+        """
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
@@ -77,7 +83,9 @@ class Managed(ABC):
 
     @abstractmethod
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own bytes. Collective."""
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
+        bytes. Collective.
+        """
 
     def __len__(self) -> int:
         return len(self._names())
@@ -88,12 +96,15 @@ class Managed(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Unmatched:
-        """Full tensors, DTensors or pieces of the same sharding, of any floating dtype. Collective where ranks share the model.
+        """Full tensors, DTensors or pieces of the same sharding, of any floating dtype. Collective where ranks share
+        the model.
 
-        Everything is checked on every rank first. Names that don't match raise; without ``strict`` they are returned, with a warning.
+        Everything is checked on every rank first. Names that don't match raise; without ``strict`` they are returned,
+        with a warning.
 
         Raises:
-            KeyError (EMAManager), RuntimeError (ShardedModelEMAManager): names. RuntimeError: the rest. All are ValueErrors.
+            KeyError (EMAManager), RuntimeError (ShardedModelEMAManager): names. RuntimeError: the rest. All are
+            ValueErrors.
         """
 
         def check() -> tuple[Held, list[_state.Copy], Unmatched]:
@@ -113,19 +124,25 @@ class Managed(ABC):
         return names
 
     def save(self, directory: str | Path) -> None:
-        """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads it. Collective. It
-        is published by one rename, and torch's cache of save plans, which other objects' saves may use, is left alone."""
+        """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads
+        it. Collective. It is published by one rename, and torch's cache of save plans, which other objects' saves may
+        use, is left alone.
+        """
         dcp.save(self._together("save()", self._live), self.decay, self.updates, Path(directory), self._team)
 
     @torch.no_grad()
     def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
         """What save() or the origin's Checkpointer wrote, at any world size. Collective. Everything is checked first.
 
-        ``missing``: where the directory or some averages are not there, as when averaging is turned on in the middle of a training:
-        "error", or "init": they begin as the weights are now. The decay stays what it is; another one there is warned of.
+        ``missing``: where the directory or some averages are not there, as when averaging is turned on in the middle of
+        a training: "error", or "init": they begin as the weights are now. The decay stays what it is; another one there
+        is warned of.
         """
         if missing not in ("error", "init"):
-            raise invalid(f"missing={missing!r}; 'error', or 'init': averages that are not in the checkpoint begin as the weights are now")
+            raise invalid(
+                f"missing={missing!r}; 'error', or 'init': averages that are not in the checkpoint begin as the "
+                "weights are now"
+            )
         found = self._team.agree("load()", lambda: self._planned(Path(directory), missing))
         if found is None or found.fit.missing:
             self._begin()
@@ -134,7 +151,9 @@ class Managed(ABC):
         self.updates = 0 if counters is None else counters[1]
         if counters is not None and counters[0] != self.decay:
             warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}")
-        names = Unmatched(list(self._live()), []) if found is None else Unmatched(found.fit.missing, found.fit.unexpected)
+        names = (
+            Unmatched(list(self._live()), []) if found is None else Unmatched(found.fit.missing, found.fit.unexpected)
+        )
         _warn_of(names)
         return names
 
@@ -151,15 +170,19 @@ class Managed(ABC):
         return found
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state dict for
-        load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time. Collective. ``dtype``: of floating tensors."""
+        """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state
+        dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time. Collective. ``dtype``:
+        of floating tensors.
+        """
         parts, names, kind = self._together("export_shadow()", lambda: (*self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
         torch_files.write_gathered("export_shadow()", path, parts, names, self._team, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:
-        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer updates."""
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
+        updates.
+        """
         result = self._team.agree(what, fn)
         self._team.same_updates(what, self.updates)
         return result
@@ -188,7 +211,10 @@ def _difference(here: Form, there: Form | None, value: object) -> str | None:
         return f"is a {type(value).__name__}, not a tensor"
     if there.shape != here.shape:
         return f"has shape {there.shape} there and {here.shape} here"
-    alike = there.dtype.is_floating_point == here.dtype.is_floating_point and there.dtype.is_complex == here.dtype.is_complex
+    alike = (
+        there.dtype.is_floating_point == here.dtype.is_floating_point
+        and there.dtype.is_complex == here.dtype.is_complex
+    )
     return None if alike else f"is {there.dtype} there and {here.dtype} here"
 
 
@@ -211,7 +237,8 @@ def weights_of(view: ModelView) -> dict[str, torch.Tensor]:
 
 
 def look(weight: torch.Tensor | None, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:
-    """``memory``: the elements of ``region``, in its order. The result shares it. ``weight``: what it is to look like."""
+    """``memory``: the elements of ``region``, in its order. The result shares it. ``weight``: what it is to look
+    like."""
     if isinstance(weight, DTensor) and weight._local_tensor.numel() == region.size and _torch_says(weight, region):
         return sharded_like(weight, memory.view(weight._local_tensor.shape))
     if region == _core.Region.whole(list(region.shape)):
@@ -227,6 +254,12 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _torch_says(tensor: Any, region: _core.Region) -> bool:
-    """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 not every version's is."""
-    chunks = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()]
-    return chunks == [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()] and (bool(chunks) or region.size == 0)
+    """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 not every
+    version's is.
+    """
+    chunks = [
+        (list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()
+    ]
+    return chunks == [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()] and (
+        bool(chunks) or region.size == 0
+    )

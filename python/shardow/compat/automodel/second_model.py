@@ -23,11 +23,12 @@ from shardow.ranks.gather import Part
 
 
 class ShardedModelEMAManager(Managed):
-    """Averages ``train_model``'s trained parameters in ``ema_model``, a second model sharded alike. Construction is collective.
+    """Averages ``train_model``'s trained parameters in ``ema_model``, a second model sharded alike. Construction is
+    collective.
 
-    It begins as the train model, frozen weights and buffers included; buffers follow with each update. Replaced parameters of either model
-    are found again by name. A parameter that is unfrozen later is averaged from then on. ``ema_model`` keeps its dtype: build it in
-    float32.
+    It begins as the train model, frozen weights and buffers included; buffers follow with each update. Replaced
+    parameters of either model are found again by name. A parameter that is unfrozen later is averaged from then on.
+    ``ema_model`` keeps its dtype: build it in float32.
     """
 
     _refusal = RuntimeError
@@ -68,13 +69,15 @@ class ShardedModelEMAManager(Managed):
         return [(ours[name], theirs[name]) for name in self._twin.names]
 
     def update(self, model: nn.Module | None = None) -> None:
-        """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held. Raises RuntimeError
-        and ValueError where the models differ in names or shapes; nothing has changed then."""
+        """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held.
+        Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has changed then."""
         self._twin.update(self._train_model if model is None else model, self.decay, 1.0 - self.decay)
         self.updates += 1
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """As ema_model.state_dict(), without what wrappers put into names; in pieces where a rank's part is no DTensor. Not copies."""
+        """As ema_model.state_dict(), without what wrappers put into names; in pieces where a rank's part is no DTensor.
+        Not copies.
+        """
         return self._live()
 
     @contextlib.contextmanager
@@ -82,7 +85,12 @@ class ShardedModelEMAManager(Managed):
         yield self.ema_model
 
     def stats(self) -> dict[str, float]:
-        return {"decay": self.decay, "updates": self.updates, "parameters": len(self), "held_nonfinite": self._twin.held()}
+        return {
+            "decay": self.decay,
+            "updates": self.updates,
+            "parameters": len(self),
+            "held_nonfinite": self._twin.held(),
+        }
 
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         path = Path(directory) / "ema.safetensors"
@@ -117,6 +125,8 @@ def _check(ours: ModelView, theirs: ModelView) -> None:
     shapes = {one.name: tuple(one.region.shape) for one in ours.parameters}
     found = compare({one.name: tuple(one.region.shape) for one in theirs.parameters if one.requires_grad}, shapes)
     if found.missing:
-        raise invalid(f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {found.missing[:5]}", KeyError)
+        raise invalid(
+            f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {found.missing[:5]}", KeyError
+        )
     for name, train, ema in found.different:
         raise invalid(f"ShardedModelEMAManager: shapes differ for {name}: train={train} ema={ema}")

@@ -21,23 +21,29 @@ logger = logging.getLogger(__name__)
 def build_ema(
     cfg: Any, model: nn.Module, build_ema_model: Callable[[], nn.Module] | None = None, init_mode: str = "auto"
 ) -> EMAManager | ShardedModelEMAManager | None:
-    """The averages that a recipe's ``ema`` section asks for. ``cfg``: that section, a mapping or an object with attributes, or None.
+    """The averages that a recipe's ``ema`` section asks for. ``cfg``: that section, a mapping or an object with
+    attributes, or None.
 
-    ``decay``: 0.9999 where it is not said; None (YAML's null), or no section: no averages. ``implementation``: "shadow" is EMAManager,
-    "sharded_model" is ShardedModelEMAManager, "auto" the second where ``init_mode`` (the recipe's ``model.init_mode``) is "hf_backbones"
-    and ``model`` is FSDP2's, else the first. ``build_ema_model``: builds the second model like the first one, sharded alike.
+    ``decay``: 0.9999 where it is not said; None (YAML's null), or no section: no averages. ``implementation``: "shadow"
+    is EMAManager, "sharded_model" is ShardedModelEMAManager, "auto" the second where ``init_mode`` (the recipe's
+    ``model.init_mode``) is "hf_backbones" and ``model`` is FSDP2's, else the first. ``build_ema_model``: builds the
+    second model like the first one, sharded alike.
 
     Raises ValueError for other keys (a TypeError too), implementations and values.
     """
     section = _section(cfg)
     unknown = section.keys() - {"decay", "implementation"}
     if unknown:
-        raise errors.UnknownOptionError(f"ema: unknown option(s) {', '.join(sorted(unknown))}; it has decay and implementation")
+        raise errors.UnknownOptionError(
+            f"ema: unknown option(s) {', '.join(sorted(unknown))}; it has decay and implementation"
+        )
     decay, implementation = section.get("decay", 0.9999), section.get("implementation", "auto")
     if cfg is None or decay is None:
         return None
     if implementation not in ("auto", "shadow", "sharded_model"):
-        raise invalid(f"Unsupported ema.implementation={implementation!r}; expected 'auto', 'sharded_model', or 'shadow'")
+        raise invalid(
+            f"Unsupported ema.implementation={implementation!r}; expected 'auto', 'sharded_model', or 'shadow'"
+        )
     if implementation == "auto":
         sharded = init_mode == "hf_backbones" and any(isinstance(module, FSDPModule) for module in model.modules())
         implementation = "sharded_model" if sharded else "shadow"
@@ -45,7 +51,11 @@ def build_ema(
         number = checked_decay(float(decay))
     except TypeError:
         raise invalid(f"ema.decay={decay!r} is not a number") from None
-    ema = EMAManager(model, number) if implementation == "shadow" else _second_model(model, number, build_ema_model, init_mode)
+    ema = (
+        EMAManager(model, number)
+        if implementation == "shadow"
+        else _second_model(model, number, build_ema_model, init_mode)
+    )
     logger.info("EMA enabled with %s implementation, decay=%s, %d params tracked", implementation, decay, len(ema))
     return ema
 
@@ -54,9 +64,14 @@ def _second_model(
     model: nn.Module, decay: float, build_ema_model: Callable[[], nn.Module] | None, init_mode: str
 ) -> ShardedModelEMAManager:
     if init_mode != "hf_backbones":
-        raise invalid("ema.implementation='sharded_model' requires model.init_mode='hf_backbones'; 'shadow' works with any model")
+        raise invalid(
+            "ema.implementation='sharded_model' requires model.init_mode='hf_backbones'; 'shadow' works with any model"
+        )
     if build_ema_model is None:
-        raise invalid("ema.implementation 'sharded_model' needs build_ema_model=, which builds the second model; 'shadow' needs none")
+        raise invalid(
+            "ema.implementation 'sharded_model' needs build_ema_model=, which builds the second model; 'shadow' needs "
+            "none"
+        )
     return ShardedModelEMAManager(build_ema_model(), model, decay)
 
 

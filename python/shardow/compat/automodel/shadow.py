@@ -28,17 +28,24 @@ _AGAIN = "freeze it again, or make a new manager and load the old one's state_di
 
 
 class EMAManager(Managed):
-    """Averages of ``model``'s trainable parameters beside it: plain, DDP, FSDP1, FSDP2, HSDP, TP. Construction is collective.
+    """Averages of ``model``'s trainable parameters beside it: plain, DDP, FSDP1, FSDP2, HSDP, TP. Construction is
+    collective.
 
-    The averages are float32, float64 where all the weights are. ``_shadow`` looks as in the origin: DTensors like the weights under FSDP2,
-    whole tensors under DDP; pieces where neither says what a rank has (FSDP1, a part of a replica). ``replicas="split"``: ranks that hold
-    the same weights divide the averages among them. ``group``: as in shardow.EMA.
+    The averages are float32, float64 where all the weights are. ``_shadow`` looks as in the origin: DTensors like the
+    weights under FSDP2, whole tensors under DDP; pieces where neither says what a rank has (FSDP1, a part of a
+    replica). ``replicas="split"``: ranks that hold the same weights divide the averages among them. ``group``: as in
+    shardow.EMA.
     """
 
     _refusal = KeyError
 
     def __init__(
-        self, model: nn.Module, decay: float = 0.9999, *, replicas: Replicas = "copy", group: dist.ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        decay: float = 0.9999,
+        *,
+        replicas: Replicas = "copy",
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.decay = checked_decay(decay)
         self._options = {"replicas": replicas, "group": group}
@@ -54,7 +61,9 @@ class EMAManager(Managed):
     def _bind(self, model: nn.Module, ema: EMA) -> None:
         self._model, self._ema, self._core = model, ema, ema._core
         weights = weights_of(ema._core.view)
-        self._shadow: dict[str, torch.Tensor] = {one.name: look(weights.get(one.name), one.flat, one.region) for one in ema._core.parts()}
+        self._shadow: dict[str, torch.Tensor] = {
+            one.name: look(weights.get(one.name), one.flat, one.region) for one in ema._core.parts()
+        }
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def _is_shared(self) -> bool:
@@ -66,8 +75,9 @@ class EMAManager(Managed):
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """After each optimizer step. Local, unless the model's parameters have been replaced or wrapped since: all ranks find them by name
-        then. What is NaN or Inf is held. Raises ValueError for a parameter that is trained and has no average."""
+        """After each optimizer step. Local, unless the model's parameters have been replaced or wrapped since: all
+        ranks find them by name then. What is NaN or Inf is held. Raises ValueError for a parameter that is trained and
+        has no average."""
         if model is not self._model or not self._core.view.unchanged():
             self._follow(model)
         if any(parameter.requires_grad for parameter in self._frozen):
@@ -107,7 +117,10 @@ class EMAManager(Managed):
     def _refuse_new(self, view: ModelView) -> None:
         new = [one.name for one in view.parameters if one.requires_grad and one.name not in self._shadow]
         if new:
-            raise invalid(f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or absent when averages were made; {_AGAIN}")
+            raise invalid(
+                f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or absent when averages were made; "
+                f"{_AGAIN}"
+            )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, by name."""

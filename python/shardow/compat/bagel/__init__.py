@@ -1,5 +1,5 @@
-"""ByteDance-Seed/Bagel's FSDP helpers (train/fsdp_utils.py): a second FSDP model with averaged weights, and its checkpoints of five files.
-fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as the origin."""
+"""ByteDance-Seed/Bagel's FSDP helpers (train/fsdp_utils.py): a second FSDP model with averaged weights, and its
+checkpoints of five files. fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as the origin."""
 
 from __future__ import annotations
 
@@ -23,25 +23,42 @@ _KEY = "_shardow_twin"  # of a model's __dict__
 
 #: Classes that become FSDP units, by name: BAGEL's. Add those of another model to it.
 WRAPPED_CLASSES = {
-    "MLPconnector", "PositionEmbedding", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer", "SiglipEncoderLayer",
+    "MLPconnector", "PositionEmbedding", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer",
+    "SiglipEncoderLayer",
     "SiglipVisionTransformer", "TimestepEmbedder",
 }  # fmt: skip
 
 #: Classes whose activations are recomputed, by name: BAGEL's.
-CHECKPOINTED_CLASSES = {"MLPconnector", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer", "SiglipEncoderLayer"}
+CHECKPOINTED_CLASSES = {
+    "MLPconnector",
+    "Qwen2DecoderLayer",
+    "Qwen2MoEDecoderLayer",
+    "Qwen2MoTDecoderLayer",
+    "SiglipEncoderLayer",
+}
 
 
-def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()) -> FullyShardedDataParallel:
-    """FSDP1 with units of WRAPPED_CLASSES, computing in bfloat16; on CUDA, or on the CPU where there is none. What is on meta gets memory
-    without values: try_load_ckpt() brings them."""
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+def fsdp_wrapper(
+    original_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()
+) -> FullyShardedDataParallel:
+    """FSDP1 with units of WRAPPED_CLASSES, computing in bfloat16; on CUDA, or on the CPU where there is none. What is
+    on meta gets memory without values: try_load_ckpt() brings them."""
+    device = (
+        torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     mesh = None
     if fsdp_config.sharding_strategy in HYBRID:
-        mesh = init_device_mesh(device.type, (fsdp_config.num_replicate, fsdp_config.num_shard), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            device.type, (fsdp_config.num_replicate, fsdp_config.num_shard), mesh_dim_names=("replicate", "shard")
+        )
     low = torch.bfloat16
     return FullyShardedDataParallel(
         original_model,
-        auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: _is_one_of(module, WRAPPED_CLASSES)),
+        auto_wrap_policy=functools.partial(
+            lambda_auto_wrap_policy, lambda_fn=lambda module: _is_one_of(module, WRAPPED_CLASSES)
+        ),
         ignored_modules=list(ignored_modules),
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low),
         device_id=device,
@@ -53,9 +70,11 @@ def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_mod
     )
 
 
-def fsdp_ema_setup(ema_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()) -> FullyShardedDataParallel:
-    """The model that will hold the averages, frozen and sharded. Built under shardow.meta_init() it takes no whole copy; try_load_ckpt()
-    fills it."""
+def fsdp_ema_setup(
+    ema_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()
+) -> FullyShardedDataParallel:
+    """The model that will hold the averages, frozen and sharded. Built under shardow.meta_init() it takes no whole
+    copy; try_load_ckpt() fills it."""
     for param in ema_model.parameters():
         param.requires_grad = False
     return fsdp_wrapper(ema_model, fsdp_config, ignored_modules)
@@ -72,10 +91,11 @@ def _is_one_of(module: nn.Module, names: Collection[str]) -> bool:
 
 @torch.no_grad()
 def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.9999) -> None:
-    """After each optimizer step: the averages of what ``model`` trains now; persistent buffers are copied. Local. NaN and Inf are held.
+    """After each optimizer step: the averages of what ``model`` trains now; persistent buffers are copied. Local. NaN
+    and Inf are held.
 
-    Both models are FSDP1, FSDP2 or plain ones, sharded alike. The first call pairs their weights, which ``ema_model`` remembers while it
-    lives.
+    Both models are FSDP1, FSDP2 or plain ones, sharded alike. The first call pairs their weights, which ``ema_model``
+    remembers while it lives.
 
     Raises AssertionError and ValueError where they differ in names, shapes or sharding, before anything changes.
     """
@@ -108,6 +128,7 @@ def _twin_of(ema_model: nn.Module) -> TrainedTwin:
 
 
 __all__ = [
-    "CHECKPOINTED_CLASSES", "WRAPPED_CLASSES", "FSDPCheckpoint", "FSDPConfig", "fsdp_ema_setup", "fsdp_ema_update", "fsdp_wrapper",
+    "CHECKPOINTED_CLASSES", "WRAPPED_CLASSES", "FSDPCheckpoint", "FSDPConfig", "fsdp_ema_setup", "fsdp_ema_update",
+    "fsdp_wrapper",
     "grad_checkpoint_check_fn",
 ]  # fmt: skip

@@ -25,21 +25,27 @@ from shardow.model.parts import Held, held_by
 from shardow.ranks.team import Team
 from shardow.start import fill, meta
 
-_FIXED = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")  # sinusoids, which the model has for its own resolution
+_FIXED = (
+    "latent_pos_embed.pos_embed",
+    "vit_pos_embed.pos_embed",
+)  # sinusoids, which the model has for its own resolution
 
 
 class FSDPCheckpoint:
-    """``{ckpt_dir}/{step:07d}/``: ema.safetensors, model.safetensors, optimizer.{i:05d}-of-{n:05d}.pt, scheduler.pt, data_status.pt."""
+    """``{ckpt_dir}/{step:07d}/``: ema.safetensors, model.safetensors, optimizer.{i:05d}-of-{n:05d}.pt, scheduler.pt,
+    data_status.pt.
+    """
 
     @staticmethod
     def fsdp_save_ckpt(
-        ckpt_dir: str | Path, train_steps: int, model: nn.Module, ema_model: nn.Module | None, optimizer: torch.optim.Optimizer,
+        ckpt_dir: str | Path, train_steps: int, model: nn.Module, ema_model: nn.Module | None,
+        optimizer: torch.optim.Optimizer,
         scheduler: Any, data_status: Any, logger: Any, fsdp_config: FSDPConfig,
     ) -> None:  # fmt: skip
         """Collective over all ranks. Each writes its own bytes of the weights and its shard of the optimizer's state.
 
-        The directory appears by one rename when it is whole. Until then it lies beside ``ckpt_dir``, where auto_resume does not look;
-        inside, where another file system begins at ``ckpt_dir``.
+        The directory appears by one rename when it is whole. Until then it lies beside ``ckpt_dir``, where auto_resume
+        does not look; inside, where another file system begins at ``ckpt_dir``.
         """
         path = Path(ckpt_dir).resolve() / f"{train_steps:07d}"
         logger.info(f"Saving checkpoint to {path}.")
@@ -64,15 +70,17 @@ class FSDPCheckpoint:
 
     @staticmethod
     def try_load_ckpt(
-        resume_from: str | Path | None, logger: Any, model: nn.Module, ema_model: nn.Module | None = None, resume_from_ema: bool = False,
+        resume_from: str | Path | None, logger: Any, model: nn.Module, ema_model: nn.Module | None = None,
+        resume_from_ema: bool = False,
         missing_ema: str = "error",
     ) -> tuple[nn.Module, nn.Module | None]:  # fmt: skip
-        """Weights into ``model`` and ``ema_model``, wrapped or not; of what is sharded each rank reads its own bytes. Collective.
+        """Weights into ``model`` and ``ema_model``, wrapped or not; of what is sharded each rank reads its own bytes.
+        Collective.
 
-        Everything that fits by name is loaded, the rest is told to ``logger``, as in the origin; tensors of another shape, and files of
-        which nothing fits, are refused before anything changes. ``missing_ema``: for a checkpoint without ema.safetensors: "error", or
-        "model": the averages begin as the weights of the file that ``model`` is loaded from. Where there is no checkpoint, an ``ema_model``
-        without values (made on meta) begins as ``model``.
+        Everything that fits by name is loaded, the rest is told to ``logger``, as in the origin; tensors of another
+        shape, and files of which nothing fits, are refused before anything changes. ``missing_ema``: for a checkpoint
+        without ema.safetensors: "error", or "model": the averages begin as the weights of the file that ``model`` is
+        loaded from. Where there is no checkpoint, an ``ema_model`` without values (made on meta) begins as ``model``.
         """
         if missing_ema not in ("error", "model"):
             raise invalid(f"missing_ema={missing_ema!r}; 'error', or 'model': the averages begin as the weights")
@@ -88,7 +96,9 @@ class FSDPCheckpoint:
         source = folder / ("ema.safetensors" if resume_from_ema else "model.safetensors")
         wanted = [(model, source)]
         if ema_model is not None:
-            wanted.append((ema_model, team.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger))))
+            wanted.append(
+                (ema_model, team.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger)))
+            )
         for check_only in (True, False):
             for one, path in wanted:
                 _load(one, path, team, logger, check_only)
@@ -98,8 +108,9 @@ class FSDPCheckpoint:
     def try_load_train_state(
         resume_from: str | Path | None, optimizer: torch.optim.Optimizer, scheduler: Any, fsdp_config: FSDPConfig
     ) -> tuple[torch.optim.Optimizer, Any, int, Any]:
-        """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before anything is loaded. Raises
-        FileNotFoundError where the optimizer's state was saved in another number of shards, naming both."""
+        """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before
+        anything is loaded. Raises FileNotFoundError where the optimizer's state was saved in another number of shards,
+        naming both."""
         team = everybody()
         folder = _existing(resume_from, team)
         if folder is None:
@@ -109,10 +120,17 @@ class FSDPCheckpoint:
         def read() -> tuple[Any, Any, int, Any]:
             step = os.path.basename(os.path.normpath(folder))
             if not step.isdigit():
-                raise invalid(f"{folder} is not named after its step, e.g. 0001000; the step to go on with can't be told")
+                raise invalid(
+                    f"{folder} is not named after its step, e.g. 0001000; the step to go on with can't be told"
+                )
             status = _read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
             schedule = _read(folder / "scheduler.pt") if scheduler is not None else None
-            return _read_shard(folder, shard), schedule, int(step) + 1, status[team.rank] if team.rank < len(status) else None
+            return (
+                _read_shard(folder, shard),
+                schedule,
+                int(step) + 1,
+                status[team.rank] if team.rank < len(status) else None,
+            )
 
         state, schedule, step, status = team.agree("try_load_train_state()", read)
         team.agree("try_load_train_state()", lambda: optimizer.load_state_dict(state))
@@ -142,7 +160,10 @@ def _load(model: nn.Module, path: Path, team: Team, logger: Any, check_only: boo
         meta.have_values(model)
         unexpected = [name for name in report["unexpected"] if name not in fixed]
         fits = not (report["missing"] or unexpected)
-        logger.info(f"{path.name}: " + ("all names fit" if fits else f"missing in the file: {report['missing']}; not wanted: {unexpected}"))
+        logger.info(
+            f"{path.name}: "
+            + ("all names fit" if fits else f"missing in the file: {report['missing']}; not wanted: {unexpected}")
+        )
 
 
 def _ema_file(folder: Path, source: Path, missing_ema: str, logger: Any) -> Path:

@@ -12,7 +12,9 @@ HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 class FSDPConfig:
     """``sharding_strategy``, ``backward_prefetch``: torch's names. The numbers are HYBRID_SHARD's mesh."""
 
-    def __init__(self, sharding_strategy: str, backward_prefetch: str, cpu_offload: bool, num_replicate: int, num_shard: int = 8) -> None:
+    def __init__(
+        self, sharding_strategy: str, backward_prefetch: str, cpu_offload: bool, num_replicate: int, num_shard: int = 8
+    ) -> None:
         self.sharding_strategy = sharding_strategy
         self.backward_prefetch = backward_prefetch
         self.cpu_offload = cpu_offload

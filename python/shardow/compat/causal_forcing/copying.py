@@ -1,4 +1,6 @@
-"""Averages into a module, again and again (as a target network): in place where it is sharded alike, else through rank 0."""
+"""Averages into a module, again and again (as a target network): in place where it is sharded alike, else through rank
+0.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,17 @@ class Copier:
         self._view.reshard()
 
     def _as_averaged(self) -> list[Tracked]:
-        """The target's parameters in the order of the averages. Raises KeyError, a ValueError too, with the names that don't fit."""
+        """The target's parameters in the order of the averages. Raises KeyError, a ValueError too, with the names that
+        don't fit.
+        """
         there = {one.name: one for one in self._view.parameters}
         shapes = {one.name: tuple(one.local.region.shape) for one in self._core.tracked}
         found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
         wrong = [f"'{name}' has no average" for name in found.unexpected]
         wrong += [f"'{name}' is missing in the module, {shapes[name]} in the averages" for name in found.missing]
-        wrong += [f"'{name}' is {theirs} in the module, {ours} in the averages" for name, ours, theirs in found.different]
+        wrong += [
+            f"'{name}' is {theirs} in the module, {ours} in the averages" for name, ours, theirs in found.different
+        ]
         if wrong:
             raise invalid(f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}", KeyError)
         chosen = [there[name] for name in shapes]

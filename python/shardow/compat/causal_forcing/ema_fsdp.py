@@ -29,13 +29,15 @@ from shardow.schedules import as_schedules
 
 
 class EMA_FSDP:
-    """Averages of every parameter of ``fsdp_module``, frozen ones too, or of its ``.module``. Collective where ranks share it.
+    """Averages of every parameter of ``fsdp_module``, frozen ones too, or of its ``.module``. Collective where ranks
+    share it.
 
     Args:
         decay: weight kept on the old average, in [0, 1]; or a Schedule of shardow.schedules.
         start_step: until then updates copy the weights: in place of making the average late, at an ``ema_start_step``.
         device: where the averages live: the host, as in the origin; None: with their weights.
-        replicas: "split": ranks that hold the same weights (HSDP, DDP) divide averages and work; "copy": as in the origin.
+        replicas: "split": ranks that hold the same weights (HSDP, DDP) divide averages and work; "copy": as in the
+            origin.
         group, timeout: as in shardow.EMA.
 
     ``ema`` is the shardow.EMA behind it, for stats(), distance(), export() and attach().
@@ -48,7 +50,8 @@ class EMA_FSDP:
     ) -> None:  # fmt: skip
         self._model, root = model_and_root(fsdp_module)
         self.ema = EMA(
-            self._model, decay, device=device, rule="mul_add", params="all", stochastic=False, start_step=start_step, replicas=replicas,
+            self._model, decay, device=device, rule="mul_add", params="all", stochastic=False, start_step=start_step,
+            replicas=replicas,
             group=group, timeout=timeout,
         )  # fmt: skip
         name_of = called(root)
@@ -75,8 +78,8 @@ class EMA_FSDP:
 
     @property
     def shadow(self) -> dict[str, torch.Tensor]:
-        """This rank's float32 part of each average, by the names of ``fsdp_module.module.named_parameters()``: the memory itself. A part
-        that is not the whole is 1-D, in the order of the weight's own memory."""
+        """This rank's float32 part of each average, by the names of ``fsdp_module.module.named_parameters()``: the
+        memory itself. A part that is not the whole is 1-D, in the order of the weight's own memory."""
         return Shadow(self.state_dict())
 
     @shadow.setter
@@ -86,7 +89,9 @@ class EMA_FSDP:
 
     @torch.no_grad()
     def update(self, fsdp_module: Any = None) -> None:
-        """After an optimizer step; no communication. Raises ValueError and KeyError where the module or a parameter is another one."""
+        """After an optimizer step; no communication. Raises ValueError and KeyError where the module or a parameter is
+        another one.
+        """
         if fsdp_module is not None:
             self._refuse_other(fsdp_module)
         try:
@@ -100,12 +105,15 @@ class EMA_FSDP:
             self._follow(model)
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
             raise invalid(
-                "update(): this is not the module that the averages are of; make an EMA_FSDP of it and load this one's state_dict()",
+                "update(): this is not the module that the averages are of; make an EMA_FSDP of it and load this "
+                "one's state_dict()",
                 KeyError,
             )
 
     def _follow(self, model: nn.Module) -> None:
-        """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its place."""
+        """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its
+        place.
+        """
         made = EMA(model, self._core.engine.schedules, **self._core.arguments)
         made.load_state_dict(self.ema.state_dict())
         self.ema, self._model, self._is_copy = made, model, False
@@ -123,26 +131,31 @@ class EMA_FSDP:
         return {self._names[name]: tensor for name, tensor in self._core.averages().items()}
 
     def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
-        """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises ValueError, on every
-        rank, with everything that does not fit, before anything changes."""
+        """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises
+        ValueError, on every rank, with everything that does not fit, before anything changes."""
         found = self._core.team.agree("load_state_dict()", lambda: self._renamed(sd))
         load_averages(self._core, found)
 
     def _renamed(self, sd: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """By clean names. What is a buffer of the model is passed over."""
         aliases = {one.name: one.aliases for one in self._core.view.parameters}
-        parts = self._core.parts() + [Part(one.name, one.tensor.reshape(-1), one.region) for one in self._core.view.buffers]
-        names = {part.name: (part.name, self._names.get(part.name, part.name), *aliases.get(part.name, ())) for part in parts}
+        parts = self._core.parts() + [
+            Part(one.name, one.tensor.reshape(-1), one.region) for one in self._core.view.buffers
+        ]
+        names = {
+            part.name: (part.name, self._names.get(part.name, part.name), *aliases.get(part.name, ())) for part in parts
+        }
         found = fit(Held(parts, names, None), sd, "the state")
         if wrong := [f"unexpected '{key}'" for key in found.unexpected]:
             raise invalid(f"the state does not fit these averages, nothing was loaded: {'; '.join(wrong[:20])}")
         return {name: _floating(name, sd[key]) for name, key in found.keys.items() if name in self._names}
 
     def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:
-        """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it; one tensor at a time
-        travels.
+        """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it;
+        one tensor at a time travels.
 
-        ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the unwrapped model's.
+        ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the
+        unwrapped model's.
         """
         style = self._core.team.agree("full_state_dict()", lambda: one_of("key_style", key_style, ("wrapped", "clean")))
         full = self.ema.full_state_dict(complete=False)
@@ -159,15 +172,19 @@ class EMA_FSDP:
     # ---- the averages in a model
 
     def copy_to(self, fsdp_module: Any) -> None:
-        """The averages, cast, into the parameters of a module with the same names: the live one, or another, sharded or not. Collective;
-        without communication where both are sharded alike and no replicas share the work.
+        """The averages, cast, into the parameters of a module with the same names: the live one, or another, sharded or
+        not. Collective; without communication where both are sharded alike and no replicas share the work.
 
         Raises ValueError and KeyError, before anything changes, where a name is on one side only or a shape differs.
         """
 
         def ready() -> Copier:
             target = model_and_root(fsdp_module)[0]
-            copier = self._copier if self._copier is not None and self._copier.target is target else Copier(self._core, target)
+            copier = (
+                self._copier
+                if self._copier is not None and self._copier.target is target
+                else Copier(self._core, target)
+            )
             copier.ready()
             return copier
 
@@ -175,7 +192,8 @@ class EMA_FSDP:
         self._copier.copy()
 
     def swapped(self) -> AbstractContextManager[None]:
-        """``with ema.swapped():`` the live module holds the averages; afterwards its weights, bit for bit. Collective."""
+        """``with ema.swapped():`` the live module holds the averages; afterwards its weights, bit for bit.
+        Collective."""
         return self.ema.swapped()
 
 
@@ -191,7 +209,9 @@ class Shadow(dict[str, torch.Tensor]):
 
 
 def fsdp_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole CPU tensors of the live model, parameters and persistent buffers, under clean names, on rank 0; {} elsewhere. Collective."""
+    """Whole CPU tensors of the live model, parameters and persistent buffers, under clean names, on rank 0; {}
+    elsewhere. Collective.
+    """
     return whole_state_dict(model)
 
 

@@ -1,4 +1,6 @@
-"""model.pt, of Causal-Forcing's trainers and scripts: ``{"generator_ema": {key: tensor}, "generator": ...}`` by torch.save()."""
+"""model.pt, of Causal-Forcing's trainers and scripts: ``{"generator_ema": {key: tensor}, "generator": ...}`` by
+torch.save().
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ from shardow.model.slots import slots
 from shardow.start.materialize import materialize
 
 
-def write_model_pt(path: str | Path, ema: EMA_FSDP | None = None, key_style: str = "wrapped", **models: nn.Module) -> None:
-    """``ema`` as "generator_ema", and live models by name (``generator=``, ``critic=``), gathered to rank 0, which writes them. Collective.
+def write_model_pt(
+    path: str | Path, ema: EMA_FSDP | None = None, key_style: str = "wrapped", **models: nn.Module
+) -> None:
+    """``ema`` as "generator_ema", and live models by name (``generator=``, ``critic=``), gathered to rank 0, which
+    writes them. Collective.
 
-    What was there stays until the new file is whole. For a model that does not fit one host: EMA_FSDP.save(), shardow.save().
+    What was there stays until the new file is whole. For a model that does not fit one host: EMA_FSDP.save(),
+    shardow.save().
 
     Args:
         key_style: of the averages: "wrapped", which the origin's readers look for, or "clean".
@@ -41,7 +47,9 @@ def write_model_pt(path: str | Path, ema: EMA_FSDP | None = None, key_style: str
 
 
 def read_model_pt(path: str | Path, entry: str = "generator_ema") -> dict[str, torch.Tensor]:
-    """One entry's tensors, mapped from the file, without wrappers in their keys. Raises KeyError where there is no such entry."""
+    """One entry's tensors, mapped from the file, without wrappers in their keys. Raises KeyError where there is no such
+    entry.
+    """
     content = torch_files.read(path)
     if not isinstance(content, Mapping) or not isinstance(content.get(entry), Mapping):
         there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
@@ -56,15 +64,20 @@ def read_model_pt(path: str | Path, entry: str = "generator_ema") -> dict[str, t
 
 @torch.no_grad()
 def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: str = "generator_ema") -> None:
-    """One entry into averages, or into a model, sharded or not, also one on meta; each rank reads its own slices. Collective.
+    """One entry into averages, or into a model, sharded or not, also one on meta; each rank reads its own slices.
+    Collective.
 
-    Buffers of the model that the entry lacks keep their values. Raises, on every rank and before anything changes, where other names or
-    shapes differ.
+    Buffers of the model that the entry lacks keep their values. Raises, on every rank and before anything changes,
+    where other names or shapes differ.
     """
     model = target._model if isinstance(target, EMA_FSDP) else model_and_root(target)[0]
     found = team_of(model).agree("load_model_pt()", lambda: read_model_pt(path, entry))
     if isinstance(target, EMA_FSDP):
         target.load_state_dict(found)
     else:
-        own = [slot for slot in slots(model, "buffer") if not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor")]
+        own = [
+            slot
+            for slot in slots(model, "buffer")
+            if not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor")
+        ]
         materialize(model, {**{slot.name: slot.recorded for slot in own}, **found})  # no average has buffers

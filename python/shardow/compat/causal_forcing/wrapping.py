@@ -22,7 +22,9 @@ _STRATEGIES = {
     "hybrid_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
     "no_shard": ShardingStrategy.NO_SHARD,
 }
-_BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32, cast_forward_inputs=False)
+_BF16 = MixedPrecision(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32, cast_forward_inputs=False
+)
 
 
 def fsdp_wrap(
@@ -35,14 +37,18 @@ def fsdp_wrap(
     Args:
         sharding_strategy: "full", "hybrid_full", "hybrid_zero2" or "no_shard".
         mixed_precision: computes in bfloat16, reduces in float32.
-        wrap_strategy: "size": units of at least ``min_num_params`` parameters; "transformer": units that are a ``transformer_module``.
-        options: further ones of FullyShardedDataParallel, e.g. ``device_mesh`` for "hybrid_full" on a CPU, before those above.
+        wrap_strategy: "size": units of at least ``min_num_params`` parameters; "transformer": units that are a
+            ``transformer_module``.
+        options: further ones of FullyShardedDataParallel, e.g. ``device_mesh`` for "hybrid_full" on a CPU, before those
+            above.
 
     Raises:
         KeyError, ValueError: no such strategy, or no ``transformer_module`` where one is needed.
     """
     if sharding_strategy not in _STRATEGIES:
-        raise invalid(f"sharding_strategy={sharding_strategy!r}; there are {', '.join(map(repr, _STRATEGIES))}", KeyError)
+        raise invalid(
+            f"sharding_strategy={sharding_strategy!r}; there are {', '.join(map(repr, _STRATEGIES))}", KeyError
+        )
     policy = _policy(wrap_strategy, min_num_params, transformer_module)
     os.environ.setdefault("NCCL_CROSS_NIC", "1")
     device = torch.cuda.current_device() if torch.cuda.is_available() else torch.device("cpu")

@@ -1,5 +1,6 @@
-"""ckczzj/DistEMA: averages of a replicated model, cut into one equal stretch for each rank, on shardow's engine and files. Names,
-signatures, the partition, the recursion ``e.mul_(d).add_(p, alpha=1 - d)`` and the warm-up are the origin's."""
+"""ckczzj/DistEMA: averages of a replicated model, cut into one equal stretch for each rank, on shardow's engine and
+files. Names, signatures, the partition, the recursion ``e.mul_(d).add_(p, alpha=1 - d)`` and the warm-up are the
+origin's."""
 
 from shardow.compat.dist_ema.checks import PRECISION_TO_TYPE
 from shardow.compat.dist_ema.ema import DistEMA, requires_grad

@@ -26,9 +26,14 @@ PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch
 def check_options(config: Mapping[str, Any], world_size: int, rank: int) -> None:
     """Raises ValueError; also KeyError and TypeError, where the origin does."""
     if config["dtype"] not in PRECISION_TO_TYPE:
-        raise invalid(f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}", KeyError)
+        raise invalid(
+            f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}", KeyError
+        )
     if config["warmup"] and config["power"] is None:
-        raise invalid("warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand", TypeError)
+        raise invalid(
+            "warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand",
+            TypeError,
+        )
     if whole("rank", rank, 0) >= whole("world_size", world_size, 1):
         raise invalid(f"rank={rank}; with world_size={world_size} it must be less")
     for name in ("decay", "min_decay"):
@@ -59,16 +64,26 @@ def config_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 def fitting(
     shares: Sequence[Share], buffers: Sequence[LocalTensor], called: Mapping[str, str], state: Mapping[str, Any]
 ) -> list[tuple[Share, torch.Tensor]]:
-    """Shares with their whole tensors, without buffers. Raises KeyError with all that does not fit. ``called``: names in states."""
+    """Shares with their whole tensors, without buffers. Raises KeyError with all that does not fit. ``called``: names
+    in states.
+    """
     parts = [Part(one.name, one.average, one.region) for one in shares]
     parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in buffers]
-    fit = match.fit(Held(parts, {part.name: (part.name, called[part.name]) for part in parts}, None), state, "the state")
+    fit = match.fit(
+        Held(parts, {part.name: (part.name, called[part.name]) for part in parts}, None), state, "the state"
+    )
     found = {one.name: state[fit.keys[one.name]] for one in shares if one.name in fit.keys}
-    wrong = [f"'{n}' is a {type(t).__name__}, not a whole tensor" for n, t in found.items() if type(t) not in (torch.Tensor, nn.Parameter)]
+    wrong = [
+        f"'{n}' is a {type(t).__name__}, not a whole tensor"
+        for n, t in found.items()
+        if type(t) not in (torch.Tensor, nn.Parameter)
+    ]
     if not wrong:
         shapes = {one.name: one.shape for one in shares}
         wrong = _state.unfit(match.compare(shapes, _state.shapes_of(found, shapes)))
         wrong += [f"unexpected '{key}'" for key in fit.unexpected]
     if wrong:
-        raise invalid(f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}", KeyError)
+        raise invalid(
+            f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}", KeyError
+        )
     return [(one, found[one.name].detach()) for one in shares]

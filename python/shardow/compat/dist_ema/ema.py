@@ -34,24 +34,25 @@ def requires_grad(model: nn.Module, flag: bool = True) -> None:
 
 
 class DistEMA:
-    """Averages of all parameters of ``model``, of which this rank keeps one stretch. Collective over the ``world_size`` ranks that share
-    it.
+    """Averages of all parameters of ``model``, of which this rank keeps one stretch. Collective over the ``world_size``
+    ranks that share it.
 
-    Parameters lie one after another in the order of named_parameters(), P elements in all; with n = ceil(P / world_size), rank r averages
-    elements [r n, min(r n + n, P)). Of a model that is sharded, each rank averages the shards that it holds instead, which replicas divide.
+    Parameters lie one after another in the order of named_parameters(), P elements in all; with n = ceil(P /
+    world_size), rank r averages elements [r n, min(r n + n, P)). Of a model that is sharded, each rank averages the
+    shards that it holds instead, which replicas divide.
 
     Args:
         world_size, rank: of the ranks that share the model: torch.distributed's, or ``group``'s.
-        dtype: of averages: "fp32"; "bf16" and "fp16" halve their memory, and are rounded stochastically by ``seed``: 0.5 to 1.6 % of noise
-            in bf16.
-        decay, warmup, power, min_decay, inv_gamma, update_after_step: see get_decay(). ``warmup`` needs a ``power``: 2 / 3 reaches a decay
-            of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand.
+        dtype: of averages: "fp32"; "bf16" and "fp16" halve their memory, and are rounded stochastically by ``seed``:
+            0.5 to 1.6 % of noise in bf16.
+        decay, warmup, power, min_decay, inv_gamma, update_after_step: see get_decay(). ``warmup`` needs a ``power``: 2
+            / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand.
         timeout: seconds or timedelta, the deadline of every collective call.
 
     Attributes:
-        name_list, index_list, ema_param_list: of the parameters that this rank has a part of: the name, the (first, last) element, both
-            included, in the order of the parameter's memory (of what this rank holds of it, where it is sharded), and its average, 1-D, the
-            memory itself.
+        name_list, index_list, ema_param_list: of the parameters that this rank has a part of: the name, the (first,
+            last) element, both included, in the order of the parameter's memory (of what this rank holds of it, where
+            it is sharded), and its average, 1-D, the memory itself.
         decay_steps: updates so far. torch_dtype: of averages. model: what they were made of.
 
     Raises:
@@ -59,8 +60,10 @@ class DistEMA:
     """
 
     def __init__(
-        self, model: nn.Module, world_size: int, rank: int, dtype: str = "fp32", decay: float = 0.999, warmup: bool = False,
-        power: float | None = None, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0, *, seed: int = 0,
+        self, model: nn.Module, world_size: int, rank: int, dtype: str = "fp32", decay: float = 0.999,
+        warmup: bool = False,
+        power: float | None = None, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0, *,
+        seed: int = 0,
         group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
     ) -> None:  # fmt: skip
         self.model, self.world_size, self.rank, self.dtype = model, world_size, rank, dtype
@@ -69,7 +72,11 @@ class DistEMA:
         self.decay_steps = 0
         self._seed, self._group = seed, group
         self._view = self._found(model)
-        among = group or self._view.process_group or (dist.group.WORLD if dist.is_initialized() and world_size != 1 else None)
+        among = (
+            group
+            or self._view.process_group
+            or (dist.group.WORLD if dist.is_initialized() and world_size != 1 else None)
+        )
         self._team = Team(among, seconds(timeout))
         self._team.agree("DistEMA(...)", self._start)
         tensors = {one.name: f"{one.shape} in the order {one.order}" for one in self._shares}
@@ -80,7 +87,8 @@ class DistEMA:
         check_options(self.config, self.world_size, self.rank)
         if dist.is_initialized() and (self.world_size, self.rank) != (self._team.size, self._team.rank):
             raise invalid(
-                f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._team.rank} of the {self._team.size} "
+                f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._team.rank} of the "
+                f"{self._team.size} "
                 "that share the model; give these, or the ranks' own group="
             )
         self.torch_dtype = PRECISION_TO_TYPE[self.dtype]
@@ -118,7 +126,11 @@ class DistEMA:
 
     def _pair(self) -> None:
         here = {one.name: one for one in self._view.parameters}
-        pairs = [Pair(one.name, one.source(here[one.name]), one.average, one.region) for one in self._shares if one.region.size]
+        pairs = [
+            Pair(one.name, one.source(here[one.name]), one.average, one.region)
+            for one in self._shares
+            if one.region.size
+        ]
         self._pairs = Pairs(pairs, "mul_add" if self.dtype == "fp32" else "lerp", stochastic=True, seed=self._seed)
         self._counted = self.decay_steps
 
@@ -129,8 +141,8 @@ class DistEMA:
         self.decay_steps = decay_steps
 
     def get_decay(self) -> float:
-        """Of the next update. With ``warmup``: s = max(0, decay_steps - update_after_step - 1), then 1 - (1 + s / inv_gamma)^-power into
-        [min_decay, decay]: the first two updates copy. Else ``decay``."""
+        """Of the next update. With ``warmup``: s = max(0, decay_steps - update_after_step - 1), then 1 - (1 + s /
+        inv_gamma)^-power into [min_decay, decay]: the first two updates copy. Else ``decay``."""
         if not self.warmup:
             return self.decay
         assert self.power is not None
@@ -140,8 +152,9 @@ class DistEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:
-        """After an optimizer step: one pass over this rank's stretch; no communication. Raises KeyError (a ValueError too), before anything
-        changes, where ``model`` is not what the averages were made of: another model must have the same names."""
+        """After an optimizer step: one pass over this rank's stretch; no communication. Raises KeyError (a ValueError
+        too), before anything changes, where ``model`` is not what the averages were made of: another model must have
+        the same names."""
         used = fraction("decay", self.get_decay() if decay is None else decay)
         self._bind(model)
         self._pairs.update(used, 1.0 - used, self.decay_steps + 1)
@@ -153,7 +166,10 @@ class DistEMA:
         if model is not self._bound or not unchanged(self._view):
             view = self._found(model)
             if wrong := unlike(self._shares, view):
-                raise invalid(f"update(): the averages were made of another model: {'; '.join(wrong[:20])}; make a DistEMA of it", KeyError)
+                raise invalid(
+                    f"update(): the averages were made of another model: {'; '.join(wrong[:20])}; make a DistEMA of it",
+                    KeyError,
+                )
             self._bound, self._view = model, view
             self._pair()
         elif self._counted > self.decay_steps:  # the noise goes back with them
@@ -171,7 +187,8 @@ class DistEMA:
     def state_dict(
         self, cpu_group: dist.ProcessGroup | None = None, *, everywhere: bool = False, buffers: bool = False
     ) -> OrderedDict[str, torch.Tensor]:
-        """Whole averages, CPU tensors, by the names of ``model.named_parameters()``, on rank 0, {} elsewhere; collective.
+        """Whole averages, CPU tensors, by the names of ``model.named_parameters()``, on rank 0, {} elsewhere;
+        collective.
 
         Args:
             cpu_group: a gloo group of the same ranks, where the model's own group moves no CPU tensors.
@@ -193,7 +210,10 @@ class DistEMA:
 
     def _parts_to_gather(self, cpu_group: dist.ProcessGroup | None, buffers: bool) -> list[Part]:
         if cpu_group is not None and dist.get_world_size(cpu_group) != self.world_size:
-            raise invalid(f"state_dict(): cpu_group has {dist.get_world_size(cpu_group)} ranks, the averages are on {self.world_size}")
+            raise invalid(
+                f"state_dict(): cpu_group has {dist.get_world_size(cpu_group)} ranks, the averages are on "
+                f"{self.world_size}"
+            )
         parts = [Part(one.name, one.average, one.region) for one in self._shares]
         if buffers:
             parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in self._view.buffers]
@@ -201,11 +221,11 @@ class DistEMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Whole averages, on every rank; or ``{"model": averages, "config": config}``, with its decay_steps. Wrappers' names and buffers
-        are passed over.
+        """Whole averages, on every rank; or ``{"model": averages, "config": config}``, with its decay_steps. Wrappers'
+        names and buffers are passed over.
 
-        Raises ValueError (KeyError where names are missing), on every rank and before anything changes, with all that does not fit, other
-        options too.
+        Raises ValueError (KeyError where names are missing), on every rank and before anything changes, with all that
+        does not fit, other options too.
         """
         steps, values = self._together("load_state_dict()", lambda: self._fitting(state_dict), alone=True)
         for share, value in values:
@@ -221,22 +241,25 @@ class DistEMA:
     def _together(self, what: str, fn: Callable[[], T], alone: bool = False) -> T:
         """fn() on every rank, or an error on all. ``alone``: it can do without the others."""
         if not alone and self._team.size != self.world_size:
-            raise invalid(f"{what} needs the other {self.world_size - 1} ranks: call dist.init_process_group() before DistEMA(...)")
+            raise invalid(
+                f"{what} needs the other {self.world_size - 1} ranks: call dist.init_process_group() before "
+                "DistEMA(...)"
+            )
         return self._team.agree(what, fn)
 
     # ---- files
 
     def save(self, path: str | Path) -> None:
-        """Averages and ``config`` into a .safetensors file, each rank writing its own bytes; for load(). Collective; nothing is
-        gathered."""
+        """Averages and ``config`` into a .safetensors file, each rank writing its own bytes; for load(). Collective;
+        nothing is gathered."""
         parts = self._together("save()", lambda: self._parts([]))
         self._team.same_updates("save()", self.decay_steps)
         engine.write([engine.FileParts("", parts, {CONFIG: json.dumps(self.config)})], path, self._team)
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
-        """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective. Raises, before anything
-        changes, where names, shapes or options differ."""
+        """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective.
+        Raises, before anything changes, where names, shapes or options differ."""
         copied: Copied = []
         parts = self._together("load()", lambda: self._parts(copied, saving=False))
         found = engine.opened(path, self._team)
@@ -249,5 +272,9 @@ class DistEMA:
 
     def _parts(self, copied: Copied, saving: bool = True) -> list[Part]:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
-        counted = [one for one in self._shares if not saving or not is_sharded(self.model) or one.local.counts_on(self._team.rank)]
+        counted = [
+            one
+            for one in self._shares
+            if not saving or not is_sharded(self.model) or one.local.counts_on(self._team.rank)
+        ]
         return [part for one in counted for part in one.parts(copied)]

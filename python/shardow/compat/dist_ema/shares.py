@@ -1,8 +1,9 @@
-"""Shares: who averages which elements of which parameter, where parameters lie one after another, cut into equal stretches, one a rank,
-whatever their strides.
+"""Shares: who averages which elements of which parameter, where parameters lie one after another, cut into equal
+stretches, one a rank, whatever their strides.
 
-A parameter whose memory has another order than its dimensions (channels_last) is cut in the order of its memory. Its share is no region of
-it then, but one of the tensor with its dimensions in that order; files, which know regions of the tensor itself, get its boxes.
+A parameter whose memory has another order than its dimensions (channels_last) is cut in the order of its memory. Its
+share is no region of it then, but one of the tensor with its dimensions in that order; files, which know regions of the
+tensor itself, get its boxes.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from shardow.model.view import ModelView
 from shardow.model.zero3 import is_partitioned
 from shardow.ranks.gather import Part
 
-Copied = list[tuple[torch.Tensor, torch.Tensor]]  # (a stretch of an average as its tensor goes, a copy of it, row-major)
+Copied = list[
+    tuple[torch.Tensor, torch.Tensor]
+]  # (a stretch of an average as its tensor goes, a copy of it, row-major)
 
 
 @dataclass(eq=False)
 class Share:
-    """Elements [begin, begin + region.size) of what this rank holds of a parameter, in the order of memory. ``order``: its dimensions, the
-    slowest in memory first; ``region`` is of a tensor with these."""
+    """Elements [begin, begin + region.size) of what this rank holds of a parameter, in the order of memory. ``order``:
+    its dimensions, the slowest in memory first; ``region`` is of a tensor with these."""
 
     local: LocalTensor
     order: tuple[int, ...]
@@ -70,7 +73,9 @@ class Share:
 
 
 def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: bool) -> list[Share]:
-    """One of each parameter, empty ones too, whose averages equal the weights. ``sharded``: what a rank holds, which replicas divide."""
+    """One of each parameter, empty ones too, whose averages equal the weights. ``sharded``: what a rank holds, which
+    replicas divide.
+    """
     if (odd := [one for one in view.parameters if one.tensor.is_complex()]) != []:
         raise unsupported(f"'{odd[0].name}' is {odd[0].tensor.dtype}; averages of complex numbers are not kept here")
     made, total, at = [], sum(one.region.size for one in view.parameters), 0
@@ -112,7 +117,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def _memory_order(local: LocalTensor) -> tuple[int, ...]:
-    """The dimensions of a whole tensor, the slowest in memory first; those of a shard as they are. Raises where there are holes."""
+    """The dimensions of a whole tensor, the slowest in memory first; those of a shard as they are. Raises where there
+    are holes.
+    """
     tensor, plain = local.tensor, tuple(range(len(local.region.shape)))
     if tensor.is_contiguous() or tensor.dim() != len(plain):  # a flat shard
         return plain
@@ -120,7 +127,8 @@ def _memory_order(local: LocalTensor) -> tuple[int, ...]:
     order = tuple(sorted(plain, key=lambda d: -strides[d]))
     if tuple(tensor.shape) != tuple(local.region.shape) or not tensor.permute(order).is_contiguous():
         raise unsupported(
-            f"'{local.name}' of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes in its memory; make it contiguous first"
+            f"'{local.name}' of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes in its memory; "
+            "make it contiguous first"
         )
     return order
 

@@ -1,1 +1,3 @@
-"""The file formats of the origins, and how a file becomes whole or stays away. They import the core and `ways`, and no surface."""
+"""The file formats of the origins, and how a file becomes whole or stays away. They import the core and `ways`, and no
+surface.
+"""

@@ -1,4 +1,6 @@
-"""A torch.distributed.checkpoint directory of averages: {"<name>": tensor}, sharded, and beside it the decay and the number of updates."""
+"""A torch.distributed.checkpoint directory of averages: {"<name>": tensor}, sharded, and beside it the decay and the
+number of updates.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _DECAY, _UPDATES = "shardow.decay", "shardow.updates"
 
 
 class EmaSavePlanner(DefaultSavePlanner):
-    """Torch keys its cache of plans by the planner's class, for the whole process: our own meets no others' plans. Nothing is cached."""
+    """Torch keys its cache of plans by the planner's class, for the whole process: our own meets no others' plans.
+    Nothing is cached.
+    """
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=False)
@@ -73,7 +77,9 @@ def plan(held: Held, directory: Path) -> Plan | None:
     wrong = [
         f"'{name}' is {there.shape} {there.dtype} there and {here.shape} {here.dtype} here"
         for name, here, there in found.different
-        if here and there and (there.shape != here.shape or there.dtype.is_floating_point != here.dtype.is_floating_point)
+        if here
+        and there
+        and (there.shape != here.shape or there.dtype.is_floating_point != here.dtype.is_floating_point)
     ]
     if wrong:
         raise invalid(f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}", RuntimeError)
@@ -81,7 +87,8 @@ def plan(held: Held, directory: Path) -> Plan | None:
 
 
 def read(found: Plan, state: Mapping[str, torch.Tensor], team: Team) -> tuple[float, int] | None:
-    """Into ``state``'s tensors, cast, whatever sharding wrote them; (decay, updates) where they were saved. Collective."""
+    """Into ``state``'s tensors, cast, whatever sharding wrote them; (decay, updates) where they were saved.
+    Collective."""
     entries = {key: state[name] for name, key in found.fit.keys.items()}
     counters = {_DECAY: torch.zeros((), dtype=torch.float64), _UPDATES: torch.zeros((), dtype=torch.int64)}
     if found.has_counters:

@@ -1,5 +1,5 @@
-"""The averages of a list of parameters as a diffusers model's directory: its class tells their names, from a copy on meta, and writes its
-own config; the tensors go through shardow's files."""
+"""The averages of a list of parameters as a diffusers model's directory: its class tells their names, from a copy on
+meta, and writes its own config; the tensors go through shardow's files."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ _SHARD = re.compile(r"diffusion_pytorch_model-\d{5}-of-\d{5}\.(safetensors|bin)"
 
 
 def write(
-    path: str | os.PathLike[str], model_cls: Any, model_config: Mapping[str, Any], counters: dict[str, Any], shadows: Sequence[torch.Tensor]
+    path: str | os.PathLike[str],
+    model_cls: Any,
+    model_config: Mapping[str, Any],
+    counters: dict[str, Any],
+    shadows: Sequence[torch.Tensor],
 ) -> None:
-    """One file of weights, and config.json. Collective where there are DTensors among ``shadows``: what is whole is written from rank 0."""
+    """One file of weights, and config.json. Collective where there are DTensors among ``shadows``: what is whole is
+    written from rank 0.
+    """
     folder = Path(path)
     team = _team(shadows)
 
@@ -90,7 +96,9 @@ def _on_meta(model_cls: Any, config: Mapping[str, Any]) -> Any:
 def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
     known = dict(model.named_parameters())
     if len(known) != len(shadows):
-        raise invalid(f"a {type(model).__name__} of this config has {len(known)} parameters; there are averages of {len(shadows)}")
+        raise invalid(
+            f"a {type(model).__name__} of this config has {len(known)} parameters; there are averages of {len(shadows)}"
+        )
     for (name, param), shadow in zip(known.items(), shadows, strict=True):
         if shadow.dim() == 1 and param.dim() > 1:
             flat = f"the average of '{name}' is a flat piece of {shadow.numel()} elements, as FSDP1 has them"
@@ -104,10 +112,16 @@ def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
 def _named(model: nn.Module, shadows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's state_dict() with averages in the dtypes of its parameters, under all of their names."""
     _check(model, shadows)
-    cast = (shadow.to(p.dtype) if shadow.is_floating_point() else shadow for p, shadow in zip(model.parameters(), shadows, strict=True))
+    cast = (
+        shadow.to(p.dtype) if shadow.is_floating_point() else shadow
+        for p, shadow in zip(model.parameters(), shadows, strict=True)
+    )
     by_parameter = dict(zip(map(id, model.parameters()), cast, strict=True))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: by_parameter[id(parameters[name])] if name in parameters else tensor for name, tensor in model.state_dict().items()}
+    return {
+        name: by_parameter[id(parameters[name])] if name in parameters else tensor
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def _sources(folder: Path, tensors: dict[str, torch.Tensor]) -> list[tuple[Path, dict[str, torch.Tensor]]]:

@@ -15,8 +15,8 @@ _outermost = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def fsdp_pretrained_load_context(enabled: bool) -> Iterator[None]:
-    """transformers' from_pretrained() loads weights on rank 0 alone inside. It listens to variables of the environment, which are the
-    process's: they are restored when the last of several blocks, in whatever threads, has ended."""
+    """transformers' from_pretrained() loads weights on rank 0 alone inside. It listens to variables of the environment,
+    which are the process's: they are restored when the last of several blocks, in whatever threads, has ended."""
     global _inside
     if not enabled:
         yield
@@ -37,8 +37,8 @@ def fsdp_pretrained_load_context(enabled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_environment() -> Iterator[None]:
-    """accelerate leaves its options in the environment, for transformers: every later from_pretrained() of a model that is not wrapped
-    would be without weights on all ranks but the first."""
+    """accelerate leaves its options in the environment, for transformers: every later from_pretrained() of a model that
+    is not wrapped would be without weights on all ranks but the first."""
     before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     try:
         yield

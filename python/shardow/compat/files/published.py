@@ -28,8 +28,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def publish(what: str, directory: Path, partial: Path, team: Team, fill: Callable[[Path], None]) -> None:
-    """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes ``directory``. Collective.
-    Whatever fails on one rank is an error on all, and leaves nothing behind. A directory that was there is replaced."""
+    """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes
+    ``directory``. Collective. Whatever fails on one rank is an error on all, and leaves nothing behind. A directory
+    that was there is replaced."""
     team.agree(what, lambda: _make(partial) if team.rank == 0 else None)
     try:
         fill(partial)

@@ -1,10 +1,13 @@
-"""Files of torch.save(), for surfaces whose origins write them: whole or not at all, and read without running what is in them.
+"""Files of torch.save(), for surfaces whose origins write them: whole or not at all, and read without running what is
+in them.
 
-torch.save() wants everything at once. Its files are plain zip archives (docs.pytorch.org, "Serialization semantics": data.pkl with the
-structure, data/0, data/1, ... with the storages in the order of their first use), so write_gathered() holds one tensor at a time:
+torch.save() wants everything at once. Its files are plain zip archives (docs.pytorch.org, "Serialization semantics":
+data.pkl with the structure, data/0, data/1, ... with the storages in the order of their first use), so write_gathered()
+holds one tensor at a time:
 
 1. rank 0 has torch pickle the structure of a template without data
-2. tensor by tensor, rank 0 receives the whole and writes the next record, aligned to 64 bytes as torch does, for mapping
+2. tensor by tensor, rank 0 receives the whole and writes the next record, aligned to 64 bytes as torch does, for
+   mapping
 3. the file is synced and renamed
 """
 
@@ -32,7 +35,9 @@ from shardow.ranks.team import Team
 
 
 def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
-    """CPU tensors of parameters and persistent buffers, under all clean names, on rank 0; {} elsewhere. Collective. ``wanted``: names."""
+    """CPU tensors of parameters and persistent buffers, under all clean names, on rank 0; {} elsewhere. Collective.
+    ``wanted``: names.
+    """
     held = held_by(model, None, saving=False)
     refuse_foreign("a state of the whole model", held.memory, instead="for the weights")
     held.parts = [part for part in held.parts if wanted(part.name)]
@@ -46,7 +51,9 @@ def write(content: Any, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Any:
-    """Tensors on the CPU, mapped: what is not used is not read. Raises ValueError for other files, and for objects in them."""
+    """Tensors on the CPU, mapped: what is not used is not read. Raises ValueError for other files, and for objects in
+    them.
+    """
     try:
         with open(path, "rb") as file:
             mapped = file.read(2) == b"PK"  # older files are no archives, and can't be
@@ -65,13 +72,20 @@ _PADDING = 0x4246  # id of a header field that readers skip; torch's own files h
 
 
 def write_gathered(
-    what: str, path: Path, parts: Sequence[Part], names: Mapping[str, tuple[str, ...]], team: Team, dtype: torch.dtype | None = None
+    what: str,
+    path: Path,
+    parts: Sequence[Part],
+    names: Mapping[str, tuple[str, ...]],
+    team: Team,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """The tensors of which ``parts`` are this rank's, each under all its ``names``, into ``path``; floating ones as ``dtype``. Collective;
-    ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
+    """The tensors of which ``parts`` are this rank's, each under all its ``names``, into ``path``; floating ones as
+    ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
     failed: list[Exception] = []
     with contextlib.ExitStack() as stack:
-        add = team.agree(what, lambda: stack.enter_context(_archive(path, parts, names, dtype)) if team.rank == 0 else None)
+        add = team.agree(
+            what, lambda: stack.enter_context(_archive(path, parts, names, dtype)) if team.rank == 0 else None
+        )
         for _, tensor in Gatherer(what, parts, team).stream():  # to the end in any case: the others send
             if add is not None and tensor is not None and not failed:
                 try:
@@ -96,13 +110,17 @@ def _archive(
     template: dict[str, torch.Tensor] = {}
     for part in parts:
         kept = part.flat.dtype
-        like = torch.empty(part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept)  # memory that nobody touches
+        like = torch.empty(
+            part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept
+        )  # memory that nobody touches
         template.update(dict.fromkeys(names[part.name], like))
     structure, numbers = _structure(template, path.parent), itertools.count()
     with new_file(path) as file, _zip(file) as archive:
         archive.writestr("archive/data.pkl", structure)
         archive.writestr("archive/byteorder", sys.byteorder)
-        yield lambda tensor: _add(archive, next(numbers), tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+        yield lambda tensor: _add(
+            archive, next(numbers), tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        )
         archive.writestr("archive/version", "3\n")
 
 

@@ -1,6 +1,6 @@
-"""modelscope/twinkle's two FSDP2 strategies and its helpers for memory-efficient starts (its PR 117), on shardow.wrap(), materialize().
-Signatures and results are the origin's, but ``get_full_state_dict()`` gives rank 0 the whole, with buffers and tied names, and the others
-{}; experts are left to the model's own sharding."""
+"""modelscope/twinkle's two FSDP2 strategies and its helpers for memory-efficient starts (its PR 117), on
+shardow.wrap(), materialize(). Signatures and results are the origin's, but ``get_full_state_dict()`` gives rank 0 the
+whole, with buffers and tied names, and the others {}; experts are left to the model's own sharding."""
 
 from shardow.compat.files.pretrained import fsdp_pretrained_load_context
 from shardow.compat.twinkle.accelerate import AccelerateStrategy

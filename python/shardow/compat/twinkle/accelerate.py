@@ -1,4 +1,6 @@
-"""AccelerateStrategy: twinkle's other strategy. accelerate shards and wraps; rank 0's weights come as in shardow.wrap()."""
+"""AccelerateStrategy: twinkle's other strategy. accelerate shards and wraps; rank 0's weights come as in
+shardow.wrap().
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ _Prepared = tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]
 
 
 class AccelerateStrategy(Strategy):
-    """``device_mesh``: twinkle's or torch's, with dimensions named "dp" and "fsdp" ("tp", "cp", "sp"); None: no FSDP. ``ddp_config``: of
-    accelerate's DistributedDataParallelKwargs. ``fsdp_config``: of its FullyShardedDataParallelPlugin, unchanged; ``fsdp_version`` is 2.
+    """``device_mesh``: twinkle's or torch's, with dimensions named "dp" and "fsdp" ("tp", "cp", "sp"); None: no FSDP.
+    ``ddp_config``: of accelerate's DistributedDataParallelKwargs. ``fsdp_config``: of its
+    FullyShardedDataParallelPlugin, unchanged; ``fsdp_version`` is 2.
 
     ``memory_efficient_init``: rank 0's weights count, and the others may have none, as after from_pretrained() in
     pretrained_load_context(). ``accelerator`` is accelerate's own.
@@ -41,7 +44,9 @@ class AccelerateStrategy(Strategy):
             from accelerate import Accelerator, DistributedDataParallelKwargs
             from accelerate.utils import InitProcessGroupKwargs
         except ImportError as error:
-            raise unsupported("AccelerateStrategy needs accelerate: pip install accelerate; NativeFSDPStrategy needs nothing") from error
+            raise unsupported(
+                "AccelerateStrategy needs accelerate: pip install accelerate; NativeFSDPStrategy needs nothing"
+            ) from error
         self.device_mesh, self.mixed_precision = device_mesh, mixed_precision
         self._memory_efficient_init = memory_efficient_init
         seconds = int(os.environ.get("TWINKLE_DIST_TIMEOUT_SECONDS", "7200"))
@@ -59,13 +64,15 @@ class AccelerateStrategy(Strategy):
             )
         if self.fsdp_plugin is not None and not self._shards():
             warn(
-                f"accelerate does no FSDP here ({self.accelerator.distributed_type}, {self.accelerator.device}): models will be "
+                f"accelerate does no FSDP here ({self.accelerator.distributed_type}, {self.accelerator.device}): "
+                "models will be "
                 "replicated; NativeFSDPStrategy shards on CPUs too",
                 RuntimeWarning,
             )
 
     def wrap_model(self, model: nn.Module, *args: Any) -> Any:
-        """``accelerator.prepare(model, *args)``, with its result: (model, optimizer, ...), FSDP2's at once. Collective."""
+        """``accelerator.prepare(model, *args)``, with its result: (model, optimizer, ...), FSDP2's at once.
+        Collective."""
         if not (self._memory_efficient_init and self._shards()):
             return self.accelerator.prepare(model, *args)
         team = everybody()
@@ -83,7 +90,9 @@ class AccelerateStrategy(Strategy):
             prepared = self.accelerator.prepare(model, *args)
         materialize(model, own)
         for optimizer, places in zip(optimizers, bindings, strict=True):
-            origins.bind(optimizer, places)  # accelerate tells parameters by their addresses, and on meta there are none
+            origins.bind(
+                optimizer, places
+            )  # accelerate tells parameters by their addresses, and on meta there are none
         return prepared
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -125,13 +134,16 @@ def _parallelism(sizes: Mapping[str, int]) -> Any:
 def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, Any], memory_efficient: bool) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
-    version = config.pop("fsdp_version", config.pop("fsdp_config", 2))  # the origin reads the second, where a version is not looked for
+    version = config.pop(
+        "fsdp_version", config.pop("fsdp_config", 2)
+    )  # the origin reads the second, where a version is not looked for
     if version != 2:
         raise invalid(f"fsdp_config={{'fsdp_version': {version!r}}}; it must be 2")
     if sizes.get("fsdp", 1) == 1:
         return None
     defaults: dict[str, Any] = {
-        "mixed_precision_policy": None if mixed_precision == "no" else mixed_precision, "auto_wrap_policy": "transformer_based_wrap",
+        "mixed_precision_policy": None if mixed_precision == "no" else mixed_precision,
+        "auto_wrap_policy": "transformer_based_wrap",
         "reshard_after_forward": True, "cpu_offload": False, "activation_checkpointing": False,
         "cpu_ram_efficient_loading": memory_efficient,
     }  # fmt: skip

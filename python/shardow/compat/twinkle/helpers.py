@@ -16,11 +16,16 @@ from shardow.model.slots import by_tensor, slots
 from shardow.start.materialize import materialize
 
 _States = dict[torch.Tensor, Any]
-_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = weakref.WeakKeyDictionary()  # what each knew of its parameters
+_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = (
+    weakref.WeakKeyDictionary()
+)  # what each knew of its parameters
 
 
-def _broadcast_sharded_state_dict(model: nn.Module, full_sd: Mapping[str, torch.Tensor], device_type: str = "cuda") -> None:
-    """Rank 0's ``full_sd`` into the model's shards; the others give {}. A model on meta gets memory on ``device_type``."""
+def _broadcast_sharded_state_dict(
+    model: nn.Module, full_sd: Mapping[str, torch.Tensor], device_type: str = "cuda"
+) -> None:
+    """Rank 0's ``full_sd`` into the model's shards; the others give {}. A model on meta gets memory on
+    ``device_type``."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     materialize(model, full_sd if first else None, device=device_type)
 
@@ -35,14 +40,18 @@ def _get_non_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _restore_non_persistent_buffers(model: nn.Module, saved_buffers: Mapping[str, torch.Tensor], device: torch.device | str) -> None:
+def _restore_non_persistent_buffers(
+    model: nn.Module, saved_buffers: Mapping[str, torch.Tensor], device: torch.device | str
+) -> None:
     for name, saved in saved_buffers.items():
         prefix, _, key = name.rpartition(".")
         model.get_submodule(prefix).register_buffer(key, saved.to(device), persistent=False)
 
 
 def _unbind_optimizer_params(optimizer: torch.optim.Optimizer) -> None:
-    """Lets the parameters' memory go; where they were is remembered, as far as it is known, and what the optimizer knows of them."""
+    """Lets the parameters' memory go; where they were is remembered, as far as it is known, and what the optimizer
+    knows of them.
+    """
     states = _unbound[optimizer] = _States()
     for group in optimizer.param_groups:
         left = [torch.empty(1, dtype=param.dtype, device="meta") for param in group["params"]]
@@ -54,15 +63,22 @@ def _unbind_optimizer_params(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Parameters into the optimizer's groups: where they were, else by ``param_names``, else, of one group, in order; or raises."""
+    """Parameters into the optimizer's groups: where they were, else by ``param_names``, else, of one group, in order;
+    or raises.
+    """
     found: list[origins.Places] = []
-    for number, (group, known) in enumerate(zip(optimizer.param_groups, origins.known_places(optimizer, model), strict=True)):
+    for number, (group, known) in enumerate(
+        zip(optimizer.param_groups, origins.known_places(optimizer, model), strict=True)
+    ):
         if None in known and len(optimizer.param_groups) == 1:
             found.append(_in_order(model, len(known)))
         else:
             found.append([place for place in known if place is not None])
         if len(found[-1]) != len(group["params"]):
-            raise invalid(f"optimizer group {number}: it is not known which parameters it had; make it from model.named_parameters()")
+            raise invalid(
+                f"optimizer group {number}: it is not known which parameters it had; make it from "
+                "model.named_parameters()"
+            )
     optimizer.state.update(_unbound.pop(optimizer, {}))
     origins.bind(optimizer, found)
     return optimizer

@@ -16,7 +16,9 @@ from shardow.start.wrap import wrap
 
 
 class NativeFSDPStrategy(Strategy):
-    """``device_mesh``: twinkle's or torch's; None: nothing is wrapped. ``fsdp_config``: ``{"reshard_after_forward": bool}``."""
+    """``device_mesh``: twinkle's or torch's; None: nothing is wrapped. ``fsdp_config``: ``{"reshard_after_forward":
+    bool}``.
+    """
 
     def __init__(
         self, device_mesh: Any = None, mixed_precision: str = "bf16", fsdp_config: Mapping[str, Any] | None = None,
@@ -28,23 +30,35 @@ class NativeFSDPStrategy(Strategy):
         self.enable_ep = enable_ep
         self._memory_efficient_init = memory_efficient_init
         if enable_ep and (ep_size or getattr(device_mesh, "ep_size", None) or 1) > 1:
-            raise unsupported("expert parallelism is not applied here: shard the experts first, which wrap_model() leaves as they are")
+            raise unsupported(
+                "expert parallelism is not applied here: shard the experts first, which wrap_model() leaves as they are"
+            )
 
     def use_rank0_pretrained_broadcast(self) -> bool:
-        """True where ranks but the first may build the model on meta, as twinkle's own do: wrap_model() sends them rank 0's weights."""
+        """True where ranks but the first may build the model on meta, as twinkle's own do: wrap_model() sends them rank
+        0's weights.
+        """
         return self._loads_on_rank_0()
 
     def wrap_model(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-        """fully_shard() on decoder layers (``model.model.layers``) and on the model. With memory_efficient_init rank 0's weights count."""
+        """fully_shard() on decoder layers (``model.model.layers``) and on the model. With memory_efficient_init rank
+        0's weights count.
+        """
         mesh = _mesh_of(self.device_mesh)
         if mesh is None:
             return model, optimizer
         reshard, policy = self.fsdp_config.get("reshard_after_forward", True), _policy(self.mixed_precision)
         efficient = self._memory_efficient_init
         return wrap(
-            model, mesh, optimizer, _units(model), memory_efficient_init=efficient, reshard_after_forward=reshard, mixed_precision=policy
+            model,
+            mesh,
+            optimizer,
+            _units(model),
+            memory_efficient_init=efficient,
+            reshard_after_forward=reshard,
+            mixed_precision=policy,
         )
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

@@ -1,4 +1,6 @@
-"""What twinkle's strategies have in common: whole states, adapters and the optimizer's checkpoint, with one model on many ranks."""
+"""What twinkle's strategies have in common: whole states, adapters and the optimizer's checkpoint, with one model on
+many ranks.
+"""
 
 from __future__ import annotations
 
@@ -63,43 +65,61 @@ class Strategy(ABC):
     # ---- weights
 
     def get_full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Whole CPU tensors of parameters and persistent buffers, under all their names, on rank 0; {} elsewhere. Collective."""
+        """Whole CPU tensors of parameters and persistent buffers, under all their names, on rank 0; {} elsewhere.
+        Collective.
+        """
         return whole_state_dict(self.unwrap_model(model))
 
     def get_adapter_state_dict(self, model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
         """The same of one LoRA adapter's parameters."""
         return whole_state_dict(self.unwrap_model(model), lambda name: _is_of_adapter(name, adapter_name))
 
-    def load_peft_weights(self, model: nn.Module, adapter_weights: Mapping[str, torch.Tensor] | None, adapter_name: str) -> None:
-        """Whole weights of an adapter, under PEFT's names in files or the model's own, into the model, sharded or not: every rank's, or
-        rank 0's. Collective.
+    def load_peft_weights(
+        self, model: nn.Module, adapter_weights: Mapping[str, torch.Tensor] | None, adapter_name: str
+    ) -> None:
+        """Whole weights of an adapter, under PEFT's names in files or the model's own, into the model, sharded or not:
+        every rank's, or rank 0's. Collective.
 
-        Raises KeyError (a ValueError too; PeerFailedError on ranks without weights), before anything changes, where a name fits nothing or
-        a weight is missing.
+        Raises KeyError (a ValueError too; PeerFailedError on ranks without weights), before anything changes, where a
+        name fits nothing or a weight is missing.
         """
         inner = self.unwrap_model(model)
         team = team_of(inner)
         given = adapter_weights or team.rank == 0
-        found = team.agree("load_peft_weights()", lambda: _named(inner, adapter_weights or {}, adapter_name) if given else None)
+        found = team.agree(
+            "load_peft_weights()", lambda: _named(inner, adapter_weights or {}, adapter_name) if given else None
+        )
         fill_model(Request("load_peft_weights()", inner, found, strict=False))
 
     # ---- the optimizer
 
-    def save_optimizer_checkpoint(self, model: nn.Module, optimizer: torch.optim.Optimizer, output_path: str | Path) -> None:
-        """The whole state into one file of torch.save(), which rank 0 writes; whole or not at all. Collective over all ranks."""
+    def save_optimizer_checkpoint(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, output_path: str | Path
+    ) -> None:
+        """The whole state into one file of torch.save(), which rank 0 writes; whole or not at all. Collective over all
+        ranks.
+        """
         raw, team = _raw(optimizer), everybody()
         if self.needs_wrapped_optimizer_state():
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state: Any = get_optimizer_state_dict(self.unwrap_model(model), raw, options=options)
         else:
             state = raw.state_dict()
-        team.agree("save_optimizer_checkpoint()", lambda: torch_files.write(state, output_path) if team.rank == 0 else None)
+        team.agree(
+            "save_optimizer_checkpoint()", lambda: torch_files.write(state, output_path) if team.rank == 0 else None
+        )
 
-    def load_optimizer_checkpoint(self, model: nn.Module, optimizer: torch.optim.Optimizer, input_path: str | Path) -> None:
-        """What save_optimizer_checkpoint() wrote, here or in twinkle, at any number of ranks. Collective. Raises for other files."""
+    def load_optimizer_checkpoint(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, input_path: str | Path
+    ) -> None:
+        """What save_optimizer_checkpoint() wrote, here or in twinkle, at any number of ranks. Collective. Raises for
+        other files.
+        """
         raw, team = _raw(optimizer), everybody()
         wrapped = self.needs_wrapped_optimizer_state()
-        state = team.agree("load_optimizer_checkpoint()", lambda: torch_files.read(input_path) if team.rank == 0 or not wrapped else {})
+        state = team.agree(
+            "load_optimizer_checkpoint()", lambda: torch_files.read(input_path) if team.rank == 0 or not wrapped else {}
+        )
         if wrapped:
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=team.size > 1)
             set_optimizer_state_dict(self.unwrap_model(model), raw, state, options=options)
@@ -130,7 +150,8 @@ def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) 
     missing = sorted({name for name in names.values() if _is_of_adapter(name, adapter)} - found.keys())
     if unknown or missing:
         raise invalid(
-            f"load_peft_weights(): adapter '{adapter}' does not fit, nothing was loaded: missing {', '.join(missing[:8]) or 'nothing'}; "
+            f"load_peft_weights(): adapter '{adapter}' does not fit, nothing was loaded: missing "
+            f"{', '.join(missing[:8]) or 'nothing'}; "
             f"fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
             KeyError,
         )

@@ -27,15 +27,18 @@ from shardow.start.materialize import Request, fill_model
 
 
 def follow(
-    model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None, dtype: torch.dtype | None = None,
+    model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None,
+    dtype: torch.dtype | None = None,
     replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
 ) -> Follower:  # fmt: skip
-    """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights keep a part of the
-    averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Paired. ``device``, ``dtype``: of the averages, by
-    default the model's. ``stochastic``: how 16 bits are rounded."""
+    """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights
+    keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Paired.
+    ``device``, ``dtype``: of the averages, by default the model's. ``stochastic``: how 16 bits are rounded."""
     one_of("replicas", replicas, ("split", "copy"))
     if needed(model, replicas):
-        stand_in = stand_in_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic, seed=seed)
+        stand_in = stand_in_for(
+            model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic, seed=seed
+        )
         return Behind(stand_in, choose)
     module = copy.deepcopy(model)
     if device is not None:
@@ -43,7 +46,10 @@ def follow(
     if dtype is not None:
         module.to(dtype=dtype)
     if not stochastic:
-        warn_of_rounding(module.parameters(), "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding")
+        warn_of_rounding(
+            module.parameters(),
+            "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding",
+        )
     kind = Scripted if isinstance(model, torch.jit.ScriptModule) else Twin
     return kind(module, rule, choose, stochastic=stochastic, seed=seed)
 
@@ -69,21 +75,27 @@ class Averaged(nn.Module):
         return self.module(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and {} elsewhere."""
+        """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and
+        {} elsewhere.
+        """
         own = {name: tensor.detach().cpu().clone() for name, tensor in self._own().items()}
         averages = {f"module.{name}": tensor for name, tensor in whole_averages(self.module).items()}
         return {**own, **averages} if averages else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any wrapping; everything is
-        checked on every rank first. Collective then."""
+        """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any
+        wrapping; everything is checked on every rank first. Collective then."""
         if not isinstance(self.module, StandIn):
             refuse_unfit(self.state_dict(), state_dict, strict)
             return super().load_state_dict(state_dict, strict, assign)
         own = self._own()
         counters = {name: value for name, value in state_dict.items() if name in own}
         self.module.core.team.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
-        load(self.module, {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own}, strict)
+        load(
+            self.module,
+            {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own},
+            strict,
+        )
         for name, buffer in own.items():
             buffer.copy_(counters.get(name, buffer))
         return _IncompatibleKeys([], [])
@@ -91,8 +103,13 @@ class Averaged(nn.Module):
 
 def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
     """Torch finds the same, when half is loaded."""
-    shapes, there = ({n: tuple(t.shape) for n, t in one.items() if isinstance(t, torch.Tensor)} for one in (here, state))
-    wrong = [f"size mismatch for '{name}': {theirs} there, {ours} here" for name, ours, theirs in compare(shapes, there).different]
+    shapes, there = (
+        {n: tuple(t.shape) for n, t in one.items() if isinstance(t, torch.Tensor)} for one in (here, state)
+    )
+    wrong = [
+        f"size mismatch for '{name}': {theirs} there, {ours} here"
+        for name, ours, theirs in compare(shapes, there).different
+    ]
     if strict:
         names = compare(dict.fromkeys(here), dict.fromkeys(state))
         for what, some in (("Missing", names.missing), ("Unexpected", names.unexpected)):
@@ -103,9 +120,10 @@ def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool
 
 
 def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
-    """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and there. Raises
-    RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name is missing or unknown; where no
-    name fits, always. Collective where ranks share the module, which then may be sharded. ``what`` is for messages."""
+    """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and
+    there. Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name
+    is missing or unknown; where no name fits, always. Collective where ranks share the module, which then may be
+    sharded. ``what`` is for messages."""
     here = {clean_file_key(name) for name in module.state_dict()}
     fitting = [name for name in state if clean_file_key(name) in here]
     team_of(module).agree(what, lambda: _refuse_parts(fitting, state, here, of_parts=isinstance(module, StandIn)))
@@ -127,13 +145,17 @@ def _refuse_parts(fitting: list[str], state: Mapping[str, Any], here: set[str], 
         value = state[name]
         if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
             way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
-            raise invalid(f"'{name}' is one rank's piece, as state_dict() gives it, nothing was loaded; {way_out}", RuntimeError)
+            raise invalid(
+                f"'{name}' is one rank's piece, as state_dict() gives it, nothing was loaded; {way_out}", RuntimeError
+            )
 
 
 def _load_averages(module: StandIn, state: Mapping[str, Any], strict: bool) -> None:
     """What is not averaged is the model's own, and stays."""
     view, averages = module.core.view, module.core.averages()
-    names = {clean_file_key(name): one.name for one in [*view.parameters, *view.buffers] for name in (one.name, *one.aliases)}
+    names = {
+        clean_file_key(name): one.name for one in [*view.parameters, *view.buffers] for name in (one.name, *one.aliases)
+    }
     given: dict[str, Any] = {} if strict else dict(averages)
     for key, value in state.items():
         name = names.get(clean_file_key(key), key)

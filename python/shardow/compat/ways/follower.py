@@ -15,7 +15,8 @@ from shardow.compat.ways.pairs import Pair, Pairs, Tensors
 Kind = Literal["parameter", "buffer", "temporary"]  # temporary: a buffer that state_dict() has not
 Fate = Literal["average", "copy", "leave"]
 Choose = Callable[[str, torch.Tensor, Kind], Fate]
-#: change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes the former.
+# :change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes
+# the former.
 Change = Callable[[Tensors, Tensors], None]
 #: A rule's name, or what tells it from (dtype of the weight, dtype of its average) of everything that is averaged.
 Rule = EngineRule | Callable[[list[tuple[torch.dtype, torch.dtype]]], EngineRule]
@@ -37,8 +38,8 @@ class Follower(ABC):
 
     @abstractmethod
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        """One update by the rule, with the caller's factors; what is not averaged is copied. Raises ValueError and RuntimeError, before
-        anything changes, where the models differ in names or shapes."""
+        """One update by the rule, with the caller's factors; what is not averaged is copied. Raises ValueError and
+        RuntimeError, before anything changes, where the models differ in names or shapes."""
 
     @abstractmethod
     def apply(self, model: nn.Module, change: Change) -> None:
@@ -50,8 +51,10 @@ class Follower(ABC):
 
 
 class Paired(Follower):
-    """Tensors of ``module`` beside those of the model. ``rule``: as in Pairs, or a function that tells it; ``options``: as in Pairs.
-    ``choose``: whether a tensor is averaged, copied at each update, or left alone; integers are copied where others are averaged."""
+    """Tensors of ``module`` beside those of the model. ``rule``: as in Pairs, or a function that tells it; ``options``:
+    as in Pairs. ``choose``: whether a tensor is averaged, copied at each update, or left alone; integers are copied
+    where others are averaged.
+    """
 
     _pairs: Pairs
 

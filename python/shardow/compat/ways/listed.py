@@ -21,12 +21,13 @@ _MARKED = (torch.Tensor, torch.nn.Parameter)
 
 
 class Listed:
-    """Averages ``shadows`` of parameters, list beside list, by ``rule``. A shadow is like its parameter: plain, or sharded as it is
-    (DTensor; FSDP1's local views). ``copy_frozen``: parameters that want no gradient now are copied instead.
+    """Averages ``shadows`` of parameters, list beside list, by ``rule``. A shadow is like its parameter: plain, or
+    sharded as it is (DTensor; FSDP1's local views). ``copy_frozen``: parameters that want no gradient now are copied
+    instead.
 
-    Both lists come with every update, since their owners may replace them: the same memory costs less than a microsecond a tensor, other
-    memory is paired anew. Parameters are neither kept alive nor referred to, since torch does not swap what is weakly referenced, as FSDP2
-    wants.
+    Both lists come with every update, since their owners may replace them: the same memory costs less than a
+    microsecond a tensor, other memory is paired anew. Parameters are neither kept alive nor referred to, since torch
+    does not swap what is weakly referenced, as FSDP2 wants.
     """
 
     def __init__(self, rule: str, copy_frozen: bool = False, **options: Any) -> None:
@@ -35,8 +36,12 @@ class Listed:
         self._warned = False
 
     @torch.no_grad()
-    def update(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], decay: float, weight: float) -> None:
-        """Raises ValueError and RuntimeError, before anything changes, where a shadow and its parameter differ in shape."""
+    def update(
+        self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], decay: float, weight: float
+    ) -> None:
+        """Raises ValueError and RuntimeError, before anything changes, where a shadow and its parameter differ in
+        shape.
+        """
         if not self._unchanged(shadows, parameters):
             parameters = resharded(parameters)
             if not self._unchanged(shadows, parameters):
@@ -68,12 +73,18 @@ class Listed:
         ]
         if not self._warned:
             self._warned = True
-            warn_of_rounding((pair.average for pair in pairs if not pair.copied), "Keep them in float32: to(dtype=torch.float32)")
+            warn_of_rounding(
+                (pair.average for pair in pairs if not pair.copied), "Keep them in float32: to(dtype=torch.float32)"
+            )
         bound = Pairs(pairs, self._rule, **self._options)
         self._sharded = any(map(_is_sharded, parameters))
         self._shadows, self._marks = list(shadows), self._marks_of(parameters)
         self._watch = _core.Watch(
-            [], [t for t in shadows if not _is_sharded(t)], [t for t in shadows if _is_sharded(t)], MARKS, objects_behind
+            [],
+            [t for t in shadows if not _is_sharded(t)],
+            [t for t in shadows if _is_sharded(t)],
+            MARKS,
+            objects_behind,
         )
         self._pairs = bound
 
@@ -84,7 +95,13 @@ class Listed:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
-        return {"_rule": self._rule, "_copy_frozen": self._copy_frozen, "_options": self._options, "_pairs": None, "_warned": self._warned}
+        return {
+            "_rule": self._rule,
+            "_copy_frozen": self._copy_frozen,
+            "_options": self._options,
+            "_pairs": None,
+            "_warned": self._warned,
+        }
 
 
 def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,7 +110,9 @@ def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """The parameters ``targets`` become the values, cast and moved; a backward through the old ones raises. Raises as check()."""
+    """The parameters ``targets`` become the values, cast and moved; a backward through the old ones raises. Raises as
+    check().
+    """
     targets = resharded(targets)
     check(values, targets)
     with torch.no_grad():
@@ -103,33 +122,51 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 
 def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises as check()."""
-    fitting = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(values[len(likes) :])
+    fitting = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(
+        values[len(likes) :]
+    )
     check(fitting, likes, loading=True)
     return [value.detach().clone() for value in fitting]
 
 
 def moved(
-    tensors: Sequence[torch.Tensor], device: torch.device | str | None, dtype: torch.dtype | None, non_blocking: bool = False
+    tensors: Sequence[torch.Tensor],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    non_blocking: bool = False,
 ) -> list[torch.Tensor]:
     """To the device, and floating ones to the dtype."""
-    return [t.to(device=device, dtype=dtype if t.is_floating_point() else None, non_blocking=non_blocking) for t in tensors]
+    return [
+        t.to(device=device, dtype=dtype if t.is_floating_point() else None, non_blocking=non_blocking) for t in tensors
+    ]
 
 
 def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], loading: bool = False) -> None:
-    """Raises what is ValueError and RuntimeError where lengths or shapes differ. ``loading``: the shadows are a state's."""
+    """Raises what is ValueError and RuntimeError where lengths or shapes differ. ``loading``: the shadows are a
+    state's.
+    """
     if len(shadows) != len(parameters):
         differ = f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
         if loading:
-            differ = f"the state has {len(shadows)} averages; the averages were made of {len(parameters)} here: it is another model's"
+            differ = (
+                f"the state has {len(shadows)} averages; the averages were made of {len(parameters)} here: it is "
+                "another model's"
+            )
         raise invalid(differ, RuntimeError)
     for i, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
         if shadow.shape == parameter.shape and _is_sharded(parameter) != _is_sharded(shadow):
             whole, shards = ("average", "parameter") if _is_sharded(parameter) else ("parameter", "average")
-            way_out = "make the averages of these parameters, then load into them (diffusers: from_pretrained(..., parameters=))"
+            way_out = (
+                "make the averages of these parameters, then load into them (diffusers: from_pretrained(..., "
+                "parameters=))"
+            )
             raise invalid(f"{whole} {i} is whole, its {shards} is sharded; {way_out}", RuntimeError)
         if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
             why = _OTHERS if loading else "pass the parameters in the order of construction"
-            raise invalid(f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; {why}", RuntimeError)
+            raise invalid(
+                f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; {why}",
+                RuntimeError,
+            )
 
 
 def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

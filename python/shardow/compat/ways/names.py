@@ -1,4 +1,5 @@
-"""What an origin calls a parameter: the name that named_parameters() gives it, with whatever wrappers have put into it."""
+"""What an origin calls a parameter: the name that named_parameters() gives it, with whatever wrappers have put into
+it."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ from shardow.model.names import join, layers, walk
 
 
 def called(root: nn.Module) -> Callable[[str], str]:
-    """The function from a clean name (shardow.model.names) to the name in ``root.named_parameters()``; for parts of flat ones too."""
+    """The function from a clean name (shardow.model.names) to the name in ``root.named_parameters()``; for parts of
+    flat ones too.
+    """
     pairs = zip(walk(root), nn.Module.named_modules(root, remove_duplicate=False), strict=True)
-    prefixes = {clean: wrapped for (clean, _), (wrapped, _) in pairs}  # of a module and its wrappers the innermost, which comes last
+    prefixes = {
+        clean: wrapped for (clean, _), (wrapped, _) in pairs
+    }  # of a module and its wrappers the innermost, which comes last
 
     def name_of(clean: str) -> str:
         prefix, _, key = clean.rpartition(".")

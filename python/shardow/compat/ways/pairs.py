@@ -1,6 +1,7 @@
-"""Pairs: averages beside the tensors that they follow, both of somebody else's making. What twins and lists are made of. The engine
-averages what it can reach in one pass, on the host also of tensors on a device; the rest (low-precision averages rounded to nearest,
-complex numbers, tensors on other devices than that, or with holes) goes through torch by the same formula."""
+"""Pairs: averages beside the tensors that they follow, both of somebody else's making. What twins and lists are made
+of. The engine averages what it can reach in one pass, on the host also of tensors on a device; the rest (low-precision
+averages rounded to nearest, complex numbers, tensors on other devices than that, or with holes) goes through torch by
+the same formula."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ _HOST = torch.device("cpu")
 
 @dataclass(eq=False)
 class Pair:
-    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are DTensors. ``region``: what
-    they are of a global tensor, by whose elements stochastic rounding draws, so that it is the same however they are shared out; None: all
-    of one. ``copied``: each update copies it, though it is floating."""
+    """Two tensors of one shape: the average and what it follows; parts of the same global tensor where they are
+    DTensors. ``region``: what they are of a global tensor, by whose elements stochastic rounding draws, so that it is
+    the same however they are shared out; None: all of one. ``copied``: each update copies it, though it is floating."""
 
     name: str
     source: torch.Tensor
@@ -34,9 +35,9 @@ class Pair:
 
 
 class Pairs:
-    """``rule``: as in shardow.EMA. ``stochastic``: bfloat16 and float16 averages follow "lerp", rounded by ``seed``; else as torch rounds.
-    Averages that are not floating are copies. What is NaN or Inf in a source is held: the average keeps its value, in the engine. Addresses
-    are those of construction."""
+    """``rule``: as in shardow.EMA. ``stochastic``: bfloat16 and float16 averages follow "lerp", rounded by ``seed``;
+    else as torch rounds. Averages that are not floating are copies. What is NaN or Inf in a source is held: the average
+    keeps its value, in the engine. Addresses are those of construction."""
 
     def __init__(self, pairs: Iterable[Pair], rule: str, stochastic: bool = False, seed: int = 0) -> None:
         self._rule, self._stochastic, self._seed = rule, stochastic, seed
@@ -49,7 +50,9 @@ class Pairs:
         self._averaged: list[Pair] = []
         self._staged: list[Pair] = []
         self._in_torch: list[tuple[int, Pair]] = []  # (place among all, pair) of what torch reads
-        for at, pair in enumerate(replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs):
+        for at, pair in enumerate(
+            replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs
+        ):
             if pair.copied or not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
                 self._in_torch.append((at, pair))
@@ -73,19 +76,23 @@ class Pairs:
         self._engines = [(self._engine(dtype, some), Streams(*_sides(some))) for dtype, some in engine.items()]
 
     def let_go(self) -> None:
-        """Keeps no source alive; take() brings them again before each update(), which is all that can be called then."""
+        """Keeps no source alive; take() brings them again before each update(), which is all that can be called
+        then."""
         self._averaged = []
         for _, pair in self._in_torch:
             pair.source = _NOTHING
 
     def take(self, sources: Sequence[torch.Tensor]) -> None:
-        """Those of construction, all of them, in its order and where they were then: the engine reads addresses alone."""
+        """Those of construction, all of them, in its order and where they were then: the engine reads addresses
+        alone."""
         for at, pair in self._in_torch:
             pair.source = _memory(sources[at])
 
     def update(self, decay: float, weight: float, step: int | None = None) -> None:
-        """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average. ``step``, more than at
-        the last update, draws the noise; None: one more. Averages on the host are whole when it returns, since anybody may look at them."""
+        """One update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the average.
+        ``step``, more than at the last update, draws the noise; None: one more. Averages on the host are whole when it
+        returns, since anybody may look at them.
+        """
         self._copy(self._staged)
         held = sum(engine.update_by([(decay, weight)], step) for engine in self._followed())
         for engine, _ in self._engines:
@@ -98,12 +105,20 @@ class Pairs:
         self._copy(self._copies)
         if held and not self._warned:
             self._warned = True
-            warn(f"{held} weights are NaN or Inf; their averages keep their last values. This warning is given once", RuntimeWarning)
+            warn(
+                f"{held} weights are NaN or Inf; their averages keep their last values. This warning is given once",
+                RuntimeWarning,
+            )
 
     def apply(self, change: Callable[[Tensors, Tensors], None]) -> None:
-        """change(averages, sources) in the rule's place: lists of what is averaged, in their order, each source on its average's device."""
+        """change(averages, sources) in the rule's place: lists of what is averaged, in their order, each source on its
+        average's device.
+        """
         if self._averaged:
-            change([pair.average for pair in self._averaged], [pair.source.to(pair.average.device) for pair in self._averaged])
+            change(
+                [pair.average for pair in self._averaged],
+                [pair.source.to(pair.average.device) for pair in self._averaged],
+            )
         self._copy(self._copies)
 
     def copy(self) -> None:
@@ -130,9 +145,16 @@ class Pairs:
     def _engine_takes(self, pair: Pair) -> bool:
         source, average = pair.source, pair.average
         here, there = storage.device_of(average), storage.device_of(source)
-        if (here.type, there.type) != ("cpu", "cpu") and not (there.type == "cuda" and here in (there, _HOST) and _core.cuda_available()):
+        if (here.type, there.type) != ("cpu", "cpu") and not (
+            there.type == "cuda" and here in (there, _HOST) and _core.cuda_available()
+        ):
             return False
-        if source.dtype not in DTYPES or average.dtype not in DTYPES or flat(source) is None or _strides(source) != _strides(average):
+        if (
+            source.dtype not in DTYPES
+            or average.dtype not in DTYPES
+            or flat(source) is None
+            or _strides(source) != _strides(average)
+        ):
             return False
         if average.dtype.itemsize == 2:
             return self._stochastic
@@ -146,9 +168,12 @@ class Pairs:
             schedules=[_core.Schedule.make("constant", {"decay": 1.0})],  # never asked: update_by() brings its own
             dtype=DTYPES[dtype], rule=_core.Rule.lerp if narrow else getattr(_core.Rule, self._rule),
             rounding=_core.Rounding.stochastic if narrow else _core.Rounding.nearest,
-            non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0, keep_values=True,
+            non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0,
+            keep_values=True,
         )  # fmt: skip
-        return _core.Average([_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options)
+        return _core.Average(
+            [_view(pair, pair.source) for pair in pairs], [[_view(pair, pair.average) for pair in pairs]], options
+        )
 
 
 def _sides(pairs: Sequence[Pair]) -> tuple[Tensors, Tensors]:
@@ -161,8 +186,12 @@ def copy_all(targets: Tensors, values: Tensors) -> None:
 
 
 def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> bool:
-    """That 16-bit averages which are rounded to nearest stand still where weights move little. Tells whether there are any."""
-    narrow = next((tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None)
+    """That 16-bit averages which are rounded to nearest stand still where weights move little. Tells whether there are
+    any.
+    """
+    narrow = next(
+        (tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None
+    )
     if narrow is not None:
         lost = "as in the library that this stands for: with a decay near 1 most increments are lost"
         warn(f"averages in {narrow} are rounded to nearest, {lost}. {way_out}", RuntimeWarning)
@@ -185,7 +214,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Of the dimensions that have any."""
-    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1) if tensor.numel() else ()
+    return (
+        tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+        if tensor.numel()
+        else ()
+    )
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,11 +230,15 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 def _view(pair: Pair, tensor: torch.Tensor) -> _core.TensorView:
     memory = flat(tensor)
     assert memory is not None
-    return storage.engine_view(pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()]))
+    return storage.engine_view(
+        pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()])
+    )
 
 
 def in_torch(rule: str, averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
-    """A rule of shardow.EMA on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds them first."""
+    """A rule of shardow.EMA on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds them
+    first.
+    """
     pairs = list(zip(averages, sources, strict=True))
     if rule == "lerp":
         torch._foreach_lerp_(averages, [source.to(average.dtype) for average, source in pairs], weight)

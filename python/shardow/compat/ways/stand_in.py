@@ -1,4 +1,6 @@
-"""StandIn: looks like an averaged second model where none can be had: the first one, with an EMA's averages in it while it is called."""
+"""StandIn: looks like an averaged second model where none can be had: the first one, with an EMA's averages in it while
+it is called.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,18 @@ from shardow.model.view import find
 
 
 def needed(model: nn.Module, replicas: Replicas) -> bool:
-    """True where no second model can be had: FSDP's cannot be copied; ``replicas="split"`` asks for parts on each rank."""
+    """True where no second model can be had: FSDP's cannot be copied; ``replicas="split"`` asks for parts on each
+    rank."""
     return replicas == "split" or has_fsdp(model)
 
 
 class StandIn(nn.Module):
     """A module without parameters of its own, that acts as ``model`` with the averages of ``ema``.
 
-    Calling it is collective, as calling a sharded model is: it swaps the averages in, and out again. state_dict() and load_state_dict() are
-    of the averages, in pieces as this rank has them, under the model's clean names, and of the model's buffers. It has its own train() and
-    eval(). Other attributes are the model's, whose weights are not averaged outside of a call: use ``with ema.swapped()`` for them.
+    Calling it is collective, as calling a sharded model is: it swaps the averages in, and out again. state_dict() and
+    load_state_dict() are of the averages, in pieces as this rank has them, under the model's clean names, and of the
+    model's buffers. It has its own train() and eval(). Other attributes are the model's, whose weights are not averaged
+    outside of a call: use ``with ema.swapped()`` for them.
     """
 
     ema: EMA
@@ -67,10 +71,19 @@ class StandIn(nn.Module):
     def _entries(self) -> Iterator[tuple[str, torch.Tensor]]:
         averages = self.core.averages()
         yield from averages.items()
-        yield from ((one.name, one.tensor.view(one.region.shape)) for one in self.core.view.buffers if one.name not in averages)
+        yield from (
+            (one.name, one.tensor.view(one.region.shape)) for one in self.core.view.buffers if one.name not in averages
+        )
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str]
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         given = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         names = self.core.averages()
@@ -78,12 +91,17 @@ class StandIn(nn.Module):
         unexpected += [prefix + name for name in given if name not in dict(self._entries())]
         load_averages(self.core, {**names, **{name: value for name, value in given.items() if name in names}})
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
         yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in self.core.averages().items())
 
     def __getattr__(self, name: str) -> Any:
         way_out = "for anything else enter `with ema.swapped():` and use the model itself"
-        raise unsupported(f"'{name}': this stands in for the averaged model, to be called, saved and loaded; {way_out}", AttributeError)
+        raise unsupported(
+            f"'{name}': this stands in for the averaged model, to be called, saved and loaded; {way_out}",
+            AttributeError,
+        )
 
 
 def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,18 +115,20 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def stand_in_for(
-    model: nn.Module, rule: Rule, choose: Choose, *, device: Any = None, dtype: torch.dtype | None = None, replicas: Replicas = "copy",
+    model: nn.Module, rule: Rule, choose: Choose, *, device: Any = None, dtype: torch.dtype | None = None,
+    replicas: Replicas = "copy",
     stochastic: bool = False, seed: int = 0,
 ) -> StandIn:  # fmt: skip
-    """With averages of everything floating that ``model`` saves, whatever ``choose`` will make of it; they are float32 (float64 of such
-    weights, ``dtype`` if given; 16-bit ones only where they are rounded stochastically). Buffers that are not saved are the model's own.
-    Collective over the ranks that share the model."""
+    """With averages of everything floating that ``model`` saves, whatever ``choose`` will make of it; they are float32
+    (float64 of such weights, ``dtype`` if given; 16-bit ones only where they are rounded stochastically). Buffers that
+    are not saved are the model's own. Collective over the ranks that share the model."""
     view = find(model, odd=True)
     weights = [one.tensor.dtype for one in view.parameters if _is_averaged(choose, one, "parameter")]
     weights += [one.tensor.dtype for one in view.buffers if _is_averaged(choose, one, "buffer")]
     chosen = _dtype_of(weights, dtype, stochastic)
     ema = EMA(
-        model, dtype=chosen, device=device, replicas=replicas, params=_is_real, buffers="average", stochastic=chosen in NARROW, seed=seed,
+        model, dtype=chosen, device=device, replicas=replicas, params=_is_real, buffers="average",
+        stochastic=chosen in NARROW, seed=seed,
         rule=rule if isinstance(rule, str) else rule([(one, chosen) for one in weights]),
     )  # fmt: skip
     return StandIn(ema, model)
@@ -118,7 +138,9 @@ def _is_averaged(choose: Choose, one: LocalTensor, kind: Kind) -> bool:
     chosen = choose(one.name, one.tensor, kind) == "average"
     if chosen and one.tensor.is_complex():
         way_out = "keep it as two of them (torch.view_as_real)"
-        raise unsupported(f"'{one.name}' is {one.tensor.dtype}; averages that ranks share are of real numbers: {way_out}")
+        raise unsupported(
+            f"'{one.name}' is {one.tensor.dtype}; averages that ranks share are of real numbers: {way_out}"
+        )
     return chosen and _is_real("", one.tensor)
 
 
@@ -148,7 +170,9 @@ class _Sorted(Follower):
         buffers = {one.name for one in self._core.view.buffers}
         found: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
         for one in self._core.tracked:
-            found[self._choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")].append(one)
+            found[self._choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")].append(
+                one
+            )
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,7 +200,10 @@ class Behind(_Sorted):
         self._check(model)
         self._core.ready_to_update()
         self._core.wait()
-        change(_memory(self._sorted["average"]), [one.sources().to(one.averages[0].device) for one in self._sorted["average"]])
+        change(
+            _memory(self._sorted["average"]),
+            [one.sources().to(one.averages[0].device) for one in self._sorted["average"]],
+        )
         self._copy_rest()
 
     @torch.no_grad()
@@ -196,12 +223,17 @@ class Behind(_Sorted):
         if model is not self._seen:
             if [*map(id, model.parameters())] != [*map(id, self._core.view.model.parameters())]:
                 way_out = "make them anew after the model has its final form"
-                raise invalid(f"averages of a sharded model follow the one they were made of, and this is another; {way_out}", RuntimeError)
+                raise invalid(
+                    f"averages of a sharded model follow the one they were made of, and this is another; {way_out}",
+                    RuntimeError,
+                )
             self._seen = model
 
 
 class Returning(_Sorted):
-    """The way back: ``module``, the model, follows the averages of its stand-in. Collective where they are divided. copy() is of all."""
+    """The way back: ``module``, the model, follows the averages of its stand-in. Collective where they are divided.
+    copy() is of all.
+    """
 
     def __init__(self, stand_in: StandIn, choose: Choose) -> None:
         super().__init__(stand_in, choose)
@@ -245,5 +277,8 @@ def behind(module: nn.Module, model: nn.Module, choose: Choose) -> Follower | No
     if not isinstance(stand_in, StandIn):
         return None
     if stand_in.core.view.model is not other:
-        raise invalid("these averages are of another model: a sharded model's are kept with it, and cannot be given to a second one")
+        raise invalid(
+            "these averages are of another model: a sharded model's are kept with it, and cannot be given to a second "
+            "one"
+        )
     return Behind(stand_in, choose) if stand_in is module else Returning(stand_in, choose)

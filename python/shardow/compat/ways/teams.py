@@ -30,7 +30,9 @@ def unchanged(view: ModelView) -> bool:
 def refuse_copies(team: Team) -> None:
     """Raises NotImplementedError where a part of the averages is another rank's."""
     if team.process_group is not None:
-        raise unsupported(f"averages of a model that {team.size} ranks share can't be copied or pickled: each has a part; save() them")
+        raise unsupported(
+            f"averages of a model that {team.size} ranks share can't be copied or pickled: each has a part; save() them"
+        )
 
 
 def everybody(process_group: dist.ProcessGroup | None = None) -> Team:
@@ -39,7 +41,9 @@ def everybody(process_group: dist.ProcessGroup | None = None) -> Team:
 
 
 def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> Team:
-    """everybody() for a new ``what`` ("DistEMA"): its calls meet its own alone. ValueError where ``facts`` differ. Collective."""
+    """everybody() for a new ``what`` ("DistEMA"): its calls meet its own alone. ValueError where ``facts`` differ.
+    Collective.
+    """
     team = everybody(process_group)
     team.same(f"{what}(...)", facts, what)
     return team

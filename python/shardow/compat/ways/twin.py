@@ -1,4 +1,5 @@
-"""Twin: a second model whose weights are the averages of the first one's, for surfaces that promise a module to call."""
+"""Twin: a second model whose weights are the averages of the first one's, for surfaces that promise a module to
+call."""
 
 from __future__ import annotations
 
@@ -39,12 +40,17 @@ class _Buffer:
         return [slot.recorded.data_ptr() for slot in (self.theirs, self.ours)]
 
     def unchanged(self) -> bool:
-        return all(slot.owner.get(slot.key) is slot.recorded for slot in (self.theirs, self.ours)) and self._addresses() == self._were
+        return (
+            all(slot.owner.get(slot.key) is slot.recorded for slot in (self.theirs, self.ours))
+            and self._addresses() == self._were
+        )
 
 
 class Twin(Paired):
-    """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers put into them.
-    Replaced or moved tensors of either model, and another ``module``, are found at the next update, and paired again."""
+    """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers
+    put into them. Replaced or moved tensors of either model, and another ``module``, are found at the next update, and
+    paired again.
+    """
 
     _model: nn.Module | None = None
 
@@ -66,7 +72,9 @@ class Twin(Paired):
             self._pair(model)
 
     def _unchanged(self) -> bool:
-        return self._ours.unchanged() and self._theirs.unchanged() and all(buffer.unchanged() for buffer in self._buffers)
+        return (
+            self._ours.unchanged() and self._theirs.unchanged() and all(buffer.unchanged() for buffer in self._buffers)
+        )
 
     def _pair(self, model: nn.Module) -> None:
         self._model = None  # nothing is known until all is
@@ -86,7 +94,11 @@ class Twin(Paired):
         seen: set[int] = set()
         for slot in slots(self.module, "buffer", "table"):
             buffer = slot.recorded
-            fate = "leave" if id(buffer) in seen else self._choose(slot.name, buffer, "temporary" if slot.kind == "table" else "buffer")
+            fate = (
+                "leave"
+                if id(buffer) in seen
+                else self._choose(slot.name, buffer, "temporary" if slot.kind == "table" else "buffer")
+            )
             if fate == "leave":
                 continue
             seen.add(id(buffer))
@@ -98,11 +110,17 @@ class Twin(Paired):
 
 
 def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
-    """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for it."""
+    """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for
+    it.
+    """
     known = {one.name for one in ours.parameters}
     inner: Any = model
     theirs = find(inner, strided=True)
-    while known and known.isdisjoint(one.name for one in theirs.parameters) and isinstance(getattr(inner, "module", None), nn.Module):
+    while (
+        known
+        and known.isdisjoint(one.name for one in theirs.parameters)
+        and isinstance(getattr(inner, "module", None), nn.Module)
+    ):
         inner = inner.module
         theirs = find(inner, strided=True)
     return inner, theirs
@@ -111,7 +129,9 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]
 def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, torch.Tensor, torch.Tensor]]:
     """(the model's parameter, its memory, the twin's)."""
     known = {one.name: one for one in theirs.parameters}
-    found = compare({one.name: one.region for one in ours.parameters}, {name: one.region for name, one in known.items()})
+    found = compare(
+        {one.name: one.region for one in ours.parameters}, {name: one.region for name, one in known.items()}
+    )
     for name in found.unexpected:
         raise invalid(f"the model has '{name}', which its average has not; {_ANEW}", RuntimeError)
     for name in found.missing:
@@ -130,8 +150,8 @@ def _differ(name: str, ours: Sequence[int], theirs: Sequence[int] | None, parts:
 
 
 class TrainedTwin(Twin):
-    """Trained parameters are averaged, persistent buffers copied, the rest is left as it is. What is trained may change from update to
-    update; ``keeps``: a parameter that was trained once is averaged for good."""
+    """Trained parameters are averaged, persistent buffers copied, the rest is left as it is. What is trained may change
+    from update to update; ``keeps``: a parameter that was trained once is averaged for good."""
 
     _parameters: list[nn.Parameter]
     _flags: list[bool]
@@ -162,7 +182,9 @@ class TrainedTwin(Twin):
         view.reshard()
         self._parameters = list(model.parameters())
         self._flags = [parameter.requires_grad for parameter in self._parameters]
-        trained = {one.name: None for one in view.parameters if one.requires_grad or (self._keeps and one.name in self.names)}
+        trained = {
+            one.name: None for one in view.parameters if one.requires_grad or (self._keeps and one.name in self.names)
+        }
         before, self.names = self.names, trained
         try:
             super()._pair(model)
@@ -180,7 +202,9 @@ class TrainedTwin(Twin):
 
 
 class Scripted(Paired):
-    """state_dict() is asked for at every update; a name's absence, or another shape, is a RuntimeError before anything changes."""
+    """state_dict() is asked for at every update; a name's absence, or another shape, is a RuntimeError before anything
+    changes.
+    """
 
     _bound: list[tuple[int, torch.dtype, torch.Size]] | None = None
 
@@ -195,8 +219,14 @@ class Scripted(Paired):
             if here != there:
                 raise invalid(f"'{name}' is {here} in the average and {there} in the model", RuntimeError)
         parameters = {name for name, _ in self.module.named_parameters()}
-        fates = {name: self._choose(name, tensor, "parameter" if name in parameters else "buffer") for name, tensor in ours.items()}
-        averaged, copied = ([Pair(name, theirs[name], ours[name]) for name in ours if fates[name] == fate] for fate in ("average", "copy"))
+        fates = {
+            name: self._choose(name, tensor, "parameter" if name in parameters else "buffer")
+            for name, tensor in ours.items()
+        }
+        averaged, copied = (
+            [Pair(name, theirs[name], ours[name]) for name in ours if fates[name] == fate]
+            for fate in ("average", "copy")
+        )
         self._pairs, self._copied = self._paired(averaged), Pairs(copied, "lerp")
         self._bound = now
 

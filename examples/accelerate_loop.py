@@ -41,9 +41,8 @@ def train(steps: int, out: Path, save_every: int = 100) -> dict[str, float]:
     if (state := last_state(out)) is not None:
         accelerator.load_state(state)
     for step in range(ema.step + 1, steps + 1):  # the averages know how far they are
-        generator = torch.Generator().manual_seed(
-            1_000_003 * step + accelerator.process_index
-        )  # a resume draws the same batches
+        # a resume draws the same batches
+        generator = torch.Generator().manual_seed(1_000_003 * step + accelerator.process_index)
         batch = torch.randint(300, len(images), (64,), generator=generator)
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
         accelerator.backward(loss)

@@ -1,10 +1,8 @@
-"""Averages in torch.distributed.checkpoint, written while training goes on: a small network under FSDP2 learns
-scikit-learn's digits.
+"""Averages in torch.distributed.checkpoint, written while training goes on: an FSDP2 network learns handwritten digits.
 
     torchrun --standalone --nproc-per-node 2 examples/dcp_async.py --steps 300 --out out/dcp
 
-The same command goes on from the last checkpoint, on any number of ranks. In the end out/dcp/model is the averaged
-model, for inference.
+The same command goes on from the last checkpoint, on any number of ranks. out/dcp/model is the averaged model.
 """
 
 from __future__ import annotations
@@ -32,20 +30,17 @@ def train(steps: int, out: Path) -> dict[str, float]:
     digits = load_digits()
     images, labels = torch.tensor(digits.images / 8 - 1).float().to(DEVICE), torch.tensor(digits.target).to(DEVICE)
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)
-    ).to(DEVICE)
+    layers = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)]
+    model = nn.Sequential(nn.Flatten(), *layers).to(DEVICE)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ema = shardow.EMA(model, decay=0.99)
     writing: Any = None
     saved: dict[str, Any] = {"step": 0}
     if whole := sorted(out.glob("step-*/.metadata")):  # which torch writes last
-        saved = state(0, model, optimizer, ema)
+        saved = state(0, model, optimizer, ema)  # the EMA loads itself
         dcp.load(saved, checkpoint_id=whole[-1].parent)
-        set_state_dict(
-            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-        )  # the EMA has loaded itself
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     for step in range(saved["step"] + 1, steps + 1):
         torch.manual_seed(1_000_003 * step + dist.get_rank())  # a resume draws the same batches
         batch = torch.randint(300, len(images), (64,))
@@ -60,10 +55,9 @@ def train(steps: int, out: Path) -> dict[str, float]:
     if writing is not None:
         writing.result()
     ema.export(out / "model")
-    found = {"weights": accuracy(model, images[:300], labels[:300])}
+    weights = accuracy(model, images[:300], labels[:300])
     with ema.swapped():  # on every rank
-        found["averages"] = accuracy(model, images[:300], labels[:300])
-    return found
+        return {"weights": weights, "averages": accuracy(model, images[:300], labels[:300])}
 
 
 @torch.no_grad()
@@ -72,8 +66,8 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def state(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: shardow.EMA) -> dict[str, Any]:
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    return {"step": step, "model": weights, "optimizer": of_optimizer, "ema": ema}
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"step": step, "model": model_state, "optimizer": optimizer_state, "ema": ema}
 
 
 if __name__ == "__main__":

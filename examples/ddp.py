@@ -1,5 +1,4 @@
-"""Averages under DDP: a small network learns scikit-learn's handwritten digits, and every rank keeps a part of the
-averages.
+"""Averages under DDP: a small network learns handwritten digits, and every rank keeps a part of the averages.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py --steps 600 --out out/ddp
 
@@ -26,19 +25,11 @@ DEVICE = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_avail
 def train(steps: int, out: Path) -> dict[str, float]:
     """The share of held-out digits that is named rightly, by the weights and by their averages."""
     digits = load_digits()
-    images, labels = (
-        torch.tensor(digits.images / 8 - 1).float()[:, None].to(DEVICE),
-        torch.tensor(digits.target).to(DEVICE),
-    )
+    images = torch.tensor(digits.images / 8 - 1).float()[:, None].to(DEVICE)
+    labels = torch.tensor(digits.target).to(DEVICE)
     torch.manual_seed(0)
-    layers = [
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.GELU(),
-        nn.Conv2d(32, 64, 3, stride=2),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(576, 10),
-    ]
+    convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU()]
+    layers = [*convolutions, nn.Flatten(), nn.Linear(576, 10)]
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to(DEVICE))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ema = shardow.EMA(model, decay=shardow.schedules.warmup(0.999))
@@ -53,9 +44,8 @@ def train(steps: int, out: Path) -> dict[str, float]:
             folder = out / f"step-{step:06}"
             ema.save(folder / "averages.safetensors")
             if dist.get_rank() == 0:
-                torch.save(
-                    {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, out / "train.tmp"
-                )
+                state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state, out / "train.tmp")
                 (out / "train.tmp").replace(folder / "train.pt")  # last: a directory that has it is whole
     found = {"weights": accuracy(model, images[:300], labels[:300])}
     with ema.swapped():  # on every rank

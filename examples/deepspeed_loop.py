@@ -1,5 +1,4 @@
-"""Averages of DeepSpeed's float32 masters, which ZeRO divides among ranks: a small network learns scikit-learn's
-handwritten digits.
+"""Averages of DeepSpeed's float32 masters, which ZeRO divides among ranks: a small network learns handwritten digits.
 
     torchrun --standalone --nproc-per-node 2 examples/deepspeed_loop.py --steps 300 --stage 2 --out out/deepspeed
 
@@ -25,12 +24,8 @@ def train(steps: int, stage: int, out: Path, save_every: int = 100) -> dict[str,
     """The share of held-out digits that is named rightly, by the weights and by their averages."""
     torch.manual_seed(0)
     network = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.GELU(),
-        nn.Conv2d(32, 64, 3, stride=2),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(576, 10),
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU()),
+        *(nn.Flatten(), nn.Linear(576, 10)),
     )
     config = {
         "train_micro_batch_size_per_gpu": 64, "steps_per_print": 10**9, "bf16": {"enabled": True},
@@ -48,17 +43,15 @@ def train(steps: int, stage: int, out: Path, save_every: int = 100) -> dict[str,
     images = torch.tensor(digits.images / 8 - 1)[:, None].to(engine.device, torch.bfloat16)
     labels = torch.tensor(digits.target).to(engine.device)
     for step in range(engine.global_steps + 1, steps + 1):
-        generator = torch.Generator().manual_seed(
-            1_000_003 * step + engine.global_rank
-        )  # a resume draws the same batches
+        # a resume draws the same batches
+        generator = torch.Generator().manual_seed(1_000_003 * step + engine.global_rank)
         batch = torch.randint(300, len(images), (64,), generator=generator)
         engine.backward(nn.functional.cross_entropy(engine(images[batch]).float(), labels[batch]))
         engine.step()
         ema.update()  # counts the steps that changed weights
         if step % save_every == 0 or step == steps:
-            ema.save(
-                out / f"step-{step:06}" / "averages.safetensors"
-            )  # first: DeepSpeed names its checkpoint as the latest at its end
+            # first: DeepSpeed names its checkpoint as the latest at its end
+            ema.save(out / f"step-{step:06}" / "averages.safetensors")
             engine.save_checkpoint(str(out), tag=f"step-{step:06}")
     engine.eval()
     found = {"weights": accuracy(engine, images[:300], labels[:300])}

@@ -42,9 +42,8 @@ def train(steps: int, out: Path, context: int = 256) -> dict[str, float]:
     torch.manual_seed(0)
     blocks = [Block(384, 6, 4 * 384, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(6)]
     model = nn.Sequential(nn.Embedding(256, 384), *blocks, nn.LayerNorm(384), nn.Flatten(0, 1), nn.Linear(384, 256))
-    shardow.wrap(
-        model, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    )  # on CUDA also: mixed_precision=torch.bfloat16
+    # on CUDA also: mixed_precision=torch.bfloat16
+    shardow.wrap(model, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     ema = shardow.EMA(model, decay=shardow.schedules.debiased(0.995))
     checkpoints = shardow.Checkpoints(out, keep=2)

@@ -59,9 +59,8 @@ def train(epochs: int, out: Path, **options: object) -> float:
         callbacks=[averages, ModelCheckpoint(out, "{epoch}", save_top_k=-1)], num_sanity_val_steps=0, logger=False,
         **options,
     )  # fmt: skip
-    last = max(
-        out.glob("epoch=*.ckpt/meta.pt"), key=lambda one: int(one.parent.stem[6:]), default=None
-    )  # Lightning writes meta.pt last
+    # Lightning writes meta.pt last
+    last = max(out.glob("epoch=*.ckpt/meta.pt"), key=lambda one: int(one.parent.stem[6:]), default=None)
     trainer.fit(Digits(), DataLoader(rest, 32), DataLoader(held_out, 150), ckpt_path=last and last.parent)
     averages.ema.export(out / "model")
     return float(trainer.callback_metrics["accuracy"])

@@ -60,9 +60,8 @@ def _start(name: str, blocks: int) -> Any:
     with shardow.memory.timeline() as timeline:
         with torch.device("meta"):
             model = nn.Sequential(*[Block() for _ in range(blocks)])
-        model.to_empty(
-            device="cpu"
-        )  # as from_pretrained() in pretrained_load_context(): on rank 0 alone there will be something
+        # as from_pretrained() in pretrained_load_context(): on rank 0 alone there will be something
+        model.to_empty(device="cpu")
         if rank == 0:
             for parameter in model.parameters():
                 nn.init.normal_(parameter)

@@ -31,9 +31,8 @@ def train(base: Trainer.Config, steps: int, out: Path, save_every: int = 100) ->
     """What a logger takes of the averages."""
     base.dump_folder, base.training.steps = str(out), steps
     base.checkpoint.enable, base.checkpoint.interval, base.checkpoint.last_save_model_only = True, save_every, False
-    config = averaged(
-        base, EMAWeights.Config(enable=True, half_life_fraction=0.05)
-    )  # or decay=0.999; validation sees them
+    # or decay=0.999; validation sees them
+    config = averaged(base, EMAWeights.Config(enable=True, half_life_fraction=0.05))
     trainer = config.build()
     try:
         trainer.train()  # loads the last checkpoint first, averages too

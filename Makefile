@@ -9,21 +9,30 @@ ENGINE := $(shell find include src python/src cmake -type f 2>/dev/null) CMakeLi
 PIP := $(BIN)/pip install -qq --disable-pip-version-check
 WERROR := $(if $(CI),ON,OFF)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# ccache is used where it is installed.
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(CMAKE_CXX_COMPILER_LAUNCHER)
 
-.PHONY: help demo build test test-all test-cpp test-python simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
+# The demo's set-up is the first part of the tests'.
+STEPS := $(if $(filter-out demo,$(or $(MAKECMDGOALS),all)),5,3)
+step = echo "Set-up $(1) of $(STEPS): $(2)"
+
+.PHONY: help demo build test test-all test-torch test-cpp test-python simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: build  ## train, average, swap, save, resume at another world size, report (about 3 minutes)
+demo: build/.installed  ## train, average, swap, save, resume at another world size, report (about 3 minutes)
 	$(BIN)/python -m examples.digits $(ARGS)
 
-build: build/.installed  ## set-up and build
+build: build/.tests  ## set-up, and a build of all but the benchmarks
+	@$(BIN)/cmake --build build/release
 
 test: build  ## every test; Python's, which wait more than they work, beside the others
 	$(MAKE) -j2 test-python test-cpp
 
-test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots
+test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; nvcc's build
+	tools/gpu-rehearsal $(BIN)/python
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R cuda_programs
 	SHARDOW_ALL=1 $(MAKE) test-python
 
@@ -38,6 +47,18 @@ test-cpp: build
 test-python: build
 	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadfile
 
+TORCH ?= 2.6.0
+
+test-torch: build build/torch-$(TORCH)  ## what docs/versions.md names, with TORCH=2.6.0 or another beside the rest of .venv
+	build/torch-$(TORCH)/bin/python -m pytest -n $(JOBS) --dist loadfile $(addprefix python/tests/,averages files model start ranks schedules)
+
+# Looks into its own packages first, and then into those of .venv.
+build/torch-%: build/.tests
+	$(PYTHON) -m venv $@
+	$@/bin/pip install -qq --disable-pip-version-check torch==$*
+	for packages in $(CURDIR)/$(VENV)/lib/python3*/site-packages; do \
+	  echo "import site; site.addsitedir('$$packages')" >$$(echo $@/lib/python3*/site-packages)/rest.pth; done
+
 SECONDS ?= 60
 FIRST ?= 0
 SHARE = $(if $(RUNS),$(shell echo $$(($(RUNS) / $(JOBS)))),1000000000)
@@ -46,6 +67,7 @@ simulate: build  ## simulated trainings and saves from seed FIRST on: for SECOND
 		$(if $(RUNS),SHARDOW_RUNS=$(SHARE),SHARDOW_SECONDS=$(SECONDS)) build/release/simulate_test --gtest_filter=*EverySave*'
 
 bench: build  ## side-by-side tables; writes docs/performance.md
+	@$(BIN)/cmake --build build/release --target benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: build build/.docs  ## the pages and the reference as HTML, in build/docs; a link within them that leads nowhere is an error
@@ -76,8 +98,9 @@ sanitizers:  ## asan, then tsan; CI runs them after `make test`, whose deadlines
 tsan: export GTEST_FILTER := -PowerCut.*:Header.*:Targets/*:Cuda.*:NoMemory.*:Simulate.FindsMistakes*
 
 # The plain build's tests wait for a disk's flushes. These look at memory, and need not.
+asan tsan lint: export PATH := $(CURDIR)/$(BIN):$(PATH)
 asan tsan: export TEST_TMPDIR := $(shell [ "$$(df --output=avail -k /dev/shm 2>/dev/null | tail -1)" -gt 4000000 ] 2>/dev/null && echo /dev/shm || echo $${TMPDIR:-/tmp})
-asan tsan: build/.venv build/.optional  ## C++ tests under sanitizers
+asan tsan: build/.test-setup build/.optional  ## C++ tests under sanitizers
 	$(BIN)/cmake --preset $@ -DSHARDOW_WERROR=$(WERROR) >/dev/null
 	$(BIN)/cmake --build --preset $@
 	$(BIN)/ctest --preset $@ $(CTEST)
@@ -99,15 +122,20 @@ build/.fuzz: tools/packages-fuzz.txt
 	tools/install-packages $<
 	@mkdir -p build && touch $@
 
-lint: build build/.lint  ## clang-format, clang-tidy, ruff, mypy
-	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu')
-	git ls-files 'src/*.cc' | grep -v -e _test.cc -e _bench.cc -e cpu -e roofline | xargs -P $(JOBS) -n 4 clang-tidy-14 --quiet --extra-arg=-Wno-unknown-warning-option -p build/release
+# clang-tidy reads how each file is compiled alone; nothing of build/lint is built.
+lint: build/.installed build/.test-setup build/.optional build/.lint  ## lengths, words, ruff, clang-format, mypy, clang-tidy
+	$(PYTHON) tools/code_lines.py
+	$(PYTHON) tools/lint_words.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu')
 	cp build/release/_core.pyi python/shardow/
 	$(BIN)/mypy
+	$(BIN)/cmake --preset lint >/dev/null
+	git ls-files 'src/*.cc' | grep -v -e _test.cc -e _bench.cc -e cpu -e roofline | xargs -P $(JOBS) -n 4 \
+	  clang-tidy-14 --quiet --extra-arg=-Wno-unknown-warning-option -p build/lint
 
-format: build/.venv build/.lint  ## rewrite sources in house style
+format: build/.test-setup build/.lint  ## rewrite sources in house style
 	clang-format-14 -i $$(git ls-files '*.h' '*.cc' '*.cu')
 	$(BIN)/ruff check --fix -q . || true
 	$(BIN)/ruff format -q .
@@ -116,7 +144,8 @@ clean:
 	rm -rf build out dist
 
 build/.system: tools/packages.txt
-	tools/install-packages $<
+	@$(call step,1,Debian packages)
+	@tools/install-packages $<
 	@mkdir -p build && touch $@
 
 # What Debian has and only some of the tests need; where it is missing, they are skipped in sight. Changed when something was installed.
@@ -137,20 +166,36 @@ build/.docs: tools/requirements-docs.txt build/.venv
 	@$(PIP) -r $<
 	@touch $@
 
-build/.venv: tools/requirements.txt build/.system
-	@echo "Installing Python packages into $(VENV); the first time takes a few minutes"
+build/.venv: tools/requirements-demo.txt build/.system
+	@$(call step,2,Python packages into $(VENV) (about 1 minute))
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -r $<
+	@touch $@
+
+# nvcc takes longest of all: kernels for devices are compiled where one answers, and for it alone; wheels have all.
+CUDA ?= $(if $(shell nvidia-smi -L 2>/dev/null),AUTO,OFF)
+CUDA_ARCHITECTURES ?= native
+
+# What is installed. The tests are built in the same folder afterwards, and compile nothing of this again.
+TESTS = $(if $(wildcard build/.tests),ON,OFF)
+build/.installed: build/.venv pyproject.toml $(ENGINE)
+	@$(call step,3,the extension and the command are compiled (about 2 minutes on 2 cores))
+	@$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
+	  "-Cbuild.targets=_core;_core_stub;shardow_command;shardow_pages" \
+	  -Ccmake.define.SHARDOW_TESTS=$(TESTS) -Ccmake.define.SHARDOW_SHARED=ON -Ccmake.define.SHARDOW_COMMAND=ON \
+	  -Ccmake.define.SHARDOW_MPI=$(subst ON,AUTO,$(TESTS)) \
+	  -Ccmake.define.SHARDOW_CUDA=$(CUDA) -Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) \
+	  -Ccmake.define.SHARDOW_WERROR=$(WERROR)
+	@touch $@
+
+build/.test-setup: tools/packages-test.txt tools/requirements.txt tools/requirements-peers.txt build/.venv
+	@$(call step,4,what tests use of Debian and Python (about 2 minutes))
+	@tools/install-packages $<
 	@$(PIP) -r tools/requirements.txt
 	@$(PIP) --no-deps --no-build-isolation -r tools/requirements-peers.txt
 	@touch $@
 
-# nvcc takes longest of all, once for each generation of devices: here those of this machine, or one, to see that it compiles; wheels have all.
-CUDA_ARCHITECTURES ?= $(if $(shell command -v nvidia-smi),native,90-real)
-
-# One build serves the Python extension, the C++ tests and the benchmarks.
-build/.installed: build/.venv build/.optional pyproject.toml $(ENGINE)
-	@echo "Building; the first time takes a few minutes"
-	@$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
-	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_SHARED=ON -Ccmake.define.SHARDOW_MPI=AUTO -Ccmake.define.SHARDOW_COMMAND=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON -Ccmake.define.SHARDOW_CUDA=AUTO \
-	  -Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) -Ccmake.define.SHARDOW_WERROR=$(WERROR)
+build/.tests: build/.installed build/.test-setup build/.optional
+	@$(call step,5,the test programs are compiled (about 2 minutes on 2 cores))
+	@$(BIN)/cmake -DSHARDOW_TESTS=ON -DSHARDOW_BENCHMARKS=ON -DSHARDOW_MPI=AUTO build/release >/dev/null
 	@touch $@

@@ -1,11 +1,13 @@
-# Benchmarks beside the sources they measure: foo_bench.cc becomes the program foo_bench.
+# Benchmarks beside the sources they measure: foo_bench.cc becomes the program foo_bench. The target `benchmarks` builds them; nothing else needs them.
 find_package(benchmark REQUIRED)
+add_custom_target(benchmarks)
 foreach(layer kernels average)
   file(GLOB benches CONFIGURE_DEPENDS src/${layer}/*_bench.cc)
   foreach(source ${benches})
     get_filename_component(name ${source} NAME_WE)
-    add_executable(${name} ${source})
+    add_executable(${name} EXCLUDE_FROM_ALL ${source})
     target_include_directories(${name} PRIVATE src)
     target_link_libraries(${name} PRIVATE shardow shardow_options benchmark::benchmark_main Threads::Threads)
+    add_dependencies(benchmarks ${name})
   endforeach()
 endforeach()

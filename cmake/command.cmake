@@ -23,7 +23,7 @@ endif()
 file(GLOB SHARDOW_COMMAND_SOURCES CONFIGURE_DEPENDS src/cli/*.cc)
 list(FILTER SHARDOW_COMMAND_SOURCES EXCLUDE REGEX "(_test|main)\\.cc$")
 add_library(shardow_cli STATIC ${SHARDOW_COMMAND_SOURCES})
-set_target_properties(shardow_cli PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)  # CLI11 is all headers
+set_target_properties(shardow_cli PROPERTIES UNITY_BUILD_BATCH_SIZE 6)  # CLI11 is all headers
 target_include_directories(shardow_cli PUBLIC src)
 target_compile_definitions(shardow_cli PRIVATE SHARDOW_VERSION="${PROJECT_VERSION}")
 target_compile_options(shardow_cli PRIVATE ${SHARDOW_ENGINE_OPTIONS})

@@ -10,8 +10,8 @@ endif()
 find_package(nanobind CONFIG REQUIRED)
 file(GLOB SHARDOW_PYTHON_SOURCES CONFIGURE_DEPENDS python/src/*.cc)
 nanobind_add_module(_core STABLE_ABI NB_STATIC NOMINSIZE ${SHARDOW_PYTHON_SOURCES})
-# nanobind is all headers; and names that clash are found by every build. Tests link the other files with a module of their own.
-set_target_properties(_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 4)
+# Tests link the other files with a module of their own.
+set_target_properties(_core PROPERTIES UNITY_BUILD_BATCH_SIZE 4)
 set_source_files_properties(python/src/module.cc PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 target_include_directories(_core PRIVATE src)
 target_link_libraries(_core PRIVATE shardow fmt::fmt)

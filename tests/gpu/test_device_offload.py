@@ -60,7 +60,8 @@ def test_averages_on_the_host_have_the_bits_of_the_cpu(kind: str, dtype: torch.d
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
 def test_a_step_would_tear_averages_if_it_did_not_wait(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream sleeps, so that copies and the next step begin together; copies of 64 MB take longer than the step."""
+    """The stream sleeps once, so that the host is ahead of both steps: the second one begins within the copies that
+    follow the first, and copies of 64 MB take longer than a step."""
     model = torch.nn.Linear(4096, 4096, bias=False).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ema = shardow.EMA(model, decay=0.5, device="cpu", optimizer=optimizer)
@@ -68,10 +69,10 @@ def test_a_step_would_tear_averages_if_it_did_not_wait(waits: bool, monkeypatch:
     if not waits:
         monkeypatch.setattr(ema._core.swap, "finish_reading", lambda: None)
     model.weight.grad = torch.ones_like(model.weight)
+    torch.cuda._sleep(100_000_000)
     for _ in range(2):
         optimizer.step()
         expected.lerp_(model.weight.detach(), 0.5)
-        torch.cuda._sleep(100_000_000)
     assert torch.equal(ema.state_dict()["averages"]["weight"], expected.cpu()) == waits
 
 

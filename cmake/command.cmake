@@ -27,7 +27,7 @@ set_target_properties(shardow_cli PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SI
 target_include_directories(shardow_cli PUBLIC src)
 target_compile_definitions(shardow_cli PRIVATE SHARDOW_VERSION="${PROJECT_VERSION}")
 target_compile_options(shardow_cli PRIVATE ${SHARDOW_ENGINE_OPTIONS})
-target_link_libraries(shardow_cli PUBLIC shardow PRIVATE CLI11::CLI11 OpenSSL::Crypto fmt::fmt simdjson::simdjson hwy::hwy Threads::Threads shardow_options)
+target_link_libraries(shardow_cli PUBLIC shardow PRIVATE CLI11::CLI11 OpenSSL::Crypto fmt::fmt simdjson::simdjson Threads::Threads shardow_options)
 get_target_property(cli11 CLI11::CLI11 INTERFACE_INCLUDE_DIRECTORIES)
 target_include_directories(shardow_cli SYSTEM PRIVATE ${cli11})
 

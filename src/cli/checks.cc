@@ -1,5 +1,5 @@
 // A CRC is linear: lanes add up what they have read in any order. A SHA-256 is not, so one lane reads a hashed file
-// from front to end, and several files are hashed at once. What is in memory is not copied (base/mapped.h).
+// from front to end, and several files are hashed at once.
 #include "cli/checks.h"
 
 #include <algorithm>
@@ -7,14 +7,14 @@
 
 #include "base/errors.h"
 #include "base/files.h"
-#include "base/mapped.h"
 #include "cli/lanes.h"
 #include "file/crc.h"
 
 namespace shardow::cli {
 namespace {
 
-constexpr int64_t kPieceBytes = 4 << 20;  // read by one lane from front to end
+constexpr int64_t kReadBytes = 256 << 10;  // worked on while they are in the cache
+constexpr int64_t kPieceBytes = 4 << 20;   // read by one lane from front to end
 
 struct Piece {
   FileCheck* file;
@@ -121,18 +121,14 @@ void run_checks(std::vector<FileCheck>& files, int lanes,
     std::vector<std::byte>& buffer = memory[static_cast<size_t>(lane)];
     try {
       const auto handle = handle_of(*file);
-      const base::Mapped mapped = lanes > kMostLooking ? base::Mapped() : base::Mapped(*handle);
-      base::Forgetting forgetting;
       std::optional<Sha256> hash;
       if (file->hashed) hash.emplace();
       for (int64_t at = begin; at < end; at += kReadBytes) {
         check_interrupted();
         const int64_t size = std::min(kReadBytes, end - at);
-        const auto looked_at = mapped.look(at, size);
-        const auto bytes = looked_at.empty() ? read(*handle, at, size, buffer) : looked_at;
+        const auto bytes = read(*handle, at, size, buffer);
         if (hash) hash->add(bytes);
         if (file->sums) file->sums->add(at, bytes);
-        forgetting.forget(mapped, looked_at);
         done += size;
         if (lane == 0) told(done, total);
       }
@@ -142,7 +138,7 @@ void run_checks(std::vector<FileCheck>& files, int lanes,
       if (!file->trouble) file->trouble = error;
     }
   };
-  in_lanes(static_cast<int64_t>(pieces.size()), lanes, work, [] {});
+  in_lanes(static_cast<int64_t>(pieces.size()), lanes, work);
   for (FileCheck& file : files) finish(file);
 }
 

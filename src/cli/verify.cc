@@ -253,7 +253,6 @@ int verify(const VerifyOptions& options) {
     asked.attempt([&] { find_files(asked, !options.manifest.empty()); });
     if (!options.manifest.empty() && !asked.trouble) asked.attempt([&] { plan_manifest(asked, options.manifest); });
   }
-  prepare_for_cut_files(options.json);
   check_all(all, options);
   for (Asked& asked : all) {
     compare_with_manifest(asked);

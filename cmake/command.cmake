@@ -1,18 +1,7 @@
-# The command `shardow`: src/cli/*.cc over the engine. CLI11 describes its options; SHA-256 is libcrypto's, which has it for every processor's
-# instructions, linked statically where it can be: of its archive that is four objects.
-set(OPENSSL_USE_STATIC_LIBS TRUE)
-set(missing "")
+# The command `shardow`: src/cli/*.cc over the engine. CLI11 describes its options.
 find_package(CLI11 QUIET)
 if(NOT CLI11_FOUND)
-  list(APPEND missing libcli11-dev)
-endif()
-find_package(OpenSSL QUIET COMPONENTS Crypto)
-if(NOT OpenSSL_FOUND)
-  list(APPEND missing libssl-dev)
-endif()
-if(missing)
-  list(JOIN missing " " missing)
-  set(missing "libraries of the command were not found. On Debian and Ubuntu: sudo apt-get install ${missing}")
+  set(missing "CLI11 was not found. On Debian and Ubuntu: sudo apt-get install libcli11-dev")
   if(SHARDOW_COMMAND STREQUAL "AUTO")
     message(STATUS "The command shardow is left out: ${missing}")
     return()
@@ -27,7 +16,7 @@ set_target_properties(shardow_cli PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SI
 target_include_directories(shardow_cli PUBLIC src)
 target_compile_definitions(shardow_cli PRIVATE SHARDOW_VERSION="${PROJECT_VERSION}")
 target_compile_options(shardow_cli PRIVATE ${SHARDOW_ENGINE_OPTIONS})
-target_link_libraries(shardow_cli PUBLIC shardow PRIVATE CLI11::CLI11 OpenSSL::Crypto fmt::fmt simdjson::simdjson Threads::Threads shardow_options)
+target_link_libraries(shardow_cli PUBLIC shardow PRIVATE CLI11::CLI11 fmt::fmt simdjson::simdjson Threads::Threads shardow_options)
 get_target_property(cli11 CLI11::CLI11 INTERFACE_INCLUDE_DIRECTORIES)
 target_include_directories(shardow_cli SYSTEM PRIVATE ${cli11})
 

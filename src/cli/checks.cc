@@ -1,5 +1,4 @@
-// A CRC is linear: lanes add up what they have read in any order. A SHA-256 is not, so one lane reads a hashed file
-// from front to end, and several files are hashed at once.
+// A CRC is linear: lanes add up what they have read in any order.
 #include "cli/checks.h"
 
 #include <algorithm>
@@ -21,14 +20,10 @@ struct Piece {
   int64_t begin, end;  // bytes of the file
 };
 
-/// Hashed files first: each keeps one lane busy for long.
 std::vector<Piece> pieces_of(std::vector<FileCheck>& files) {
   std::vector<Piece> pieces;
   for (FileCheck& file : files) {
-    if (file.hashed && !file.trouble) pieces.push_back({&file, 0, file.size});
-  }
-  for (FileCheck& file : files) {
-    if (file.hashed || file.trouble || !file.sums || file.sums->known() == 0) continue;
+    if (file.trouble || !file.sums || file.sums->known() == 0) continue;
     for (int64_t begin = file.sums->data_begin(); begin < file.size; begin += kPieceBytes)
       pieces.push_back({&file, begin, std::min(begin + kPieceBytes, file.size)});
   }
@@ -36,14 +31,14 @@ std::vector<Piece> pieces_of(std::vector<FileCheck>& files) {
 }
 
 std::shared_ptr<const base::File> handle_of(const FileCheck& file) {
-  if (file.checkpoint) return file::Inside::of(*file.checkpoint).files[0].file->handle();
-  return std::make_shared<const base::File>(base::File::open(file.path));
+  return file::Inside::of(*file.checkpoint).files[0].file->handle();
 }
 
 void prepare(FileCheck& file) {
+  if (!file.checkpoint) return;
   try {
     file.size = handle_of(file)->size();
-    if (file.checkpoint) file.sums = std::make_unique<TensorSums>(*file.checkpoint);
+    file.sums = std::make_unique<TensorSums>(*file.checkpoint);
   } catch (const Error& error) {
     file.trouble = error;
   }
@@ -121,18 +116,13 @@ void run_checks(std::vector<FileCheck>& files, int lanes,
     std::vector<std::byte>& buffer = memory[static_cast<size_t>(lane)];
     try {
       const auto handle = handle_of(*file);
-      std::optional<Sha256> hash;
-      if (file->hashed) hash.emplace();
       for (int64_t at = begin; at < end; at += kReadBytes) {
         check_interrupted();
         const int64_t size = std::min(kReadBytes, end - at);
-        const auto bytes = read(*handle, at, size, buffer);
-        if (hash) hash->add(bytes);
-        if (file->sums) file->sums->add(at, bytes);
+        file->sums->add(at, read(*handle, at, size, buffer));
         done += size;
         if (lane == 0) told(done, total);
       }
-      if (hash) file->digest = hash->hex();
     } catch (const Error& error) {  // the other files are read all the same
       const base::Lock lock(mutex);
       if (!file->trouble) file->trouble = error;

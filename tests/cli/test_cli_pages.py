@@ -44,7 +44,7 @@ def test_a_completion_is_one_for_its_shell(shell: str, tmp_path: Path) -> None:
     script.write_text(told("completion", shell))
     text = script.read_text()
     assert all(verb in text for verb in VERBS)
-    assert "manifest" in text
+    assert "max-shard-size" in text
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell}: apt-get install {shell}")
     subprocess.run([shell, "-n", script], check=True)
@@ -57,7 +57,7 @@ def test_a_completion_is_one_for_its_shell(shell: str, tmp_path: Path) -> None:
         (["shardow", ""], {*VERBS, "--help", "--version"}),
         (["shardow", "diff", "--wo"], {"--worst"}),
         (["shardow", "completion", ""], {"bash", "fish", "zsh"}),
-        (["shardow", "verify", "--man"], {"--manifest"}),
+        (["shardow", "convert", "--max"], {"--max-shard-size"}),
     ],
 )
 def test_bash_completes(words: list[str], found: set[str]) -> None:
@@ -84,4 +84,4 @@ def test_the_man_page_is_troff(tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     assert "EXIT STATUS" in done.stdout
-    assert "--manifest[=check|write]" in done.stdout
+    assert "--max-shard-size SIZE" in done.stdout

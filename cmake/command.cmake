@@ -36,20 +36,14 @@ function(install_page name folder as)
   endif()
 endfunction()
 
-# The man page and completions, said by the program itself where it can run.
-if(NOT CMAKE_CROSSCOMPILING OR CMAKE_SYSTEM_PROCESSOR STREQUAL CMAKE_HOST_SYSTEM_PROCESSOR)
-  set(pages "")
-  foreach(page IN ITEMS "manual man:shardow.1" "completion bash:shardow.bash" "completion zsh:_shardow" "completion fish:shardow.fish")
-    string(REPLACE ":" ";" page ${page})
-    list(GET page 0 words)
-    list(GET page 1 name)
-    separate_arguments(words)
-    set(file ${CMAKE_CURRENT_BINARY_DIR}/pages/${name})
-    add_custom_command(OUTPUT ${file} COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/pages
-                       COMMAND $<TARGET_FILE:shardow_command> ${words} > ${file} DEPENDS shardow_command VERBATIM)
-    list(APPEND pages ${file})
-  endforeach()
-  add_custom_target(shardow_pages ALL DEPENDS ${pages})
+# The man page and completions, of what the program says where it can run.
+find_package(Python 3.10 QUIET COMPONENTS Interpreter)
+if(Python_FOUND AND (NOT CMAKE_CROSSCOMPILING OR CMAKE_SYSTEM_PROCESSOR STREQUAL CMAKE_HOST_SYSTEM_PROCESSOR))
+  set(pages ${CMAKE_CURRENT_BINARY_DIR}/pages)
+  set(script ${PROJECT_SOURCE_DIR}/tools/pages.py)
+  add_custom_command(OUTPUT ${pages}/shardow.1 COMMAND ${Python_EXECUTABLE} ${script} $<TARGET_FILE:shardow_command> ${pages}
+                     DEPENDS shardow_command ${script} VERBATIM)
+  add_custom_target(shardow_pages ALL DEPENDS ${pages}/shardow.1)
   install_page(shardow.1 man/man1 shardow.1)
   install_page(shardow.bash bash-completion/completions shardow)
   install_page(_shardow zsh/site-functions _shardow)

@@ -1,18 +1,7 @@
-# The command `shardow`: src/cli/*.cc over the engine. CLI11 describes its options; SHA-256 is libcrypto's, which has it for every processor's
-# instructions, linked statically where it can be: of its archive that is four objects.
-set(OPENSSL_USE_STATIC_LIBS TRUE)
-set(missing "")
+# The command `shardow`: src/cli/*.cc over the engine. CLI11 describes its options.
 find_package(CLI11 QUIET)
 if(NOT CLI11_FOUND)
-  list(APPEND missing libcli11-dev)
-endif()
-find_package(OpenSSL QUIET COMPONENTS Crypto)
-if(NOT OpenSSL_FOUND)
-  list(APPEND missing libssl-dev)
-endif()
-if(missing)
-  list(JOIN missing " " missing)
-  set(missing "libraries of the command were not found. On Debian and Ubuntu: sudo apt-get install ${missing}")
+  set(missing "CLI11 was not found. On Debian and Ubuntu: sudo apt-get install libcli11-dev")
   if(SHARDOW_COMMAND STREQUAL "AUTO")
     message(STATUS "The command shardow is left out: ${missing}")
     return()
@@ -27,7 +16,7 @@ set_target_properties(shardow_cli PROPERTIES UNITY_BUILD_BATCH_SIZE 6)  # CLI11 
 target_include_directories(shardow_cli PUBLIC src)
 target_compile_definitions(shardow_cli PRIVATE SHARDOW_VERSION="${PROJECT_VERSION}")
 target_compile_options(shardow_cli PRIVATE ${SHARDOW_ENGINE_OPTIONS})
-target_link_libraries(shardow_cli PUBLIC shardow PRIVATE CLI11::CLI11 OpenSSL::Crypto fmt::fmt simdjson::simdjson hwy::hwy Threads::Threads shardow_options)
+target_link_libraries(shardow_cli PUBLIC shardow PRIVATE CLI11::CLI11 fmt::fmt simdjson::simdjson Threads::Threads shardow_options)
 get_target_property(cli11 CLI11::CLI11 INTERFACE_INCLUDE_DIRECTORIES)
 target_include_directories(shardow_cli SYSTEM PRIVATE ${cli11})
 
@@ -47,20 +36,14 @@ function(install_page name folder as)
   endif()
 endfunction()
 
-# The man page and completions, said by the program itself where it can run.
-if(NOT CMAKE_CROSSCOMPILING OR CMAKE_SYSTEM_PROCESSOR STREQUAL CMAKE_HOST_SYSTEM_PROCESSOR)
-  set(pages "")
-  foreach(page IN ITEMS "manual man:shardow.1" "completion bash:shardow.bash" "completion zsh:_shardow" "completion fish:shardow.fish")
-    string(REPLACE ":" ";" page ${page})
-    list(GET page 0 words)
-    list(GET page 1 name)
-    separate_arguments(words)
-    set(file ${CMAKE_CURRENT_BINARY_DIR}/pages/${name})
-    add_custom_command(OUTPUT ${file} COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/pages
-                       COMMAND $<TARGET_FILE:shardow_command> ${words} > ${file} DEPENDS shardow_command VERBATIM)
-    list(APPEND pages ${file})
-  endforeach()
-  add_custom_target(shardow_pages ALL DEPENDS ${pages})
+# The man page and completions, of what the program says where it can run.
+find_package(Python 3.10 QUIET COMPONENTS Interpreter)
+if(Python_FOUND AND (NOT CMAKE_CROSSCOMPILING OR CMAKE_SYSTEM_PROCESSOR STREQUAL CMAKE_HOST_SYSTEM_PROCESSOR))
+  set(pages ${CMAKE_CURRENT_BINARY_DIR}/pages)
+  set(script ${PROJECT_SOURCE_DIR}/tools/pages.py)
+  add_custom_command(OUTPUT ${pages}/shardow.1 COMMAND ${Python_EXECUTABLE} ${script} $<TARGET_FILE:shardow_command> ${pages}
+                     DEPENDS shardow_command ${script} VERBATIM)
+  add_custom_target(shardow_pages ALL DEPENDS ${pages}/shardow.1)
   install_page(shardow.1 man/man1 shardow.1)
   install_page(shardow.bash bash-completion/completions shardow)
   install_page(_shardow zsh/site-functions _shardow)

@@ -104,7 +104,6 @@ class File {
   void close();  ///< reports what closing finds out (NFS writes then); the destructor can't
 
  private:
-  friend class Mapped;
   File(int fd, Path path) noexcept : fd_(fd), path_(std::move(path)) {}
   int fd_;
   Syscalls* calls_ = &syscalls();

@@ -40,8 +40,6 @@ std::unique_ptr<CLI::App> make_app(Action& chosen) {
   add_convert(*app, chosen);
   add_average(*app, chosen);
   add_posthoc(*app, chosen);
-  add_completion(*app, chosen);
-  add_manual(*app, chosen);
   app->footer(
       "shardow VERB --help explains a verb. Text is for people, --json for programs. Progress is shown on\n"
       "a terminal alone, and so are colours, unless NO_COLOR is set. PATH is a .safetensors file, or a\n"

@@ -1,5 +1,5 @@
-// What the command line looks like: one CLI::App from which parsing, --help, docs/cli.md, the man page and completions
-// all come.
+// What the command line looks like: one CLI::App from which parsing and --help come. tools/pages.py makes docs/cli.md,
+// the man page and completions from --help.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -19,8 +19,6 @@ void add_diff(CLI::App& app, Action& chosen);
 void add_convert(CLI::App& app, Action& chosen);
 void add_average(CLI::App& app, Action& chosen);
 void add_posthoc(CLI::App& app, Action& chosen);
-void add_completion(CLI::App& app, Action& chosen);
-void add_manual(CLI::App& app, Action& chosen);
 
 /// Everything.
 std::unique_ptr<CLI::App> make_app(Action& chosen);

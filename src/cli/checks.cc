@@ -1,5 +1,4 @@
-// A CRC is linear: lanes add up what they have read in any order. A SHA-256 is not, so one lane reads a hashed file
-// from front to end, and several files are hashed at once. What is in memory is not copied (base/mapped.h).
+// A CRC is linear: lanes add up what they have read in any order.
 #include "cli/checks.h"
 
 #include <algorithm>
@@ -7,28 +6,24 @@
 
 #include "base/errors.h"
 #include "base/files.h"
-#include "base/mapped.h"
 #include "cli/lanes.h"
 #include "file/crc.h"
 
 namespace shardow::cli {
 namespace {
 
-constexpr int64_t kPieceBytes = 4 << 20;  // read by one lane from front to end
+constexpr int64_t kReadBytes = 256 << 10;  // worked on while they are in the cache
+constexpr int64_t kPieceBytes = 4 << 20;   // read by one lane from front to end
 
 struct Piece {
   FileCheck* file;
   int64_t begin, end;  // bytes of the file
 };
 
-/// Hashed files first: each keeps one lane busy for long.
 std::vector<Piece> pieces_of(std::vector<FileCheck>& files) {
   std::vector<Piece> pieces;
   for (FileCheck& file : files) {
-    if (file.hashed && !file.trouble) pieces.push_back({&file, 0, file.size});
-  }
-  for (FileCheck& file : files) {
-    if (file.hashed || file.trouble || !file.sums || file.sums->known() == 0) continue;
+    if (file.trouble || !file.sums || file.sums->known() == 0) continue;
     for (int64_t begin = file.sums->data_begin(); begin < file.size; begin += kPieceBytes)
       pieces.push_back({&file, begin, std::min(begin + kPieceBytes, file.size)});
   }
@@ -36,14 +31,14 @@ std::vector<Piece> pieces_of(std::vector<FileCheck>& files) {
 }
 
 std::shared_ptr<const base::File> handle_of(const FileCheck& file) {
-  if (file.checkpoint) return file::Inside::of(*file.checkpoint).files[0].file->handle();
-  return std::make_shared<const base::File>(base::File::open(file.path));
+  return file::Inside::of(*file.checkpoint).files[0].file->handle();
 }
 
 void prepare(FileCheck& file) {
+  if (!file.checkpoint) return;
   try {
     file.size = handle_of(file)->size();
-    if (file.checkpoint) file.sums = std::make_unique<TensorSums>(*file.checkpoint);
+    file.sums = std::make_unique<TensorSums>(*file.checkpoint);
   } catch (const Error& error) {
     file.trouble = error;
   }
@@ -121,28 +116,19 @@ void run_checks(std::vector<FileCheck>& files, int lanes,
     std::vector<std::byte>& buffer = memory[static_cast<size_t>(lane)];
     try {
       const auto handle = handle_of(*file);
-      const base::Mapped mapped = lanes > kMostLooking ? base::Mapped() : base::Mapped(*handle);
-      base::Forgetting forgetting;
-      std::optional<Sha256> hash;
-      if (file->hashed) hash.emplace();
       for (int64_t at = begin; at < end; at += kReadBytes) {
         check_interrupted();
         const int64_t size = std::min(kReadBytes, end - at);
-        const auto looked_at = mapped.look(at, size);
-        const auto bytes = looked_at.empty() ? read(*handle, at, size, buffer) : looked_at;
-        if (hash) hash->add(bytes);
-        if (file->sums) file->sums->add(at, bytes);
-        forgetting.forget(mapped, looked_at);
+        file->sums->add(at, read(*handle, at, size, buffer));
         done += size;
         if (lane == 0) told(done, total);
       }
-      if (hash) file->digest = hash->hex();
     } catch (const Error& error) {  // the other files are read all the same
       const base::Lock lock(mutex);
       if (!file->trouble) file->trouble = error;
     }
   };
-  in_lanes(static_cast<int64_t>(pieces.size()), lanes, work, [] {});
+  in_lanes(static_cast<int64_t>(pieces.size()), lanes, work);
   for (FileCheck& file : files) finish(file);
 }
 

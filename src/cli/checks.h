@@ -1,5 +1,4 @@
-// Checksums of files: CRC-32 of each tensor as their headers have it, SHA-256 of whole files; each file is read once,
-// whichever are asked.
+// Checksums of files: CRC-32 of each tensor as their headers have it.
 #pragma once
 
 #include <atomic>
@@ -11,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "cli/sha256.h"
 #include "file/catalog.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
@@ -38,18 +36,15 @@ class TensorSums {
 /// One file to be read, and what became of it.
 struct FileCheck {
   std::filesystem::path path;
-  std::string name;                      ///< in a manifest
-  std::optional<Checkpoint> checkpoint;  ///< what is no safetensors file has none
-  bool hashed = false;                   ///< its SHA-256 is asked for
+  std::optional<Checkpoint> checkpoint;  ///< what could not be opened has none
 
   std::unique_ptr<TensorSums> sums;
-  std::string digest;                 ///< SHA-256
   int64_t size = 0;                   ///< bytes
   std::vector<std::string> problems;  ///< what is wrong with it
   std::optional<Error> trouble;       ///< why it could not be read
 };
 
-/// Reads what is asked for, on `lanes` threads. Files without checksums that are not hashed are not read.
+/// Reads the tensors of files that have checksums, on `lanes` threads.
 void run_checks(std::vector<FileCheck>& files, int lanes, const std::function<void(int64_t done, int64_t total)>& told);
 
 }  // namespace shardow::cli

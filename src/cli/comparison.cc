@@ -1,15 +1,17 @@
 #include "cli/comparison.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <set>
 
 #include "base/errors.h"
-#include "base/mapped.h"
 #include "cli/lanes.h"
-#include "file/catalog.h"
 #include "file/layout.h"
+#include "kernels/kernels.h"
 #include "tensor/dtype.h"
 
 namespace shardow::cli {
@@ -62,244 +64,200 @@ bool can_read(const file::Entry& a, const file::Entry& b) {
          (has_values(a.dtype) && has_values(b.dtype) && a.dtype != DType::kC64 && b.dtype != DType::kC64);
 }
 
-/// Elements [begin, end) of a pair: what is read in one go, a read's bytes of the wider dtype.
-struct Stretch {
-  Pair* pair;
-  int64_t begin, end;
+constexpr int64_t kBlock = 1024;      // elements that are converted at once, on the stack
+constexpr int64_t kChunk = 32 << 10;  // elements that are read at once: 256 KiB of the widest dtype
 
-  int64_t bytes() const {
-    return file::bytes_of(end - begin, pair->a->entry) + file::bytes_of(end - begin, pair->b->entry);
+template <class T>
+void convert(const std::byte* from, long double* to, int64_t count) noexcept {
+  for (int64_t i = 0; i < count; ++i) {
+    T value;
+    std::memcpy(&value, from + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    to[i] = static_cast<long double>(value);
   }
-};
+}
 
-std::vector<Stretch> stretches_of(Comparison& comparison) {
-  std::vector<Stretch> stretches;
-  for (Pair& pair : comparison.pairs) {
-    if (!pair.read) continue;
-    const int64_t most =
-        kReadBytes * 8 / 64 * (64 / std::max({8, dtype_bits(pair.a->entry.dtype), dtype_bits(pair.b->entry.dtype)}));
+/// Converts F16 and BF16.
+void convert_halves(const std::byte* from, DType dtype, long double* to, int64_t count) noexcept {
+  std::array<float, kBlock> floats;
+  kernels::cpu::cast(from, dtype, floats.data(), DType::kF32, count);
+  std::copy_n(floats.begin(), count, to);
+}
+
+/// A float of 8 bits: `mantissa` bits at its end, exponents with this bias; `finite` and `fnuz` are the ways in which
+/// it has no infinity.
+double small_float(unsigned bits, int mantissa, int bias, bool ieee, bool fnuz) {
+  const unsigned magnitude = bits & 0x7f, exponent = magnitude >> mantissa,
+                 fraction = magnitude & ((1u << mantissa) - 1);
+  const unsigned top = 0x7fu >> mantissa;
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  if (fnuz && bits == 0x80) return kNan;
+  if (ieee && exponent == top)
+    return fraction != 0 ? kNan : (bits & 0x80 ? -1 : 1) * std::numeric_limits<double>::infinity();
+  if (!ieee && !fnuz && magnitude == 0x7f) return kNan;
+  const double value = exponent == 0
+                           ? std::ldexp(fraction, 1 - bias - mantissa)
+                           : std::ldexp((1u << mantissa) + fraction, static_cast<int>(exponent) - bias - mantissa);
+  return (bits & 0x80) != 0 ? -value : value;
+}
+
+using Table = std::array<double, 256>;
+
+template <class Fn>
+Table table_of(Fn value) {
+  Table table{};
+  for (unsigned i = 0; i < 256; ++i) table[i] = value(i);
+  return table;
+}
+
+const Table& table_for(DType dtype) {
+  static const Table e5m2 = table_of([](unsigned i) { return small_float(i, 2, 15, true, false); });
+  static const Table e4m3 = table_of([](unsigned i) { return small_float(i, 3, 7, false, false); });
+  static const Table e5m2fnuz = table_of([](unsigned i) { return small_float(i, 2, 16, false, true); });
+  static const Table e4m3fnuz = table_of([](unsigned i) { return small_float(i, 3, 8, false, true); });
+  static const Table e8m0 =
+      table_of([](unsigned i) { return i == 255 ? std::nan("") : std::ldexp(1.0, static_cast<int>(i) - 127); });
+  switch (dtype) {
+    case DType::kF8E5M2: return e5m2;
+    case DType::kF8E4M3: return e4m3;
+    case DType::kF8E5M2Fnuz: return e5m2fnuz;
+    case DType::kF8E4M3Fnuz: return e4m3fnuz;
+    default: return e8m0;
+  }
+}
+
+/// Converts at most kBlock elements; a C64 counts as two.
+void to_numbers(const std::byte* from, DType dtype, long double* to, int64_t count) noexcept {
+  switch (dtype) {
+    case DType::kF64: return convert<double>(from, to, count);
+    case DType::kF32: return convert<float>(from, to, count);
+    case DType::kC64: return convert<float>(from, to, 2 * count);
+    case DType::kF16:
+    case DType::kBF16: return convert_halves(from, dtype, to, count);
+    case DType::kBool:
+    case DType::kU8: return convert<uint8_t>(from, to, count);
+    case DType::kI8: return convert<int8_t>(from, to, count);
+    case DType::kI16: return convert<int16_t>(from, to, count);
+    case DType::kU16: return convert<uint16_t>(from, to, count);
+    case DType::kI32: return convert<int32_t>(from, to, count);
+    case DType::kU32: return convert<uint32_t>(from, to, count);
+    case DType::kI64: return convert<int64_t>(from, to, count);
+    case DType::kU64: return convert<uint64_t>(from, to, count);
+    case DType::kF8E5M2:
+    case DType::kF8E4M3:
+    case DType::kF8E8M0:
+    case DType::kF8E4M3Fnuz:
+    case DType::kF8E5M2Fnuz: {
+      const Table& table = table_for(dtype);
+      for (int64_t i = 0; i < count; ++i) to[i] = table[static_cast<uint8_t>(from[i])];
+      return;
+    }
+    case DType::kF4:
+    case DType::kF6E2M3:
+    case DType::kF6E3M2: return;
+  }
+}
+
+void add_number(Deviation& sums, long double a, long double b) noexcept {
+  if (std::isfinite(a)) sums.squares_a += a * a;
+  if (a == b || (std::isnan(a) && std::isnan(b))) return;
+  ++sums.differing;
+  const long double apart = std::fabs(a - b);
+  if (const auto rounded = static_cast<double>(apart); std::isfinite(rounded)) {
+    sums.most = std::max(sums.most, rounded);
+    sums.squares += apart * apart;
+  } else {
+    ++sums.not_finite;
+  }
+}
+
+/// What one thread has of a pair: a chunk of each side.
+struct Chunks {
+  Pair& pair;
+  std::vector<std::byte> a = {}, b = {};
+
+  static void read(const file::Catalog& catalog, const file::Stored& stored, int64_t begin, int64_t end,
+                   std::vector<std::byte>& memory) {
+    const file::Catalog::Source& source = catalog.files[stored.file];
+    const int64_t first = file::bytes_of(begin, stored.entry);
+    memory.resize(static_cast<size_t>(file::bytes_of(end, stored.entry) - first));
+    source.file->handle()->read(memory, source.data_begin + stored.entry.begin + first);
+  }
+
+  /// Calls work(count) for one chunk after the other, until it returns false.
+  template <class Work>
+  void for_each(const Work& work) {
     const int64_t size = Region::whole(pair.a->entry.shape).size();
-    for (int64_t begin = 0; begin < size; begin += most)
-      stretches.push_back({&pair, begin, std::min(begin + most, size)});
-  }
-  // As they lie in A's files, so that disks are read from front to end.
-  std::stable_sort(stretches.begin(), stretches.end(), [](const Stretch& x, const Stretch& y) {
-    const auto where = [](const Stretch& one) {
-      return std::tuple(one.pair->a->file, one.pair->a->entry.begin, one.begin);
-    };
-    return where(x) < where(y);
-  });
-  return stretches;
-}
-
-/// Bytes of a tensor, read into `memory`.
-std::span<const std::byte> read_part(const file::Catalog& catalog, const file::Stored& stored, int64_t begin,
-                                     int64_t bytes, std::vector<std::byte>& memory) {
-  const auto& source = catalog.files[stored.file];
-  if (const auto wanted = static_cast<size_t>(bytes); memory.size() < wanted) memory.resize(wanted);
-  const auto room = std::span(memory).first(static_cast<size_t>(bytes));
-  source.file->handle()->read(room, source.data_begin + stored.entry.begin + begin);
-  return room;
-}
-
-/// The files that are read, each as memory.
-class Files {
- public:
-  Files(const Comparison& comparison, int lanes) : looks_(lanes <= kMostLooking) {
-    for (const Pair& pair : comparison.pairs) {
-      if (!pair.read) continue;
-      add(pair.catalog_a->files[pair.a->file].file.get());
-      add(pair.catalog_b->files[pair.b->file].file.get());
+    for (int64_t begin = 0; begin < size; begin += kChunk) {
+      check_interrupted();
+      const int64_t end = std::min(begin + kChunk, size);
+      read(*pair.catalog_a, *pair.a, begin, end, a);
+      read(*pair.catalog_b, *pair.b, begin, end, b);
+      if (!work(end - begin)) return;
     }
   }
 
-  const base::Mapped& of(const file::Catalog& catalog, const file::Stored& stored) const {
-    return mapped_.at(catalog.files[stored.file].file.get());
-  }
-
-  void check_unchanged() const {
-    for (const auto& [file, mapped] : mapped_) file->check_unchanged();
-  }
-
- private:
-  void add(file::Opened* file) {
-    if (!mapped_.contains(file)) mapped_.emplace(file, looks_ ? base::Mapped(*file->handle()) : base::Mapped());
-  }
-
-  bool looks_;
-  std::map<file::Opened*, base::Mapped> mapped_;
-};
-
-/// What a lane has for one side.
-struct Room {
-  std::vector<std::byte> memory;
-  base::Forgetting forgetting;
-};
-
-/// Elements of one side of a pair, as long as this lives: where they are in memory they are looked at there.
-class Side {
- public:
-  Side(const Files& files, const file::Catalog& catalog, const file::Stored& stored, const Stretch& stretch, Room& room)
-      : mapped_(files.of(catalog, stored)), forgetting_(room.forgetting) {
-    const int64_t begin = file::bytes_of(stretch.begin, stored.entry),
-                  bytes = file::bytes_of(stretch.end, stored.entry) - begin;
-    looked_at_ = mapped_.look(catalog.files[stored.file].data_begin + stored.entry.begin + begin, bytes);
-    const auto width = static_cast<uintptr_t>(std::max(1, dtype_bits(stored.entry.dtype) / 8));
-    const bool aligned =
-        reinterpret_cast<uintptr_t>(looked_at_.data()) % width == 0;  // of headers by others some are not
-    bytes_ = looked_at_.empty() || !aligned ? read_part(catalog, stored, begin, bytes, room.memory) : looked_at_;
-  }
-  Side(const Side&) = delete;
-  Side& operator=(const Side&) = delete;
-  ~Side() { forgetting_.forget(mapped_, looked_at_); }
-
-  const std::byte* data() const { return bytes_.data(); }
-  size_t size() const { return bytes_.size(); }
-
- private:
-  const base::Mapped& mapped_;
-  base::Forgetting& forgetting_;
-  std::span<const std::byte> looked_at_, bytes_;
-};
-
-struct Lane {
-  Room a, b;
-  std::vector<double> scratch = std::vector<double>(kScratch);
-};
-
-bool can_be_equal(const Pair& pair) {
-  return pair.a->entry.dtype == pair.b->entry.dtype;
-}
-
-/// Of bytes that are equal: all that is known of them without their numbers.
-Deviation of_equal(const Stretch& stretch) {
-  Deviation none;
-  const DType dtype = stretch.pair->a->entry.dtype;
-  none.elements = has_values(dtype) ? (stretch.end - stretch.begin) * (dtype == DType::kC64 ? 2 : 1) : 0;
-  return none;
-}
-
-/// Of bytes that differ.
-Deviation of_differing(const Stretch& stretch, const Side& a, const Side& b, Lane& lane) {
-  const DType dtype_a = stretch.pair->a->entry.dtype, dtype_b = stretch.pair->b->entry.dtype;
-  if (has_values(dtype_a))
-    return deviation(a.data(), dtype_a, b.data(), dtype_b, stretch.end - stretch.begin, lane.scratch);
-  Deviation bytes_alone;
-  bytes_alone.equal_bytes = false;
-  return bytes_alone;
-}
-
-Squares squares_of(const Stretch& stretch, const Side& side, Lane& lane) {
-  const DType dtype = stretch.pair->a->entry.dtype;
-  return deviation(side.data(), dtype, side.data(), dtype, stretch.end - stretch.begin, lane.scratch).squares_a;
-}
-
-/// Adds up parts in their order, whatever order they come in.
-class InOrder {
- public:
-  explicit InOrder(const std::vector<Stretch>& stretches) : stretches_(stretches) {}
-
-  void add(int64_t number, const Deviation& part) {
-    const base::Lock lock(mutex_);
-    waiting_.emplace(number, part);
-    for (auto first = waiting_.begin(); first != waiting_.end() && first->first == next_;
-         first = waiting_.erase(first), ++next_)
-      stretches_[static_cast<size_t>(next_)].pair->deviation += first->second;
-  }
-
- private:
-  const std::vector<Stretch>& stretches_;
-  base::Mutex mutex_;
-  std::map<int64_t, Deviation> waiting_ SHARDOW_GUARDED_BY(mutex_);
-  int64_t next_ SHARDOW_GUARDED_BY(mutex_) = 0;
-};
-
-/// Most stretches are equal or all of them differ: of equal ones the squares are summed up once it is known that their
-/// tensor differs elsewhere, which |a - b| / |a| asks for. What was passed by then is read again, on one side.
-class Values {
- public:
-  Values(Comparison& comparison, int lanes)
-      : pairs_(comparison.pairs.data()),
-        stretches_(stretches_of(comparison)),
-        files_(comparison, lanes),
-        memory_(static_cast<size_t>(lanes)),
-        equal_(stretches_.size()),
-        differs_(comparison.pairs.size()) {}
-
-  void compare(int lanes, const std::function<void(int64_t done, int64_t total)>& told) {
-    for (const Stretch& stretch : stretches_) total_ += stretch.bytes();
-    InOrder sums(stretches_);
-    const auto count = static_cast<int64_t>(stretches_.size());
-    const auto look = [&](int64_t group, int lane) {
-      for (int64_t n = kTogether * group; n < std::min(count, kTogether * (group + 1)); ++n)
-        sums.add(n, look_at(static_cast<size_t>(n), memory_[static_cast<size_t>(lane)]));
-    };
-    const auto tell = [&] { told(done_, total_); };
-    in_lanes((count + kTogether - 1) / kTogether, lanes, look, tell);
-    const std::vector<size_t> left = left_out();
-    const auto sum_up = [&](int64_t i, int lane) {
-      const size_t number = left[static_cast<size_t>(i)];
-      Lane& own = memory_[static_cast<size_t>(lane)];
-      const Pair& pair = *stretches_[number].pair;
-      equal_[number].squares =
-          squares_of(stretches_[number], Side(files_, *pair.catalog_a, *pair.a, stretches_[number], own.a), own);
-    };
-    in_lanes(static_cast<int64_t>(left.size()), lanes, sum_up, tell);
-    for (size_t number = 0; number < stretches_.size(); ++number) {
-      if (counts(number)) stretches_[number].pair->deviation.squares_a += equal_[number].squares;
+  void add_numbers(int64_t count) {
+    const DType dtype_a = pair.a->entry.dtype, dtype_b = pair.b->entry.dtype;
+    const int64_t parts = dtype_a == DType::kC64 ? 2 : 1;
+    std::array<long double, kBlock> x, y;
+    for (int64_t begin = 0; begin < count; begin += kBlock / parts) {
+      const int64_t size = std::min(kBlock / parts, count - begin);
+      to_numbers(a.data() + begin * dtype_bits(dtype_a) / 8, dtype_a, x.data(), size);
+      to_numbers(b.data() + begin * dtype_bits(dtype_b) / 8, dtype_b, y.data(), size);
+      for (size_t i = 0; i < static_cast<size_t>(size * parts); ++i) add_number(pair.deviation, x[i], y[i]);
     }
-    files_.check_unchanged();
   }
+};
 
- private:
-  static constexpr int64_t kTogether = 4;  // stretches that a lane takes at once: neighbours are forgotten in one call
-
-  struct Equal {
-    bool equal = false, summed = false;
-    Squares squares = {};
+/// Compares bytes up to the first difference, then all numbers from the beginning where there is one. Calls told() with
+/// the bytes that are done.
+template <class Told>
+void compare_pair(Pair& pair, const Told& told) {
+  const file::Entry &a = pair.a->entry, &b = pair.b->entry;
+  Chunks chunks{pair};
+  int64_t done = 0, passed = 0;
+  const auto advance = [&](int64_t count) {
+    passed += count;
+    if (passed <= done) return;
+    told(file::bytes_of(passed - done, a) + file::bytes_of(passed - done, b));
+    done = passed;
   };
-
-  Deviation look_at(size_t number, Lane& lane) {
-    const Stretch& stretch = stretches_[number];
-    const Pair& pair = *stretch.pair;
-    const Side a(files_, *pair.catalog_a, *pair.a, stretch, lane.a),
-        b(files_, *pair.catalog_b, *pair.b, stretch, lane.b);
-    std::atomic<bool>& differs = differs_[static_cast<size_t>(stretch.pair - pairs_)];
-    done_ += stretch.bytes();
-    if (!can_be_equal(pair) || std::memcmp(a.data(), b.data(), a.size()) != 0) {
-      differs = true;
-      return of_differing(stretch, a, b, lane);
-    }
-    equal_[number].equal = true;
-    equal_[number].summed = differs && has_values(pair.a->entry.dtype);
-    if (equal_[number].summed) equal_[number].squares = squares_of(stretch, a, lane);
-    return of_equal(stretch);
+  bool& equal = pair.deviation.equal_bytes;
+  equal = a.dtype == b.dtype;
+  chunks.for_each([&](int64_t count) {
+    equal = equal && chunks.a == chunks.b;
+    if (equal) advance(count);
+    return equal;
+  });
+  const int64_t size = Region::whole(a.shape).size();
+  if (has_values(a.dtype)) pair.deviation.elements = a.dtype == DType::kC64 ? 2 * size : size;
+  passed = 0;
+  if (!equal && has_values(a.dtype)) {
+    chunks.for_each([&](int64_t count) {
+      chunks.add_numbers(count);
+      advance(count);
+      return true;
+    });
   }
-
-  /// Whether the squares of an equal stretch bear on what is said.
-  bool counts(size_t number) const {
-    return equal_[number].equal && !stretches_[number].pair->deviation.squares.zero();
-  }
-
-  std::vector<size_t> left_out() const {
-    std::vector<size_t> left;
-    for (size_t number = 0; number < stretches_.size(); ++number) {
-      if (counts(number) && !equal_[number].summed) left.push_back(number);
-    }
-    return left;
-  }
-
-  const Pair* pairs_;
-  std::vector<Stretch> stretches_;
-  Files files_;
-  std::vector<Lane> memory_;
-  std::vector<Equal> equal_;                // by stretch
-  std::vector<std::atomic<bool>> differs_;  // by pair: known by now
-  int64_t total_ = 0;
-  std::atomic<int64_t> done_{0};
-};
+  pair.catalog_a->files[pair.a->file].file->check_unchanged();
+  pair.catalog_b->files[pair.b->file].file->check_unchanged();
+}
 
 }  // namespace
+
+bool has_values(DType dtype) noexcept {
+  return dtype_bits(dtype) >= 8;
+}
+
+double Deviation::rms() const noexcept {
+  const int64_t counted = elements - not_finite;
+  return counted == 0 ? 0 : static_cast<double>(std::sqrt(squares / static_cast<long double>(counted)));
+}
+
+double Deviation::relative() const noexcept {
+  if (squares == 0) return 0;
+  return static_cast<double>(std::sqrt(squares / squares_a));  // infinite where a is 0
+}
 
 bool Comparison::differs() const noexcept {
   return !only_a.empty() || !only_b.empty() ||
@@ -329,7 +287,21 @@ Comparison compare_names(const std::vector<Source>& a, const std::vector<Source>
 }
 
 void compare_values(Comparison& comparison, int lanes, const std::function<void(int64_t done, int64_t total)>& told) {
-  Values(comparison, lanes).compare(lanes, told);
+  std::vector<Pair*> pairs;
+  int64_t total = 0;
+  for (Pair& pair : comparison.pairs) {
+    if (!pair.read) continue;
+    pairs.push_back(&pair);
+    total += pair.a->entry.end - pair.a->entry.begin + pair.b->entry.end - pair.b->entry.begin;
+  }
+  std::atomic<int64_t> done{0};
+  const auto work = [&](int64_t number, int lane) {
+    compare_pair(*pairs[static_cast<size_t>(number)], [&](int64_t bytes) {
+      done += bytes;
+      if (lane == 0) told(done, total);
+    });
+  };
+  in_lanes(static_cast<int64_t>(pairs.size()), lanes, work);
 }
 
 }  // namespace shardow::cli

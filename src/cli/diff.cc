@@ -111,7 +111,6 @@ void print_json(const Comparison& comparison) {
 int diff(const DiffOptions& options) {
   const std::vector<Source> a = open_sources(options.a), b = open_sources(options.b);
   Comparison comparison = compare_names(a, b);
-  prepare_for_cut_files(options.json);
   {
     ProgressLine line("diff");
     compare_values(comparison, options.threads, [&](int64_t done, int64_t total) { line.tell(done, total); });
@@ -131,7 +130,9 @@ void add_diff(CLI::App& app, Action& chosen) {
   verb.add_option("A", options->a, "file or directory")->required();
   verb.add_option("B", options->b, "file or directory, in whatever number of files")->required();
   verb.add_option("--worst", options->worst, "so many tensors that differ are shown, the worst first; 0: all")
-      ->check(CLI::NonNegativeNumber)
+      ->check([](const std::string& worst) {
+        return worst.starts_with('-') ? worst + " is no number of tensors: give 0 for all of them, or more" : "";
+      })
       ->capture_default_str()
       ->option_text("N");
   add_threads(verb, options->threads);

@@ -1,7 +1,5 @@
 #include "cli/exit_status.h"
 
-#include <unistd.h>
-
 #include <csignal>
 #include <exception>
 #include <map>
@@ -36,16 +34,6 @@ const char* meaning(Code code) {
 }
 
 std::vector<std::string> published;  // what is in its place, whatever else goes wrong
-
-constexpr std::string_view kCut = "a file became shorter while it was read, or its disk failed; do it again";
-std::string cut_text, cut_json;  // written before the handler may run
-int cut_status = 0;
-
-void end_of_file(int /*signal*/) {
-  (void)!::write(STDERR_FILENO, cut_text.data(), cut_text.size());
-  (void)!::write(STDOUT_FILENO, cut_json.data(), cut_json.size());
-  ::_exit(cut_status);
-}
 
 std::string as_json(Code code, std::string_view message) {
   Json out;
@@ -93,13 +81,6 @@ std::string exit_status_table() {
   return table +
          "  Interrupted by a signal, it dies of that signal. What a verb writes takes the place of what\n"
          "  was there once it is whole; the message of an error after that says that it was written.";
-}
-
-void prepare_for_cut_files(bool json) {
-  cut_text = fmt::format("shardow: {}\n", kCut);
-  cut_json = json ? as_json(Code::kCorrupt, kCut) : "";
-  cut_status = base::exit_code(Code::kCorrupt);
-  std::signal(SIGBUS, end_of_file);
 }
 
 void note_written(const std::string& path) {

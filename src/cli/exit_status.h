@@ -13,10 +13,6 @@ inline constexpr int kDifferent = 1;  ///< a check that failed: verify found som
 /// base::exit_code()'s.
 std::string exit_status_table();
 
-/// From here on a file that somebody cuts off while it is looked at in memory (base/mapped.h) ends the program as one
-/// that is being read does, with kCorrupt and a report, in place of SIGBUS.
-void prepare_for_cut_files(bool json);
-
 /// `path` is in its place: an error after that, of standard output for one, says so.
 void note_written(const std::string& path);
 

@@ -41,7 +41,8 @@ std::string Help::make_description(const CLI::App* app) const {
 std::string Help::make_usage(const CLI::App* app, std::string) const {
   const bool is_verb = app->get_parent() != nullptr;
   std::string usage = is_verb ? fmt::format("Usage: shardow {} [OPTIONS]", app->get_name()) : "Usage: shardow VERB ...";
-  for (const CLI::Option* one : positionals_of(*app)) usage += " " + make_option_usage(one);
+  for (const CLI::Option* one : app->get_options([](const CLI::Option* one) { return one->get_positional(); }))
+    usage += " " + make_option_usage(one);
   return usage + "\n";
 }
 
@@ -56,7 +57,7 @@ std::string Help::make_option_name(const CLI::Option* option, bool positional) c
 std::string Help::make_option_opts(const CLI::Option* option) const {
   const std::string& text = option->get_option_text();
   if (text.empty() || option->get_positional()) return "";
-  return (text.starts_with('[') ? "" : " ") + text;
+  return " " + text;
 }
 
 std::string Help::make_option_desc(const CLI::Option* option) const {
@@ -71,29 +72,6 @@ std::string Help::make_subcommand(const CLI::App* verb) const {
   CLI::detail::format_help(out, verb->get_name(), wrapped(verb->get_description(), kColumns - get_column_width()),
                            get_column_width());
   return out.str();
-}
-
-std::vector<const CLI::App*> verbs_of(const CLI::App& app) {
-  return app.get_subcommands([](const CLI::App* verb) { return !verb->get_group().empty(); });
-}
-
-std::vector<const CLI::Option*> options_of(const CLI::App& verb) {
-  return verb.get_options(
-      [](const CLI::Option* option) { return !option->get_positional() && !option->get_lnames().empty(); });
-}
-
-std::vector<const CLI::Option*> positionals_of(const CLI::App& verb) {
-  return verb.get_options([](const CLI::Option* option) { return option->get_positional(); });
-}
-
-std::vector<std::string> choices_of(const CLI::Option& option) {
-  const std::string& text = option.get_option_text();
-  if (text.find('|') == std::string::npos || text.starts_with('[')) return {};
-  return CLI::detail::split(text, '|');
-}
-
-bool takes_value(const CLI::Option& option) {
-  return option.get_items_expected_max() > 0;
 }
 
 }  // namespace shardow::cli

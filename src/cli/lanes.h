@@ -13,17 +13,11 @@
 namespace shardow::cli {
 
 inline constexpr int kLanes = 4;  ///< reads in flight: what network and solid-state disks ask for
-inline constexpr int64_t kReadBytes =
-    256 << 10;  ///< of one read: worked on while it is in the cache, of two files and one core
 
-/// With more lanes than that, files are read and not looked at in memory, so that a lane has memory for one of both.
-inline constexpr int kMostLooking = 16;
-
-/// work(piece, lane) for every piece in [0, pieces), each once, roughly ascending, lane < lanes; the caller is lane 0,
-/// and between its pieces it calls told(). What a piece throws, of several the first in time, ends the work and is
-/// thrown here; so is Interrupted.
-template <class Work, class Told>
-void in_lanes(int64_t pieces, int lanes, const Work& work, const Told& told) {
+/// work(piece, lane) for every piece in [0, pieces), each once, roughly ascending, lane < lanes; the caller is lane 0.
+/// What a piece throws, of several the first in time, ends the work and is thrown here; so is Interrupted.
+template <class Work>
+void in_lanes(int64_t pieces, int lanes, const Work& work) {
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   base::Mutex mutex;
@@ -33,7 +27,6 @@ void in_lanes(int64_t pieces, int lanes, const Work& work, const Told& told) {
       for (int64_t piece = next++; piece < pieces && !failed; piece = next++) {
         check_interrupted();
         work(piece, lane);
-        if (lane == 0) told();
       }
     } catch (...) {
       const base::Lock lock(mutex);

@@ -34,9 +34,7 @@ std::set<std::string> file_names(const Checkpoint& checkpoint) {
                    begins.substr(4) != std::string_view("\0\0\0\0", 4);  // else the length of a header
   if (!zip && begins != kLegacy) throw error;
   base::fail(Code::kUnsupported,
-             "{} is {}, as torch.save() writes, and no safetensors file; shardow.merge() in Python reads it, and "
-             "'shardow verify --manifest' "
-             "checks it by SHA-256",
+             "{} is {}, as torch.save() writes, and no safetensors file; shardow.merge() in Python reads it",
              path.string(), zip ? "a ZIP archive" : "a pickle");
 }
 

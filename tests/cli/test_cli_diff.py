@@ -101,6 +101,26 @@ def test_whole_numbers_that_float64_does_not_have(tmp_path: Path, dtype: str) ->
     assert "1 of 1 numbers, max 1, rms 1" in told("diff", *one, status=1)
 
 
+def test_powers_of_two_in_eight_bits(tmp_path: Path) -> None:
+    a = torch.arange(255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    b = a.view(torch.uint8).clone()
+    b[127] = 128
+    b = b.view(torch.float8_e8m0fnu)
+    agrees(
+        values_of(written(tmp_path / "a.safetensors", {"x": a}), written(tmp_path / "b.safetensors", {"x": b})), a, b
+    )
+
+
+def test_whole_numbers_beside_floats(tmp_path: Path) -> None:
+    a = np.array([2**64 - 1, 2**60 + 1, 7], np.uint64)
+    b = np.array([2.0**64, 2.0**60, 7.0])
+    found = values_of(
+        foreign(tmp_path / "a.safetensors", {"x": a}),
+        foreign(tmp_path / "b.safetensors", {"x": b}),
+    )
+    assert (found["differing"], found["max"]) == (2, 1)
+
+
 @pytest.mark.parametrize("size", [1e-320, 1e-300, 1e-170, 1e-160, 1.0, 1e160, 1e170, 1e300])
 @pytest.mark.parametrize("beside", [0.0, 1e-250, 1.0, 1e250])
 def test_numbers_whose_squares_float64_does_not_have(tmp_path: Path, size: float, beside: float) -> None:
@@ -138,6 +158,12 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     found = values_of(written(tmp_path / "a.safetensors", {"x": a}), written(tmp_path / "b.safetensors", {"x": b}))
     assert (found["differing"], found["not_finite"], found["max"]) == (4, 3, 0.5)
     assert close(found["relative"], 0.5 / math.sqrt(1 + 4))
+    a, b = torch.tensor([0.0, 1e308], dtype=torch.float64), torch.tensor([2.0, -1e308], dtype=torch.float64)
+    found = values_of(written(tmp_path / "a.safetensors", {"x": a}), written(tmp_path / "b.safetensors", {"x": b}))
+    assert (found["differing"], found["not_finite"], found["max"]) == (2, 1, 2)  # 2e308 is infinite in float64
+    a[1] = b[1]
+    found = values_of(written(tmp_path / "a.safetensors", {"x": a - a}), written(tmp_path / "b.safetensors", {"x": b}))
+    assert found["relative"] is None  # infinite
 
 
 def test_equal_bytes_are_equal_whatever_they_are(tmp_path: Path) -> None:
@@ -221,6 +247,9 @@ def test_the_worst_come_first(tmp_path: Path) -> None:
     shown = [line.split(":")[0] for line in told("diff", one, other, "--worst", "3", status=1).splitlines()]
     assert shown == ["t19", "t18", "t17", "... and 16 more (--worst 0 shows all)", "19 of 20 common tensors differ"]
     assert told("diff", one, other, "--worst", "0", status=1).count("relative") == 19
+    done = run("diff", one, other, "--worst", "-1")
+    assert done.returncode == 2
+    assert "--worst: -1 is no number of tensors: give 0 for all of them, or more" in done.stderr
 
 
 def test_threads_change_nothing(tmp_path: Path) -> None:

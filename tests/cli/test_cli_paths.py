@@ -57,24 +57,6 @@ def test_such_a_path_is_averaged_and_its_name_is_in_the_header(tmp_path: Path, o
     assert [one["step"] for one in again["inputs"]] == [20, 30]  # that of the newest, out of that metadata
 
 
-def test_a_manifest_has_such_names_as_sha256sum_has_them(odd: bytes) -> None:
-    folder = os.path.dirname(odd)
-    said("verify", "--manifest", folder)
-    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
-    assert said("verify", "--manifest=check", folder)["ok"]
-
-
-def test_a_manifest_of_the_longest_name(tmp_path: Path) -> None:
-    longest = foreign(tmp_path / ("x" * 236 + ".safetensors"), tensors(0, (7,)))  # 248 bytes, and 7 more
-    assert (run("verify", "--manifest", longest).returncode, len(list(tmp_path.iterdir()))) == (0, 2)
-    too_long = foreign(tmp_path / ("x" * 237 + ".safetensors"), tensors(0, (7,)))
-    done = run("verify", "--manifest", too_long)
-    assert done.returncode == 2
-    assert "no room for .sha256; give the directory" in done.stderr
-    os.remove(longest)
-    assert run("verify", "--manifest", tmp_path).returncode == 0
-
-
 def test_names_that_a_rename_would_make_equal_are_shown_whole(tmp_path: Path) -> None:
     path = ours(tmp_path / "a.safetensors", {"a\0b": np.zeros(3), "a\0c": np.zeros(3)})
     done = run("convert", path, "-o", tmp_path / "b.safetensors", "--rename", "a*=x\x7f")

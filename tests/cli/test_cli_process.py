@@ -52,35 +52,18 @@ def test_closed_streams(tmp_path: Path) -> None:
     before = path.read_bytes()
     for closed, status in (("<&-", 0), (">&-", 6), ("2>&-", 0), ("<&- >&- 2>&-", 6)):
         done = subprocess.run(
-            ["bash", "-c", f"{COMMAND} verify --manifest=write {path} {closed}"],
+            ["bash", "-c", f"{COMMAND} verify {path} {closed}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         assert done.returncode == status, closed
-        assert (tmp_path / "a.safetensors.sha256").read_text().endswith("  a.safetensors\n")
     assert path.read_bytes() == before
-
-
-def test_a_manifest_on_a_full_disk_leaves_the_old_one(tmp_path: Path) -> None:
-    path = foreign(tmp_path / "a.safetensors", tensors())
-    manifest = tmp_path / "a.safetensors.sha256"
-    manifest.write_text("old\n")
-    limited = lambda: (  # noqa: E731
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
-    )
-    done = subprocess.run(
-        [COMMAND, "verify", "--manifest=write", path], capture_output=True, text=True, preexec_fn=limited
-    )
-    assert done.returncode == 6
-    assert manifest.read_text() == "old\n"
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.safetensors", "a.safetensors.sha256"]
 
 
 @pytest.mark.parametrize("what", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_as_that_signal(tmp_path: Path, what: signal.Signals) -> None:
     path = sparse(tmp_path / "a.safetensors", 10**12)  # which takes longer than any patience
-    for words in (["verify", path], ["diff", path, path], ["verify", "--manifest", path]):
+    for words in (["verify", path], ["diff", path, path]):
         default = lambda: signal.signal(what, signal.SIG_DFL)  # noqa: E731
         with subprocess.Popen(
             [COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default
@@ -91,23 +74,6 @@ def test_a_signal_ends_it_as_that_signal(tmp_path: Path, what: signal.Signals) -
         assert process.returncode == -what
         assert (out, error) == (b"", b"")
     assert [one.name for one in tmp_path.iterdir()] == ["a.safetensors"]
-
-
-def test_a_file_that_is_cut_off_while_it_is_compared_is_reported(tmp_path: Path) -> None:
-    """What the kernel says then of a file that is looked at in memory."""
-    path = sparse(tmp_path / "a.safetensors", 10**12)
-    for words in ([], ["--json"]):
-        with subprocess.Popen(
-            [COMMAND, "diff", path, path, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            time.sleep(0.5)
-            process.send_signal(signal.SIGBUS)
-            out, error = process.communicate(timeout=30)
-        assert process.returncode == 4
-        assert "became shorter" in error
-        assert bool(words) == (out != "")
-        if words:
-            assert json.loads(out)["error"]["code"] == "corrupt"
 
 
 def test_files_that_become_shorter_are_never_a_crash(tmp_path: Path) -> None:
@@ -197,7 +163,6 @@ def test_wrong_calls(tmp_path: Path) -> None:
         (["frobnicate"], "no verb 'frobnicate'"),
         (["diff", "a"], "B is required"),
         (["verify", "--threads", "0", "a"], "--threads"),
-        (["verify", "--manifest=maybe", "a"], "--manifest"),
         (["inspect", "--colour", "a"], "--colour"),
     ):
         done = run(*words)
@@ -208,7 +173,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
         assert "--help" in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "verify --manifest", "diff"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff"])
 def test_memory_is_bounded_whatever_the_size(tmp_path: Path, verb: str) -> None:
     """Of a sparse file, all of it read."""
     size = (4 if os.environ.get("SHARDOW_ALL") else 1) * 10**9

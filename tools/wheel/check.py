@@ -19,7 +19,7 @@ MOST_BYTES = 8_000_000
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 NEEDED = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2"} | LOADERS
 EXPORTED = {"PyInit__core"}
-LICENSED = {"cli11", "cuda", "eigen", "fmtlib", "highway", "libisal", "nanobind", "openssl", "simdjson", "zlib"}
+LICENSED = {"cli11", "cuda", "eigen", "fmtlib", "highway", "libisal", "nanobind", "simdjson", "zlib"}
 #: CUDA code for each generation of cards, and PTX for what lies between and after them.
 CODE, PTX = {75, 80, 90, 100, 120}, {80, 100, 120}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+import benchmarks.engine  # noqa: F401  # isort: split
 from benchmarks import checkpoints, command, files, init, machine, merges, overlap, report, startup, surfaces
 from benchmarks.cases import Case, all_cases
 from benchmarks.measure import Timing, interleaved

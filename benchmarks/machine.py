@@ -18,7 +18,7 @@ def facts() -> list[tuple[str, str]]:
         ("command", "python -m benchmarks " + " ".join(sys.argv[1:])),
         ("processor", f"{_model()}, {os.cpu_count()} cores, last cache {_last_cache()}"),
         ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"),
-        ("instruction set in use", _core.simd_target()),
+        ("instruction set in use", _core.hooks.simd_target()),
         ("system", f"{platform.system()}, Python {platform.python_version()}"),
         (
             "versions",

@@ -49,7 +49,7 @@ def limit(case: Case, model: nn.Module) -> Callable[[], None]:
     """The machine's own limit: our loads and stores with one maximum in place of the average, on memory of its own."""
     ema = shardow.EMA(model, list(case.decays), threads=1)
     averages = [[one.view(one.averages[k]) for one in ema._core.tracked] for k in range(case.num_decays)]
-    bound = _core.Limit([one.view(one.sources()) for one in ema._core.tracked], averages)
+    bound = _core.hooks.Limit([one.view(one.sources()) for one in ema._core.tracked], averages)
     kept = ema  # owns the memory
 
     def step() -> None:

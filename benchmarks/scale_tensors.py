@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+import benchmarks.engine  # noqa: F401  # isort: split
 import shardow
 from benchmarks import scale_report
 from shardow import _core
@@ -151,13 +152,13 @@ def header(path: Path, cost: Cost) -> dict[str, float]:
     with path.open("rb") as file:
         text = file.read(int.from_bytes(file.read(8), "little"))
         data = path.stat().st_size - 8 - len(text)
-    entries, metadata = _core.parse_header(text, data)
+    entries, metadata = _core.hooks.parse_header(text, data)
     tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in entries]
     with paused():
         return {
             "json.loads": cost(lambda: json.loads(text)),
-            "header read": cost(lambda: _core.parse_header(text, data)),
-            "header written": cost(lambda: _core.header_of(tensors, metadata)),
+            "header read": cost(lambda: _core.hooks.parse_header(text, data)),
+            "header written": cost(lambda: _core.hooks.header_of(tensors, metadata)),
         }
 
 

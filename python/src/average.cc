@@ -7,18 +7,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
-#include <new>
+#include <utility>
 
 #include "average/arena.h"
 #include "average/driver.h"
-#include "average/plan.h"
-#include "average/swap_seam.h"
-#include "base/worker.h"
 #include "core.h"
 #include "kernels/cuda.h"
-#include "kernels/kernels.h"
-#include "kernels/roofline.h"
 #include "tensor/dtype.h"
 #include "views.h"
 
@@ -59,39 +53,6 @@ AverageOptions make_options(std::vector<Schedule> schedules, const std::string& 
   options.ring_bytes = ring_bytes;
   return options;
 }
-
-std::atomic<int> swap_steps_left = 0, swap_failures_left = 0;
-
-void fail_swap_step() {
-  if (swap_steps_left-- > 0 || swap_failures_left == 0) return;
-  --swap_failures_left;
-  throw std::bad_alloc();
-}
-
-/// For tests: `steps` steps of swaps go well from now on, the `failures` after them have no memory. Returns whether any
-/// step failed before.
-bool fail_swaps(int steps, int failures) {
-  static int wanted = 0;
-  const bool failed = swap_failures_left < wanted;
-  swap_steps_left = steps;
-  swap_failures_left = wanted = failures;
-  average::swap_seam = failures > 0 ? fail_swap_step : nullptr;
-  return failed;
-}
-
-std::atomic<bool> updates_held = false;
-
-/// For tests: while held, overlapped updates have begun and do nothing yet.
-void hold_updates(bool held) {
-  if (!base::worker_seam) base::worker_seam = [] { updates_held.wait(true); };
-  updates_held = held;
-  updates_held.notify_all();
-}
-
-struct Limit {
-  std::vector<kernels::Chunk> chunks;
-  int num_averages;
-};
 
 /// Other threads of Python go on while this one waits for an update in the background.
 template <typename Any>
@@ -293,30 +254,9 @@ void bind_average(nb::module_& m) {
            "Training samples seen at the next step, where each one since the last update had `batch` of them.")
       .def("restart", &Driver::restart, nb::call_guard<nb::gil_scoped_release>(),
            "reset(), at step 0, with nothing counted.");
-  nb::class_<Limit>(
-      m, "Limit",
-      "The machine's own limit, for benchmarks: an update's loads and stores with one maximum in place of the average.")
-      .def(
-          "__init__",
-          [](Limit* self, const std::vector<TensorView>& parameters,
-             const std::vector<std::vector<TensorView>>& averages) {
-            new (self) Limit{average::make_chunks(parameters, averages), static_cast<int>(averages.size())};
-          },
-          "parameters"_a, "averages"_a)
-      .def(
-          "update", [](const Limit& self) { kernels::roofline::update(self.chunks, self.num_averages); },
-          nb::call_guard<nb::gil_scoped_release>());
   m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
-  m.def("cuda_built", &kernels::cuda::built);
-  m.def("fail_swaps", &fail_swaps, "steps"_a, "failures"_a,
-        "For tests: `steps` steps of swaps go well from now on, the `failures` after them raise MemoryError. True if "
-        "some did since the "
-        "last call.");
-  m.def("hold_updates", &hold_updates, "held"_a,
-        "For tests: while held, updates in the background have begun and do nothing yet.");
   m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a,
         "Bytes from one average's memory to the next one's, on a CPU.");
-  m.def("simd_target", &kernels::cpu::target, "The instruction set that the CPU kernels use here.");
 }
 
 }  // namespace shardow::python

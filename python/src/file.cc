@@ -122,14 +122,6 @@ nb::dict tensors_in(const Checkpoint& checkpoint) {
   return tensors;
 }
 
-nb::list entries_of(const std::vector<file::Entry>& entries) {
-  nb::list result;
-  for (const file::Entry& entry : entries)
-    result.append(
-        nb::make_tuple(entry.name, std::string(dtype_name(entry.dtype)), entry.shape, entry.begin, entry.end));
-  return result;
-}
-
 }  // namespace
 
 void bind_file(nb::module_& m) {
@@ -207,26 +199,6 @@ void bind_file(nb::module_& m) {
         return file::crc32(0, {reinterpret_cast<const std::byte*>(memory), static_cast<size_t>(bytes)});
       },
       "memory"_a, "bytes"_a, "CRC-32, of zlib's polynomial, of memory at an address.");
-  m.def(
-      "header_of",
-      [](const std::vector<std::tuple<std::string, std::string, Shape>>& tensors, const Strings& metadata) {
-        std::vector<file::Entry> entries;
-        for (const auto& [name, dtype, shape] : tensors) entries.push_back({name, dtype_from_name(dtype), shape, 0, 0});
-        const file::Header header = file::lay_out(std::move(entries), metadata);
-        const std::string bytes = file::header_bytes(header.entries, header.metadata, header.data_begin);
-        return nb::bytes(bytes.data(), bytes.size());
-      },
-      "tensors"_a, "metadata"_a, "What comes before the data in a file of [(name, dtype, shape)]; for benchmarks.");
-  m.def(
-      "parse_header",
-      [](const nb::bytes& json, int64_t data_bytes) {
-        const file::Header header =
-            file::parse_header(std::string_view(json.c_str(), json.size()), data_bytes, "header");
-        return nb::make_tuple(entries_of(header.entries), header.metadata);
-      },
-      "json"_a, "data_bytes"_a,
-      "([(name, dtype, shape, begin, end)], metadata) of a safetensors header; raises ValueError for what breaks a "
-      "rule.");
 }
 
 }  // namespace shardow::python

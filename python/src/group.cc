@@ -18,8 +18,6 @@
 
 #include "callbacks.h"
 #include "core.h"
-#include "file/sharing.h"
-#include "shardow/custom_group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -178,46 +176,8 @@ void bind_group(nb::module_& m) {
       .def_prop_rw("moves_blocks", &Group::moves_blocks,
                    [](Group& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); });
   m.def("solo", &solo, "A group of one rank, which never waits.");
-  m.def(
-      "threads",
-      [](int n) {
-        nb::list groups;
-        for (auto& one : threads(n)) groups.append(nb::cast(std::move(one)));
-        return groups;
-      },
-      "n"_a, "n ranks in this process, for one thread each.");
   m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a,
         "Every rank's bytes, indexed by rank. Collective.");
-  m.def(
-      "group_checks",
-      [](Group& group) {
-        std::vector<std::pair<std::string, std::vector<std::string>>> wrong;
-        const nb::gil_scoped_release release;
-        for (const GroupCheck& check : group_checks()) {
-          if (std::vector<std::string> found = check.run(group); !found.empty())
-            wrong.emplace_back(check.name, std::move(found));
-        }
-        return wrong;
-      },
-      "group"_a, "What is wrong with a group of one's own: checks and what they found. Collective.");
-  m.def(
-      "holding_words",
-      [](const std::vector<const TensorView*>& views) {
-        std::vector<TensorView> all;
-        for (const TensorView* const one : views) all.push_back(*one);
-        const std::string words = file::Holding(all).words();
-        return nb::bytes(words.data(), words.size());
-      },
-      "views"_a, "What a rank tells of what it holds when a save is planned; for benchmarks.");
-  m.def(
-      "summed_holdings",
-      [](const std::vector<nb::bytes>& everybody) {
-        std::vector<std::string> all;
-        for (const nb::bytes& one : everybody) all.emplace_back(one.c_str(), one.size());
-        const std::string said = file::sum_up(all);
-        return nb::bytes(said.data(), said.size());
-      },
-      "everybody"_a, "What one rank makes of everybody's holding_words(), for all.");
   m.def("agree", &agree_python, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
         "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error "
         "where it did, "

@@ -8,69 +8,18 @@ and what nothing orders happens late.
 
 from __future__ import annotations
 
-import atexit
-import functools
-import importlib
-import importlib.util
-import multiprocessing
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ranks
 import torch
+from core_modules import FAKE
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_BUILT = "build/release/fake/_core*.so"
-
-_pool: ranks.Pool | None = None
-
-
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    global _pool
-    if _pool is None:
-        _pool = ranks.Pool(multiprocessing.get_context("spawn"), _serve)
-        atexit.register(_pool.stop)
-    return _pool.run(world, fn, *args, timeout=timeout)
-
-
-def on_device(fn: Callable[..., None]) -> Callable[..., None]:
-    """A test whose body runs in such a process, alone."""
-
-    @functools.wraps(fn)
-    def test(**given: Any) -> None:
-        run(1, _body, fn.__module__, fn.__name__, given)
-
-    test.body = fn  # type: ignore[attr-defined]
-    return test
-
-
-def _body(module: str, name: str, given: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), name).body(**given)
-
-
-def _serve(*args: Any) -> None:
-    install()
-    ranks._serve(*args)
-
-
-def install() -> None:
-    """In a process that has not imported shardow yet."""
-    assert "shardow" not in sys.modules
-    assert _Finder.module is not None, f"no {_BUILT}: make build"
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
-
-
-class _Finder:
-    module = next(Path(__file__).parents[2].glob(_BUILT), None)
-
-    @classmethod
-    def find_spec(cls, name: str, *_: Any) -> Any:
-        return importlib.util.spec_from_file_location(name, cls.module) if name == "shardow._core" else None
+run = FAKE.run
+on_device = FAKE.alone
 
 
 class Device(TorchDispatchMode):

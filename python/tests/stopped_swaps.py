@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from swap_seams import LINES_BEFORE_DEFERRAL, failing_engine
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardow
-from shardow import _core
-from shardow.averages.swap import Block
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,12 +74,10 @@ def by_a_signal(stop: Stop) -> Iterator[None]:
 @contextmanager
 def by_the_engine(stop: Stop) -> Iterator[None]:
     """The engine finds no memory at one step of what it does, and at the next one too where that is its way back."""
-    _core.fail_swaps(stop.at // 2, 1 + stop.at % 2)
-    try:
+    with failing_engine(stop.at // 2, 1 + stop.at % 2) as failed:
         yield
-    finally:
-        if _core.fail_swaps(0, 0):
-            stop.where = f"step {stop.at // 2} of the engine"
+    if failed():
+        stop.where = f"step {stop.at // 2} of the engine"
 
 
 def by_block(ema: shardow.EMA) -> None:
@@ -91,7 +90,7 @@ def by_callbacks(ema: shardow.EMA) -> None:
     ema.swap_out()
 
 
-_inside: list[Block] = []
+_inside: list[AbstractContextManager[Any]] = []
 
 
 def into_block(ema: shardow.EMA) -> None:
@@ -109,12 +108,15 @@ WAYS: dict[str, tuple[Call, Call]] = {  # what comes before, and what is stopped
     "callbacks": (lambda ema: None, by_callbacks),
     "restore": (shardow.EMA.swap_in, shardow.EMA.restore),
 }
+_STOPPED: dict[str, tuple[Call, Call]] = {
+    "block": WAYS["block"],
+    "swap_in": WAYS["callbacks"],
+    "end of block": (into_block, out_of_block),
+    "swap_out": (shardow.EMA.swap_in, shardow.EMA.swap_out),
+    "restore": WAYS["restore"],
+}
 BEFORE = {  # the lines of a call in which signals are not held yet
-    "block": (WAYS["block"], 6),
-    "swap_in": (WAYS["callbacks"], 4),
-    "end of block": ((into_block, out_of_block), 5),
-    "swap_out": ((shardow.EMA.swap_in, shardow.EMA.swap_out), 4),
-    "restore": (WAYS["restore"], 4),
+    name: (way, LINES_BEFORE_DEFERRAL[name]) for name, way in _STOPPED.items()
 }
 
 
@@ -133,10 +135,10 @@ def same(a: Tensors, b: Tensors) -> bool:
 class Rank:
     """One of two. ``wrong``: what should not have been, and where the victim was stopped."""
 
-    def __init__(self, ema: shardow.EMA, folder: str) -> None:
+    def __init__(self, ema: shardow.EMA, model: nn.Module, folder: str) -> None:
         self.me, self.wrong, self._path = dist.get_rank(), list[str](), f"{folder}/ema.safetensors"
         self._beside = dist.new_group()  # in nobody's way
-        self._ema = ema
+        self._ema, self._model = ema, model
 
     def go_through_all(self) -> list[int]:
         """How many points each way had, by a signal and by the engine."""
@@ -195,11 +197,10 @@ class Rank:
         return missed
 
     def _is_right_or_says_so(self, stop: Stop, weights: Tensors) -> None:
-        if not self._ema._core.engine.swapped:
+        if "restore()" not in outcome(self._ema.state_dict):
             self.expect(stop, same(self._weights(), weights), "no weights, and nobody says so")
             return
-        for call in (self._ema.update, self._ema.state_dict):
-            self.expect(stop, "restore()" in outcome(call), f"{call.__name__}() is not refused")
+        self.expect(stop, "restore()" in outcome(self._ema.update), "update() is not refused")
 
     def _succeeds(self, stop: Stop, call: Callable[[], object], missed: bool) -> bool:
         """``missed``: this rank's first collective call may say that it missed one. Returns whether it has not yet said
@@ -217,16 +218,25 @@ class Rank:
 
     def step(self) -> None:
         """Weights move, and averages after them."""
-        for at, one in enumerate(self._ema._core.view.parameters):
-            one.tensor.add_(0.5 + at)
+        with torch.no_grad():
+            for at, parameter in enumerate(self._model.parameters()):
+                parameter.add_(0.5 + at)
         self._ema.update()
 
     def _weights(self) -> Tensors:
-        self._ema._core.view.reshard()
-        return {one.name: one.tensor.clone() for one in self._ema._core.view.as_it_is_now()}
+        """Copies of this rank's parts of all parameters and buffers."""
+        for module in self._model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {name: self.local(tensor).detach().clone() for name, tensor in tensors}
+
+    @staticmethod
+    def local(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _averages(self) -> Tensors:
-        return {name: tensor.clone() for name, tensor in self._ema._core.averages().items()}
+        return {name: tensor.clone() for name, tensor in self._ema.state_dict()["averages"].items()}
 
     def _tell(self, what: Any) -> list[Any]:
         everybody = [None] * dist.get_world_size()

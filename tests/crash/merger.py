@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 
-from shardow import _core
+sys.path.insert(0, str(Path(__file__).parents[2] / "python" / "tests"))
+from core_modules import HOOKS
+
+HOOKS.install()
+from shardow import _core  # noqa: E402
 
 
 def rank(group: _core.Group, me: int, source: _core.Checkpoint, out: str) -> None:
@@ -25,7 +30,7 @@ def main() -> None:
     source = _core.Checkpoint.open(sys.argv[1])
     threads = [
         threading.Thread(target=rank, args=(group, me, source, sys.argv[2]))
-        for me, group in enumerate(_core.threads(2))
+        for me, group in enumerate(_core.hooks.threads(2))
     ]
     for thread in threads:
         thread.start()

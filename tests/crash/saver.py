@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 
-from shardow import _core
+sys.path.insert(0, str(Path(__file__).parents[2] / "python" / "tests"))
+from core_modules import HOOKS
+
+HOOKS.install()
+from shardow import _core  # noqa: E402
 
 ROWS, COLUMNS, TENSORS = 64, 4096, 6
 
@@ -36,7 +41,7 @@ def rank(group: _core.Group, me: int, path: str, limit: int) -> None:
 
 def main() -> None:
     path, files = sys.argv[1], int(sys.argv[2])
-    groups = _core.threads(2)
+    groups = _core.hooks.threads(2)
     limit = 0 if files == 1 else ROWS * COLUMNS * 4 * TENSORS // files + 1
     threads = [threading.Thread(target=rank, args=(groups[me], me, path, limit)) for me in range(2)]
     for thread in threads:

@@ -1,8 +1,10 @@
-// The extension module over the fake device: _core as it is, and _core.fake, which says what the device does and when.
+// The extension module over the fake device: _core as it is, its hooks, and _core.fake, which says what the device does
+// and when.
 #include <nanobind/stl/optional.h>
 
 #include "core.h"
 #include "fake_runtime.h"
+#include "hooks.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -18,6 +20,7 @@ void* stream_of(uintptr_t handle) {
 
 NB_MODULE(_core, m) {
   python::bind_engine(m);
+  hooks::bind(m);
   nb::module_ f = m.def_submodule(
       "fake", "The device in place of CUDA's. Memory of any CPU tensor may stand for memory of the device.");
   f.def(

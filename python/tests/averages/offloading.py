@@ -54,17 +54,17 @@ def made() -> nn.Module:
 @contextlib.contextmanager
 def late(ema: shardow.EMA) -> Iterator[None]:
     """Nothing waits for updates, which begin some time after the next step: what hooks are there for."""
-    from shardow import _core
+    from shardow._core import hooks  # type: ignore[attr-defined]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ema._core.swap, "finish_reading", lambda: None)
         patch.setattr(
             ema._core.swap,
             "ready_to_update",
-            lambda: (_core.hold_updates(False), ema._core.wait(), _core.hold_updates(True)),
+            lambda: (hooks.hold_updates(False), ema._core.wait(), hooks.hold_updates(True)),
         )
         yield
-    _core.hold_updates(False)
+    hooks.hold_updates(False)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

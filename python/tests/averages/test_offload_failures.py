@@ -241,8 +241,8 @@ import faulthandler, os, signal, sys, threading
 faulthandler.dump_traceback_later(60, exit=True)  # a program that hangs tells where
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job begins without
 sys.path.insert(0, {tests!r})
-import fake_device
-fake_device.install()
+from core_modules import FAKE
+FAKE.install()
 import torch, shardow
 from fake_device import Device
 from torch import nn

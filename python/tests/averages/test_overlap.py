@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import hashlib
@@ -18,10 +19,10 @@ import pytest
 import ranks
 import torch
 import trainings
+from core_modules import HOOKS
 from torch import nn
 
 import shardow
-from shardow import _core
 from shardow.compat.causal_forcing import EMA_FSDP
 
 
@@ -40,12 +41,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     optimizer.step()
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def held() -> Iterator[Callable[[], None]]:
-    """Updates in the background stand still until it is called."""
-    _core.hold_updates(True)
-    yield lambda: _core.hold_updates(False)
-    _core.hold_updates(False)
+    """Updates in the background stand still until the function is called."""
+    from shardow._core import hooks  # type: ignore[attr-defined]
+
+    hooks.hold_updates(True)
+    try:
+        yield lambda: hooks.hold_updates(False)
+    finally:
+        hooks.hold_updates(False)
 
 
 def released_soon(go_on: Callable[[], None]) -> threading.Event:
@@ -64,23 +69,25 @@ def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(
     trainings.same(waited, overlapped)
 
 
-def test_an_update_goes_on_while_python_does_and_the_next_step_waits(held: Callable[[], None]) -> None:
-    model, optimizer, ema = make()
-    before = [p.detach().clone() for p in model.parameters()]
-    train(model, optimizer, 1)
-    after = [p.detach().clone() for p in model.parameters()]
-    released = released_soon(held)
-    train(model, optimizer, 2)  # waits for the first update
-    assert released.is_set()
-    _core.hold_updates(False)
-    ema.stats()
-    expected = [
-        torch.lerp(torch.lerp(a, b, 0.5), p.detach(), 0.5)
-        for a, b, p in zip(before, after, model.parameters(), strict=True)
-    ]
-    assert all(
-        torch.equal(one, other) for one, other in zip(ema.state_dict()["averages"].values(), expected, strict=True)
-    )
+@HOOKS.alone
+def test_an_update_goes_on_while_python_does_and_the_next_step_waits() -> None:
+    with held() as go_on:
+        model, optimizer, ema = make()
+        before = [p.detach().clone() for p in model.parameters()]
+        train(model, optimizer, 1)
+        after = [p.detach().clone() for p in model.parameters()]
+        released = released_soon(go_on)
+        train(model, optimizer, 2)  # waits for the first update
+        assert released.is_set()
+        go_on()
+        ema.stats()
+        expected = [
+            torch.lerp(torch.lerp(a, b, 0.5), p.detach(), 0.5)
+            for a, b, p in zip(before, after, model.parameters(), strict=True)
+        ]
+        assert all(
+            torch.equal(one, other) for one, other in zip(ema.state_dict()["averages"].values(), expected, strict=True)
+        )
 
 
 READS: dict[str, Callable[[nn.Module, shardow.EMA, Path], Any]] = {
@@ -102,29 +109,35 @@ READS: dict[str, Callable[[nn.Module, shardow.EMA, Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_everything_that_reads_averages_waits(name: str, tmp_path: Path, held: Callable[[], None]) -> None:
-    model, optimizer, ema = make()
-    train(model, optimizer, 1)
-    released = released_soon(held)
-    READS[name](model, ema, tmp_path)
-    assert released.is_set()
+@HOOKS.alone
+def test_everything_that_reads_averages_waits(name: str, tmp_path: Path) -> None:
+    with held() as go_on:
+        model, optimizer, ema = make()
+        train(model, optimizer, 1)
+        released = released_soon(go_on)
+        READS[name](model, ema, tmp_path)
+        assert released.is_set()
 
 
 @pytest.mark.parametrize("same", ["parameters", "memory"])
-def test_any_optimizer_of_the_same_weights_waits(same: str, held: Callable[[], None]) -> None:
-    model, optimizer, ema = make()
-    weights = (
-        list(model.parameters()) if same == "parameters" else [nn.Parameter(p.detach()) for p in model.parameters()]
-    )
-    other = torch.optim.SGD(weights, lr=0.1)
-    train(model, optimizer, 1)
-    after = [p.detach().clone() for p in model.parameters()]
-    released = released_soon(held)
-    for p in weights:
-        p.grad = torch.ones_like(p)
-    other.step()
-    assert released.is_set()
-    assert all(torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True))
+@HOOKS.alone
+def test_any_optimizer_of_the_same_weights_waits(same: str) -> None:
+    with held() as go_on:
+        model, optimizer, ema = make()
+        weights = (
+            list(model.parameters()) if same == "parameters" else [nn.Parameter(p.detach()) for p in model.parameters()]
+        )
+        other = torch.optim.SGD(weights, lr=0.1)
+        train(model, optimizer, 1)
+        after = [p.detach().clone() for p in model.parameters()]
+        released = released_soon(go_on)
+        for p in weights:
+            p.grad = torch.ones_like(p)
+        other.step()
+        assert released.is_set()
+        assert all(
+            torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True)
+        )
 
 
 def swap_in_of_another(model: nn.Module, path: Path) -> None:
@@ -142,16 +155,20 @@ WRITERS: dict[str, Callable[[nn.Module, Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_else_writes_weights_waits(name: str, tmp_path: Path, held: Callable[[], None]) -> None:
-    path = tmp_path / "other.safetensors"
-    shardow.save(make()[0], path)
-    model, optimizer, ema = make()
-    train(model, optimizer, 1)
-    after = [p.detach().clone() for p in model.parameters()]
-    released = released_soon(held)
-    WRITERS[name](model, path)
-    assert released.is_set()
-    assert all(torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True))
+@HOOKS.alone
+def test_what_else_writes_weights_waits(name: str, tmp_path: Path) -> None:
+    with held() as go_on:
+        path = tmp_path / "other.safetensors"
+        shardow.save(make()[0], path)
+        model, optimizer, ema = make()
+        train(model, optimizer, 1)
+        after = [p.detach().clone() for p in model.parameters()]
+        released = released_soon(go_on)
+        WRITERS[name](model, path)
+        assert released.is_set()
+        assert all(
+            torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True)
+        )
 
 
 def test_what_the_next_forward_writes_is_not_averaged_in_the_background() -> None:
@@ -168,38 +185,44 @@ def halfway(after: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.lerp(a, b, 0.5) for a, b in zip(before, after, strict=True)]
 
 
-def test_an_update_that_a_skipped_step_delayed_is_waited_for(held: Callable[[], None]) -> None:
+@HOOKS.alone
+def test_an_update_that_a_skipped_step_delayed_is_waited_for() -> None:
     """It comes before the next round, in the very step that changes weights next."""
-    model, optimizer, ema = make()
-    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    ema.attach(other)
-    train(model, optimizer, 1)  # the other one's step is skipped
-    after = [p.detach().clone() for p in model.parameters()]
-    released = released_soon(held)
-    train(model, optimizer, 2)
-    assert released.is_set()
-    assert all(torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True))
+    with held() as go_on:
+        model, optimizer, ema = make()
+        other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        ema.attach(other)
+        train(model, optimizer, 1)  # the other one's step is skipped
+        after = [p.detach().clone() for p in model.parameters()]
+        released = released_soon(go_on)
+        train(model, optimizer, 2)
+        assert released.is_set()
+        assert all(
+            torch.equal(a, b) for a, b in zip(ema.state_dict()["averages"].values(), halfway(after), strict=True)
+        )
 
 
 @pytest.mark.parametrize("gone", ["model and EMA", "memory"])
-def test_memory_that_is_read_stays(gone: str, held: Callable[[], None]) -> None:
+@HOOKS.alone
+def test_memory_that_is_read_stays(gone: str) -> None:
     """Of a model that is gone before its update has ended, and of weights that moved."""
-    model, optimizer, ema = make()
-    train(model, optimizer, 1)
-    after = [p.detach().clone() for p in model.parameters()]
-    released = released_soon(held)
-    if gone == "memory":
-        for p in model.parameters():
-            p.data = torch.full_like(p, 7.0)
-        gc.collect()
-        averages = ema.state_dict()["averages"].values()
-        assert all(torch.equal(a, b) for a, b in zip(averages, halfway(after), strict=True))
-        train(model, optimizer, 2)  # follows
-        assert ema.stats()["updates"] == 2
-    else:
-        del model, optimizer, ema
-        gc.collect()
-        assert released.is_set()
+    with held() as go_on:
+        model, optimizer, ema = make()
+        train(model, optimizer, 1)
+        after = [p.detach().clone() for p in model.parameters()]
+        released = released_soon(go_on)
+        if gone == "memory":
+            for p in model.parameters():
+                p.data = torch.full_like(p, 7.0)
+            gc.collect()
+            averages = ema.state_dict()["averages"].values()
+            assert all(torch.equal(a, b) for a, b in zip(averages, halfway(after), strict=True))
+            train(model, optimizer, 2)  # follows
+            assert ema.stats()["updates"] == 2
+        else:
+            del model, optimizer, ema
+            gc.collect()
+            assert released.is_set()
 
 
 def test_update_without_attach_is_refused() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import models
 import pytest
-import ranks
 import torch.distributed as dist
 from stopped_swaps import BEFORE, EVERY, TIMEOUT, Rank, Stop, by_a_signal
+from swap_seams import run
 
 import shardow
 
@@ -25,7 +25,8 @@ KINDS = [
 
 
 def of_model(kind: str, replicas: Any, folder: str) -> Rank:
-    return Rank(shardow.EMA(models.build(kind, dist.get_world_size()), 0.5, replicas=replicas, timeout=TIMEOUT), folder)
+    model = models.build(kind, dist.get_world_size())
+    return Rank(shardow.EMA(model, 0.5, replicas=replicas, timeout=TIMEOUT), model, folder)
 
 
 def stopped(kind: str, replicas: str, folder: str) -> list[Any]:
@@ -38,9 +39,7 @@ def stopped(kind: str, replicas: str, folder: str) -> list[Any]:
 def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes_on(
     kind: str, replicas: str, quick_folder: Path
 ) -> None:
-    (wrong0, points), (wrong1, _) = ranks.run(
-        2, stopped, kind, replicas, str(quick_folder), timeout=3000 if EVERY else 400
-    )
+    (wrong0, points), (wrong1, _) = run(2, stopped, kind, replicas, str(quick_folder), timeout=3000 if EVERY else 400)
     assert wrong0 + wrong1 == []
     assert min(points) > 2, points
     assert not EVERY or points[0] > 300, points
@@ -62,7 +61,7 @@ def test_stopped_at_its_first_lines_a_rank_tells_the_others_or_has_not_begun(
     kind: str, replicas: str, quick_folder: Path
 ) -> None:
     """Of each call the first few lines alone come before anybody could be told."""
-    (wrong0, missed), (wrong1, _) = ranks.run(2, stopped_at_first, kind, replicas, str(quick_folder), timeout=280)
+    (wrong0, missed), (wrong1, _) = run(2, stopped_at_first, kind, replicas, str(quick_folder), timeout=280)
     assert wrong0 + wrong1 == []
     for name, (_, most) in BEFORE.items():
         local = name == "restore" and (kind, replicas) not in (("ddp", "split"), ("hsdp", "split"))

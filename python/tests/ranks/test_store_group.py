@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from core_modules import HOOKS
 
 import shardow
 from shardow import _core
@@ -20,15 +21,17 @@ from shardow.ranks import store_group, store_values
 
 
 def judged() -> list[object]:
+    from shardow._core import hooks  # type: ignore[attr-defined]
+
     group = store_group.store_group(dist.group.WORLD)
-    wrong = _core.group_checks(group)
+    wrong = hooks.group_checks(group)
     group.moves_blocks = False
-    return [*wrong, *_core.group_checks(group)]
+    return [*wrong, *hooks.group_checks(group)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_it_is_what_every_group_must_be(world: int) -> None:
-    assert ranks.run(world, judged) == [[]] * world
+    assert HOOKS.run(world, judged) == [[]] * world
 
 
 def long_texts() -> bool:

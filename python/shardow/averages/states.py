@@ -17,7 +17,6 @@ from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
 from shardow.model.extra_state import extra_states
 from shardow.model.local import oddity, refuse_all_odd
-from shardow.model.registered import refuse_of_one_rank
 
 OptionsFrom = Literal["file", "own"]
 #: Which of several averages: the decay as it was given, its key in ``decays``, or its schedule.
@@ -38,14 +37,8 @@ class States:
         With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this
         EMA's own memory: what changes them changes it. What other ranks hold a part of is a Piece, whose pickling
         warns: torch.save() on rank 0 would keep rank 0's.
-
-        Raises:
-            NotImplementedError: accelerate's save_state() calls, which would keep rank 0's parts alone; the error says
-                what to register.
         """
         self._core.swap.refuse("state_dict()")
-        if any(not one.is_whole for one in self._core.tracked):
-            refuse_of_one_rank(depth=1)
         core = self._core
         state = lineage.with_record(core.engine.state(), core.lineage, core.engine, core.keys)
         return _state.make(core.tracked, core.keys, state)

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from shardow import _core, errors
 from shardow.base.warnings import warn
 from shardow.model import elementwise
-from shardow.model.registered import refuse_of_one_rank
 
 
 class Piece(torch.Tensor):
@@ -29,8 +28,7 @@ class Piece(torch.Tensor):
 
     It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers
     and with pieces of the same region. What needs the elements of other ranks raises UnsupportedError. Pickling it
-    warns: the file will hold a part; within accelerate's save_state(), which keeps rank 0's alone, it raises
-    UnsupportedError.
+    warns: the file will hold a part.
     """
 
     local: torch.Tensor
@@ -51,7 +49,6 @@ class Piece(torch.Tensor):
         return elementwise.run(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_of_one_rank()
         _warn_of_a_part()
         return _rebuild, (self.local, self.region.encode())
 

@@ -195,7 +195,7 @@ class Rank:
         return missed
 
     def _is_right_or_says_so(self, stop: Stop, weights: Tensors) -> None:
-        if not self._ema._core.engine.swapped:
+        if not self._ema._averages.engine.swapped:
             self.expect(stop, same(self._weights(), weights), "no weights, and nobody says so")
             return
         for call in (self._ema.update, self._ema.state_dict):
@@ -217,16 +217,16 @@ class Rank:
 
     def step(self) -> None:
         """Weights move, and averages after them."""
-        for at, one in enumerate(self._ema._core.view.parameters):
+        for at, one in enumerate(self._ema._averages.view.parameters):
             one.tensor.add_(0.5 + at)
         self._ema.update()
 
     def _weights(self) -> Tensors:
-        self._ema._core.view.reshard()
-        return {one.name: one.tensor.clone() for one in self._ema._core.view.as_it_is_now()}
+        self._ema._averages.view.reshard()
+        return {one.name: one.tensor.clone() for one in self._ema._averages.view.as_it_is_now()}
 
     def _averages(self) -> Tensors:
-        return {name: tensor.clone() for name, tensor in self._ema._core.averages().items()}
+        return {name: tensor.clone() for name, tensor in self._ema._averages.averages().items()}
 
     def _tell(self, what: Any) -> list[Any]:
         everybody = [None] * dist.get_world_size()

@@ -66,7 +66,7 @@ def test_a_step_would_tear_averages_if_it_did_not_wait(waits: bool, monkeypatch:
     ema = shardow.EMA(model, decay=0.5, device="cpu", optimizer=optimizer)
     expected = model.weight.detach().clone()
     if not waits:
-        monkeypatch.setattr(ema._core.swap, "finish_reading", lambda: None)
+        monkeypatch.setattr(ema._averages.swap, "finish_reading", lambda: None)
     model.weight.grad = torch.ones_like(model.weight)
     for _ in range(2):
         optimizer.step()

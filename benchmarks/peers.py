@@ -48,8 +48,8 @@ def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
 def limit(case: Case, model: nn.Module) -> Callable[[], None]:
     """The machine's own limit: our loads and stores with one maximum in place of the average, on memory of its own."""
     ema = shardow.EMA(model, list(case.decays), threads=1)
-    averages = [[one.view(one.averages[k]) for one in ema._core.tracked] for k in range(case.num_decays)]
-    bound = _core.hooks.Limit([one.view(one.sources()) for one in ema._core.tracked], averages)
+    averages = [[one.view(one.averages[k]) for one in ema._averages.tracked] for k in range(case.num_decays)]
+    bound = _core.hooks.Limit([one.view(one.sources()) for one in ema._averages.tracked], averages)
     kept = ema  # owns the memory
 
     def step() -> None:
@@ -62,7 +62,7 @@ def limit(case: Case, model: nn.Module) -> Callable[[], None]:
 def _shardow(case: Case, model: nn.Module) -> Candidate:
     ema = shardow.EMA(model, list(case.decays), threads=case.threads)
     return Candidate(
-        "shardow", ema.update, lambda: [one.averages[0].view(one.local.tensor.shape) for one in ema._core.tracked]
+        "shardow", ema.update, lambda: [one.averages[0].view(one.local.tensor.shape) for one in ema._averages.tracked]
     )
 
 

@@ -135,7 +135,7 @@ def _on_meta(tensors: int) -> nn.Module:
 
 def _later_plan(ema: shardow.EMA, path: Path, cost: Cost) -> float:
     """From parts of tensors to who writes what."""
-    parts = ema._core.parts(saving=True)
+    parts = ema._averages.parts(saving=True)
 
     def plan() -> _core.Save:
         views = engine_views([one.name for one in parts], [one.flat for one in parts], [one.region for one in parts])

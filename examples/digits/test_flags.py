@@ -85,7 +85,9 @@ def few_steps(choices: list[Options]) -> list[dict[str, Any]]:
         for _ in range(3):
             trainer.step()
         device = (
-            None if trainer.ema is None else {tensor.device.type for tensor in trainer.ema._core.averages().values()}
+            None
+            if trainer.ema is None
+            else {tensor.device.type for tensor in trainer.ema._averages.averages().values()}
         )
         found.append(
             {"weights": averages.weights_hash(trainer.model, options), "device": device, "steps": trainer.steps_done}

@@ -13,20 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
-from shardow.averages import copies, figures
-from shardow.averages import state as _state
+from shardow.averages import copies, figures, persistence, state_dict
 from shardow.averages.attach import Attachments, Handle, Samples
 from shardow.averages.core import Averages
 from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
-from shardow.averages.saved import Saved
-from shardow.averages.states import Decay
+from shardow.averages.state_dict import Decay, OptionsFrom
 from shardow.averages.swap import Block
 from shardow.averages.tracked import Source
-from shardow.base.checks import invalid
-from shardow.files.decay_keys import choose
+from shardow.base.progress import Progress
+from shardow.files import paths
+from shardow.files.background import SaveHandle
 
 
-class EMA(Saved):
+class EMA:
     """Exponential moving averages of ``model``'s parameters: e <- decay * e + (1 - decay) * p after every optimizer
     step.
 
@@ -116,10 +115,9 @@ class EMA(Saved):
             "seed": seed,
             "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
-        self._core = Averages(model, decay, asked, source, group, timeout)
-        self._attached = Attachments(
-            self._core.update_attached, self._core.before_step
-        )  # not of self: the last to let go frees it all
+        self._averages = Averages(model, decay, asked, source, group, timeout)
+        # Bound to the averages, not to self: an EMA that is dropped is freed, though an optimizer's hooks stay.
+        self._attached = Attachments(self._averages.update_attached, self._averages.before_step)
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -134,8 +132,8 @@ class EMA(Saved):
                 made up for by decay^n.
             samples: training samples seen so far, for schedules in samples.
         """
-        self._attached.refuse_update(self._core.options.overlap)
-        self._core.update(step, samples)
+        self._attached.refuse_update(self._averages.options.overlap)
+        self._averages.update(step, samples)
 
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
@@ -151,13 +149,7 @@ class EMA(Saved):
             ValueError: the weights are not those of the capture, or the step draws noise that the captured launch
                 can't.
         """
-        if self._core.engine.swapped or not self._core.view.unchanged():
-            why = (
-                "weights were swapped, moved or replaced since update() was captured; a replay would read their old "
-                "memory"
-            )
-            raise invalid(f"prepare_replay(): {why}. Capture it anew")
-        self._core.engine.prepare_replay(step, samples)
+        self._averages.prepare_replay(step, samples)
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.
@@ -199,17 +191,17 @@ class EMA(Saved):
                 nothing lost, the model has no place for its weights any more.
             TimeoutError, ConnectionError: another rank is missing, or failed.
         """
-        return Block(self._core.swap, functools.partial(self._core.ready_to_swap, decay))
+        return Block(self._averages.swap, functools.partial(self._averages.ready_to_swap, decay))
 
     def swap_in(self, decay: Decay | None = None) -> None:
         """The beginning of swapped(), for frameworks with callbacks: the same transaction. Collective."""
-        self._core.swap.enter(functools.partial(self._core.ready_to_swap, decay))
+        self._averages.swap.enter(functools.partial(self._averages.ready_to_swap, decay))
 
     def swap_out(self) -> None:
         """The end of swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped
         in.
         """
-        self._core.swap.out()
+        self._averages.swap.out()
 
     def restore(self, strict: bool = True) -> None:
         """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached; nothing
@@ -223,12 +215,12 @@ class EMA(Saved):
             TimeoutError, ConnectionError: another rank is missing; if it died, the weights that it held died with it,
                 and the last checkpoint has to be loaded.
         """
-        self._core.swap.restore(strict)
+        self._averages.swap.restore(strict)
 
     def copy_to(self, model: nn.Module, decay: Decay | None = None) -> None:
         """The averages, and what belongs to a complete model, into another module with the same names, sharded or not.
         Collective. What has no elements in memory (sparse, quantised) can't be copied; a warning names it."""
-        copies.copy_to(self._core, model, decay)
+        copies.copy_to(self._averages, model, decay)
 
     def feed_back(self, decay: Decay | None = None) -> None:
         """The averages become the model's weights, and training goes on from there (Switch EMA, arXiv 2402.09240: at
@@ -241,12 +233,174 @@ class EMA(Saved):
             ValueError: inside swapped(), or the replicas' weights differ; nothing has changed.
             NotImplementedError: whole master copies on replicas that divide the averages.
         """
-        copies.feed_back(self._core, decay)
+        copies.feed_back(self._averages, decay)
 
     @torch.no_grad()
     def reset(self) -> None:
         """The averages begin again, as if newly made: equal to the weights, at step 0; options stay. Collective."""
-        self._core.reset()
+        self._averages.reset()
+
+    # ---- files
+
+    def save(
+        self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them.
+        Collective.
+
+        load() resumes from it. Every rank writes its own bytes of the final file, which replaces what was there when it
+        is whole.
+
+        Args:
+            max_shard_size: of a file in a directory, in bytes or like "5GB"; of an EMA with one decay.
+            progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
+            metadata: texts for the header, beside the state.
+
+        Returns:
+            {"files": [path], "bytes_written": by this rank, "seconds": float}.
+        """
+        return persistence.save(self._averages, path, max_shard_size, progress, metadata)
+
+    def async_save(
+        self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SaveHandle:  # fmt: skip
+        """save() that returns when this rank's averages are copied, so that training and updates go on; see
+        shardow.async_save(). Collective."""
+        return persistence.async_save(self._averages, path, max_shard_size, progress, metadata)
+
+    def load(
+        self,
+        path: paths.StrPath,
+        strict: bool = True,
+        *,
+        verify: bool = True,
+        options: OptionsFrom = "file",
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective.
+
+        Args:
+            strict: every average here is in the file, and every one there is wanted; else the rest is in the report,
+                and averages that the file lacks stay as they are.
+            verify: compare checksums where the file carries them; no extra reads.
+            options: as in load_state_dict(): "file" or "own".
+            progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
+
+        Returns:
+            {"missing": [name], "unexpected": [name], "bytes_read": by this rank, "seconds": float}.
+
+        Raises:
+            ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
+        """
+        return persistence.load(self._averages, path, strict, verify, options, progress)
+
+    def export(
+        self,
+        path: paths.StrPath,
+        dtype: torch.dtype | str | None = None,
+        *,
+        max_shard_size: int | str | None = None,
+        decay: Decay | None = None,
+        progress: Progress | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one
+        .safetensors file.
+
+        Collective.
+
+        Args:
+            dtype: of all floating tensors, "bfloat16", torch.float8_e4m3fn, ...; None: each weight's own. float8, and
+                weights of several dtypes, take a copy of this rank's part in memory.
+            max_shard_size: of a file in the directory, in bytes or like "5GB".
+            decay: which of several averages.
+            progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
+            metadata: texts for the header.
+
+        Returns:
+            {"files": [path], "bytes_written": by this rank, "seconds": float}.
+        """
+        return persistence.export(self._averages, path, dtype, max_shard_size, decay, progress, metadata)
+
+    def snapshot(
+        self, directory: paths.StrPath, every: int, *, dtype: torch.dtype | str | None = None,
+        asynchronous: bool = False,
+        progress: Progress | None = None,
+    ) -> dict[str, Any] | SaveHandle | None:  # fmt: skip
+        """After each step: saves all averages into ``directory/snapshot-000001000`` where one is due, for
+        shardow.posthoc. Collective then, and at the first call; else it costs nothing.
+
+        A resumed run goes on where its snapshots are, without a gap: call it with the same directory. Each is whole or
+        not there; other files stay. Their metadata say which updates the run made, so that any schedule, and any
+        spacing, is exact later.
+
+        Args:
+            every: steps between snapshots, counted from step 0.
+            dtype: as they are stored: torch.bfloat16 takes half of the space, and rounds to 8 bits; None: the averages'
+                own.
+            asynchronous: returns when this rank has copied what it will write, as async_save() does.
+            progress: called on rank 0 with (bytes done, bytes in all).
+
+        Returns:
+            None where nothing was due; else as save(): {"files": [path], ...}, or with ``asynchronous`` a SaveHandle.
+
+        Raises:
+            ValueError: an option out of range; snapshots of other averages are there; inside swapped(). OSError,
+                TimeoutError.
+        """
+        return persistence.snapshot(self._averages, directory, every, dtype, asynchronous, progress)
+
+    # ---- state dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for
+        torch.distributed.checkpoint.
+
+        Local.
+
+        With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this
+        EMA's own memory: what changes them changes it. What other ranks hold a part of is a Piece, whose pickling
+        warns: torch.save() on rank 0 would keep rank 0's.
+        """
+        return state_dict.make(self._averages)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], strict: bool = True, *, options: OptionsFrom = "file"
+    ) -> dict[str, list[str]]:
+        """Takes what state_dict() gave: pieces of the same sharding, or full tensors of the global shape. Collective.
+
+        Everything is checked on every rank first, and everything that does not fit is listed; then averages and
+        counters are replaced.
+
+        Args:
+            strict: False takes what there is: averages that the state lacks stay as they are (those of a new EMA are
+                its model's weights), those that are not wanted are left out. So weights that were added or unfrozen are
+                taken in by a new EMA: ``new.load_state_dict(old.state_dict(), strict=False)``.
+            options: decays, rule, rounding, update_every, start_step and seed from now on: "file": the state's, with a
+                warning where this EMA was made with others; "own": those that it was made with. Several averages are
+                taken in the order of their decays there.
+
+        Returns:
+            {"missing": [name], "unexpected": [name]}.
+
+        Raises:
+            ValueError: what does not fit, or another number of averages.
+        """
+        return state_dict.load(self._averages, state, strict, options)
+
+    def full_state_dict(self, decay: Decay | None = None, complete: bool = True) -> dict[str, torch.Tensor]:
+        """The model with averaged weights on rank 0, {} elsewhere: fresh, full CPU tensors by name.
+
+        Collective; one tensor at a time travels.
+
+        Args:
+            decay: which of several averages.
+            complete: with frozen weights, buffers and every tied name, ready for load_state_dict(strict=True) of the
+                unwrapped model; False: the averages alone, each once.
+        """
+        return state_dict.gather(self._averages, decay, complete)
 
     # ---- copies
 
@@ -254,30 +408,30 @@ class EMA(Saved):
         """Of a plain model that no other ranks share: with a copy of the model, or with its copy that is made in the
         same deepcopy().
         """
-        model, arguments = copy.deepcopy(self._core.to_copy("copied"), memo)
+        model, arguments = copy.deepcopy(self._averages.to_copy("copied"), memo)
         memo[id(self)] = made = _remade(model, arguments, self.state_dict())
         return made
 
     def __reduce__(self) -> Any:
         """As __deepcopy__: the model is pickled too, once where both are."""
-        return _remade, (*self._core.to_copy("pickled"), self.state_dict())
+        return _remade, (*self._averages.to_copy("pickled"), self.state_dict())
 
     # ---- figures
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of what is averaged, in the model's order; each tensor once."""
-        return tuple(one.name for one in self._core.tracked)
+        return tuple(one.name for one in self._averages.tracked)
 
     @property
     def step(self) -> int:
         """Optimizer steps counted so far."""
-        return int(self._core.engine.stats()["step"])
+        return int(self._averages.engine.stats()["step"])
 
     @property
     def decays(self) -> tuple[str, ...]:
         """What ``decay=`` chooses among, as in state dicts and file names: "0.9999", "power(sigma_rel=0.1)"."""
-        return tuple(self._core.keys)
+        return tuple(self._averages.keys)
 
     def stats(self) -> dict[str, float]:
         """What this rank holds and did, a flat dict of numbers for a logger.
@@ -291,19 +445,17 @@ class EMA(Saved):
         of averaging while nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied
         from devices.
         """
-        return figures.stats(self._core.engine, self._core.options.overlap, self._core.offloaded)
+        return figures.stats(self._averages.engine, self._averages.options.overlap, self._averages.offloaded)
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
         """``|averages - weights| / |weights|`` over the whole model, in the Euclidean norm, computed in float64.
         Collective.
         """
-        self._core.together("distance()", lambda: self._core.swap.ready("distance()"), self._core.asked(decay))
-        self._core.swap.gather()
-        return _state.distance(self._core.tracked, choose(self._core.keys, decay), self._core.team)
+        return self._averages.distance(decay)
 
     def __repr__(self) -> str:
-        return figures.text(self._core.engine, self._core.keys, self._core.team.size)
+        return figures.text(self._averages.engine, self._averages.keys, self._averages.team.size)
 
 
 def _remade(model: nn.Module, arguments: Mapping[str, Any], state: Mapping[str, Any]) -> EMA:

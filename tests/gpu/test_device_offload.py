@@ -67,7 +67,7 @@ def test_a_step_would_tear_averages_if_it_did_not_wait(waits: bool, monkeypatch:
     ema = shardow.EMA(model, decay=0.5, device="cpu", optimizer=optimizer)
     expected = model.weight.detach().clone()
     if not waits:
-        monkeypatch.setattr(ema._core.swap, "finish_reading", lambda: None)
+        monkeypatch.setattr(ema._averages.swap, "finish_reading", lambda: None)
     model.weight.grad = torch.ones_like(model.weight)
     torch.cuda._sleep(100_000_000)
     for _ in range(2):

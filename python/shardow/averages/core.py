@@ -37,7 +37,7 @@ from shardow.averages.tracked import (
     views_of_averages,
     views_of_sources,
 )
-from shardow.base.checks import seconds, unsupported
+from shardow.base.checks import invalid, seconds, unsupported
 from shardow.base.collector import paused
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
@@ -245,6 +245,15 @@ class Averages:
             if not attached or self.options.buffers == "average":
                 self.swap.finish_reading()
 
+    def prepare_replay(self, step: int | None, samples: float) -> None:
+        """See EMA.prepare_replay()."""
+        if self.engine.swapped or not self.view.unchanged():
+            raise invalid(
+                "prepare_replay(): weights were swapped, moved or replaced since update() was captured; a replay would "
+                "read their old memory. Capture it anew"
+            )
+        self.engine.prepare_replay(step, samples)
+
     def before_step(self) -> None:
         """Of an optimizer that this is attached to: refuses a step that would be lost; an update under way has read the
         weights first.
@@ -307,6 +316,12 @@ class Averages:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
         self.swap.refuse("state_dict()")
         return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
+
+    def distance(self, decay: object) -> float:
+        """See EMA.distance()."""
+        self.together("distance()", lambda: self.swap.ready("distance()"), self.asked(decay))
+        self.swap.gather()
+        return _state.distance(self.tracked, choose(self.keys, decay), self.team)
 
     def begin(self) -> None:
         """The averages become the weights; counters stay. Local."""

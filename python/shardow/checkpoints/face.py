@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.averages.states import OptionsFrom
+from shardow.averages.state_dict import OptionsFrom
 from shardow.base.checks import invalid, one_of, seconds, whole
 from shardow.base.progress import Progress
 from shardow.checkpoints import manifest, restoring

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.averages.saved import Loading, loading_beside
-from shardow.averages.states import OptionsFrom
+from shardow.averages.persistence import Loading, loading_beside
+from shardow.averages.state_dict import OptionsFrom
 from shardow.base import plain
 from shardow.base.checks import invalid
 from shardow.base.warnings import warn
@@ -119,7 +119,7 @@ class Restoring:
         if "averages" in parts:
             assert given.averages is not None
             self._averages = loading_beside(
-                given.averages, {key: files[name] for key, name in one.averages.items()}, where, options
+                given.averages._averages, {key: files[name] for key, name in one.averages.items()}, where, options
             )
         self._read(check_only=True)
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardow import _core
-from shardow.averages.saved import common_beside, to_save_beside
+from shardow.averages.persistence import common_beside, to_save_beside
 from shardow.base import plain
 from shardow.base.checks import invalid
 from shardow.checkpoints import generators, manifest
@@ -74,7 +74,9 @@ class Given:
 
     def refuse_strangers(self, what: str, view: ModelView) -> None:
         """Raises where the averages follow other parameters than the model's: those of a copy never move."""
-        if self.averages is not None and view.by_parameter().keys().isdisjoint(self.averages._core.view.by_parameter()):
+        if self.averages is not None and view.by_parameter().keys().isdisjoint(
+            self.averages._averages.view.by_parameter()
+        ):
             raise invalid(
                 f"{what}: averages= are those of another model, which shares no parameter with model=; give the EMA "
                 "of this one"
@@ -121,7 +123,7 @@ def files_to_save(
         held = found.held.view.parameters if found.held is not None and found.held.view is not None else []
         weights = [one for one in map(common_of, held) if one is not None]
         once = {one.tensor.data_ptr() for one in weights}  # replicas' averages follow them, and are compared by them
-        averages = [] if given.averages is None else common_beside(given.averages, WHAT, team)
+        averages = [] if given.averages is None else common_beside(given.averages._averages, WHAT, team)
         more = [one for one in averages if one is not None and one.tensor.data_ptr() not in once]
         return [*weights, *found.optimizer.common, *found.values.common, *more]
 
@@ -129,7 +131,7 @@ def files_to_save(
     given, found = mine[0]
     save = secrets.token_hex(8)
     metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
-    averages = {} if given.averages is None else to_save_beside(given.averages, WHAT, metadata, team)  # (2)
+    averages = {} if given.averages is None else to_save_beside(given.averages._averages, WHAT, metadata, team)  # (2)
     row, trees = _joined(step, found, list(averages), team)
     files = [] if found.held is None else [_model_file(found.held, metadata, team)]
     files += averages.values()

@@ -61,5 +61,5 @@ class MastersEMA(EMA):
 
     def _follow(self) -> None:
         if self._addresses() != self._seen:
-            self._core.follow_sources(self._masters())
+            self._averages.follow_sources(self._masters())
             self._seen = self._addresses()

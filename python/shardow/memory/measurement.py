@@ -143,7 +143,7 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 def _averages(ema: EMA | nn.Module) -> list[torch.Tensor]:
     if isinstance(ema, EMA):
-        return [average for one in ema._core.tracked for average in one.averages]
+        return [average for one in ema._averages.tracked for average in one.averages]
     if isinstance(ema, nn.Module):
         return _tensors(ema)
     raise invalid(f"ema is a {type(ema).__name__}; give a shardow.EMA, or the module that holds the averages")

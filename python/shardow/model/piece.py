@@ -10,16 +10,24 @@ the global shape, which is nowhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils._pytree import tree_leaves
 
 from shardow import _core, errors
+from shardow.base.checks import unsupported
 from shardow.base.warnings import warn
-from shardow.model import elementwise
-from shardow.model.registered import refuse_of_one_rank
+
+_aten = torch.ops.aten
+#: Operations whose result holds the same elements: what torch's stagers and checkpoints call.
+_COPIES = {
+    _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default, _aten.copy_.default,
+    _aten.empty_like.default, _aten.zeros_like.default, _aten._pin_memory.default,
+}  # fmt: skip
 
 
 class Piece(torch.Tensor):
@@ -27,10 +35,8 @@ class Piece(torch.Tensor):
 
     ``local``: the region.size elements held here, 1-D, in the region's order; ``region``: which they are.
 
-    It copies, clones, detaches, moves between devices and dtypes, and takes part in elementwise arithmetic with numbers
-    and with pieces of the same region. What needs the elements of other ranks raises UnsupportedError. Pickling it
-    warns: the file will hold a part; within accelerate's save_state(), which keeps rank 0's alone, it raises
-    UnsupportedError.
+    It copies, clones, detaches, and moves between devices and dtypes; torch.equal() compares. Everything else raises
+    UnsupportedError: use ``local``. Pickling it warns: the file will hold a part.
     """
 
     local: torch.Tensor
@@ -48,10 +54,9 @@ class Piece(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        return elementwise.run(func, args, kwargs or {})
+        return _of_local(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_of_one_rank()
         _warn_of_a_part()
         return _rebuild, (self.local, self.region.encode())
 
@@ -84,6 +89,26 @@ class Piece(torch.Tensor):
             if index.offset is None or tuple(offsets) == tuple(index.offset):
                 return self.local[begin : begin + math.prod(sizes)].view(sizes)
         raise errors.make("internal", f"{index.fqn}: no box at {index.offset} in {self.region}")
+
+
+def _of_local(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns ``func`` of the local memory. Raises UnsupportedError for all but copies and torch.equal() of pieces."""
+    if func is _aten.equal.default and all(isinstance(argument, Piece) for argument in args):
+        return args[0].region == args[1].region and torch.equal(args[0].local, args[1].local)
+    if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+        func, args = _aten.empty_like.default, args[:1]
+    first: Piece = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Piece))
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+    if func not in _COPIES or any(getattr(tensor, "region", None) != first.region for tensor in tensors):
+        raise unsupported(
+            f"{func._schema.name.removeprefix('aten::')} of a Piece, this rank's part of a tensor of shape "
+            f"{tuple(first.shape)} ({first.region}): a Piece is copied and moved, and takes copies of a piece of the "
+            "same region, nothing else. Use .local, the elements held here, 1-D, or EMA.full_state_dict() for whole "
+            "tensors"
+        )
+    options = {name: value for name, value in kwargs.items() if name != "memory_format"}  # that of the whole tensor
+    result = func(*(getattr(argument, "local", argument) for argument in args), **options)
+    return first if func is _aten.copy_.default else Piece(result, first.region)
 
 
 def _rebuild(local: torch.Tensor, encoded: bytes) -> Piece:

@@ -17,6 +17,7 @@ from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
 from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
+from shardow.model.modules import refuse_scripted
 from shardow.model.names import modules_of, walk
 from shardow.model.plain import PlainAdapter
 from shardow.model.slots import IN_HOST_MEMORY, Slot, Surveyed, buffer_slots, parameter_slots, refuse_valueless, slots
@@ -34,6 +35,7 @@ class ModelView:
         self._dtensors = DTensorAdapter(model, form)
         self._show_shards()
         modules = [*walk(model)]
+        refuse_scripted(modules)
         parameters, buffers = parameter_slots(modules, SURVEY, FOUND), buffer_slots(modules, SURVEY)
         refuse_valueless(slot for slot in (*(() if parameters.alone else parameters.slots), *buffers) if not slot.plain)
         self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters.slots)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trainings
 from fake_device import Device
+from inside import averages_of
 from torch import nn
 
 if TYPE_CHECKING:
@@ -57,11 +58,11 @@ def late(ema: shardow.EMA) -> Iterator[None]:
     from shardow._core import hooks  # type: ignore[attr-defined]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ema._core.swap, "finish_reading", lambda: None)
+        patch.setattr(averages_of(ema).swap, "finish_reading", lambda: None)
         patch.setattr(
-            ema._core.swap,
+            averages_of(ema).swap,
             "ready_to_update",
-            lambda: (hooks.hold_updates(False), ema._core.wait(), hooks.hold_updates(True)),
+            lambda: (hooks.hold_updates(False), averages_of(ema).wait(), hooks.hold_updates(True)),
         )
         yield
     hooks.hold_updates(False)

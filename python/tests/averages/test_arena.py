@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import averages_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,11 +32,11 @@ def _ema() -> tuple[nn.Module, shardow.EMA]:
 )
 def test_they_are_the_averages_memory(around: Any) -> None:
     _, other = _ema()
-    expected = [[average.clone() for average in one.averages] for one in other._core.tracked]
+    expected = [[average.clone() for average in one.averages] for one in averages_of(other).tracked]
     _, ema = _ema()
     block: AbstractContextManager[Any] = around()
     with block:
-        found = [one.averages for one in ema._core.tracked]
+        found = [one.averages for one in averages_of(ema).tracked]
     for averages, values in zip(found, expected, strict=True):
         assert all(torch.equal(average, value) for average, value in zip(averages, values, strict=True))
         averages[0].mul_(2.0)  # not of inference mode, and of real memory
@@ -44,7 +45,7 @@ def test_they_are_the_averages_memory(around: Any) -> None:
 
 def test_they_are_the_same_each_time_and_outlive_the_ema() -> None:
     _, ema = _ema()
-    one = ema._core.tracked[1]
+    one = averages_of(ema).tracked[1]
     assert one.averages[1] is one.averages[1]
     kept, values = one.averages[1], one.averages[1].clone()
     del one, ema

@@ -14,6 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from inside import averages_of
 
 import shardow
 from shardow.ranks import gather
@@ -30,7 +31,7 @@ def make(kind: str) -> tuple[torch.nn.Module, shardow.EMA]:
 def step(model: torch.nn.Module, ema: shardow.EMA, steps: int, seed: int) -> None:
     """The same change of the whole weights however they are shared: each element moves by its own global noise."""
     for i in range(steps):
-        for local in ema._core.view.parameters:
+        for local in averages_of(ema).view.parameters:
             generator = torch.Generator().manual_seed(hash((seed, i)) % 2**31)
             full = torch.randn(tuple(local.region.shape), generator=generator)
             gather.take(full, local.region, local.tensor.view(-1))
@@ -38,7 +39,7 @@ def step(model: torch.nn.Module, ema: shardow.EMA, steps: int, seed: int) -> Non
 
 
 def full_of(ema: shardow.EMA) -> Full:
-    return {key: ema.full_state_dict(key, complete=False) for key in ema._core.keys}
+    return {key: ema.full_state_dict(key, complete=False) for key in averages_of(ema).keys}
 
 
 def save(kind: str, how: str, path: str) -> tuple[Full, Full]:
@@ -172,7 +173,7 @@ def full_of_a_large_one() -> tuple[int, int, int]:
     ema = shardow.EMA(model, 0.9)
     largest, whole = 0, 0
     process = psutil.Process()
-    gatherer = ema._core.gatherer("full_state_dict()", 0, complete=False)
+    gatherer = averages_of(ema).gatherer("full_state_dict()", 0, complete=False)
     start = process.memory_info().rss
     peak = start
     for _, tensor in gatherer.stream():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import math
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,22 @@ from small import DECAY, clone, equal, make_model, train
 from torch import nn
 
 import shardow
+
+
+def test_every_verb_is_defined_in_ema_py_in_four_lines_at_most() -> None:
+    assert shardow.EMA.__bases__ == (object,)
+    assert {name for name in dir(shardow.EMA) if not name.startswith("_")} <= vars(shardow.EMA).keys()
+    home = Path(shardow.__file__).with_name("ema.py")
+    for name, member in vars(shardow.EMA).items():
+        verb: Any = inspect.unwrap(member.fget if isinstance(member, property) else member)  # type: ignore[arg-type]
+        if name == "__init__" or not inspect.isfunction(verb):
+            continue
+        assert inspect.getsourcefile(verb) == str(home), name
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(verb))).body
+        assert isinstance(function, ast.FunctionDef)
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        lines = body[-1].end_lineno - body[0].lineno + 1  # type: ignore[operator]
+        assert lines <= 4, name
 
 
 def test_attach_updates_after_every_step_until_removed() -> None:

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from inside import averages_of
 from outcomes import Outcome, outcome
 from safetensors import safe_open
 from torch.nn.parallel import DistributedDataParallel
@@ -92,10 +93,10 @@ def asked_of_several(kind: str, folder: str) -> dict[str, list[Outcome]]:
     rank, model = dist.get_rank(), models.build(kind, dist.get_world_size())
     ema = shardow.EMA(model, [0.5, 0.9], timeout=60)
     other, found = models.build(kind, dist.get_world_size(), seed=3), {}
-    for one in ema._core.view.parameters:
+    for one in averages_of(ema).view.parameters:
         one.tensor.add_(1)
     ema.update()
-    weights = {one.name: one.tensor.clone() for one in ema._core.view.as_it_is_now()}
+    weights = {one.name: one.tensor.clone() for one in averages_of(ema).view.as_it_is_now()}
     for what, decays in (("other", [0.5, 0.9]), ("none", [0.5, 0.7])):
         mine = decays[rank]
         calls = [
@@ -108,7 +109,7 @@ def asked_of_several(kind: str, folder: str) -> dict[str, list[Outcome]]:
         ]
         found[what] = [outcome(call) for call in calls]
     found["complete"] = [outcome(lambda: ema.full_state_dict(0.5, complete=bool(rank)))]
-    assert all(torch.equal(one.tensor, weights[one.name]) for one in ema._core.view.as_it_is_now())
+    assert all(torch.equal(one.tensor, weights[one.name]) for one in averages_of(ema).view.as_it_is_now())
     with ema.swapped(0.9 if rank else "0.9"):  # the same in other words
         pass
     return found

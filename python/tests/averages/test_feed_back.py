@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from inside import averages_of
 from small import clone, equal, make_model, train
 
 import shardow
@@ -58,7 +59,7 @@ def fed_back(kind: str) -> tuple[list[bool], str]:
     ema = shardow.EMA(model, decay=0.5, timeout=20)
     good = []
     for step in (1, 2):
-        for at, one in enumerate(ema._core.view.parameters):
+        for at, one in enumerate(averages_of(ema).view.parameters):
             one.tensor.add_(0.5 * step + at)
         ema.update()
         wanted = ema.full_state_dict(complete=False)
@@ -66,7 +67,7 @@ def fed_back(kind: str) -> tuple[list[bool], str]:
         found = shardow.full_state_dict(model)
         good.append(all(torch.equal(found[name], one) for name, one in wanted.items()))
     try:
-        masters = {one.name: one.tensor.clone() for one in ema._core.view.parameters}
+        masters = {one.name: one.tensor.clone() for one in averages_of(ema).view.parameters}
         shardow.EMA(model, decay=0.5, source=masters, timeout=20).feed_back()
     except NotImplementedError as error:
         return good, str(error)

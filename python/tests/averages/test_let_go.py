@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside import averages_of
 from torch import nn
 
 import shardow
@@ -36,7 +37,7 @@ def test_a_dropped_ema_is_gone(left: list[object]) -> None:
     model = _model()
     ema = shardow.EMA(model, 0.9)
     ema.update()
-    parts = [weakref.ref(one) for one in (ema, ema._core, ema._core.view, ema._core.swap, model)]
+    parts = [weakref.ref(one) for one in (ema, averages_of(ema), averages_of(ema).view, averages_of(ema).swap, model)]
     del ema
     assert [one() is None for one in parts] == [True, True, True, True, False]
     del model
@@ -47,7 +48,7 @@ def test_one_that_was_attached_goes_with_its_optimizer(left: list[object]) -> No
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ema = shardow.EMA(model, 0.9, optimizer=optimizer)
-    core = weakref.ref(ema._core)
+    core = weakref.ref(averages_of(ema))
     del ema
     optimizer.step()
     assert core() is not None

@@ -14,6 +14,7 @@ import pytest
 import torch
 import trainings
 from fake_device import Device, on_device
+from inside import averages_of
 from offloading import Training, made, weights_of
 
 from shardow.base.collector import paused
@@ -78,7 +79,7 @@ def test_averages_that_are_torn_for_good_begin_again_with_reset() -> None:
     with Device(14) as device:
         training = Training(device)
         training.step(1)
-        core = training.emas[0]._core
+        core = averages_of(training.emas[0])
         core._engine = Torn(core._engine)  # type: ignore[assignment]
         with pytest.raises(shardow.Error, match="torn"):
             training.emas[0].state_dict()

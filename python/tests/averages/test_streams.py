@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import averages_of
 
 import shardow
 from shardow import errors
@@ -65,11 +66,11 @@ def test_every_call_follows_the_stream_first(tmp_path: Any) -> None:
     model = torch.nn.Linear(3, 2)
     ema = shardow.EMA(model)
     followed: list[object] = []
-    ema._core.streams = ema._core.swap._streams = SimpleNamespace(follow=followed.append)  # type: ignore[assignment]
+    averages_of(ema).streams = averages_of(ema).swap._streams = SimpleNamespace(follow=followed.append)  # type: ignore[assignment]
     path = tmp_path / "a.safetensors"
     calls: dict[str, Any] = {
         "update": ema.update,
-        "a step of an optimizer": ema._core.before_step,
+        "a step of an optimizer": averages_of(ema).before_step,
         "prepare_replay": ema.prepare_replay,
         "state_dict": ema.state_dict,
         "full_state_dict": ema.full_state_dict,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import averages_of
 from torch import nn
 
 import shardow
@@ -105,7 +106,7 @@ def test_interrupted_before_any_line_it_is_undone_or_says_so_and_can_be_undone(
                 finished = False
             else:
                 finished = True
-        if ema._core.engine.swapped:
+        if averages_of(ema).engine.swapped:
             left += 1
             for refused in (ema.update, ema.full_state_dict, ema.state_dict, ema.distance, ema.swap_in):
                 with pytest.raises(ValueError, match=r"restore\(\)"):
@@ -143,7 +144,7 @@ def test_out_of_memory_on_the_way_in_changes_nothing(monkeypatch: pytest.MonkeyP
     def fail() -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(ema._core.view, "bump_versions", fail)
+    monkeypatch.setattr(averages_of(ema).view, "bump_versions", fail)
     with pytest.raises(MemoryError), ema.swapped():
         raise AssertionError("inside")
     monkeypatch.undo()

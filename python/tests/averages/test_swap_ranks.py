@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from inside import averages_of
 
 import shardow
 
@@ -34,19 +35,19 @@ class _Broken(RuntimeError):
 def trained(kind: str, timeout: float = 20.0, **options: Any) -> tuple[torch.nn.Module, shardow.EMA]:
     model = models.build(kind, dist.get_world_size())
     ema = shardow.EMA(model, 0.5, timeout=timeout, **options)
-    for at, one in enumerate(ema._core.view.parameters):
+    for at, one in enumerate(averages_of(ema).view.parameters):
         one.tensor.add_(0.5 + at)
     ema.update()
     return model, ema
 
 
 def local(ema: shardow.EMA) -> Weights:
-    ema._core.view.reshard()
-    return {one.name: one.tensor.clone() for one in ema._core.view.as_it_is_now()}
+    averages_of(ema).view.reshard()
+    return {one.name: one.tensor.clone() for one in averages_of(ema).view.as_it_is_now()}
 
 
 def averages(ema: shardow.EMA) -> Weights:
-    return {name: tensor.clone() for name, tensor in ema._core.averages().items()}
+    return {name: tensor.clone() for name, tensor in averages_of(ema).averages().items()}
 
 
 def same(a: Weights, b: Weights) -> bool:
@@ -78,7 +79,7 @@ def block_that_raises(kind: str) -> list[Any]:
     began = time.monotonic()
     one_raises = outcome(lambda: raises(ema, (1,), linger=2.5))
     seconds = time.monotonic() - began
-    there = ema._core.engine.swapped
+    there = averages_of(ema).engine.swapped
     refused = [outcome(call) for call in (ema.update, ema.state_dict, ema.swap_out)] if there else []
     assert there == (kind in SPLIT)
     if there:
@@ -126,7 +127,7 @@ def dies_before_the_exchange(kind: str) -> tuple[Outcome, bool, bool]:
         # type: ignore[method-assign, assignment]
         _replicas.Exchange.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     found = outcome(ema.swap_in)
-    return found, ema._core.engine.swapped, same(local(ema), weights)
+    return found, averages_of(ema).engine.swapped, same(local(ema), weights)
 
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
@@ -147,7 +148,7 @@ def dies_inside(kind: str) -> list[Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     return [
         outcome(ema.swap_out),
-        ema._core.engine.swapped,
+        averages_of(ema).engine.swapped,
         same(local(ema), weights),
         outcome(ema.update),
         outcome(ema.restore),
@@ -244,7 +245,7 @@ def gone_on_one_rank() -> list[Any]:
 
     left = outcome(block)
     model.module[3] = kept
-    there = ema._core.engine.swapped
+    there = averages_of(ema).engine.swapped
     ema.restore()
     return [left, there, same(local(ema), weights)]
 
@@ -262,12 +263,12 @@ def differing(replicas: str) -> list[Any]:
     _, ema = trained("ddp", replicas=replicas)
     rank = dist.get_rank()
     with torch.no_grad():
-        ema._core.view.parameters[2].tensor.add_(rank)  # as LocalSGD's do between two of its meetings
+        averages_of(ema).view.parameters[2].tensor.add_(rank)  # as LocalSGD's do between two of its meetings
     weights = local(ema)
     found = outcome(ema.swap_in)
     if found[0] == "none":
         ema.swap_out()
-    return [found, same(local(ema), weights), ema._core.view.parameters[2].name]
+    return [found, same(local(ema), weights), averages_of(ema).view.parameters[2].name]
 
 
 def test_replicas_that_differ_are_not_overwritten() -> None:
@@ -284,15 +285,15 @@ def test_replicas_that_differ_are_not_overwritten() -> None:
 def interrupted_in_the_exchange(kind: str) -> list[Any]:
     _, ema = trained(kind)
     weights, held = local(ema), averages(ema)
-    shown = ema._core.swap._shown
+    shown = averages_of(ema).swap._shown
 
     def interrupted() -> None:
-        ema._core.swap._shown = shown  # type: ignore[method-assign]
+        averages_of(ema).swap._shown = shown  # type: ignore[method-assign]
         shown()
         os.kill(os.getpid(), signal.SIGINT)
 
     if dist.get_rank() == 1:
-        ema._core.swap._shown = interrupted  # type: ignore[method-assign]
+        averages_of(ema).swap._shown = interrupted  # type: ignore[method-assign]
     found: Outcome = ("none", "")
     try:
         with ema.swapped():

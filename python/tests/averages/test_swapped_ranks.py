@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from inside import averages_of
 from outcomes import outcome
 
 import shardow
@@ -49,7 +50,7 @@ def same(a: Weights, b: Weights) -> bool:
 
 def local_weights(ema: shardow.EMA) -> Weights:
     """After a failed forward FSDP1 refuses to gather."""
-    return {one.name: one.tensor.clone() for one in ema._core.view.parameters}
+    return {one.name: one.tensor.clone() for one in averages_of(ema).view.parameters}
 
 
 def output(model: torch.nn.Module, train: bool = False) -> torch.Tensor:

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import walks
+from inside import averages_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -183,7 +184,7 @@ def _stands_in() -> None:
         for p, whole in zip(model.parameters(), plain.parameters(), strict=True):
             p.add_(1)
             whole.add_(0.5)
-    ema._core.update_by(0.5, 0.5)
+    averages_of(ema).update_by(0.5, 0.5)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(stand_in(x), plain.eval()(x))
     assert model.training
@@ -193,7 +194,7 @@ def _stands_in() -> None:
         for name, value in stand_in.state_dict().items()
     }
     assert set(saved) == set(plain.state_dict())
-    ema._core.update_by(0.0, 1.0)
+    averages_of(ema).update_by(0.0, 1.0)
     stand_in.load_state_dict(saved)
     torch.testing.assert_close(stand_in(x), plain(x))
     with pytest.raises(RuntimeError, match="Missing key"):

@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from inside import averages_of
 from torch import nn
 
 import shardow
@@ -29,7 +30,7 @@ def save_and_train_on(kind: str, folder: str) -> None:
     ema.save(f"{folder}/now-ema")
     handle = shardow.async_save(model, f"{folder}/later.safetensors")
     averages = ema.async_save(f"{folder}/later-ema")
-    for local in ema._core.view.parameters:
+    for local in averages_of(ema).view.parameters:
         local.tensor.add_(1)
     ema.update()
     assert handle.wait()["bytes_written"] >= 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from inside import averages_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -62,7 +63,7 @@ def test_extra_states_are_part_of_a_complete_model(tmp_path: Path) -> None:
     other.load_state_dict(copy.deepcopy(state))
     check(other, 6)
     other[2].state["scale"][1] = -1
-    check(ema._core.view.model, 6)
+    check(averages_of(ema).view.model, 6)
     ema.export(tmp_path / "out")
     for source in (tmp_path / "out", state):
         target = full(2)

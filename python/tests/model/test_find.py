@@ -143,6 +143,7 @@ def _memoryless() -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -153,6 +154,8 @@ def _memoryless() -> nn.Module:
         (_sparse, "'table'.*sparse_coo"),
         (_memoryless, "'table' is a TwoTensor"),
         (lambda: torch.ones(3), "Tensor; an nn.Module"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "the model is a RecursiveScriptModule of torch.jit"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' is a RecursiveScriptModule of torch.jit"),
     ],
 )
 def test_what_cannot_be_averaged_is_named(model: object, says: str) -> None:

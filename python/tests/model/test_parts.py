@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from inside import averages_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -61,8 +62,8 @@ def averages_of_parts(whole: nn.Module, inner: nn.Sequential, directory: str, wh
         check(ema.full_state_dict(), values(twin, 1.0), rank, what)
         with torch.no_grad():
             before = whole(x)
-            ema._core.view.reshard()
-            for one in ema._core.view.parameters:
+            averages_of(ema).view.reshard()
+            for one in averages_of(ema).view.parameters:
                 one.tensor.mul_(3.0)
         ema.update()
         check(ema.full_state_dict(), values(twin, 2.0), rank, f"{what}, {i}")
@@ -79,9 +80,9 @@ def averages_of_parts(whole: nn.Module, inner: nn.Sequential, directory: str, wh
             rank,
             f"{what}, {i} in a file",
         )
-        ema._core.view.reshard()
+        averages_of(ema).view.reshard()
         with torch.no_grad():
-            for one in ema._core.view.parameters:
+            for one in averages_of(ema).view.parameters:
                 one.tensor.div_(3.0)
 
 

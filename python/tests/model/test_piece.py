@@ -1,4 +1,4 @@
-"""A Piece behaves as the tensor that it is a part of, and says so where it can't."""
+"""A Piece is copied and moved as the tensor that it is a part of, and refuses everything else."""
 
 from __future__ import annotations
 
@@ -97,6 +97,12 @@ def test_it_is_detached_and_aliased_without_a_copy() -> None:
         assert one.local[0] == -7
 
 
+def test_it_is_compared_with_other_pieces() -> None:
+    assert torch.equal(piece(), piece())
+    assert not torch.equal(piece(), piece(4, 13))
+    assert not torch.equal(piece(), Piece(piece().local + 1, piece().region))
+
+
 def test_it_changes_its_dtype() -> None:
     assert same(piece().to(torch.bfloat16), piece(dtype=torch.bfloat16))
     assert same(piece().double(), piece(dtype=torch.float64))
@@ -108,25 +114,6 @@ def test_it_prints_what_it_holds_of_what() -> None:
     assert "11." in f"{piece().clone()}"
 
 
-def test_arithmetic_acts_on_each_element() -> None:
-    one, other = piece(), piece()
-    assert same(one * 2 + other, Piece(one.local * 3, one.region))
-    one.mul_(0.5).add_(other, alpha=0.25)
-    assert same(one, Piece(other.local * 0.75, one.region))
-    torch._foreach_lerp_([one, other], [other.clone(), other.clone()], 1.0)
-    assert same(one, other)
-    assert torch.equal(one, other)
-    assert not torch.equal(one, piece(4, 13))
-
-
-def test_it_takes_its_part_of_a_whole_tensor() -> None:
-    one = piece()
-    one.copy_(torch.arange(100, 120).view(SHAPE))
-    assert one.local.tolist() == list(range(103, 112))
-    one.zero_()
-    assert one.local.tolist() == [0] * 9
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -134,13 +121,19 @@ def test_it_takes_its_part_of_a_whole_tensor() -> None:
         lambda one: one.norm(),
         lambda one: one[0],
         lambda one: one.view(-1),
-        lambda one: one + piece(4, 13),
-        lambda one: one + torch.ones(SHAPE),
+        lambda one: one + 1,
+        lambda one: one + one,
+        lambda one: one.zero_(),
+        lambda one: torch.equal(one, torch.ones(SHAPE)),
+        lambda one: one.new_empty(3),
+        lambda one: one.copy_(piece(4, 13)),
+        lambda one: one.copy_(torch.ones(SHAPE)),
         lambda one: torch.ones(SHAPE).copy_(one),
+        lambda one: torch._foreach_lerp_([one], [one], 1.0),
         lambda one: torch._foreach_norm([one]),
     ],
 )
-def test_what_needs_other_ranks_is_refused(call: Callable[[Piece], Any]) -> None:
+def test_everything_but_copies_is_refused(call: Callable[[Piece], Any]) -> None:
     with pytest.raises(NotImplementedError, match=r"(?s)part of a tensor of shape \(5, 4\).*full_state_dict") as caught:
         call(piece())
     assert isinstance(caught.value, shardow.Error)

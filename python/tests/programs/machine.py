@@ -273,7 +273,7 @@ class Machine:
         self._taken_over()
         for which, ema in enumerate(self.emas):
             with refused():
-                ema._core.update(None, 0.0)
+                ema._averages.update(None, 0.0)
             if self.oracle.attached[which]:
                 self.handles[which].remove()
         states = [ema.state_dict() for ema in self.emas]

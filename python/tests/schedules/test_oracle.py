@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inside import averages_of
 from oracle import Numbers, Oracle
 from torch import nn
 
@@ -72,7 +73,7 @@ def make(model: nn.Module, chosen: list[tuple[str, Numbers]], **options: Any) ->
 
 
 def of(ema: shardow.EMA, k: int) -> float:
-    return float(ema._core.tracked[0].averages[k][0])
+    return float(averages_of(ema).tracked[0].averages[k][0])
 
 
 def test_every_kind_is_here_in_the_docs_and_public() -> None:

@@ -59,41 +59,41 @@ class EMAManager(Managed):
         return EMA(model, self.decay, dtype=self._dtype, params=params, rule="mul_add", stochastic=False, **options)
 
     def _bind(self, model: nn.Module, ema: EMA) -> None:
-        self._model, self._ema, self._core = model, ema, ema._core
-        weights = weights_of(ema._core.view)
+        self._model, self._ema, self._averages = model, ema, ema._averages
+        weights = weights_of(ema._averages.view)
         self._shadow: dict[str, torch.Tensor] = {
-            one.name: look(weights.get(one.name), one.flat, one.region) for one in ema._core.parts()
+            one.name: look(weights.get(one.name), one.flat, one.region) for one in ema._averages.parts()
         }
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def _is_shared(self) -> bool:
-        return self._core.team.process_group is not None
+        return self._averages.team.process_group is not None
 
     @property
     def _team(self) -> Team:  # type: ignore[override]
-        return self._core.team if self._is_shared() else self._everybody
+        return self._averages.team if self._is_shared() else self._everybody
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """After each optimizer step. Local, unless the model's parameters have been replaced or wrapped since: all
         ranks find them by name then. What is NaN or Inf is held. Raises ValueError for a parameter that is trained and
         has no average."""
-        if model is not self._model or not self._core.view.unchanged():
+        if model is not self._model or not self._averages.view.unchanged():
             self._follow(model)
         if any(parameter.requires_grad for parameter in self._frozen):
             self._refuse_new(find(model))
-        self._core.update_by(self.decay, 1.0 - self.decay)
+        self._averages.update_by(self.decay, 1.0 - self.decay)
         self.updates += 1
 
     def _follow(self, model: nn.Module) -> None:
-        view = self._core.view
-        self._core.swap.refuse("update()")
+        view = self._averages.view
+        self._averages.swap.refuse("update()")
         view.reshard()
         if model is self._model and view.unchanged():
             return
         theirs = find(model, group=self._options["group"])  # type: ignore[arg-type]
         self._refuse_new(theirs)
-        if self._core.swap.follow_moves() and _places(view) == _places(theirs):
+        if self._averages.swap.follow_moves() and _places(view) == _places(theirs):
             self._model = model
             return
         missing = self._shadow.keys() - {one.name for one in theirs.parameters}
@@ -101,12 +101,12 @@ class EMAManager(Managed):
             lost = f"'{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged"
             raise invalid(f"the model has no {lost}; make a new manager of it", KeyError)
         new = self._averages_of(model, functools.partial(_is_in, frozenset(self._shadow)))
-        load_averages(new._core, self._core.averages())
+        load_averages(new._averages, self._averages.averages())
         self._bind(model, new)
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
-        self._core.to_copy("copied")
+        self._averages.to_copy("copied")
         names = ("decay", "updates", "_options", "_dtype", "_model", "_ema")
         return {name: getattr(self, name) for name in names}
 
@@ -139,7 +139,7 @@ class EMAManager(Managed):
 
         def prepare() -> tuple[list[Part], dict[str, Any]]:
             path.parent.mkdir(parents=True, exist_ok=True)
-            view = self._core.view
+            view = self._averages.view
             mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
             return [part for part in self._complete()[0] if part.name in mine], engine.dtype_and_limit(dtype, None)
 
@@ -151,23 +151,26 @@ class EMAManager(Managed):
         return self._shadow
 
     def _live(self) -> dict[str, torch.Tensor]:
-        self._core.swap.refuse("state_dict()")
+        self._averages.swap.refuse("state_dict()")
         return self._shadow
 
     def _held(self) -> Held:
-        self._core.swap.refuse("loading")
-        names = {one.name: (one.name, *one.local.aliases) for one in self._core.tracked}
-        return Held(self._core.parts(), names, self._team.process_group)
+        self._averages.swap.refuse("loading")
+        names = {one.name: (one.name, *one.local.aliases) for one in self._averages.tracked}
+        return Held(self._averages.parts(), names, self._team.process_group)
 
     def _begin(self) -> None:
-        self._core.begin()
+        self._averages.begin()
 
     def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
-        self._core.swap.refuse("an export")
-        names = {one.name: (one.name, *one.aliases) for one in [*self._core.view.parameters, *self._core.view.buffers]}
-        self._core.swap.rebind()
-        others = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._core.others()]
-        return [*self._core.parts(), *others], names
+        self._averages.swap.refuse("an export")
+        names = {
+            one.name: (one.name, *one.aliases)
+            for one in [*self._averages.view.parameters, *self._averages.view.buffers]
+        }
+        self._averages.swap.rebind()
+        others = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._averages.others()]
+        return [*self._averages.parts(), *others], names
 
 
 def _is_in(names: frozenset[str], name: str, _: object) -> bool:

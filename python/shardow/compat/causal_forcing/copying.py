@@ -23,7 +23,7 @@ class Copier:
 
     def __init__(self, core: Averages, target: nn.Module) -> None:
         self.target = target
-        self._core = core
+        self._averages = core
         self._view: ModelView = find(target, group=core.team.process_group)
         self._tracked = self._as_averaged()
         self._alike_everywhere: bool | None = None
@@ -31,7 +31,7 @@ class Copier:
     @torch.no_grad()
     def ready(self) -> None:
         """Raises, before anything changes, where the target is not what it was. Local."""
-        self._core.swap.refuse("copy_to()")
+        self._averages.swap.refuse("copy_to()")
         self._view.reshard()
         if not self._view.unchanged() and not self._view.follow_moves(self._follow):
             raise errors.make("invalid_argument", self._view.explain_change())
@@ -44,7 +44,7 @@ class Copier:
     @torch.no_grad()
     def copy(self) -> None:
         """Collective."""
-        team, pairs = self._core.team, list(zip(self._tracked, self._core.tracked, strict=True))
+        team, pairs = self._averages.team, list(zip(self._tracked, self._averages.tracked, strict=True))
         if self._alike_everywhere is None:
             alike = all(there.region == here.region for there, here in pairs)
             self._alike_everywhere = all(answer == b"1" for answer in team.gather("copy_to()", b"%d" % alike))
@@ -52,9 +52,9 @@ class Copier:
             torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
             for one in self._tracked:
                 one.scatter()
-            self._core.share(self._tracked)
+            self._averages.share(self._tracked)
         else:
-            _state.copy_streamed(Gatherer("copy_to()", self._core.parts(), team), self._view, team)
+            _state.copy_streamed(Gatherer("copy_to()", self._averages.parts(), team), self._view, team)
         self._view.bump_versions()
         self._view.reshard()
 
@@ -63,7 +63,7 @@ class Copier:
         don't fit.
         """
         there = {one.name: one for one in self._view.parameters}
-        shapes = {one.name: tuple(one.local.region.shape) for one in self._core.tracked}
+        shapes = {one.name: tuple(one.local.region.shape) for one in self._averages.tracked}
         found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
         wrong = [f"'{name}' has no average" for name in found.unexpected]
         wrong += [f"'{name}' is missing in the module, {shapes[name]} in the averages" for name in found.missing]
@@ -73,4 +73,4 @@ class Copier:
         if wrong:
             raise invalid(f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}", KeyError)
         chosen = [there[name] for name in shapes]
-        return [Tracked(one, *divide(one, self._core.options.replicas)) for one in chosen]
+        return [Tracked(one, *divide(one, self._averages.options.replicas)) for one in chosen]

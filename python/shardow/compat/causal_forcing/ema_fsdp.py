@@ -55,26 +55,26 @@ class EMA_FSDP:
             group=group, timeout=timeout,
         )  # fmt: skip
         name_of = called(root)
-        self._names = {name: name_of(name) for name in self._core.averages()}  # {clean: the origin's}
+        self._names = {name: name_of(name) for name in self._averages.averages()}  # {clean: the origin's}
         self._copier: Copier | None = None
         self._is_copy = False
 
     @property
-    def _core(self) -> Averages:
-        return self.ema._core
+    def _averages(self) -> Averages:
+        return self.ema._averages
 
     @property
     def decay(self) -> float:
         """Of the next update; may be set to a number or a Schedule at any time."""
-        return self._core.engine.decays[0]
+        return self._averages.engine.decays[0]
 
     @decay.setter
     def decay(self, decay: float | Schedule) -> None:
         schedules = as_schedules(decay)
-        state = json.loads(self._core.engine.state())
+        state = json.loads(self._averages.engine.state())
         state["schedules"] = [json.loads(schedule.to_json()) for schedule in schedules]
-        self._core.engine.set_state(json.dumps(state))
-        self._core.keys = _core.decay_keys(schedules)
+        self._averages.engine.set_state(json.dumps(state))
+        self._averages.keys = _core.decay_keys(schedules)
 
     @property
     def shadow(self) -> dict[str, torch.Tensor]:
@@ -114,13 +114,13 @@ class EMA_FSDP:
         """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its
         place.
         """
-        made = EMA(model, self._core.engine.schedules, **self._core.arguments)
+        made = EMA(model, self._averages.engine.schedules, **self._averages.arguments)
         made.load_state_dict(self.ema.state_dict())
         self.ema, self._model, self._is_copy = made, model, False
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
-        self._core.to_copy("copied")
+        self._averages.to_copy("copied")
         return {**self.__dict__, "_copier": None, "_is_copy": True}
 
     # ---- state
@@ -128,19 +128,19 @@ class EMA_FSDP:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's parts, without a copy, as ``shadow``; for load_state_dict() of the same sharding, and for
         torch.distributed.checkpoint. For the whole: full_state_dict(), save()."""
-        return {self._names[name]: tensor for name, tensor in self._core.averages().items()}
+        return {self._names[name]: tensor for name, tensor in self._averages.averages().items()}
 
     def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
         """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises
         ValueError, on every rank, with everything that does not fit, before anything changes."""
-        found = self._core.team.agree("load_state_dict()", lambda: self._renamed(sd))
-        load_averages(self._core, found)
+        found = self._averages.team.agree("load_state_dict()", lambda: self._renamed(sd))
+        load_averages(self._averages, found)
 
     def _renamed(self, sd: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """By clean names. What is a buffer of the model is passed over."""
-        aliases = {one.name: one.aliases for one in self._core.view.parameters}
-        parts = self._core.parts() + [
-            Part(one.name, one.tensor.reshape(-1), one.region) for one in self._core.view.buffers
+        aliases = {one.name: one.aliases for one in self._averages.view.parameters}
+        parts = self._averages.parts() + [
+            Part(one.name, one.tensor.reshape(-1), one.region) for one in self._averages.view.buffers
         ]
         names = {
             part.name: (part.name, self._names.get(part.name, part.name), *aliases.get(part.name, ())) for part in parts
@@ -157,7 +157,9 @@ class EMA_FSDP:
         ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the
         unwrapped model's.
         """
-        style = self._core.team.agree("full_state_dict()", lambda: one_of("key_style", key_style, ("wrapped", "clean")))
+        style = self._averages.team.agree(
+            "full_state_dict()", lambda: one_of("key_style", key_style, ("wrapped", "clean"))
+        )
         full = self.ema.full_state_dict(complete=False)
         return full if style == "clean" else {self._names[name]: tensor for name, tensor in full.items()}
 
@@ -183,12 +185,12 @@ class EMA_FSDP:
             copier = (
                 self._copier
                 if self._copier is not None and self._copier.target is target
-                else Copier(self._core, target)
+                else Copier(self._averages, target)
             )
             copier.ready()
             return copier
 
-        self._copier = self._core.together("copy_to()", ready)
+        self._copier = self._averages.together("copy_to()", ready)
         self._copier.copy()
 
     def swapped(self) -> AbstractContextManager[None]:

@@ -42,7 +42,7 @@ def write_model_pt(
         raise invalid("write_model_pt(): nothing to write; give ema=, generator= or other models")
     content = {} if ema is None else {"generator_ema": ema.full_state_dict(key_style=key_style)}
     content.update({name: whole_state_dict(model_and_root(model)[0]) for name, model in models.items()})
-    team = team_of(model_and_root(next(iter(models.values())))[0]) if ema is None else ema._core.team
+    team = team_of(model_and_root(next(iter(models.values())))[0]) if ema is None else ema._averages.team
     team.agree("write_model_pt()", lambda: torch_files.write(content, path) if team.rank == 0 else None)
 
 

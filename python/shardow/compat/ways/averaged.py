@@ -19,8 +19,9 @@ from shardow.compat.ways.follower import Choose, Follower, Rule, everything_save
 from shardow.compat.ways.pairs import warn_of_rounding
 from shardow.compat.ways.stand_in import Behind, StandIn, needed, stand_in_for, whole_averages
 from shardow.compat.ways.teams import team_of
-from shardow.compat.ways.twin import Scripted, Twin
+from shardow.compat.ways.twin import Twin
 from shardow.model.match import compare
+from shardow.model.modules import refuse_scripted
 from shardow.model.names import clean_file_key
 from shardow.model.piece import Piece
 from shardow.start.materialize import Request, fill_model
@@ -35,6 +36,7 @@ def follow(
     keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Paired.
     ``device``, ``dtype``: of the averages, by default the model's. ``stochastic``: how 16 bits are rounded."""
     one_of("replicas", replicas, ("split", "copy"))
+    refuse_scripted(model.named_modules())
     if needed(model, replicas):
         stand_in = stand_in_for(
             model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic, seed=seed
@@ -50,8 +52,7 @@ def follow(
             module.parameters(),
             "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding",
         )
-    kind = Scripted if isinstance(model, torch.jit.ScriptModule) else Twin
-    return kind(module, rule, choose, stochastic=stochastic, seed=seed)
+    return Twin(module, rule, choose, stochastic=stochastic, seed=seed)
 
 
 class Averaged(nn.Module):

@@ -51,7 +51,7 @@ class StandIn(nn.Module):
 
     @property
     def core(self) -> Averages:
-        return self.ema._core
+        return self.ema._averages
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward through the result raises, since the weights have changed by then."""
@@ -162,14 +162,14 @@ class _Sorted(Follower):
         self._stand_in, self._choose = stand_in, choose
 
     @property
-    def _core(self) -> Averages:
+    def _averages(self) -> Averages:
         return self._stand_in.core
 
     @functools.cached_property
     def _sorted(self) -> dict[Fate, list[Tracked]]:
-        buffers = {one.name for one in self._core.view.buffers}
+        buffers = {one.name for one in self._averages.view.buffers}
         found: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
-        for one in self._core.tracked:
+        for one in self._averages.tracked:
             found[self._choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")].append(
                 one
             )
@@ -185,21 +185,21 @@ class Behind(_Sorted):
     def __init__(self, stand_in: StandIn, choose: Choose) -> None:
         super().__init__(stand_in, choose)
         self.module: nn.Module = stand_in
-        self._seen = self._core.view.model
+        self._seen = self._averages.view.model
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         self._check(model)
-        self._core.wait()
+        self._averages.wait()
         left = [average.clone() for average in _memory(self._sorted["leave"])]  # the engine averages all, in one pass
-        self._core.update_by(decay, weight)
+        self._averages.update_by(decay, weight)
         self._copy_rest(left)
 
     @torch.no_grad()
     def apply(self, model: nn.Module, change: Change) -> None:
         self._check(model)
-        self._core.ready_to_update()
-        self._core.wait()
+        self._averages.ready_to_update()
+        self._averages.wait()
         change(
             _memory(self._sorted["average"]),
             [one.sources().to(one.averages[0].device) for one in self._sorted["average"]],
@@ -209,19 +209,19 @@ class Behind(_Sorted):
     @torch.no_grad()
     def copy(self, model: nn.Module) -> None:
         self._check(model)
-        self._core.update_by(0.0, 1.0)
+        self._averages.update_by(0.0, 1.0)
         self._copy_rest()
 
     def _copy_rest(self, left: Sequence[torch.Tensor] = ()) -> None:
         if not left and not self._sorted["copy"]:
             return
-        self._core.wait()
+        self._averages.wait()
         copy_all(_memory(self._sorted["leave"]) if left else [], list(left))
         copy_all(_memory(self._sorted["copy"]), [one.sources() for one in self._sorted["copy"]])
 
     def _check(self, model: nn.Module) -> None:
         if model is not self._seen:
-            if [*map(id, model.parameters())] != [*map(id, self._core.view.model.parameters())]:
+            if [*map(id, model.parameters())] != [*map(id, self._averages.view.model.parameters())]:
                 way_out = "make them anew after the model has its final form"
                 raise invalid(
                     f"averages of a sharded model follow the one they were made of, and this is another; {way_out}",
@@ -237,7 +237,7 @@ class Returning(_Sorted):
 
     def __init__(self, stand_in: StandIn, choose: Choose) -> None:
         super().__init__(stand_in, choose)
-        self.module = self._core.view.model
+        self.module = self._averages.view.model
 
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         def change(weights: list[torch.Tensor], averages: list[torch.Tensor]) -> None:
@@ -255,15 +255,15 @@ class Returning(_Sorted):
         self._write(write)
 
     def copy(self, model: nn.Module) -> None:
-        tracked = self._core.tracked
+        tracked = self._averages.tracked
         self._write(lambda: copy_all([one.weights() for one in tracked], _memory(tracked)))
 
     @torch.no_grad()
     def _write(self, write: Callable[[], None]) -> None:
         """write() fills ``weights()`` of what is tracked; afterwards the model has them, on every replica."""
         what = "update_model_with_ema()"
-        self._core.together(what, lambda: self._core.swap.ready(what))
-        copies.write(self._core, write)
+        self._averages.together(what, lambda: self._averages.swap.ready(what))
+        copies.write(self._averages, write)
 
 
 def _memory(tracked: list[Tracked]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardow.base.checks import invalid
 from shardow.compat.ways.follower import Fate, Kind, Paired
-from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
+from shardow.compat.ways.pairs import Pair, copy_all, warn_of_rounding
 from shardow.model.local import LocalTensor
 from shardow.model.match import compare
 from shardow.model.slots import Slot, slots
@@ -199,36 +199,3 @@ class TrainedTwin(Twin):
         if kind == "parameter":
             return "average" if name in self.names else "leave"
         return "copy" if kind == "buffer" else "leave"
-
-
-class Scripted(Paired):
-    """state_dict() is asked for at every update; a name's absence, or another shape, is a RuntimeError before anything
-    changes.
-    """
-
-    _bound: list[tuple[int, torch.dtype, torch.Size]] | None = None
-
-    def _bind(self, model: nn.Module) -> None:
-        ours, theirs = self.module.state_dict(), model.state_dict()
-        now = [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in [*ours.values(), *theirs.values()]]
-        if now == self._bound:
-            return
-        self._bound = None
-        for name in [*ours, *theirs]:
-            here, there = (tuple(state[name].shape) if name in state else "missing" for state in (ours, theirs))
-            if here != there:
-                raise invalid(f"'{name}' is {here} in the average and {there} in the model", RuntimeError)
-        parameters = {name for name, _ in self.module.named_parameters()}
-        fates = {
-            name: self._choose(name, tensor, "parameter" if name in parameters else "buffer")
-            for name, tensor in ours.items()
-        }
-        averaged, copied = (
-            [Pair(name, theirs[name], ours[name]) for name in ours if fates[name] == fate]
-            for fate in ("average", "copy")
-        )
-        self._pairs, self._copied = self._paired(averaged), Pairs(copied, "lerp")
-        self._bound = now
-
-    def _copy_rest(self) -> None:
-        self._copied.copy()

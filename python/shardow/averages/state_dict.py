@@ -1,0 +1,114 @@
+"""State dicts of averages: sharded states and whole tensors, handed to other code and taken back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from shardow import _core
+from shardow.averages import lineage
+from shardow.averages import state as _state
+from shardow.averages.core import Averages
+from shardow.base.checks import one_of
+from shardow.base.warnings import warn
+from shardow.files.decay_keys import choose
+from shardow.model.extra_state import extra_states
+from shardow.model.local import oddity, refuse_all_odd
+
+OptionsFrom = Literal["file", "own"]
+#: Chooses among several averages: the decay as it was given, its key in ``decays``, or its schedule.
+Decay = float | str | _core.Schedule
+
+
+def make(averages: Averages) -> dict[str, Any]:
+    """See EMA.state_dict()."""
+    averages.swap.refuse("state_dict()")
+    state = lineage.with_record(averages.engine.state(), averages.lineage, averages.engine, averages.keys)
+    return _state.make(averages.tracked, averages.keys, state)
+
+
+@torch.no_grad()
+def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: OptionsFrom) -> dict[str, list[str]]:
+    """See EMA.load_state_dict()."""
+
+    def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
+        averages.swap.refuse("load_state_dict()")
+        text = _state.engine_state(state)
+        keys = saved_keys(averages, _core.decay_keys_in({_core.STATE_KEY: text}), options, "the state")
+        checked = _state.check(state, averages.tracked, keys, strict)
+        lineage.check(lineage.record_in(text), len(keys), "the state")
+        _take_options(averages, "load_state_dict()", text, options)
+        return checked
+
+    with averages.or_as_before():
+        averages.team.same("load_state_dict()", {"strict": bool(strict), "options": str(options)})
+        copies, report = averages.team.agree("load_state_dict()", check)
+    for target, value, region in copies:
+        _state.copy(target, value, region)
+    text = _state.engine_state(state)
+    averages.go_on_from(lineage.taken(averages.engine, lineage.record_in(text), text, averages.keys))
+    return report
+
+
+def saved_keys(averages: Averages, saved: list[str], options: OptionsFrom, where: str) -> list[str]:
+    """Returns, for each average, the key among ``saved`` that it is loaded from. ``where`` is for messages."""
+    one_of("options", options, ("file", "own"))
+    return _core.taken_as(saved, averages.keys, getattr(_core.OptionsFrom, options), where)
+
+
+def _take_options(averages: Averages, what: str, text: str, options: OptionsFrom) -> None:
+    """Sets the counters of a saved state, and its options if ``options`` says so."""
+    changed = averages.engine.differences(text) if options == "file" else []
+    averages.engine.set_state(text, getattr(_core.OptionsFrom, options))
+    renew_keys(averages, what, changed)
+
+
+def renew_keys(averages: Averages, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
+    """Names the averages by the engine's schedules, after it has taken a state. Warns on rank 0 of ``changed``: (name,
+    saved value, value before) of each option that is another one now.
+    """
+    averages.keys = _core.decay_keys(averages.engine.schedules)
+    if changed and averages.team.rank == 0:
+        differences = "; ".join(
+            f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
+            for name, saved, before in changed
+        )
+        now = "What is there is in force now (but the dtype, which stays)"
+        warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
+
+
+def _option_text(name: str, text: str) -> str:
+    return _core.Schedule.from_json(text).key() if name.partition("/")[0] == "schedule" else text
+
+
+def gather(averages: Averages, decay: Decay | None, complete: bool) -> dict[str, torch.Tensor]:
+    """See EMA.full_state_dict()."""
+    what = "full_state_dict()"
+    facts = averages.asked(decay, complete=bool(complete))
+    averages.ready_to_hand_out(what, averages.others if complete else None, facts)
+    k = choose(averages.keys, decay)
+    if not complete:
+        return averages.gatherer(what, k, complete=False).whole({})
+    view = averages.view
+    odd = _without_elements(averages, what)
+    extra = extra_states(view.model) if averages.team.rank == 0 else {}
+    aliases = {local.name: local.aliases for local in [*view.parameters, *view.buffers]}
+    return {**averages.gatherer(what, k, complete=True).whole(aliases), **odd, **copy.deepcopy(extra)}
+
+
+def _without_elements(averages: Averages, what: str) -> dict[str, torch.Tensor]:
+    """Returns on rank 0 copies of what has no elements in memory (sparse, quantised). Collective.
+
+    Such tensors can't be put together from parts, and no file holds them.
+    """
+
+    def copies() -> dict[str, torch.Tensor]:
+        odd = [local for local in averages.others() if oddity(local.tensor)]
+        refuse_all_odd(local for local in odd if local.sharded and not local.replicas)
+        return {name: local.tensor.clone() for local in odd for name in (local.name, *local.aliases)}
+
+    odd = averages.team.agree(what, copies)
+    return odd if averages.team.rank == 0 else {}

@@ -60,8 +60,6 @@ class Save {
 
   size_t staging_bytes() const { return save_->staging_bytes(); }
 
-  std::vector<std::pair<std::string, Shape>> tensors() const { return save_->tensors(); }
-
   void stage(uintptr_t memory, int64_t bytes) {
     const nb::gil_scoped_release release;
     save_->stage({reinterpret_cast<std::byte*>(memory), static_cast<size_t>(bytes)});
@@ -149,7 +147,6 @@ void bind_file(nb::module_& m) {
            "checksums"_a = true, "sequential"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(),
            "texts"_a = Strings())
       .def_prop_ro("staging_bytes", &Save::staging_bytes)
-      .def_prop_ro("tensors", &Save::tensors, "[(name, global shape)] of all ranks' tensors; the same on every rank")
       .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")
       .def("write", &Save::write);
   nb::class_<Checkpoint>(m, "Checkpoint",
@@ -189,9 +186,6 @@ void bind_file(nb::module_& m) {
         "Collective.");
   m.def("clear_dead_saves", &file::clear_dead, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Removes what saves to a path left whose processes died; raises nothing.");
-  m.def(
-      "is_local", [](const base::Path& directory) { return base::space_at(directory).local; }, "directory"_a,
-      "Whether its storage is of a kind that one machine alone mounts.");
   m.def(
       "crc32",
       [](uintptr_t memory, int64_t bytes) {

@@ -112,12 +112,6 @@ size_t StagedSave::staging_bytes() const noexcept {
   return static_cast<size_t>(bytes);
 }
 
-std::vector<std::pair<std::string, Shape>> StagedSave::tensors() const {
-  std::vector<std::pair<std::string, Shape>> all;
-  for (const Shared& tensor : plan_->layout->tensors()) all.emplace_back(tensor.name, tensor.shape);
-  return all;
-}
-
 void StagedSave::stage(std::span<std::byte> memory) {
   Plan& plan = *plan_;
   if (plan.staged || plan.begun)

@@ -110,11 +110,9 @@ class Checkpoints:
             self.directory / manifest.directory_of(step),
             engine.write_in_background if asynchronous else engine.write,
         )
-        return write(files, path, team, lambda: self._retire(step, team), progress=progress, texts=texts)
+        return write(files, path, team, lambda: self._retire(step), progress=progress, texts=texts)
 
-    def _retire(self, step: int, team: Team) -> None:
-        if team.rank != 0:
-            return
+    def _retire(self, step: int) -> None:
         clear(self.directory)
         if self.keep is not None:
             retire(self.directory, step, self.keep, self.keep_every)

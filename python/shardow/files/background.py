@@ -8,8 +8,9 @@ import atexit
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,32 +32,23 @@ def _tell() -> None:
         _core.fail_at_exit()
 
 
-class Save(Protocol):
-    """_core.Save, and what is around one."""
-
-    @property
-    def staging_bytes(self) -> int: ...
-
-    def stage(self, memory: int, bytes: int, /) -> None: ...
-
-    def write(self) -> dict[str, Any]: ...
-
-
 class SaveHandle:
     """A save that is being written. The tensors may change meanwhile."""
 
-    def __init__(self, save: Save, path: str) -> None:
+    def __init__(self, save: _core.Save, path: str, committed: Callable[[], None] | None) -> None:
         self._path = path
         self._report: dict[str, Any] = {}
         self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._write, args=(save,), name=f"shardow save {path}"
+            target=self._write, args=(save, committed), name=f"shardow save {path}"
         )  # no daemon: the interpreter waits
         self._thread.start()
 
-    def _write(self, save: Save) -> None:
+    def _write(self, save: _core.Save, committed: Callable[[], None] | None) -> None:
         try:
             self._report = save.write()
+            if committed is not None:
+                committed()
         except BaseException as error:
             self._error = error
             _untold.append(self)
@@ -103,15 +95,21 @@ def settle(process_group: dist.ProcessGroup | None) -> None:
         handle.wait()
 
 
-def start(process_group: dist.ProcessGroup | None, save: Save, path: str, pinned: bool) -> SaveHandle:
-    """Copies what this rank will write, and writes it in the background."""
+def start(
+    process_group: dist.ProcessGroup | None,
+    save: _core.Save,
+    path: str,
+    pinned: bool,
+    committed: Callable[[], None] | None,
+) -> SaveHandle:
+    """Copies what this rank will write, and writes it in the background; calls ``committed()`` then."""
     slot = _slot(process_group)
     size = save.staging_bytes
     if slot.staging is None or slot.staging.numel() < size:
         slot.staging = None
         slot.staging = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     save.stage(slot.staging.data_ptr(), size)
-    slot.handle = SaveHandle(save, path)
+    slot.handle = SaveHandle(save, path, committed)
     return slot.handle
 
 

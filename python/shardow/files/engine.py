@@ -17,7 +17,7 @@ from shardow.base.checks import invalid, unsupported
 from shardow.base.collector import paused
 from shardow.base.progress import shown
 from shardow.files import paths
-from shardow.files.background import CHANNEL, Save, SaveHandle, settle, start
+from shardow.files.background import CHANNEL, SaveHandle, settle, start
 from shardow.files.claims import claimed
 from shardow.files.paths import StrPath
 from shardow.model import dtypes
@@ -85,88 +85,59 @@ def _several_said(where: str) -> Iterator[None]:
         raise
 
 
-Then = Callable[[], None]
+Committed = Callable[[], None]
 
 
 def write(
-    files: Sequence[FileParts], path: StrPath, team: Team, then: Then | None = None, **options: Any
+    files: Sequence[FileParts], path: StrPath, team: Team, committed: Committed | None = None, **options: Any
 ) -> dict[str, Any]:
-    """The engine's save; ``then()`` is called on this rank when all is published. Collective."""
+    """Saves ``files``. ``committed()`` is called on rank 0 when all is published. Collective."""
     settle(team.process_group)
-    reached = [_Reached(file.parts) for file in files]  # alive during the call
-    return _prepared(team.group, files, reached, path, team, then, options).write()
+    save, _memory = _prepared(team.group, files, path, team, options)
+    report: dict[str, Any] = save.write()
+    if committed is not None and team.rank == 0:
+        committed()
+    return report
 
 
 def write_in_background(
-    files: Sequence[FileParts], path: StrPath, team: Team, then: Then | None = None, **options: Any
+    files: Sequence[FileParts], path: StrPath, team: Team, committed: Committed | None = None, **options: Any
 ) -> SaveHandle:
-    """write() that returns when everything is copied. Collective, and so is what goes on in the background."""
+    """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
     settle(team.process_group)
-    reached = [_Reached(file.parts) for file in files]
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
     if isinstance(group, StoreGroup):
         group.begin("async_save()", team.timeout)
     on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
-    return start(
-        team.process_group, _prepared(group, files, reached, path, team, then, options), os.fspath(path), pinned=on_cuda
-    )
+    save, _memory = _prepared(group, files, path, team, options)
+    return start(team.process_group, save, os.fspath(path), on_cuda, committed if team.rank == 0 else None)
 
 
 def _prepared(
-    group: _core.Group,
-    files: Sequence[FileParts],
-    reached: list[_Reached],
-    path: StrPath,
-    team: Team,
-    then: Then | None,
-    options: dict[str, Any],
-) -> Save:
-    def given() -> tuple[str, list[_core.SaveFile]]:
-        with_memory = zip(files, reached, strict=True)
+    group: _core.Group, files: Sequence[FileParts], path: StrPath, team: Team, options: dict[str, Any]
+) -> tuple[_core.Save, list[Sequence[Part]]]:
+    """Returns the engine's save and the memory that it reads, which must stay until it is written or staged."""
+    memory: list[Sequence[Part]] = []
+
+    def given() -> tuple[str, list[tuple[str, Any, dict[str, str]]]]:
         return paths.to_write(path), [
-            _core.SaveFile(file.name, one.views(), _texts(file.metadata)) for file, one in with_memory
+            (file.name, _reached(file.parts, memory), _texts(file.metadata)) for file in files
         ]
 
-    target, engine_files = team.agree("save()", given)
-    told = {**options, "progress": shown(options.get("progress"), f"save {Path(target).name}", team.rank)}
-    save = claimed(
-        _core.Save(group, engine_files, target, timeout=team.timeout, **told),
-        [file.name for file in files],
-        target,
-        team,
-    )
-    return save if then is None else _SaveThen(save, then)
+    target, told = team.agree("save()", given)
+    progress = shown(options.pop("progress", None), f"save {Path(target).name}", team.rank)
+    parts = (part for file in files for part in file.parts)
+    texts, progress = claimed(target, [file.name for file in files], parts, team, progress)
+    engine_files = [_core.SaveFile(name, views, {**metadata, **texts}) for name, views, metadata in told]
+    return _core.Save(group, engine_files, target, timeout=team.timeout, progress=progress, **options), memory
 
 
-class _Reached:
-    """Parts where the engine reaches them. Of the usual ones, thousands, it makes views without a step of Python's for
-    each.
-    """
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._made = engine_views(
-            [one.name for one in parts], [one.flat for one in parts], [one.region for one in parts]
-        )
-        self._parts = list(parts) if self._made is not None else _for_engine(parts)
-
-    def views(self) -> _core.Views | list[_core.TensorView]:
-        return self._made if self._made is not None else _views(self._parts)
-
-
-class _SaveThen:
-    """A save, and what follows it."""
-
-    def __init__(self, save: Save, then: Then) -> None:
-        self._save, self._then = save, then
-        self.staging_bytes: int = save.staging_bytes
-
-    def stage(self, memory: int, size: int) -> None:
-        self._save.stage(memory, size)
-
-    def write(self) -> dict[str, Any]:
-        report = self._save.write()
-        self._then()
-        return report
+def _reached(parts: Sequence[Part], memory: list[Sequence[Part]]) -> _core.Views | list[_core.TensorView]:
+    """Returns views of memory that the engine reaches, and adds its tensors to ``memory``. Views of the usual tensors,
+    thousands, are made without a step of Python's for each."""
+    made = engine_views([one.name for one in parts], [one.flat for one in parts], [one.region for one in parts])
+    memory.append(parts if made is not None else _for_engine(parts))
+    return made if made is not None else _views(memory[-1])
 
 
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:

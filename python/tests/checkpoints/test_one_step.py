@@ -68,10 +68,10 @@ class Writers:
         opened = self._open = threading.Event()
         return {"progress": lambda done, total: _stop(opened)} if self.point == "midway" else {}
 
-    def write(self, handle: background.SaveHandle, save: Any) -> None:
+    def write(self, handle: background.SaveHandle, *save: Any) -> None:
         if self.point == "first":
             _stop(self._open)
-        _write(handle, save)
+        _write(handle, *save)
 
     def let_go(self) -> None:
         self._open.set()
@@ -88,7 +88,7 @@ def _stop(opened: threading.Event) -> None:
 @contextmanager
 def patched(writers: Writers, mistake: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background.SaveHandle, "_write", lambda handle, save: writers.write(handle, save))
+        patch.setattr(background.SaveHandle, "_write", lambda handle, *save: writers.write(handle, *save))
         settle = (lambda _: None) if mistake == "torn" else writers.settle
         for module in (face, engine):
             patch.setattr(module, "settle", settle)
@@ -97,11 +97,11 @@ def patched(writers: Writers, mistake: str) -> Iterator[None]:
         yield
 
 
-def stale(process_group: Any, save: Any, path: str, pinned: bool) -> Any:
+def stale(process_group: Any, *save: Any) -> Any:
     """Publishes what was staged before, where something was."""
     staging = background._slot(process_group).staging
     before = staging.clone() if staging is not None else None
-    handle = _start(process_group, save, path, pinned)
+    handle = _start(process_group, *save)
     if before is not None:
         background._slot(process_group).staging[: before.numel()].copy_(before)
     return handle

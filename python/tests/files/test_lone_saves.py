@@ -5,6 +5,7 @@ What replaces itself does.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -225,14 +226,15 @@ def test_a_save_in_the_background_has_claimed_its_path_when_it_begins(tmp_path: 
     assert names_at(str(tmp_path / "model")) == ["layer0.bias", "layer0.weight"]
 
 
-def without_an_answer(pid: int, port: int, path: str) -> tuple[list[str], float]:
-    """Rank 0 saves while the store's host is stopped."""
+def without_an_answer(pid: int, port: int, path: str, known: bool) -> tuple[list[str], float]:
+    """Rank 0 saves while the store's host is stopped. ``known``: the job's id was asked for before."""
     if dist.get_rank():
         return [], 0.0
     own = store_group._connection
     store_group._connection = lambda: dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
-        shardow.save(stage(0), f"{path}-before")
+        if known:
+            shardow.save(stage(0), f"{path}-before")
         stop(pid)
         began = time.monotonic()
         with warnings.catch_warnings(record=True) as said:
@@ -244,11 +246,55 @@ def without_an_answer(pid: int, port: int, path: str) -> tuple[list[str], float]
         store_group._connection = own
 
 
+@pytest.mark.parametrize("known", [True, False])
 def test_a_store_that_does_not_answer_delays_a_lone_save_no_longer_than_its_timeout(
-    host: tuple[int, int], tmp_path: Path
+    known: bool, host: tuple[int, int], tmp_path: Path
 ) -> None:
-    said, seconds = ranks.run(2, without_an_answer, *host, str(tmp_path / "model"))[0]
-    assert len(said) == 1
-    assert said[0].startswith(f"RuntimeWarning {__file__}: {tmp_path}/model: the job's store did not answer within 2 s")
+    said, seconds = ranks.run(2, without_an_answer, *host, str(tmp_path / "model"), known)[0]
+    told = f"RuntimeWarning {__file__}: {tmp_path}/model: the job's store did not answer within 2 s"
+    assert [one[: len(told)] for one in said] == ([] if known else [told])
     assert seconds < DEADLINE + 1
     assert names_at(str(tmp_path / "model")) == ["layer0.bias", "layer0.weight"]
+
+
+def groups_at_once(path: str) -> list[str]:
+    """Two stages of two ranks each, to a path where nothing is; then all ranks, each alone, with one content."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(stage(rank // 2), process_group=groups[rank // 2])
+    dist.barrier()
+    told = [outcome(lambda: shardow.save(model, path))[0]]
+    told.append(outcome(lambda: shardow.async_save(model, f"{path}-later").wait())[0])
+    dist.barrier()
+    told.append(outcome(lambda: shardow.save(stage(5), f"{path}-copies"))[0])
+    dist.barrier()
+    told.append(in_turn(lambda: shardow.save(stage(6), f"{path}-copies"))[0])  # they have shared it
+    return told
+
+
+def test_of_groups_that_save_at_once_one_is_refused_on_all_its_ranks_and_copies_are_not(tmp_path: Path) -> None:
+    told = ranks.run(4, groups_at_once, str(tmp_path / "model"))
+    for turn in (0, 1):
+        assert [one[turn] for one in told[::2]] == [one[turn] for one in told[1::2]]
+        assert sorted(one[turn] for one in told[::2]) == ["InvalidArgumentError", "none"]
+    assert {kind for one in told for kind in one[2:]} == {"none"}
+    assert names_at(str(tmp_path / "model-copies")) == ["layer6.bias", "layer6.weight"]
+
+
+def claims(path: str) -> list[bool]:
+    """Which saves' files say in their headers who saved them: by one rank, by all."""
+    shardow.save(stage(dist.get_rank()), f"{path}-{dist.get_rank()}.safetensors")
+    shardow.save(stage(0), f"{path}.safetensors", group=dist.group.WORLD)
+    dist.barrier()
+    return ["shardow.part" in shardow.open(one).metadata for one in (f"{path}-0.safetensors", f"{path}.safetensors")]
+
+
+def test_only_the_file_of_a_part_of_a_job_says_who_saved_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    assert ranks.run(2, claims, path)[0] == [True, False]
+    shardow.save(stage(0), f"{path}-alone.safetensors")
+    assert (tmp_path / "model-alone.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    with shardow.open(f"{path}-0.safetensors") as opened:
+        text = json.loads(opened.metadata["shardow.part"])
+    assert text.keys() == {"job", "ranks", "digest"}
+    assert text["ranks"] == [0]

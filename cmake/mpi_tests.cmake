@@ -19,8 +19,6 @@ else()
   target_link_libraries(mpi_test PRIVATE shardow_mpi GTest::gtest)
   add_mpi_test(mpi_deaths tests/mpi/deaths.cc)  # started by test_mpi_deaths.py
   target_link_libraries(mpi_deaths_test PRIVATE shardow_mpi)
-  add_mpi_test(mpi_trajectory tests/faces/mpi_trajectory.cc)  # by test_faces.py
-  target_link_libraries(mpi_trajectory_test PRIVATE shardow_mpi)
   foreach(ranks 1 2 4)
     add_test(NAME mpi_${ranks} COMMAND ${PROJECT_SOURCE_DIR}/tests/mpi/mpirun ${ranks} $<TARGET_FILE:mpi_test>)
   endforeach()

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,7 @@ class CoreModule:
 
 
 def _serve(folder: str, *args: Any) -> None:
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning of a timeout looks up names, for seconds
     CoreModule(folder).install()
     import ranks
 

@@ -69,4 +69,15 @@ void LateStore::reach(const char* what) {
   arrive();
 }
 
+std::vector<std::unique_ptr<Group>> late_groups(Simulation& simulation, const LateStore::Transit& transit,
+                                                bool takes_own_verdict, int ranks) {
+  std::vector<std::unique_ptr<Group>> groups;
+  const auto shelf = std::make_shared<Shelf>();
+  for (int rank = 0; rank < ranks; ++rank) {
+    auto store = std::make_unique<LateStore>(simulation, shelf, transit, takes_own_verdict);
+    groups.push_back(store_group(std::move(store), rank, ranks));
+  }
+  return groups;
+}
+
 }  // namespace shardow::simulated

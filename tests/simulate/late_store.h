@@ -51,4 +51,8 @@ class LateStore final : public Store {
   base::Time last_{};  ///< when what this rank sent last arrives
 };
 
+/// The groups of `ranks` ranks over such a store.
+std::vector<std::unique_ptr<Group>> late_groups(Simulation& simulation, const LateStore::Transit& transit,
+                                                bool takes_own_verdict, int ranks);
+
 }  // namespace shardow::simulated

@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/turns.h"
+#include "seams.h"
 
 namespace shardow::simulated {
 

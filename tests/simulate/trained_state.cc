@@ -4,8 +4,6 @@
 
 #include <bit>
 
-#include "ema/names.h"
-
 namespace shardow::simulated {
 namespace {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "file/checkpoint_fixture.h"
+#include "seams.h"
 #include "shardow/average.h"
 
 namespace shardow::simulated {

@@ -4,8 +4,8 @@
 
 #include <cerrno>
 
-#include "file/environment.h"
 #include "late_store.h"
+#include "seams.h"
 #include "world_disk.h"
 
 namespace shardow::simulated {
@@ -20,58 +20,6 @@ Fault::Kind some_fault(Simulation& seed, bool through_store) {
   return static_cast<Fault::Kind>(1 + seed.below(static_cast<int>(Fault::Kind::kInterrupted)));
 }
 
-/// The ranks' Group: each call is a step.
-class World::Ranks final : public Group {
- public:
-  Ranks(World& world, std::unique_ptr<Group> group)
-      : world_(world), rank_(group->rank()), size_(group->size()), group_(std::move(group)) {}
-
-  bool in_use = false;  ///< by a thread
-  void leave() { group_.reset(); }
-
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return size_; }
-  void begin(std::string_view call, std::chrono::milliseconds timeout) override {
-    if (!group_) throw Died{};
-    group_->begin(call, timeout);
-  }
-  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
-    come("all_gather");
-    if (world_.mutant() == Mutant::kEarlyVerdict && size() > 1 && world_.simulation_.chance(8)) {
-      auto all = group_->all_gather(mine, until(deadline));
-      all.assign(all.size(), std::string(mine));
-      return all;
-    }
-    return group_->all_gather(mine, until(deadline));
-  }
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    come("all_reduce");
-    group_->all_reduce(values, op, until(deadline));
-  }
-  void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
-    come("broadcast");
-    group_->broadcast(bytes, root, until(deadline));
-  }
-  void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
-    come("send");
-    group_->send(bytes, to, until(deadline));
-  }
-  void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
-    come("recv");
-    group_->recv(bytes, from, until(deadline));
-  }
-
- private:
-  void come(const char* what) { world_.come(what); }
-  Deadline until(Deadline deadline) const {
-    return world_.mutant() == Mutant::kNoDeadlines ? deadline + std::chrono::hours(100) : deadline;
-  }
-
-  World& world_;
-  const int rank_, size_;
-  std::unique_ptr<Group> group_;
-};
-
 World::World(Simulation& simulation, Setting setting)
     : simulation_(simulation),
       setting_(std::move(setting)),
@@ -84,21 +32,20 @@ World::World(Simulation& simulation, Setting setting)
     for (int lane = 0; lane < setting_.lanes; ++lane) {
       size_t rank = first;
       for (auto& group : groups_of(ranks))
-        ranks_[rank++].lanes.push_back(std::make_shared<Ranks>(*this, std::move(group)));
+        ranks_[rank++].lanes.push_back(std::make_shared<SteppedGroup>(std::move(group), what_befalls()));
     }
   }
 }
 
 std::vector<std::unique_ptr<Group>> World::groups_of(int ranks) {
   if (!setting_.through_store) return threads(ranks);
-  std::vector<std::unique_ptr<Group>> groups;
-  const auto shelf = std::make_shared<Shelf>();
-  for (int rank = 0; rank < ranks; ++rank) {
-    auto store = std::make_unique<LateStore>(
-        simulation_, shelf, [this](const char* what) { return transit(what); }, mutant() == Mutant::kOwnVerdict);
-    groups.push_back(store_group(std::move(store), rank, ranks));
-  }
-  return groups;
+  const auto takes = [this](const char* what) { return transit(what); };
+  return late_groups(simulation_, takes, mutant() == Mutant::kOwnVerdict, ranks);
+}
+
+SteppedGroup::Rank World::what_befalls() {
+  const auto takes_own_word = [this] { return mutant() == Mutant::kEarlyVerdict && simulation_.chance(8); };
+  return {[this](const char* what) { come(what); }, takes_own_word, mutant() == Mutant::kNoDeadlines};
 }
 
 World::~World() = default;
@@ -109,9 +56,8 @@ const testing_disk::Recording& World::recording() const {
 
 void World::live(int rank, const std::function<void(Group&)>& fn, int lane) {
   this_rank = testing_disk::machine = rank;
-  const Environment machine{disk_.get()};
-  const file::InEnvironment in(&machine);
-  Ranks& group = *here().lanes[static_cast<size_t>(lane)];
+  const OnDisk on_its_disk(disk_.get());
+  SteppedGroup& group = *here().lanes[static_cast<size_t>(lane)];
   group.in_use = true;
   try {
     fn(group);

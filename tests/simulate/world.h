@@ -7,9 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "file/disk_model.h"
+#include "seams.h"
 #include "shardow/group.h"
 #include "simulation.h"
+#include "stepped_group.h"
 
 namespace shardow::simulated {
 
@@ -55,9 +56,6 @@ struct Fault {
 /// Half of them are of messages where those take time.
 Fault::Kind some_fault(Simulation& seed, bool through_store);
 
-/// What leaves a rank that has died.
-struct Died {};
-
 /// What a call does when the storage goes on that stood still; it owns what it uses.
 using Late = std::function<void(testing_disk::Recorder&)>;
 
@@ -97,12 +95,11 @@ class World {
 
  private:
   class Disk;
-  class Ranks;
   struct Rank {
     bool dead = false, gone = false, full = false, late = false, delayed = false;
     bool stands = false;  ///< its next call of the disk does not return
     int steps = 0, left = 0;
-    std::vector<std::shared_ptr<Ranks>> lanes = {};
+    std::vector<std::shared_ptr<SteppedGroup>> lanes = {};
   };
 
   static bool on_a_rank();  ///< this thread
@@ -115,6 +112,7 @@ class World {
   std::chrono::nanoseconds transit(const char* what);
   std::chrono::nanoseconds lateness();
   std::vector<std::unique_ptr<Group>> groups_of(int ranks);
+  SteppedGroup::Rank what_befalls();  ///< this rank, at each call of a group
 
   Simulation& simulation_;
   const Setting setting_;

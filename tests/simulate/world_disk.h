@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "file/disk_model.h"
+#include "seams.h"
 #include "world.h"
 
 namespace shardow::simulated {

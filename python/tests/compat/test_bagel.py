@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -155,23 +152,6 @@ def _changes(kind: str) -> None:
             if name != "latent_pos_embed.pos_embed" and (trains or name != "first.0.weight"):
                 expected[name].mul_(0.5).add_(weight, alpha=0.5)
         assert same(whole(ema_model), expected), step
-
-
-def test_a_pairing_costs_once_and_goes_with_the_models() -> None:
-    ema_model, model = pair("plain")
-    fsdp_ema_update(ema_model, model)
-    twin = ema_model.__dict__["_shardow_twin"].twin
-    pairs = twin._pairs
-    fsdp_ema_update(ema_model, model)
-    assert ema_model.__dict__["_shardow_twin"].twin._pairs is pairs
-    other = copy.deepcopy(ema_model)
-    assert pickle.loads(pickle.dumps(ema_model)).__dict__["_shardow_twin"].twin is None
-    fsdp_ema_update(other, model, decay=0.5)
-    assert ema_model.__dict__["_shardow_twin"].twin._pairs is pairs
-    gone = weakref.ref(ema_model), weakref.ref(model)
-    del ema_model, model, other, twin, pairs
-    gc.collect()
-    assert [one() for one in gone] == [None, None]
 
 
 def test_averages_of_16_bits_are_warned_of() -> None:

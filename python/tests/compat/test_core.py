@@ -5,9 +5,13 @@ in torch.
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any, get_args
 
+import bagel_models
 import pytest
 import ranks
 import torch
@@ -18,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardow import EMA
 from shardow.averages.options import Rule
+from shardow.compat.bagel import fsdp_ema_update
 from shardow.compat.ways.listed import Listed, copies
 from shardow.compat.ways.pairs import Pair, Pairs, flat
 from shardow.compat.ways.stand_in import StandIn, needed
@@ -250,3 +255,20 @@ def test_weights_that_change_their_form_where_they_lie_are_noticed(
     assert torch.equal(shadows[0], expected)
     updates[2]()
     assert torch.equal(ema.full_state_dict()["weight"], expected)
+
+
+def test_bagels_pairing_costs_once_and_goes_with_the_models() -> None:
+    ema_model, model = bagel_models.pair("plain")
+    fsdp_ema_update(ema_model, model)
+    twin = ema_model.__dict__["_shardow_twin"].twin
+    pairs = twin._pairs
+    fsdp_ema_update(ema_model, model)
+    assert ema_model.__dict__["_shardow_twin"].twin._pairs is pairs
+    other = copy.deepcopy(ema_model)
+    assert pickle.loads(pickle.dumps(ema_model)).__dict__["_shardow_twin"].twin is None
+    fsdp_ema_update(other, model, decay=0.5)
+    assert ema_model.__dict__["_shardow_twin"].twin._pairs is pairs
+    gone = weakref.ref(ema_model), weakref.ref(model)
+    del ema_model, model, other, twin, pairs
+    gc.collect()
+    assert [one() for one in gone] == [None, None]

@@ -112,11 +112,17 @@ class Machine:
             if not attached and overlap:
                 with refused():
                     ema.update()
-                own = Setter(self.model.parameters())
-                with ema.attach(own):
-                    own.step()
-            elif not attached:
-                ema.update()
+            if not attached:
+                self._update_alone(ema, overlap)
+
+    def _update_alone(self, ema: shardow.EMA, overlap: bool) -> None:
+        """Updates an EMA that is attached to no optimizer, as users do."""
+        if not overlap:
+            ema.update()
+            return
+        own = Setter(self.model.parameters())
+        with ema.attach(own):
+            own.step()
 
     def do_skip(self, seed: int) -> None:
         self._move_weights(seed, False)
@@ -272,10 +278,10 @@ class Machine:
         layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
         self._taken_over()
         for which, ema in enumerate(self.emas):
-            with refused():
-                ema._averages.update(None, 0.0)
             if self.oracle.attached[which]:
                 self.handles[which].remove()
+            with refused():
+                self._update_alone(ema, self.overlap[which])
         states = [ema.state_dict() for ema in self.emas]
         self.optimizer = Setter(self.model.parameters())
         for which, state in enumerate(states):

@@ -1,0 +1,30 @@
+// All that the simulator takes from inside of the engine. The simulator is frozen (tests/frozen.txt); this file, the
+// ranks' Group (stepped_group.h) and its store (late_store.h) follow the engine.
+#pragma once
+
+#include "base/turns.h"
+#include "ema/names.h"
+#include "file/checkpoint_fixture.h"
+#include "file/disk_model.h"
+#include "file/environment.h"
+#include "file/kept_plans.h"
+#include "file/version_fixture.h"
+
+namespace shardow::simulated {
+
+/// What this thread does until the end of the scope meets `disk` in place of the machine's own.
+class OnDisk {
+ public:
+  explicit OnDisk(base::Syscalls* disk) : environment_{disk}, scope_(&environment_) {}
+
+ private:
+  const Environment environment_;
+  const file::InEnvironment scope_;
+};
+
+/// Makes the next run independent of those before it.
+inline void forget_earlier_runs() {
+  file::forget_plans();
+}
+
+}  // namespace shardow::simulated

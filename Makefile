@@ -151,6 +151,6 @@ CUDA_ARCHITECTURES ?= $(if $(shell command -v nvidia-smi),native,90-real)
 build/.installed: build/.venv build/.optional pyproject.toml $(ENGINE)
 	@echo "Building; the first time takes a few minutes"
 	@$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
-	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_SHARED=ON -Ccmake.define.SHARDOW_MPI=AUTO -Ccmake.define.SHARDOW_COMMAND=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON -Ccmake.define.SHARDOW_CUDA=AUTO \
+	  -Ccmake.define.SHARDOW_TESTS=ON -Ccmake.define.SHARDOW_SHARED=ON -Ccmake.define.SHARDOW_COMMAND=ON -Ccmake.define.SHARDOW_BENCHMARKS=ON -Ccmake.define.SHARDOW_CUDA=AUTO \
 	  -Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) -Ccmake.define.SHARDOW_WERROR=$(WERROR)
 	@touch $@

@@ -20,7 +20,6 @@ from shardow import schedules
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "build" / "release" / "trajectory"
-ON_MPI = ROOT / "build" / "release" / "mpi_trajectory_test"
 SHAPE = (37, 11)
 KINDS = {
     "one": [schedules.warmup(0.999)],
@@ -77,8 +76,6 @@ def in_cpp(start: list[str], first: int, last: int, source: str | None, target: 
 def by(face: str, size: int, *told: object) -> None:
     if face == "cpp":
         in_cpp([str(PROGRAM), str(size)], *told)  # type: ignore[arg-type]
-    elif face == "mpi":
-        in_cpp([str(ROOT / "tests" / "mpi" / "mpirun"), str(size), str(ON_MPI)], *told)  # type: ignore[arg-type]
     elif size == 1:
         in_python(*told)  # type: ignore[arg-type]
     else:
@@ -118,18 +115,3 @@ def test_files_are_the_same_bytes_whoever_wrote_them_and_each_goes_on_from_the_o
     straight = files(tmp_path / f"straight-{WHERE[kind]}")
     assert straight != first
     assert {source: found == straight for source, found in wholes.items()} == dict.fromkeys(wholes, True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_mpi_writes_the_same_bytes_too_and_goes_on_from_pythons(kind: str, tmp_path: Path) -> None:
-    if not ON_MPI.exists():
-        pytest.skip("no MPI: apt-get install libopenmpi-dev openmpi-bin")
-    found = {}
-    for face, size in [("python", 1), ("mpi", 1), ("mpi", 2), ("mpi", 4)]:
-        (tmp_path / f"{face}{size}").mkdir()
-        by(face, size, 0, 6, None, str(tmp_path / f"{face}{size}" / WHERE[kind]), kind)
-        found[face, size] = files(tmp_path / f"{face}{size}" / WHERE[kind])
-    assert all(one == found["python", 1] for one in found.values())
-    for face, size, source in [("python", 1, "mpi4"), ("mpi", 3, "python1"), ("mpi", 2, "mpi4")]:
-        by(face, size, 6, 9, str(tmp_path / source / WHERE[kind]), str(tmp_path / f"{face}{size}-{WHERE[kind]}"), kind)
-        assert files(tmp_path / f"{face}{size}-{WHERE[kind]}") == files(tmp_path / f"python1-{WHERE[kind]}")

@@ -1,7 +1,6 @@
 // A training of numbers that every program can make, with its averages:
 //
 //   trajectory RANKS FIRST LAST FROM TO SCHEDULE...
-//   mpirun -n RANKS mpi_trajectory_test FIRST LAST FROM TO SCHEDULE...
 //
 // Steps FIRST + 1 to LAST, after the averages and their state were loaded from FROM ("-": begun at the weights of step
 // FIRST); then they are saved to TO. Schedules are JSON. Rank r of N has rows r, r + N, ... of the matrix "rows", its

@@ -17,9 +17,9 @@
 #include <string>
 
 #include "callbacks.h"
+#include "comm/custom_group.h"
 #include "core.h"
 #include "file/sharing.h"
-#include "shardow/custom_group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -183,7 +183,7 @@ build/.installed: build/.venv pyproject.toml $(ENGINE)
 	@$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
 	  "-Cbuild.targets=_core;_core_stub;shardow_command;shardow_pages" \
 	  -Ccmake.define.SHARDOW_TESTS=$(TESTS) -Ccmake.define.SHARDOW_SHARED=ON -Ccmake.define.SHARDOW_COMMAND=ON \
-	  -Ccmake.define.SHARDOW_MPI=$(subst ON,AUTO,$(TESTS)) \
+	 $(subst ON,AUTO,$(TESTS)) \
 	  -Ccmake.define.SHARDOW_CUDA=$(CUDA) -Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) \
 	  -Ccmake.define.SHARDOW_WERROR=$(WERROR)
 	@touch $@
@@ -197,5 +197,5 @@ build/.test-setup: tools/packages-test.txt tools/requirements.txt tools/requirem
 
 build/.tests: build/.installed build/.test-setup build/.optional
 	@$(call step,5,the test programs are compiled (about 2 minutes on 2 cores))
-	@$(BIN)/cmake -DSHARDOW_TESTS=ON -DSHARDOW_BENCHMARKS=ON -DSHARDOW_MPI=AUTO build/release >/dev/null
+	@$(BIN)/cmake -DSHARDOW_TESTS=ON -DSHARDOW_BENCHMARKS=ON build/release >/dev/null
 	@touch $@

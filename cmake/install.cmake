@@ -1,4 +1,4 @@
-# `cmake --install`: headers, libshardow.a and libshardow.so, libshardow_mpi.a, find_package(shardow CONFIG) with shardow::shardow, shardow.pc.
+# `cmake --install`: headers, libshardow.a and libshardow.so, find_package(shardow CONFIG) with shardow::shardow, shardow.pc.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 option(SHARDOW_SHARED "Build libshardow.so beside libshardow.a" ON)
@@ -23,9 +23,6 @@ if(SHARDOW_SHARED AND NOT SHARDOW_SANITIZE)
   target_link_options(shardow_shared PRIVATE -Wl,--version-script=${map} -Wl,--no-undefined)
   set_target_properties(shardow_shared PROPERTIES OUTPUT_NAME shardow VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINK_DEPENDS ${map})
   shardow_install(shardow_shared shared)
-endif()
-if(TARGET shardow_mpi)
-  shardow_install(shardow_mpi mpi)
 endif()
 
 install(DIRECTORY include/shardow DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} ${cpp} FILES_MATCHING PATTERN "*.h")

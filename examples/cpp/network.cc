@@ -1,9 +1,11 @@
 #include "network.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <stdexcept>
+#include <string_view>
 
 namespace {
 
@@ -36,10 +38,8 @@ std::vector<Sample> read_samples(const std::string& path) {
   return samples;
 }
 
-Network::Network(MPI_Comm comm) : comm_(comm) {
-  int rank = 0, size = 0;
-  MPI_Comm_rank(comm, &rank);
-  MPI_Comm_size(comm, &size);
+Network::Network(shardow::Group& group) : group_(group) {
+  const int rank = group.rank(), size = group.size();
   const auto add = [&](const char* name, int64_t rows, int64_t columns) {
     Rows mine{name, rows, columns, rows * rank / size, rows * (rank + 1) / size, {}, {}};
     for (int64_t i = mine.begin * columns; i < mine.end * columns; ++i)
@@ -53,18 +53,15 @@ Network::Network(MPI_Comm comm) : comm_(comm) {
   add("output.bias", kDigits, 1);
 }
 
-/// Everybody's rows, each of `columns` numbers, of a matrix divided as `of` is.
-std::vector<float> Network::gather(const std::vector<float>& mine, const Rows& of, int columns) const {
-  int size = 0;
-  MPI_Comm_size(comm_, &size);
-  std::vector<int> counts, begins;
-  for (int rank = 0; rank < size; ++rank) {
-    begins.push_back(static_cast<int>(of.rows * rank / size) * columns);
-    counts.push_back(static_cast<int>(of.rows * (rank + 1) / size) * columns - begins.back());
+/// Returns the rows of all ranks, by rank, as one matrix: each rank has the rows behind those of the rank before it.
+std::vector<float> Network::gather(const std::vector<float>& mine) const {
+  const std::string_view bytes(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(float));
+  std::vector<float> all;
+  for (const std::string& rows : group_.all_gather(bytes, std::chrono::steady_clock::now() + std::chrono::minutes(1))) {
+    const size_t begin = all.size();
+    all.resize(begin + rows.size() / sizeof(float));
+    std::copy(rows.begin(), rows.end(), reinterpret_cast<char*>(all.data() + begin));
   }
-  std::vector<float> all(static_cast<size_t>(of.rows * columns));
-  MPI_Allgatherv(mine.data(), static_cast<int>(mine.size()), MPI_FLOAT, all.data(), counts.data(), begins.data(),
-                 MPI_FLOAT, comm_);
   return all;
 }
 
@@ -81,7 +78,7 @@ std::vector<float> Network::layer(const std::vector<float>& in, int count, const
       mine.push_back(squash ? std::max(sum, 0.0f) : sum);
     }
   }
-  return gather(mine, weight, count);
+  return gather(mine);
 }
 
 static std::vector<float> transposed(const std::vector<float>& matrix, int rows, int columns) {
@@ -107,7 +104,7 @@ void Network::train(const Sample* samples, int count, float rate) {
     for (int d = 0; d < kDigits; ++d)
       row[d] = (row[d] / sum - (d == samples[n].label ? 1.0f : 0.0f)) / static_cast<float>(count);
   }
-  const std::vector<float> output = gather(output_weight.values, output_weight, kHidden);
+  const std::vector<float> output = gather(output_weight.values);
   std::vector<float> hidden_error(hidden.size());
   for (int n = 0; n < count; ++n) {
     for (int h = 0; h < kHidden; ++h) {

@@ -1,10 +1,10 @@
 // A network of two layers, each rank with some rows of every tensor: 64 pixels, 32 hidden units, 10 digits.
 //
-// A rank computes the units whose rows it has, for all samples, and MPI gathers what the others computed. So every
-// number is computed by one rank, in one order: training is the same, bit for bit, on any number of ranks.
+// A rank computes the units whose rows it has, for all samples, and gathers what the others computed. So every number
+// is computed by one rank, in one order: training is the same, bit for bit, on any number of ranks.
 #pragma once
 
-#include <mpi.h>
+#include <shardow/group.h>
 
 #include <cstdint>
 #include <string>
@@ -27,7 +27,7 @@ struct Rows {
 
 class Network {
  public:
-  explicit Network(MPI_Comm comm);
+  explicit Network(shardow::Group& group);  ///< `group` outlives it
 
   /// One step of SGD with momentum. Collective.
   void train(const Sample* samples, int count, float rate);
@@ -39,11 +39,11 @@ class Network {
   std::vector<Rows>& tensors() { return tensors_; }
 
  private:
-  std::vector<float> gather(const std::vector<float>& mine, const Rows& of, int columns) const;
+  std::vector<float> gather(const std::vector<float>& mine) const;
   std::vector<float> layer(const std::vector<float>& in, int count, const Rows& weight, const Rows& bias,
                            bool squash) const;
   void step(Rows& tensor, const std::vector<float>& gradient, float rate);
 
-  MPI_Comm comm_;
+  shardow::Group& group_;
   std::vector<Rows> tensors_;
 };

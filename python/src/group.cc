@@ -17,6 +17,7 @@
 #include <string>
 
 #include "callbacks.h"
+#include "comm/custom_group.h"
 #include "core.h"
 
 namespace nb = nanobind;

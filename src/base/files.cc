@@ -5,7 +5,6 @@
 #include <linux/fs.h>
 #include <linux/magic.h>
 #include <sys/file.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -103,9 +102,6 @@ int Syscalls::rmdir(const char* path) {
 }
 int Syscalls::flock(int fd, int operation) {
   return ::flock(fd, operation);
-}
-int Syscalls::memfd_create(const char* name, unsigned flags) {
-  return ::memfd_create(name, flags);
 }
 int Syscalls::statfs(const char* path, struct statfs* out) {
   return ::statfs(path, out);

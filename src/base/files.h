@@ -21,7 +21,7 @@ namespace shardow::base {
 
 using Path = std::filesystem::path;
 
-/// The system calls that files and shared memory need; each is the call of its name: -1 and errno on failure.
+/// The system calls that files need; each is the call of its name: -1 and errno on failure.
 class Syscalls {
  public:
   virtual ~Syscalls() = default;
@@ -40,7 +40,6 @@ class Syscalls {
   virtual int unlink(const char* path);
   virtual int rmdir(const char* path);
   virtual int flock(int fd, int operation);
-  virtual int memfd_create(const char* name, unsigned flags);
   virtual int statfs(const char* path, struct statfs* out);
   virtual int stat(const char* path, struct stat* out);
   virtual int lstat(const char* path, struct stat* out);

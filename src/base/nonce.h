@@ -1,4 +1,4 @@
-// What tells one save, or one block of shared memory, from every other.
+// What tells one save from every other.
 #pragma once
 
 #include <string>

@@ -3,8 +3,8 @@
 #include <exception>
 
 #include "base/errors.h"
+#include "comm/custom_group.h"
 #include "comm/findings.h"
-#include "shardow/custom_group.h"
 
 namespace shardow {
 namespace comm {

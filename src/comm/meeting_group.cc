@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "comm/custom_group.h"
 #include "comm/verdicts.h"
-#include "shardow/custom_group.h"
 
 namespace shardow {
 namespace {

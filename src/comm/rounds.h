@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "comm/custom_group.h"
 #include "comm/verdicts.h"
-#include "shardow/custom_group.h"
 
 namespace shardow::comm {
 

@@ -18,8 +18,8 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
+#include "comm/custom_group.h"
 #include "comm/verdicts.h"
-#include "shardow/custom_group.h"
 
 namespace shardow {
 namespace {

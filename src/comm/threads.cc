@@ -1,7 +1,7 @@
 // The ranks of one process: a Meeting of the Rounds that they share (rounds.h).
 #include "base/errors.h"
+#include "comm/custom_group.h"
 #include "comm/rounds.h"
-#include "shardow/custom_group.h"
 
 namespace shardow {
 namespace {

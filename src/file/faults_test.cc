@@ -188,32 +188,6 @@ class Shrinking : public base::Syscalls {
   std::atomic<int> reads_{0};
 };
 
-/// Ranks in containers of their own.
-class Apart : public base::Syscalls {
- public:
-  explicit Apart(bool can_make) : can_make_(can_make) {}
-  int memfd_create(const char* name, unsigned flags) override {
-    return can_make_ ? Syscalls::memfd_create(name, flags) : (errno = ENOSYS, -1);
-  }
-  int open(const char* path, int flags, mode_t mode) override {
-    return std::string(path).starts_with("/proc/") ? (errno = ENOENT, -1) : Syscalls::open(path, flags, mode);
-  }
-
- private:
-  bool can_make_;
-};
-
-TEST_F(Checkpoints, OfRanksThatShareNoMemoryHasTheSameBytes) {
-  ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
-  for (const bool can_make : {true, false}) {
-    Apart machine(can_make);
-    machine_.syscalls = &machine;
-    ASSERT_EQ(save_as(folder_ / "a.safetensors", columns, 5), all(5, kFine));
-    machine_.syscalls = nullptr;
-    EXPECT_TRUE(bytes_of(folder_ / "a.safetensors") == bytes_of(folder_ / "reference.safetensors"));
-  }
-}
-
 TEST_F(Checkpoints, ReplacesADirectoryWhereTwoCannotBeExchanged) {
   NoExchange machine;
   machine_.syscalls = &machine;

@@ -9,12 +9,6 @@
 namespace shardow::file {
 namespace {
 
-StripeMemory memory_for(Group& group, bool has_stripes, std::chrono::milliseconds timeout) {
-  if (!has_stripes) return StripeMemory(0);
-  if (group.size() == 1) return StripeMemory(static_cast<size_t>(kStripeBytes));
-  return StripeMemory(group, static_cast<size_t>(kStripeBytes), timeout);
-}
-
 const Stripe* owned_by(int rank, const std::vector<Stripe>& stripes) {
   const auto found = std::find_if(stripes.begin(), stripes.end(), [&](const Stripe& one) { return one.owner == rank; });
   return found == stripes.end() ? nullptr : &*found;
@@ -31,15 +25,17 @@ StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, cons
       output_(output),
       rounds_(std::move(rounds)),
       sequential_(sequential),
-      parts_(group.rank(), group.size(), mine, layout),
-      memory_(memory_for(group, !rounds_.empty(), timeout)) {}
+      parts_(group.rank(), group.size(), mine, layout) {}
 
 comm::Part StripeWriter::round() {
   if (next_ == rounds_.size()) return {0, true};
   deadline_ = base::now() + timeout_ * 3 / 4;  // who waited in vain is in time to say so
   const std::vector<Stripe>& stripes = rounds_[next_++];
   const Stripe* const own = owned_by(group_.rank(), stripes);
-  if (own != nullptr) parts_.deposit(*own, memory_.own());
+  if (own != nullptr) {
+    stripe_.resize(static_cast<size_t>(own->bytes));
+    parts_.deposit(*own, stripe_);
+  }
   const std::vector<int64_t> expected =
       own != nullptr ? parts_.bytes_by_rank(*own) : std::vector<int64_t>(static_cast<size_t>(group_.size()), 0);
   comm::with_each_partner(
@@ -54,23 +50,18 @@ comm::Part StripeWriter::round() {
   return {own != nullptr ? own->bytes : 0, next_ == rounds_.size()};
 }
 
-/// What this rank has of another's stripe: into its memory, followed by a word that it is there, or as a message.
+/// Sends this rank's parts of a stripe to the stripe's owner.
 void StripeWriter::give(const Stripe& stripe) {
   if (parts_.bytes_by_rank(stripe)[static_cast<size_t>(group_.rank())] == 0) return;
-  if (const auto target = memory_.of(stripe.owner)) {
-    parts_.deposit(stripe, *target);
-    message_.assign(1, std::byte{1});
-  } else {
-    parts_.pack(stripe, message_);
-  }
+  parts_.pack(stripe, message_);
   group_.send(message_, stripe.owner, deadline_);
 }
 
+/// Receives the parts of another rank, `bytes` in all, and puts them into this rank's stripe.
 void StripeWriter::take(const Stripe& stripe, int rank, int64_t bytes) {
-  const bool is_there = memory_.is_reached_by(rank);
-  message_.resize(is_there ? 1 : static_cast<size_t>(bytes));
+  message_.resize(static_cast<size_t>(bytes));
   group_.recv(message_, rank, deadline_);
-  if (!is_there) parts_.unpack(stripe, rank, message_, memory_.own());
+  parts_.unpack(stripe, rank, message_, stripe_);
 }
 
 void StripeWriter::write(const Stripe& stripe) {
@@ -78,7 +69,7 @@ void StripeWriter::write(const Stripe& stripe) {
   for (const Segment& segment : stripe.segments) {
     const Entry& entry = layout_.place(segment.tensor).entry;
     const int64_t begin = bytes_of(segment.begin, entry), bytes = bytes_of(segment.end, entry) - begin;
-    const auto data = memory_.own().subspan(static_cast<size_t>(segment.at), static_cast<size_t>(bytes));
+    const auto data = std::span(stripe_).subspan(static_cast<size_t>(segment.at), static_cast<size_t>(bytes));
     if (!sequential_) output_.count(segment.tensor, begin, data);
     output_.write(segment.tensor, begin, data);
   }

@@ -1,6 +1,5 @@
 // Short runs, in two phases (Thakur, Gropp, Lusk: Data sieving and collective I/O in ROMIO, 1999): ranks give what they
-// have of a stripe to its owner, who writes it whole. On one machine they put it into the owner's memory, else it is
-// sent. Files see writes of megabytes.
+// have of a stripe to its owner, who writes it whole. Files see writes of megabytes.
 #pragma once
 
 #include <chrono>
@@ -8,7 +7,6 @@
 
 #include "comm/parts.h"
 #include "file/output.h"
-#include "file/stripe_memory.h"
 #include "file/stripe_parts.h"
 #include "file/stripes.h"
 #include "shardow/group.h"
@@ -17,8 +15,8 @@ namespace shardow::file {
 
 class StripeWriter {
  public:
-  /// Collective. `mine`, ascending by tensor and in owners()' order, outlives it. `sequential`: files are made here,
-  /// and were counted before.
+  /// `mine`, ascending by tensor and in owners()' order, outlives it. `sequential`: files are made here, and
+  /// were counted before.
   StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine, const Layout& layout,
                Output& output, std::vector<std::vector<Stripe>> rounds, bool sequential);
 
@@ -36,9 +34,8 @@ class StripeWriter {
   std::vector<std::vector<Stripe>> rounds_;
   bool sequential_;
   StripeParts parts_;
-  StripeMemory memory_;
-  std::vector<std::byte> message_;
-  Deadline deadline_;  // of this round's messages
+  std::vector<std::byte> stripe_, message_;  // this rank's stripe; its parts of another's, or another's of it
+  Deadline deadline_;                        // of this round's messages
   size_t next_ = 0;
 };
 

@@ -1,6 +1,6 @@
 """Every Python example of the README and the docs runs; every C++ example stands in a C++ test, word for word. Whole
-C++ programs are built and run by tests/mpi, and the sketches of docs/cpp_reference.md compiled by tests/install,
-tests/mpi and tests/libtorch.
+C++ programs are built and run by tests/install, and the sketches of docs/cpp_reference.md compiled by tests/install and
+tests/libtorch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@
 #include <gtest/gtest.h>
 #include <shardow/average.h>
 #include <shardow/checkpoint.h>
-#include <shardow/custom_group.h>
 #include <shardow/error.h>
 #include <torch/torch.h>
 
@@ -16,6 +15,8 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "comm/custom_group.h"
 
 namespace shardow::libtorch {
 namespace {

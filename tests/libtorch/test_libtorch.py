@@ -1,5 +1,5 @@
-"""shardow/libtorch.h and the program over it (examples/libtorch), against the installed package and the LibTorch that
-torch brings.
+"""shardow/libtorch.h and the programs over it (examples/libtorch, examples/cpp on processes), against the installed
+package and the LibTorch that torch brings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from built import CMAKE, ROOT, install, succeed
+from built import CMAKE, ROOT, install, run, succeed
 from sketches import program_of
 
 torch = pytest.importorskip("torch", reason="no LibTorch, so shardow/libtorch.h is not tried: pip install torch")
@@ -32,15 +32,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with both programs. They are compiled side by side: torch's headers take half a minute each."""
+    """A directory with all three programs. They are compiled side by side: torch's headers take half a minute each."""
     build = tmp_path_factory.mktemp("build")
-    for name, source in {"tests": HERE, "example": ROOT / "examples" / "libtorch"}.items():
-        succeed(
-            CMAKE, "-S", source, "-B", build / name, f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}"
-        )
+    sources = {"tests": HERE, "example": ROOT / "examples" / "libtorch", "trainer": ROOT / "examples" / "cpp"}
+    where = f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}"
+    for name, source in sources.items():
+        succeed(CMAKE, "-S", source, "-B", build / name, where, f"-DDIGITS_PYTHON={sys.executable}")
     compilers = [
-        subprocess.Popen([CMAKE, "--build", build / name], stdout=subprocess.PIPE, text=True)
-        for name in ("tests", "example")
+        subprocess.Popen([CMAKE, "--build", build / name], stdout=subprocess.PIPE, text=True) for name in sources
     ]
     for one in compilers:
         said, _ = one.communicate()
@@ -101,6 +100,29 @@ def test_what_stopped_or_was_killed_goes_on_bit_for_bit(built: Path, straight: P
     assert not (killed / "model.safetensors").exists()
     train(built, killed, 200)
     assert contents(killed) == contents(straight)
+
+
+def on_processes(built: Path, ranks: int, path: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+    """examples/cpp as its README starts it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    program = built / "trainer" / "trainer_processes"
+    return run(*torchrun, "--no-python", program, built / "trainer" / "digits.bin", path, *flags)
+
+
+def test_the_trainer_on_processes_goes_on_after_a_kill_with_the_bits_of_threads(built: Path, tmp_path: Path) -> None:
+    straight, path = tmp_path / "straight", tmp_path / "run"
+    succeed(built / "trainer" / "trainer", built / "trainer" / "digits.bin", straight, "--ranks", 3)
+    killed = on_processes(built, 2, path, "--die-while-saving", 100)
+    assert killed.returncode != 0
+    assert "a new start" in killed.stderr
+    assert "SIGKILL" in killed.stdout + killed.stderr
+    assert json.loads(shardow.open(path / "ema-0.9.safetensors").metadata["shardow.state"])["step"] == 50
+    resumed = on_processes(built, 2, path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "a new start" not in resumed.stderr
+    assert resumed.stdout.count("step 300 on 2 ranks: accuracy 0.") == 2, "one line for each decay"
+    assert contents(path) == contents(straight)
+    assert len(contents(path)) == 3
 
 
 class Net(torch.nn.Module):

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardow/custom_group.h"
+#include "comm/custom_group.h"
 #include "simulation.h"
 
 namespace shardow::simulated {

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "shardow/average.h"
-#include "shardow/custom_group.h"
+#include "shardow/detail/store.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
 #include "shardow/libtorch.h"

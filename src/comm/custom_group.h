@@ -1,32 +1,16 @@
-// A Group of your own, of a Store, a Meeting or your own calls; group_checks() judges it. The rules: docs/cpp.md, "A
-// Group of your own".
+// Meeting: the one call that a Group is made of; group_checks(): what every Group must do.
 #pragma once
 
 #include <compare>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
 
+#include "shardow/detail/store.h"
 #include "shardow/group.h"
 
-#pragma GCC visibility push(default)
 namespace shardow {
-
-/// Keys and values that all ranks reach; kPeerFailed where it is gone.
-class Store {
- public:
-  virtual ~Store() = default;
-  virtual void set(const std::string& key, const std::string& value) = 0;  ///< up to 4 MiB
-
-  /// Atomic: sets it where none is; returns what is there.
-  virtual std::string set_first(const std::string& key, const std::string& value) = 0;
-
-  virtual std::vector<std::string> get(const std::vector<std::string>& keys) = 0;  ///< which are there
-  virtual bool has(const std::string& key) = 0;
-  virtual bool wait(const std::vector<std::string>& keys, Deadline deadline) = 0;  ///< for all; false: not by then
-  virtual int64_t add(const std::string& key) = 0;                                 ///< adds 1, returns the sum
-  virtual void erase(const std::string& key) = 0;
-};
-
-/// The store starts empty, and is for this Group alone.
-std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int size);
 
 /// Where ranks exchange bytes; its destructor tells the others that this rank is gone.
 class Meeting {
@@ -63,4 +47,3 @@ struct GroupCheck {
 std::vector<GroupCheck> group_checks();
 
 }  // namespace shardow
-#pragma GCC visibility pop

@@ -81,7 +81,7 @@ class PackedReader {
         add(step, samples);
       }
       step = found_.back().last(), samples = found_.back().samples_at_last();
-      if (step < 1 || step >= kMostSteps || !std::isfinite(samples)) damaged();
+      if (step < 1 || step >= kMostSteps || !(samples >= 0) || !std::isfinite(samples)) damaged();
       check_stretches(found_.size());
     }
     return std::move(found_);

@@ -55,8 +55,8 @@ def markdown(top: str, verbs: list[Verb]) -> str:
     page = (
         "# The command `shardow`\n\nThis page is what `--help` says, made by `tools/pages.py`. "
         "`man shardow` says the same.\n\nAn installation brings completions for bash, zsh and fish below its `share/`. "
-        "Where a shell does not look there, source the file:\n`PREFIX/share/bash-completion/completions/shardow`; PREFIX "
-        f"is the virtual environment, or where CMake installs.\n\n```\n{top}```\n"
+        "Where a shell does not look there, source the file\n`PREFIX/share/bash-completion/completions/shardow`; "
+        f"PREFIX is the virtual environment, or where CMake installs.\n\n```\n{top}```\n"
     )
     return page + "".join(f"\n## shardow {verb.name}\n\n```\n{verb.help}```\n" for verb in verbs)
 

@@ -45,13 +45,6 @@ nb::dict synthesize(Group& group, const posthoc::Plan& plan, const std::filesyst
 void bind_posthoc(nb::module_& m) {
   using posthoc::Plan, posthoc::Sweep, posthoc::SweepPoint, posthoc::Term;
   m.attr("RECORD_KEY") = posthoc::kRecordKey;
-  nb::class_<posthoc::RecordedUpdates>(m, "RecordedUpdates",
-                                       "Updates one after another, as a snapshot's record has them.")
-      .def(nb::init<bool>(), "in_samples"_a)
-      .def("add", &posthoc::RecordedUpdates::add, "step"_a, "samples"_a)
-      .def("add_evenly", &posthoc::RecordedUpdates::add_evenly, "first"_a, "every"_a, "count"_a, "Without samples.")
-      .def("__bool__", [](const posthoc::RecordedUpdates& updates) { return !updates.empty(); })
-      .def("to_json", &posthoc::RecordedUpdates::to_json, "What a segment has of them.");
   nb::class_<Term>(m, "PosthocTerm", "One snapshot's share.")
       .def_ro("path", &Term::path)
       .def_ro("key", &Term::key, "Of the average.")

@@ -1,10 +1,10 @@
-// {"format":1,"segments":[{"run":"9f3c","start_step":0,"schedules":{"0.999":{..}},"updates":[[first, every, count,
-// samples, samples_every],
-// ..]}, ..]}; the last two numbers are left out where no schedule asks for samples. In format 2 segments of many
-// stretches have "packed":{"crc32":"0123abcd","text":".."} in place of "updates": updates.h.
+// {"format":1,"segments":[{"run":"9f3c","start_step":0,"schedules":{..},"updates":[[first, every, count, samples,
+// samples_every], ..]}, ..]}; the last two numbers are left out where no schedule asks for samples. The first versions
+// wrote format 2, too: segments of many stretches have "packed":{"crc32":"0123abcd","text":".."} in place of "updates".
 #include "posthoc/record.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <span>
 
@@ -20,9 +20,7 @@ using base::fail;
 namespace dom = simdjson::dom;
 
 constexpr int64_t kFormat = 2;
-constexpr size_t kMostText =
-    size_t{8} << 20;  // bytes: what kMostStretches take; to parse them takes a dozen times as many
-constexpr size_t kMarked = 64;
+constexpr size_t kMostText = size_t{32} << 20;  // bytes of JSON: what kMostStretches take
 
 [[noreturn]] void corrupt(std::string_view why) {
   fail(Code::kCorrupt, "{} in a snapshot's metadata: {}", kRecordKey, why);
@@ -56,11 +54,102 @@ Stretch stretch_of(const dom::array& numbers) {
   return {whole[0], whole[1], whole[2], samples[0], samples[1]};
 }
 
+/// Reads a packed text: "#" where samples are told, "." where not, then numbers as source maps have them (base64 VLQ:
+/// five bits a letter, the lowest first, the sixth says that another letter follows; the lowest bit is the sign).
+///
+///   #  every  samples_every  then for each update   ["-" steps - every]  samples - samples_every, or "=" samples ";"
+///   .  every                 then for each update   steps - every
+///   "*" n                    n more updates as far apart as the last two
+///
+/// with the steps and samples since the update before, at first since 0.
+class PackedReader {
+ public:
+  explicit PackedReader(std::string_view text) : text_(text) {}
+
+  std::vector<Stretch> all() {
+    const bool in_samples = takes('#');
+    if (!in_samples && !takes('.')) damaged();
+    const int64_t every = number(), samples_every = in_samples ? number() : 0;
+    int64_t step = 0;
+    double samples = 0;
+    while (!text_.empty()) {
+      if (takes('*')) {
+        repeat(number());
+      } else {
+        step += every + (in_samples && !takes('-') ? 0 : number());
+        if (in_samples) samples = takes('=') ? decimal() : samples + static_cast<double>(samples_every + number());
+        add(step, samples);
+      }
+      step = found_.back().last(), samples = found_.back().samples_at_last();
+      if (step < 1 || step >= kMostSteps || !(samples >= 0) || !std::isfinite(samples)) damaged();
+      check_stretches(found_.size());
+    }
+    return std::move(found_);
+  }
+
+ private:
+  [[noreturn]] static void damaged() { corrupt("its packed updates are damaged"); }
+
+  bool takes(char letter) {
+    if (text_.empty() || text_.front() != letter) return false;
+    text_.remove_prefix(1);
+    return true;
+  }
+
+  int64_t number() {
+    constexpr std::string_view kLetters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    uint64_t bits = 0;
+    size_t letter = 32;
+    for (int shift = 0; letter >= 32; shift += 5) {
+      letter = text_.empty() ? std::string_view::npos : kLetters.find(text_.front());
+      if (letter == std::string_view::npos || shift > 50) damaged();
+      bits |= static_cast<uint64_t>(letter & 31) << shift;
+      text_.remove_prefix(1);
+    }
+    const auto size = static_cast<int64_t>(bits >> 1);
+    return (bits & 1) != 0 ? -size : size;
+  }
+
+  double decimal() {
+    double value = 0;
+    const auto [end, error] = std::from_chars(text_.data(), text_.data() + text_.size(), value);
+    text_.remove_prefix(static_cast<size_t>(end - text_.data()));
+    if (error != std::errc() || !takes(';')) damaged();
+    return value;
+  }
+
+  void add(int64_t step, double samples) {
+    if (!found_.empty()) {
+      Stretch& last = found_.back();
+      if (step <= last.last() || !(samples >= last.samples_at_last())) damaged();
+      const bool second = last.count == 1;
+      if (second) last.every = step - last.first, last.samples_every = samples - last.samples;
+      if (second || (step == last.first + last.every * last.count &&
+                     samples == last.samples + last.samples_every * static_cast<double>(last.count))) {
+        ++last.count;
+        return;
+      }
+    }
+    found_.push_back({step, 1, 1, samples, 0});
+  }
+
+  void repeat(int64_t more) {
+    if (found_.empty() || found_.back().count < 2 || more < 1) damaged();
+    Stretch& last = found_.back();
+    if (more > kMostUpdates) fail(Code::kUnsupported, "packed updates: more than {} of them", kMostUpdates);
+    if (last.count + more > (kMostSteps - last.first) / last.every) damaged();
+    last.count += more;
+  }
+
+  std::string_view text_;
+  std::vector<Stretch> found_;
+};
+
 std::vector<Stretch> unpacked_from(const dom::object& packed) {
   const auto text = field<std::string_view>(packed, "text"), crc = field<std::string_view>(packed, "crc32");
   if (fmt::format("{:08x}", file::crc32(0, std::as_bytes(std::span(text)))) != crc)
     corrupt("the checksum of its updates differs");
-  return unpacked(text);
+  return PackedReader(text).all();
 }
 
 Segment segment_of(const dom::object& object) {
@@ -82,13 +171,11 @@ Segment segment_of(const dom::object& object) {
   if (object["packed"].get(packed) == simdjson::SUCCESS) {
     segment.updates = unpacked_from(packed);
   } else {
-    std::vector<Stretch> listed;
     for (const dom::element one : field<dom::array>(object, "updates")) {
       dom::array numbers;
       if (one.get(numbers) != simdjson::SUCCESS) corrupt("updates are lists of numbers");
-      listed.push_back(stretch_of(numbers));
+      segment.updates.push_back(stretch_of(numbers));
     }
-    segment.updates = std::move(listed);
   }
   if (segment.start_step < 0 || segment.start_step > kMostSteps) corrupt("start_step is out of range");
   return segment;
@@ -123,15 +210,14 @@ void check_stretches(size_t count) {
   if (count <= static_cast<size_t>(kMostStretches)) return;
   fail(Code::kUnsupported,
        "{}: {} stretches of updates at even distances, in steps and in samples; {} are gone through: update less often "
-       "(update_every), or "
-       "by steps alone",
+       "(update_every), or by steps alone",
        kRecordKey, count, kMostStretches);
 }
 
 Record record_from_json(std::string_view json) {
   if (json.size() > kMostText) {
     fail(Code::kUnsupported,
-         "{} in a snapshot's metadata has {} bytes; {} are read, which tell some millions of updates", kRecordKey,
+         "{} in a snapshot's metadata has {} bytes; {} are read, which tell a million stretches of updates", kRecordKey,
          json.size(), kMostText);
   }
   dom::parser parser;
@@ -176,7 +262,13 @@ Record record_from_state(std::string_view state) {
 }
 
 Record until(Record record, int64_t step) {
-  for (Segment& segment : record) segment.updates = segment.updates.until(step);
+  for (Segment& segment : record) {
+    std::erase_if(segment.updates, [&](const Stretch& stretch) { return stretch.first > step; });
+    if (segment.updates.empty()) continue;
+    Stretch& last = segment.updates.back();
+    last.count = std::min(last.count, (step - last.first) / last.every + 1);
+    if (last.count == 1) last.every = 1, last.samples_every = 0;  // as an update is told that is alone
+  }
   drop_empty(record);
   return record;
 }
@@ -185,14 +277,8 @@ bool same_past(const Record& a, const Record& b) {
   const auto same_stretch = [](const Stretch& x, const Stretch& y) {
     return x.first == y.first && x.count == y.count && (x.count == 1 || x.every == y.every);
   };
-  const auto same_updates = [&](const Stretches& x, const Stretches& y) {
-    if (x == y) return true;
-    bool same = x.size() == y.size();
-    for (size_t k = 0; same && k < x.size(); ++k) same = same_stretch(x[k], y[k]);
-    return same;
-  };
   return std::ranges::equal(a, b, [&](const Segment& x, const Segment& y) {
-    return x.run == y.run && x.start_step == y.start_step && same_updates(x.updates, y.updates);
+    return x.run == y.run && x.start_step == y.start_step && std::ranges::equal(x.updates, y.updates, same_stretch);
   });
 }
 
@@ -207,53 +293,37 @@ bool gives_up(const Record& later, const Record& record) {
 }
 
 Updates::Updates(Record record) : record_(std::move(record)) {
-  if (record_.empty()) return;
-  Row row{0, 0};
-  size_t passed = 0;
-  do {
-    if (passed++ % kMarked == 0) marks_.push_back(row);
-    size_ = row.begin + record_[row.segment].updates[row.stretch].count;
-  } while (go_on(row));
-}
-
-/// To the next stretch; false where it is the last.
-bool Updates::go_on(Row& row) const noexcept {
-  const Segment& segment = record_[row.segment];
-  const bool within = row.stretch + 1 < segment.updates.size();
-  if (!within && row.segment + 1 == record_.size()) return false;
-  const Stretch one = segment.updates[row.stretch];
-  const int64_t start = segment.start_step;
-  row.begin += one.count;
-  row.step_before = one.last();
-  row.counted += one.first > start ? one.count : one.count - std::min(one.count, (start - one.first) / one.every + 1);
-  row.samples_before = one.samples_at_last();
-  row.segment += within ? 0 : 1;
-  row.stretch = within ? row.stretch + 1 : 0;
-  return true;
-}
-
-/// The last mark that is not behind update `i`.
-const Updates::Row& Updates::mark_before(int64_t i) const {
-  return *(std::upper_bound(marks_.begin(), marks_.end(), i,
-                            [](int64_t index, const Row& row) { return index < row.begin; }) -
-           1);
+  Row next{};
+  for (size_t s = 0; s < record_.size(); ++s) {
+    const int64_t start = record_[s].start_step;
+    for (const Stretch& stretch : record_[s].updates) {
+      next.segment = s, next.stretch = stretch;
+      rows_.push_back(next);
+      next.begin += stretch.count;
+      next.step_before = stretch.last();
+      next.counted +=
+          stretch.count -
+          (stretch.first > start ? 0 : std::min(stretch.count, (start - stretch.first) / stretch.every + 1));
+      next.samples_before = stretch.samples_at_last();
+    }
+  }
+  size_ = next.begin;
 }
 
 int64_t Updates::until(int64_t step) const noexcept {
   int64_t made = 0;
-  for (const Segment& segment : record_) {
-    const Stretches cut = segment.updates.until(step);
-    for (size_t k = 0; k < cut.size(); ++k) made += cut[k].count;
+  for (const Row& row : rows_) {
+    if (row.stretch.first > step) break;
+    made += std::min(row.stretch.count, (step - row.stretch.first) / row.stretch.every + 1);
   }
   return made;
 }
 
 Updates::Update Updates::at(int64_t i) const {
-  Row row = mark_before(i);
-  while (i - row.begin >= record_[row.segment].updates[row.stretch].count) go_on(row);
-  const Segment& segment = record_[row.segment];
-  const Stretch one = segment.updates[row.stretch];
-  const int64_t start = segment.start_step, k = i - row.begin, step = one.first + k * one.every;
+  const auto is_before = [](int64_t index, const Row& other) { return index < other.begin; };
+  const Row& row = *(std::upper_bound(rows_.begin(), rows_.end(), i, is_before) - 1);
+  const Stretch& one = row.stretch;
+  const int64_t start = record_[row.segment].start_step, k = i - row.begin, step = one.first + k * one.every;
   const int64_t before = k > 0 ? step - one.every : row.step_before;
   const int64_t copied = one.first > start ? 0 : std::min(k, (start - one.first) / one.every + 1);
   const double samples = one.samples + one.samples_every * static_cast<double>(k);

@@ -11,10 +11,24 @@
 #include <string_view>
 #include <vector>
 
-#include "posthoc/updates.h"
 #include "shardow/schedule.h"
 
 namespace shardow::posthoc {
+
+inline constexpr int64_t kMostUpdates = 100'000'000;  // more would take minutes, and nobody has made as many
+inline constexpr int64_t kMostStretches = 1'000'000;  // of all that a directory's records tell: 100 MB
+inline constexpr int64_t kMostSteps = int64_t{1} << 53;
+
+/// Updates at even distances.
+struct Stretch {
+  int64_t first, every, count;
+  double samples = 0;        ///< training samples seen at the first
+  double samples_every = 0;  ///< and between two
+
+  int64_t last() const noexcept { return first + every * (count - 1); }
+  double samples_at_last() const noexcept { return samples + samples_every * static_cast<double>(count - 1); }
+  bool operator==(const Stretch&) const = default;
+};
 
 inline constexpr const char* kRecordKey = "shardow.snapshot";  // in the metadata of a snapshot's files
 
@@ -24,7 +38,7 @@ struct Segment {
       {};  ///< other runs, of which there were snapshots in the directory when this one came to it
   int64_t start_step = 0;
   std::map<std::string, Schedule, std::less<>> schedules;  ///< in force, by the key of the average
-  Stretches updates;                                       ///< never empty
+  std::vector<Stretch> updates;                            ///< never empty, ascending
 };
 
 using Record = std::vector<Segment>;
@@ -69,17 +83,14 @@ class Updates {
  private:
   /// A stretch, and what came before it.
   struct Row {
-    size_t segment, stretch;
-    int64_t begin = 0;                     // of its first update among all
-    int64_t step_before = 0, counted = 0;  // the update before it; how many came after start_step
-    double samples_before = 0;
+    size_t segment;
+    Stretch stretch;
+    int64_t begin, step_before, counted;  // updates before it; the last one's step; how many came after start_step
+    double samples_before;
   };
 
-  const Row& mark_before(int64_t i) const;
-  bool go_on(Row& row) const noexcept;
-
   Record record_;
-  std::vector<Row> marks_;  // every kMarked stretches
+  std::vector<Row> rows_;
   int64_t size_ = 0;
 };
 

@@ -1,9 +1,12 @@
 #include "posthoc/record.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <span>
 #include <stdexcept>
 
+#include "file/crc.h"
 #include "posthoc/profiles.h"
 #include "shardow/error.h"
 
@@ -75,7 +78,7 @@ TEST(Record, RefusesMoreThanMemoryIsMeantFor) {
     }
     return Code::kInternal;
   };
-  EXPECT_EQ(code_of([] { record_from_json(with_updates("[" + std::string(size_t{9} << 20, ' ') + "]")); }),
+  EXPECT_EQ(code_of([] { record_from_json(with_updates("[" + std::string(size_t{33} << 20, ' ') + "]")); }),
             Code::kUnsupported);
   check_stretches(kMostStretches);
   EXPECT_EQ(code_of([] { check_stretches(kMostStretches + 1); }), Code::kUnsupported);
@@ -88,6 +91,63 @@ TEST(Record, SaysSamples) {
     EXPECT_EQ(updates.at(static_cast<int64_t>(i)).progress.samples, seen[i]);
     EXPECT_EQ(updates.at(static_cast<int64_t>(i)).progress.delta_samples, since[i]);
   }
+}
+
+std::string with_packed(const std::string& text) {
+  const uint32_t crc = file::crc32(0, std::as_bytes(std::span(text)));
+  return fmt::format(
+      R"({{"format":2,"segments":[{{"run":"a","start_step":0,"schedules":{{}},"packed":{{"crc32":"{:08x}","text":"{}"}}}}]}})",
+      crc, text);
+}
+
+TEST(Record, ReadsPackedUpdatesOfTheFirstVersions) {
+  EXPECT_EQ(record_from_json(with_packed(".CAA*8CA"))[0].updates, (std::vector<Stretch>{{1, 1, 49}}));
+  EXPECT_EQ(record_from_json(with_packed("#CCA-CC=10.5;A"))[0].updates,
+            (std::vector<Stretch>{{1, 2, 2, 1, 2}, {4, 1, 2, 10.5, 1}}));
+  for (const char* bad : {"",
+                          "x",
+                          "#",
+                          ".C!",
+                          ".C*C",
+                          ".CA*C",
+                          ".CAA*A",
+                          ".CAA*D",
+                          ".CD",
+                          ".CAD",
+                          "#CC-",
+                          "#CCA-D",
+                          "#CC=",
+                          "#CC=1",
+                          "#CC=x;",
+                          "#CC=-1;",
+                          "#CC=1e999;",
+                          "#CC=nan;",
+                          "#CC=5;=4;",
+                          "#CCAF",
+                          ".CAg",
+                          ".Cggggggggggggggggggggg",
+                          ".C++++++++++/A",
+                          "#CC=1e308;=1.7e308;*+C"}) {
+    try {
+      record_from_json(with_packed(bad));
+      ADD_FAILURE() << bad;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kCorrupt) << bad;
+    }
+  }
+  EXPECT_THROW(record_from_json(with_packed(".CAA*ggggggggC")), Error);  // 2^39 of them
+  std::string damaged = with_packed(".CAA*8CA");
+  damaged[damaged.find("*8")] = 'A';
+  EXPECT_THROW(record_from_json(damaged), Error);
+}
+
+TEST(Record, EndsAtAStep) {
+  const Record all{{"a", {}, 0, {}, {{1, 1, 3, 8, 8}, {5, 2, 3, 40, 16}}}, {"b", {}, 0, {}, {{20, 1, 1, 90, 0}}}};
+  EXPECT_EQ(until(all, 100).size(), 2U);
+  EXPECT_EQ(until(all, 8)[0].updates, (std::vector<Stretch>{{1, 1, 3, 8, 8}, {5, 2, 2, 40, 16}}));
+  EXPECT_EQ(until(all, 5)[0].updates, (std::vector<Stretch>{{1, 1, 3, 8, 8}, {5, 1, 1, 40, 0}}));
+  EXPECT_EQ(until(until(all, 8), 2)[0].updates, (std::vector<Stretch>{{1, 1, 2, 8, 8}}));
+  EXPECT_TRUE(until(all, 0).empty());
 }
 
 Record of_runs(const std::vector<std::pair<std::string, int64_t>>& runs,

@@ -26,7 +26,8 @@ using base::fail;
 struct Saved {
   base::Path path;
   int64_t step;
-  Record record;
+  std::shared_ptr<const Record> record;  ///< up to `step` its own; all of it is told by the last that shares it
+  std::vector<decltype(Segment::schedules)> schedules;  ///< by segment
   std::vector<EmaFile> files;
   double roundoff, least;
   DType dtype;
@@ -89,43 +90,45 @@ std::optional<Saved> saved_in(const base::Path& path) {
   }
   const average::State found = average::state_from_json(state);
   Record past = record.empty() ? record_from_state(state) : until(record_from_json(record), found.counters.step);
-  return Saved{path, found.counters.step, std::move(past), std::move(files), roundoff, least, found.options.dtype};
+  std::vector<decltype(Segment::schedules)> schedules;
+  for (const Segment& segment : past) schedules.push_back(segment.schedules);
+  return Saved{path,
+               found.counters.step,
+               std::make_shared<const Record>(std::move(past)),
+               std::move(schedules),
+               std::move(files),
+               roundoff,
+               least,
+               found.options.dtype};
 }
 
-/// Of a run's snapshots each tells what the one before it told, and more: they share the memory of the last.
-class Told {
- public:
-  /// From the last snapshot to the first.
-  void share(Saved& saved) {
-    last_.resize(std::max(last_.size(), saved.record.size()));
-    for (size_t s = 0; s < saved.record.size(); ++s) share(saved.record[s].updates, last_[s], saved.step);
-    check_stretches(all_);
-  }
+bool is_past_of(const Saved& one, const Saved& last) {
+  return one.step <= last.step &&
+         (one.record == last.record || same_past(until(*one.record, one.step), until(*last.record, one.step)));
+}
 
- private:
-  void share(Stretches& updates, std::vector<Stretches>& last, int64_t step) {
-    for (const Stretches& one : last) {
-      const Stretches same = one.until(step);
-      if (!(same == updates)) continue;
-      updates = same;
-      return;
-    }
-    all_ += updates.memory()->size();
-    last.push_back(updates);
+/// From the last snapshot to the first: each takes the record of a later one, of whose past it is.
+void share_record(Saved& saved, std::vector<Saved>& ends) {
+  for (const Saved& end : ends) {
+    if (!is_past_of(saved, end)) continue;
+    saved.record = end.record;
+    return;
   }
-
-  std::vector<std::vector<Stretches>> last_;  ///< by segment: of each run that goes on beside others
-  size_t all_ = 0;
-};
+  ends.push_back(saved);
+  size_t stretches = 0;
+  for (const Saved& end : ends) {
+    for (const Segment& segment : *end.record) stretches += segment.updates.size();
+  }
+  check_stretches(stretches);
+}
 
 std::vector<Saved> all_in(const base::Path& directory) {
   const std::map<int64_t, base::Path> directories = directories_in(directory);
-  std::vector<Saved> found;
-  Told told;
+  std::vector<Saved> found, ends;
   for (auto one = directories.rbegin(); one != directories.rend(); ++one) {
     auto saved = saved_in(one->second);
     if (!saved) continue;
-    told.share(*saved);
+    share_record(*saved, ends);
     found.push_back(std::move(*saved));
   }
   std::reverse(found.begin(), found.end());
@@ -136,12 +139,12 @@ std::vector<Saved> all_in(const base::Path& directory) {
   return found;
 }
 
-Profile profile_of(const std::string& key, const Record& record, const base::Path& path) {
+Profile profile_of(const std::string& key, const Saved& saved) {
   Profile profile;
-  for (const Segment& segment : record) {
-    const auto found = segment.schedules.find(key);
-    if (found == segment.schedules.end())
-      fail(Code::kCorrupt, "{}: its record has no schedule of average {}", path.string(), key);
+  for (const auto& schedules : saved.schedules) {
+    const auto found = schedules.find(key);
+    if (found == schedules.end())
+      fail(Code::kCorrupt, "{}: its record has no schedule of average {}", saved.path.string(), key);
     profile.push_back(found->second);
   }
   return profile;
@@ -156,10 +159,6 @@ size_t find_or_add(std::vector<Profile>& profiles, Profile own, size_t segments)
   own.resize(segments, own.back());
   profiles.push_back(std::move(own));
   return profiles.size() - 1;
-}
-
-bool is_past_of(const Saved& one, const Saved& last) {
-  return one.step <= last.step && same_past(one.record, until(last.record, one.step));
 }
 
 /// The last snapshot of each run.
@@ -189,15 +188,15 @@ const Saved& run_of(const std::vector<Saved>& saved, const base::Path& directory
   const std::vector<const Saved*> ends = ends_of(saved);
   std::vector<const Saved*> present, given_up;
   for (const Saved* end : ends) {
-    const bool over =
-        std::any_of(ends.begin(), ends.end(), [&](const Saved* other) { return gives_up(other->record, end->record); });
+    const bool over = std::any_of(ends.begin(), ends.end(),
+                                  [&](const Saved* other) { return gives_up(*other->record, *end->record); });
     (over ? given_up : present).push_back(end);
   }
   for (std::vector<const Saved*> found : {present, given_up}) {
     std::erase_if(found, [&](const Saved* end) { return asked && end->step < *asked; });
     if (found.empty()) continue;
     const auto same = [&](const Saved* end) {  // up to that step
-      return asked ? same_past(until(end->record, *asked), until(found[0]->record, *asked)) : end == found[0];
+      return asked ? same_past(until(*end->record, *asked), until(*found[0]->record, *asked)) : end == found[0];
     };
     if (std::all_of(found.begin(), found.end(), same)) return *found[0];
     const auto exact = std::find_if(found.begin(), found.end(), [&](const Saved* end) { return end->step == asked; });
@@ -211,7 +210,7 @@ const Saved& run_of(const std::vector<Saved>& saved, const base::Path& directory
 
 void add(Snapshots& all, const Saved& saved) {
   for (const EmaFile& file : saved.files) {
-    Profile own = profile_of(file.key, saved.record, saved.path);
+    Profile own = profile_of(file.key, saved);
     all.points.push_back(
         {find_or_add(all.profiles, std::move(own), all.updates.record().size()), all.updates.until(saved.step)});
     all.there.push_back({saved.path / file.name, file.key, saved.step, saved.roundoff, saved.least});
@@ -224,14 +223,14 @@ Snapshots snapshots_in(const base::Path& directory, std::optional<int64_t> asked
   const std::vector<Saved> saved = all_in(directory);
   const Saved& last = run_of(saved, directory, asked);
   const int64_t step = asked.value_or(last.step);
-  Snapshots all{step, Updates(until(last.record, step)), {}, {}, {}, {}, last.dtype};
+  Snapshots all{step, Updates(until(*last.record, step)), {}, {}, {}, {}, last.dtype};
   for (auto one = saved.rbegin(); one != saved.rend(); ++one) {  // from the last, whose profiles are longest
     const bool mine = is_past_of(*one, last);
     if (!mine && (one->step <= step || !asked)) {
       all.left_out.push_back(fmt::format(
           "{}: of another run, or of a future that this one gave up when it was resumed from an earlier step",
           one->path.string()));
-    } else if (mine && one->step <= step && !one->record.empty()) {
+    } else if (mine && one->step <= step && !one->schedules.empty()) {
       add(all, *one);
     }
   }

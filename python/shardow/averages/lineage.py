@@ -2,9 +2,8 @@
 (docs/posthoc.md).
 
 It is part of the EMA's saved state: a run that is resumed goes on with exactly the past that it has, whatever else lies
-in a directory of snapshots. Updates are told in a segment for each process, which has a name that nobody else has; the
-engine spells them. snapshot() sees each update where it is called after each; else they are taken to be even, and it is
-said where they can't have been.
+in a directory of snapshots. A resume adds a segment, of a process with a name that no other has. snapshot() sees each
+update where it is called after each; else it takes them as spread evenly.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 from shardow import _core, errors
 from shardow.base.checks import invalid
-from shardow.base.warnings import warn
 
 WHAT = "snapshot()"
 IN_STATE = "snapshots"  # the record's name in the state of a state_dict(); in files it stands beside the state
@@ -36,7 +34,7 @@ class Lineage:
     def __init__(self, past: Sequence[dict[str, Any]] = (), seen: Counts = Counts(0, 0, 0, 0.0)) -> None:  # noqa: B008
         self._past, self.seen = list(past), seen
         self._own: dict[str, Any] | None = None  # this process's segment, but for its updates
-        self._updates = _core.RecordedUpdates(in_samples=False)
+        self._updates: list[list[Any]] = []  # [first step, every, count, samples at the first, samples between two]
 
     @property
     def begun(self) -> bool:
@@ -55,30 +53,30 @@ class Lineage:
         self._own = {"run": run, "start_step": now["start_step"], "schedules": schedules}
         self._every, self._start = now["update_every"], now["start_step"]
         self._in_samples = any(one["kind"] == "half_life_in_samples" for one in schedules.values())
-        self._updates = _core.RecordedUpdates(self._in_samples)
+        self._updates = []
 
     def replace(self, runs: set[str]) -> None:
         """This one takes the place of others."""
         if self._own is not None and (more := runs - self.runs()):
             self._own["replaces"] = sorted(more.union(self._own.get("replaces", ())))
 
-    def see(self, now: Counts, warns: bool = True) -> None:
+    def see(self, now: Counts) -> None:
         """Updates that were made since it was called last. Local."""
         if now.applied > self.seen.applied:
-            self._extend(now, warns)
+            self._extend(now)
         self.seen = now
 
     def record(self) -> str:
         """For the metadata of files."""
         segments = self._segments()
-        packed = any("packed" in one for one in segments)  # which earlier versions don't read
+        packed = any("packed" in one for one in segments)  # of a process that an earlier version ran
         return json.dumps({"format": 2 if packed else 1, "segments": segments}, separators=(",", ":"))
 
     def _segments(self) -> list[dict[str, Any]]:
-        return [
-            *self._past,
-            *([{**self._own, **json.loads(self._updates.to_json())}] if self._own and self._updates else ()),
-        ]
+        if self._own is None or not self._updates:
+            return self._past
+        numbers = 5 if self._in_samples else 3
+        return [*self._past, {**self._own, "updates": [one[:numbers] for one in self._updates]}]
 
     def to_save(self, engine: _core.Average, keys: Sequence[str]) -> str:
         """The record up to now, for a state that is saved. Local."""
@@ -88,31 +86,36 @@ class Lineage:
         self.see(now)
         return self.record()
 
-    def _extend(self, now: Counts, warns: bool) -> None:
+    def _extend(self, now: Counts) -> None:
         made, before = now.updates - self.seen.updates, self.seen.applied
         if made <= 1 and (made == 0 or before >= self._start or before == 0):
-            return self._updates.add(now.applied, now.samples)
+            return self._add(now.applied, now.samples)
         if before < self._start:  # the copy that averaging began with
             before = self._start
-            self._updates.add(before, self.seen.samples)
+            self._add(before, self.seen.samples)
         gap = now.applied - before
-        if gap != made * self._every:
-            if warns:
-                self._warn(made, before, now.applied)
-        elif not self._in_samples:
-            return self._updates.add_evenly(before + self._every, self._every, made)
-        for k in range(1, made + 1):
-            self._updates.add(
-                before + gap * k // made, self.seen.samples + (now.samples - self.seen.samples) * k / made
-            )
+        even = gap == made * self._every and not self._in_samples
+        for k in range(1, min(made, 3) + 1 if even else made + 1):  # by the third they have that distance
+            samples = self.seen.samples + (now.samples - self.seen.samples) * k / made
+            self._add(before + gap * k // made, samples)
+        if even and made > 3:
+            self._updates[-1][2] += made - 3
 
-    def _warn(self, made: int, before: int, applied: int) -> None:
-        warn(
-            f"{WHAT}: {made} updates between steps {before} and {applied} were not seen, and can't have been at even "
-            "distances of "
-            f"{self._every}; averages after the fact take them as spread evenly. Call it after each step",
-            RuntimeWarning,
-        )
+    def _add(self, step: int, samples: float) -> None:
+        """Adds an update to the last range where it goes on with that, else begins another range."""
+        if not self._in_samples:
+            samples = 0.0
+        if not self._updates:
+            self._updates.append([step, 1, 1, samples, 0.0])
+            return
+        last = self._updates[-1]
+        first, every, count, begin, apart = last
+        if count == 1:
+            last[1:] = [step - first, 2, begin, samples - begin]
+        elif (step, samples) == (first + every * count, begin + apart * count):
+            last[2] += 1
+        else:
+            self._updates.append([step, 1, 1, samples, 0.0])
 
 
 def check(record: str | None, averages: int, where: str) -> None:
@@ -145,7 +148,7 @@ def taken(engine: _core.Average, record: str | None, state: str, keys: Sequence[
         return None
     lineage = Lineage()
     lineage.begin(state, _core.decay_keys_in({_core.STATE_KEY: state}), "")
-    lineage.see(now, warns=False)
+    lineage.see(now)
     return Lineage(_renamed(json.loads(lineage.record())["segments"], keys), now)
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from shardow import _core, errors
 from shardow.averages.core import Averages
 from shardow.averages.lineage import WHAT, Lineage
 from shardow.base.checks import invalid
-from shardow.base.warnings import warn
 from shardow.model import dtypes
 
 _DIRECTORY = re.compile(r"snapshot-(\d{9,})")
@@ -97,36 +95,7 @@ class Snapshots:
                 f"{WHAT}: {self._directory} has snapshots of averages {names}, this EMA keeps {keys}; give another "
                 "directory"
             )
-        self._warn([one.step for one in strange], step, bool(lineage.runs()))
         return {"last": max(mine, default=step - 1), "strange": [(one.step, one.run) for one in strange]}
-
-    def _warn(self, strange: Sequence[int], step: int, told: bool) -> None:
-        if later := [one for one in strange if one > step]:
-            warn(
-                f"{self._directory} has {len(later)} snapshots of later steps than {step}, up to {max(later)}: of a "
-                "run that was resumed "
-                "from an earlier step, or another one. They are replaced as this run comes to their steps; averages "
-                "after the fact leave "
-                "out the rest",
-                RuntimeWarning,
-            )
-        if earlier := [one for one in strange if one <= step]:
-            why = (
-                "which its state tells: of another run, or of a future that was given up. Averages after the fact "
-                "leave them out"
-            )
-            if not told and step > 0:
-                why = (
-                    "as far as its state tells: that has no record of updates, since no snapshots were taken before, "
-                    "or an earlier version "
-                    "saved it. Averages after the fact leave them out; to go on "
-                    "with them, load the averages from one of them"
-                )
-            warn(
-                f"{self._directory} has {len(earlier)} snapshots up to step {max(earlier)} that are not of this EMA's "
-                f"past, {why}",
-                RuntimeWarning,
-            )
 
 
 def _found(directory: Path, step: int) -> Found | None:

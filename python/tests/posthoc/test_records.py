@@ -1,6 +1,4 @@
-"""What a saved state tells of its past: in few bytes, whatever the batches; also where it has no record; never half
-believed.
-"""
+"""What a saved state tells of its past: in segments; also where it has no record; never half believed."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def record_in(ema: shardow.EMA) -> Any:
     return json.loads(ema.state_dict()["state"])["snapshots"]
 
 
-def test_uneven_batches_take_few_bytes_and_lose_nothing(tmp_path: Path) -> None:
+def test_uneven_batches_lose_nothing(tmp_path: Path) -> None:
     seen = uneven(3000)
     whole, first = runs.started(HALF_LIVES), runs.started(HALF_LIVES)
     go_on(*whole, range(1, 3001), tmp_path / "whole", seen)
@@ -49,8 +47,8 @@ def test_uneven_batches_take_few_bytes_and_lose_nothing(tmp_path: Path) -> None:
     second[1].load_state_dict(first[1].state_dict())
     go_on(*second, range(1701, 3001), tmp_path / "parts", seen)
     segments = record_in(second[1])["segments"]
-    assert [set(one) & {"packed", "updates"} for one in segments] == [{"packed"}, {"packed"}]
-    assert len(json.dumps(segments)) < 3000 * 2
+    assert [sum(one[2] for one in segment["updates"]) for segment in segments] == [1700, 1300]
+    assert len(json.dumps(segments)) < 3000 * 20
     found, expected = (
         posthoc.plan(tmp_path / name, schedule=schedules.half_life_in_samples(40_000)) for name in ("parts", "whole")
     )
@@ -61,6 +59,25 @@ def test_uneven_batches_take_few_bytes_and_lose_nothing(tmp_path: Path) -> None:
     assert (found.residual, found.variation) == (expected.residual, expected.variation)
     tracked = posthoc.plan(tmp_path / "whole", schedule=HALF_LIVES[0])
     assert tracked.residual < 1e-9  # it is among them
+
+
+def test_a_long_run_with_a_regular_interval_is_one_range_and_a_resume_adds_one(tmp_path: Path) -> None:
+    for every in (1, 4):
+        directory, state = tmp_path / str(every), None
+        for last in (20_000, 25_000, 25_400):
+            ema = runs.started([0.9, 0.98], update_every=every)[1]
+            if state is not None:
+                ema.load_state_dict(state)
+            for step in range(ema.step + 1, last + 1):
+                ema.update()
+                ema.snapshot(directory, 1_000_000) if step % 100 == 0 else None
+            state = ema.state_dict()
+        assert [one["updates"] for one in record_in(ema)["segments"]] == [
+            [[every, every, 20_000 // every]],
+            [[20_000 + every, every, 5_000 // every]],
+            [[25_000 + every, every, 400 // every]],
+        ]
+        assert len(state["state"]) < 2000
 
 
 def test_a_state_without_a_record_is_of_the_decays_that_it_had(tmp_path: Path) -> None:
@@ -110,11 +127,11 @@ def damaged(record: str) -> dict[str, str]:
     later, other = json.loads(record), json.loads(record)
     later["format"] = 3
     other["segments"][0]["schedules"] = {"0.5": {"kind": "constant", "decay": 0.5}}
-    text = other["segments"][0]["packed"]["text"]
-    flipped = record.replace(text, text[:-3] + ("B" if text[-3] != "B" else "C") + text[-2:])
+    backwards = json.loads(record)
+    backwards["segments"][0]["updates"].reverse()
     return {
         "of a later version": json.dumps(later),
-        "checksum": flipped,
+        "backwards": json.dumps(backwards),
         "of averages": json.dumps(other),
         "no JSON": record[:-9],
         "JSON": "",
@@ -126,7 +143,7 @@ def held(ema: shardow.EMA) -> tuple[str, list[list[float]]]:
     return state["state"], [average["weight"].tolist() for average in state["averages"].values()]
 
 
-@pytest.mark.parametrize("what", ["of a later version", "checksum", "of averages", "no JSON", "JSON"])
+@pytest.mark.parametrize("what", ["of a later version", "backwards", "of averages", "no JSON", "JSON"])
 def test_what_is_damaged_or_newer_is_noticed_before_anything_changes(what: str, tmp_path: Path) -> None:
     model, ema = runs.started(HALF_LIVES)
     go_on(model, ema, range(1, 61), tmp_path, uneven(60))

@@ -91,7 +91,6 @@ def test_several_directories_at_once(tmp_path: Path) -> None:
     assert runs.steps_there(tmp_path / "b") == [6, 12]
 
 
-@pytest.mark.filterwarnings("ignore:.*later steps")
 def test_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "snapshot-000000010").mkdir()
@@ -148,8 +147,7 @@ def test_a_future_that_was_given_up_is_left_out(tmp_path: Path) -> None:
     runs.go_on(model, ema, range(101, 201), tmp_path, 20)
     model, ema = runs.started(runs.powers(*TWO))
     ema.load(tmp_path / "ema.safetensors")
-    with pytest.warns(RuntimeWarning, match="5 snapshots of later steps than 101, up to 200"):
-        runs.go_on(model, ema, range(101, 231), tmp_path, 30)
+    runs.go_on(model, ema, range(101, 231), tmp_path, 30)
     assert runs.steps_there(tmp_path) == [20, 40, 60, 80, 100, 120, 140, 150, 160, 180, 200, 210]
     found = posthoc.plan(tmp_path, 0.08)
     assert sorted({one.step for one in found.terms}) == [20, 40, 60, 80, 100, 120, 150, 180, 210]
@@ -181,8 +179,7 @@ def test_a_resume_before_the_last_snapshot_with_other_schedules(tmp_path: Path) 
     runs.go_on(model, ema, range(51, 61), tmp_path, 20)
     model, ema = runs.started([0.95, 0.99])
     ema.load_state_dict(state, options="own")
-    with pytest.warns(RuntimeWarning, match="1 snapshots of later steps than 51, up to 60"):
-        runs.go_on(model, ema, range(51, 81), tmp_path, 20)
+    runs.go_on(model, ema, range(51, 81), tmp_path, 20)
     assert sorted({one.step for one in posthoc.plan(tmp_path, schedule=0.95).terms}) == [20, 40, 60, 80]
 
 
@@ -192,24 +189,11 @@ def test_a_snapshot_before_the_first_update_is_nobody_elses(tmp_path: Path) -> N
     assert runs.steps_there(tmp_path) == [50, 100, 150, 200]
 
 
-def test_a_state_without_a_record_says_how_to_go_on(tmp_path: Path) -> None:
-    model, ema = runs.started(runs.powers(*TWO))
-    runs.go_on(model, ema, range(1, 41), tmp_path, 20)
-    state = ema.state_dict()
-    told = json.loads(state["state"])
-    del told["snapshots"]
-    model, ema = runs.started(runs.powers(*TWO))
-    ema.load_state_dict({**state, "state": json.dumps(told)})
-    with pytest.warns(RuntimeWarning, match="no record of updates.*load the averages from one of them"):
-        runs.go_on(model, ema, range(41, 61), tmp_path, 20)
-
-
 def test_a_run_that_begins_again_begins_its_record_again(tmp_path: Path) -> None:
     model, ema = runs.started(runs.powers(*TWO))
     runs.go_on(model, ema, range(1, 31), tmp_path, 10)
     ema.reset()
-    with pytest.warns(RuntimeWarning, match="later steps than 1"):
-        runs.go_on(model, ema, range(1, 21), tmp_path, 10)
+    runs.go_on(model, ema, range(1, 21), tmp_path, 10)
     assert len(record_of(tmp_path, 20)["segments"]) == 1
     assert record_of(tmp_path, 20)["segments"][0]["run"] != record_of(tmp_path, 30)["segments"][0]["run"]
     assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=20).terms} == {10, 20}
@@ -217,7 +201,7 @@ def test_a_run_that_begins_again_begins_its_record_again(tmp_path: Path) -> None
     assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=30).terms} == {30}  # which that run alone has reached
 
 
-def test_called_seldom_it_takes_updates_as_even_and_says_where_they_were_not(tmp_path: Path) -> None:
+def test_called_seldom_it_takes_updates_as_even(tmp_path: Path) -> None:
     model, ema = runs.started(runs.powers(*TWO), update_every=2)
     for step in range(1, 41):
         runs.put(model, step)
@@ -229,8 +213,7 @@ def test_called_seldom_it_takes_updates_as_even_and_says_where_they_were_not(tmp
     for step in (1, 2, 7, 8, 20):
         runs.put(model, step)
         ema.update(step=step)
-    with pytest.warns(RuntimeWarning, match="5 updates between steps 0 and 20 were not seen"):
-        ema.snapshot(tmp_path / "uneven", 20)
+    ema.snapshot(tmp_path / "uneven", 20)
     assert record_of(tmp_path / "uneven", 20)["segments"][0]["updates"] == [[4, 4, 5]]
 
 

@@ -27,7 +27,7 @@ def load_averages(core: Averages, averages: Mapping[str, torch.Tensor]) -> None:
 
     def check() -> list[_state.Copy]:
         core.swap.refuse("load_state_dict()")
-        return _state.check({"averages": averages}, core.tracked, core.keys[:1])[0]
+        return _state.check("load_state_dict()", {"averages": averages}, core.tracked, core.keys[:1])[0]
 
     for target, value, region in core.team.agree("load_state_dict()", check):
         _state.copy(target, value, region)

@@ -6,7 +6,6 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from shardow.model.view import ModelView
 from shardow.ranks import gather
 from shardow.ranks.team import Team
 
-_OTHERWISE = "was sharded otherwise"
+HINT = "strict=False takes what there is"
 
 _CHUNK = 1 << 20  # elements of a temporary
 
@@ -54,7 +53,7 @@ def engine_state(state: Mapping[str, Any]) -> str:
 
 
 def check(
-    state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str], strict: bool = True
+    what: str, state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str], strict: bool = True
 ) -> tuple[list[Copy], dict[str, list[str]]]:
     """What load_state_dict will copy, and the names that are missing and unexpected. Raises with everything that does
     not fit, before anything is copied; unless ``strict``, names may lack."""
@@ -71,60 +70,39 @@ def check(
         raise invalid(f"the state does not fit: {'; '.join(problems)}")
     copies: list[Copy] = []
     shapes = {one.name: tuple(one.region.shape) for one in tracked}
-    missing: dict[str, None] = {}
-    unexpected: dict[str, None] = {}
-    for k, key in enumerate(keys):
-        found = compare(shapes, shapes_of(by_key[key], shapes))
-        missing.update(dict.fromkeys(found.missing))
-        unexpected.update(dict.fromkeys(found.unexpected))
-        problems += unfit(found if strict else replace(found, missing=[], unexpected=[]))
+    fits = [compare(shapes, shapes_of(by_key[key], shapes)) for key in keys]
+    joined = fits[0].joined(fits[1:])
+    for k, (key, found) in enumerate(zip(keys, fits, strict=True)):
         wrong = {name for name, *_ in found.different}
-        for one in tracked:
-            if one.name in found.keys and one.name not in wrong:
-                plan(one.name, one.averages[k], one.region, by_key[key][one.name], copies, problems)
-    if problems:
-        raise invalid(f"the state does not fit this EMA, nothing was loaded: {listed(problems)}")
-    return copies, {"missing": list(missing), "unexpected": list(unexpected)}
+        fitting = [one for one in tracked if one.name in found.keys and one.name not in wrong]
+        copies += [
+            copy
+            for one in fitting
+            if (copy := plan(one.name, one.averages[k], one.region, by_key[key][one.name], joined))
+        ]
+    (joined if strict else joined.only_different()).refuse(what, "the state", hint=HINT if strict else "")
+    return copies, {"missing": joined.missing, "unexpected": joined.unexpected}
 
 
 def shapes_of(state: Mapping[str, Any], wanted: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """Of what is ``wanted``; nobody asks for the shapes of other entries, which may have none."""
+    """Returns the shapes of what is ``wanted``; other entries may have none."""
     return {name: tuple(value.size()) if name in wanted else () for name, value in state.items()}
 
 
-def unfit(found: Fit[tuple[int, ...]]) -> list[str]:
-    """What does not fit, in words."""
-    problems = [f"missing '{name}'" for name in found.missing] + [f"unexpected '{name}'" for name in found.unexpected]
-    return problems + [f"'{name}' has shape {there}, expected {here}" for name, here, there in found.different]
-
-
-def plan(
-    name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor, copies: list[Copy], problems: list[str]
-) -> None:
-    """How ``value``, of the global shape, gets into ``target``, the 1-D memory of ``region``; or why it does not."""
+def plan(name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor, fit: Fit[Any]) -> Copy | None:
+    """Returns how ``value``, of the global shape, gets into ``target``, the 1-D memory of ``region``; None, and an
+    entry of ``fit.elsewhere``, where it is another part.
+    """
     if isinstance(value, Piece):
-        there, local = value.region, value.local
+        given, local = value.region, value.local
     elif hasattr(value, "_local_tensor"):
-        there, local = region_of(name, value), value._local_tensor
+        given, local = region_of(name, value), value._local_tensor
     else:
-        copies.append((target, value, region))
-        return
-    if there == region:
-        copies.append((target, local.reshape(-1), None))
-    else:
-        problems.append(f"'{name}' {_OTHERWISE}")
-
-
-def listed(problems: Sequence[str]) -> str:
-    """The first of what does not fit, and once the way out for what was sharded otherwise."""
-    text = "; ".join(problems[:20]) + " ..." * (len(problems) > 20)
-    if not any(one.endswith(_OTHERWISE) for one in problems):
-        return text
-    return (
-        f"{text}. A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, "
-        "which reshard, "
-        "or pass full tensors, those of full_state_dict() for example"
-    )
+        return target, value, region
+    if given == region:
+        return target, local.reshape(-1), None
+    fit.elsewhere.append(name)
+    return None
 
 
 def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
@@ -171,11 +149,8 @@ def refuse_unlike(tracked: Sequence[Tracked], target: ModelView) -> None:
     """Before copy_streamed(): the other model has a place for each average."""
     places = [*target.parameters, *target.buffers]
     here = {one.name: tuple(one.local.region.shape) for one in tracked}
-    found = compare(here, {one.name: tuple(one.region.shape) for one in places})
-    wrong = [f"'{name}': missing there, {here[name]} here" for name in found.missing]
-    wrong += [f"'{name}': {there} there, {shape} here" for name, shape, there in found.different]
-    if wrong:
-        raise invalid(f"copy_to(): the other model does not fit: {'; '.join(wrong)}")
+    found = compare(here, {one.name: tuple(one.region.shape) for one in places if one.name in here})
+    found.refuse("copy_to()", "the other model", done="nothing was copied")
     for one in places:
         if not oddity(one.tensor):
             refuse_expanded(one.name, one.tensor)

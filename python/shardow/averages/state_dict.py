@@ -38,7 +38,7 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         averages.swap.refuse("load_state_dict()")
         text = _state.engine_state(state)
         keys = saved_keys(averages, _core.decay_keys_in({_core.STATE_KEY: text}), options, "the state")
-        checked = _state.check(state, averages.tracked, keys, strict)
+        checked = _state.check("load_state_dict()", state, averages.tracked, keys, strict)
         lineage.check(lineage.record_in(text), len(keys), "the state")
         _take_options(averages, "load_state_dict()", text, options)
         return checked

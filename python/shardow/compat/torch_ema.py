@@ -6,6 +6,7 @@ origin's, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -22,8 +23,8 @@ Parameters = Iterable[torch.Tensor] | None
 
 class ExponentialMovingAverage:
     """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes.
-    DTensors are kept as long as this object: torch swaps them where a model is moved or cast, and refuses to swap what
-    is weakly referenced.
+    DTensors go with the next call: torch swaps them where a model is moved or cast, and refuses to swap what is weakly
+    referenced.
 
     ``decay``: in [0, 1]. ``use_num_updates``: the decay begins small, as min(decay, (1 + n) / (10 + n)) in update n.
     Methods take ``parameters`` in place of those of construction. DTensors and FSDP1's shards are averaged as they are;
@@ -131,10 +132,29 @@ class ExponentialMovingAverage:
         return alive, len(self._params_refs) - len(alive)
 
 
+class _Held:
+    """A reference that is given up when it is the last one, found out at a call."""
+
+    __slots__ = ("_one",)
+
+    def __init__(self, one: Any) -> None:
+        self._one = one
+
+    def count(self) -> int:
+        return sys.getrefcount(self._one)
+
+    def __call__(self) -> torch.Tensor | None:
+        if self.count() <= _ALONE:
+            self._one = None
+        return self._one  # type: ignore[no-any-return]
+
+
+_ALONE = _Held(object()).count()
+
+
 def _reference(parameter: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """Returns a weak reference; a strong one to what torch swaps where a model is moved or cast."""
     swapped = torch.__future__.get_swap_module_params_on_conversion() or is_traceable_wrapper_subclass(parameter)
-    return (lambda: parameter) if swapped else weakref.ref(parameter)
+    return _Held(parameter) if swapped else weakref.ref(parameter)
 
 
 def _require(fine: bool, message: str) -> None:

@@ -1,13 +1,13 @@
-"""A state beside what it is for: which tensor there is which here, what is missing, unexpected or of another form. The
-one way to compare. Looked for is a tensor's own name, then a tied tensor's other names, then names without what
-wrappers, DDP and PEFT put into them.
+"""Compares a state with what it is for: which tensor there is which here, what is missing, unexpected or of another
+form; the one way to compare, and to say what does not fit. A tensor is looked for by its own name, then by a tied
+tensor's other names, then by names without what wrappers, DDP and PEFT put into them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,36 +17,112 @@ from shardow.model.names import clean_file_key, without_adapter
 from shardow.model.parts import Held
 
 T = TypeVar("T")
+_SHOWN = 8  # tensors of each kind that a message names
+
+#: Ends the message where parts of tensors are other parts than this rank's.
+RESHARDS = (
+    "A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, which "
+    "reshard, or pass full tensors, those of full_state_dict() for example"
+)
 
 
 class Form(NamedTuple):
-    """What must fit of a tensor."""
+    """Shape and dtype of a tensor. Floating tensors are cast, so their dtypes need not be equal."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def takes(self, other: object) -> bool:
+        if not isinstance(other, Form) or other.shape != self.shape:
+            return False
+        return self.dtype == other.dtype or (self.dtype.is_floating_point and other.dtype.is_floating_point)
 
-@dataclass(frozen=True)
+
+@dataclass
 class Fit(Generic[T]):
-    """``missing``: here, not there; ``unexpected``: there, not here; ``different``: (name, its form here, its form
-    there).
+    """A comparison. ``keys``: {name here: key there}; ``missing``: names that are only here; ``unexpected``: keys that
+    are only there; ``different``: (name, its form here, its form there); ``elsewhere``: names of which the other side
+    has another part.
     """
 
-    keys: dict[str, str]  # {name here: key there}
+    keys: dict[str, str]
     missing: list[str]
     unexpected: list[str]
     different: list[tuple[str, T, T]]
+    elsewhere: list[str] = field(default_factory=list)
+
+    def text(self, where: str, here: str = "here") -> str:
+        """Returns what does not fit: the first tensors of each kind and how many more; "" where all fits. ``where``,
+        ``here``: what the two sides are called.
+        """
+        texts = [f"'{name}' {_difference(*forms, where, here)}" for name, *forms in self.different[:_SHOWN]]
+        if more := len(self.different) - len(texts):
+            texts.append(f"{more} more differ")
+        for kind, names in (
+            ("missing", self.missing), ("unexpected", self.unexpected), ("sharded otherwise", self.elsewhere),
+        ):  # fmt: skip
+            texts += [f"{kind} in {where}: {first_of(names)}"] if names else []
+        return "; ".join(texts)
+
+    def refuse(
+        self, what: str, where: str, also: type[Exception] | None = None, *, here: str = "here",
+        done: str = "nothing was loaded", hint: str = "",
+    ) -> None:  # fmt: skip
+        """Raises ValueError, that is also an ``also``, where something does not fit. ``what``: the call, or "";
+        ``done``: what came of it; ``hint``: what to do.
+        """
+        if text := self.text(where, here):
+            hint = RESHARDS if self.elsewhere else hint
+            raise invalid(
+                f"{what}{': ' if what else ''}{where} does not fit, {done}: {text}{'. ' if hint else ''}{hint}", also
+            )
+
+    def joined(self, others: Iterable[Fit[T]]) -> Fit[T]:
+        """Returns this one with what others of the same names lack, each name once."""
+        missing, unexpected, different = dict.fromkeys(self.missing), dict.fromkeys(self.unexpected), self.different[:]
+        for other in others:
+            missing |= dict.fromkeys(other.missing)
+            unexpected |= dict.fromkeys(other.unexpected)
+            different += [entry for entry in other.different if entry not in different]
+        return Fit(self.keys, [*missing], [*unexpected], different)
+
+    def only_different(self) -> Fit[T]:
+        """Returns the comparison without names that one side lacks."""
+        return replace(self, missing=[], unexpected=[])
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Returns the first names, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _difference(ours: object, theirs: object, where: str, here: str) -> str:
+    if isinstance(ours, Form) and isinstance(theirs, Form) and ours.shape == theirs.shape:
+        cast = "" if theirs.dtype.is_floating_point == ours.dtype.is_floating_point else ", and only floating numbers"
+        return f"is {theirs.dtype} in {where} and {ours.dtype} {here}{cast and cast + ' are cast'}"
+    shapes = [_shape(form) for form in (theirs, ours)]
+    if theirs is None or ours is None:
+        return f"is no tensor in {where}" if theirs is None else f"is no tensor {here}"
+    if None not in shapes and shapes[0] != shapes[1]:
+        return f"has shape {shapes[0]} in {where} and {shapes[1]} {here}"
+    return f"is {theirs} in {where} and {ours} {here}"
+
+
+def _shape(form: object) -> list[int] | None:
+    """Returns the shape of a form: a Form's, a region's, or a plain shape."""
+    shape = getattr(form, "shape", form)
+    return list(shape) if isinstance(shape, Sequence) else None
 
 
 def compare(here: Mapping[str, T], there: Mapping[str, T]) -> Fit[T]:
-    """Of the same names. A form is whatever must be equal: a shape, a region."""
-    return _fit(
-        {name: name for name in here if name in there}, here, there, [name for name in there if name not in here]
-    )
+    """Compares tensors of the same names. A form is whatever must be equal: a shape, a region."""
+    keys = {name: name for name in here if name in there}
+    return _fit(keys, here, there, [name for name in there if name not in here])
 
 
 def fit(held: Held, state: Mapping[str, object], where: str) -> Fit[Form | None]:
-    """Of names as matched() finds them; None is the form of what is no tensor."""
+    """Compares tensors of names as matched() finds them; None is the form of what is no tensor."""
     keys = matched(held, state, where)
     here = {part.name: Form(tuple(part.region.shape), part.flat.dtype) for part in held.parts}
     return _fit(keys, here, {key: form_of(state[key]) for key in keys.values()}, unexpected(held, keys, state))
@@ -59,8 +135,12 @@ def form_of(value: object) -> Form | None:
 
 
 def _fit(keys: dict[str, str], here: Mapping[str, T], there: Mapping[str, T], unexpected: list[str]) -> Fit[T]:
-    different = [(name, here[name], there[key]) for name, key in keys.items() if here[name] != there[key]]
+    different = [(name, here[name], there[key]) for name, key in keys.items() if not _same(here[name], there[key])]
     return Fit(keys, [name for name in here if name not in keys], unexpected, different)
+
+
+def _same(here: object, there: object) -> bool:
+    return here.takes(there) if isinstance(here, Form) else here == there
 
 
 def matched(held: Held, available: Collection[str], where: str = "the file") -> dict[str, str]:

@@ -4,8 +4,8 @@ what it can, and reports as load() does."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged, Newest
 from shardow.model import values
 from shardow.model.extra_state import FromFile, extra_in
-from shardow.model.match import Form, fit, matched, unexpected
+from shardow.model.match import Fit, Form, compare, first_of, fit, matched, unexpected
 from shardow.model.parts import Held
 from shardow.ranks.gather import Part, take
 from shardow.ranks.store_group import store_group
@@ -87,7 +87,11 @@ def _choose(job: Job, found: _core.Checkpoint | Newest, where: str) -> _Choice:
         _refuse_lacking(job, [name for name in job.wanted if name in lacking])
     extra = FromFile(job.held.extra, found)
     _refuse_other_extra(job, extra.values, extra.unexpected)
-    plain = values.in_file(job.held.values, found.metadata, job.strict, where)
+    plain = values.in_file(found.metadata)
+    if job.strict:
+        named = compare(dict.fromkeys(job.held.values), dict.fromkeys(plain))
+        named.refuse(f"{where}: plain values", "the file", hint="strict=False takes the rest")
+    plain = {name: plain[name] for name in job.held.values if name in plain}
     parts = [
         Part(keys.get(part.name, part.name), part.flat, part.region)
         for part in job.held.parts
@@ -124,13 +128,13 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     forms: dict[str, Form]
     forms, extra = pickle.loads(team.first(job.what, mine))
 
-    def compare() -> tuple[dict[str, Any], list[Fill]]:
+    def compared() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra)
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
         wants = [Want(key, part.region.encode(), narrower(forms[key].dtype, part.flat.dtype)) for part, key in found]
         return report, [Fill(part, want) for (part, _), want in zip(found, wants, strict=True)]
 
-    report, fills = team.agree(job.what, compare)
+    report, fills = team.agree(job.what, compared)
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
     assert team.process_group is not None
     tag = store_group(team.process_group).next_tag()
@@ -152,34 +156,19 @@ def _compared(job: Job, source: Mapping[str, Form], extra: Collection[str]) -> t
     _refuse_other_extra(job, extra)
     found = fit(job.held, source, "the source")
     missing = [name for name in found.missing if name in job.wanted]
-    wrong = [
-        text for name, here, there in found.different if here and there for text in _differences(name, here, there)
-    ]
-    if job.strict and missing:
-        wrong.append(f"missing in the source: {', '.join(missing[:20])}")
-    if job.strict and found.unexpected:
-        wrong.append(f"unexpected in the source: {', '.join(found.unexpected[:20])}")
-    if wrong:
-        raise invalid(f"{job.what}: the source does not fit: {'; '.join(wrong[:20])}")
+    checked = replace(found, missing=missing)
+    (checked if job.strict else checked.only_different()).refuse(job.what, "the source")
     _refuse_lacking(job, missing)
     kept = [name for name in found.missing if name not in job.wanted]
     return found.keys, {"missing": missing, "unexpected": found.unexpected, "kept": kept}
 
 
-def _differences(name: str, here: Form, there: Form) -> Iterator[str]:
-    if there.shape != here.shape:
-        yield f"'{name}' has shape {list(there.shape)} in the source and {list(here.shape)} here"
-    if there.dtype != here.dtype and not (there.dtype.is_floating_point and here.dtype.is_floating_point):
-        yield f"'{name}' is {there.dtype} in the source and {here.dtype} here, and only floating numbers are cast"
-
-
 def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection[str] = ()) -> None:
     """Strict: as torch is about extra states, where all is asked for."""
     missing = [] if job.without else [name for name in job.held.extra if name not in found]
-    if job.strict and (missing or unexpected):
-        texts = [f"missing in the source: {', '.join(missing[:20])}"] if missing else []
-        texts += [f"unexpected there: {', '.join(unexpected)}"] if unexpected else []
-        raise invalid(f"{job.what}: {'; '.join(texts)}; strict=False takes the rest")
+    if job.strict:
+        extra: Fit[None] = Fit({}, missing, list(unexpected), [])
+        extra.refuse(job.what, "the source", hint="strict=False takes the rest")
 
 
 def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
@@ -209,4 +198,4 @@ def _refuse_lacking(job: Job, lacking: Collection[str]) -> None:
     without = [name for name in lacking if name in job.essential]
     if without:
         why = "they have memory without values since FSDP1 wrapped them, and can't be left so"
-        raise invalid(f"{job.what}: missing in the source: {', '.join(without[:20])}; {why}")
+        raise invalid(f"{job.what}: missing in the source: {first_of(without)}; {why}")

@@ -116,17 +116,17 @@ def test_gap_4_everything_is_checked_before_anything_is_written(kind: str, tmp_p
     before = copy.deepcopy(dict(manager.state_dict()))
     good = {name: torch.full_like(value, 7) for name, value in before.items()}
     for wrong, says in (
-        ({"6.bias": torch.ones(1)}, r"'6.bias' has shape \(1,\) there and \(4,\) here"),
-        ({"6.bias": torch.ones(4, dtype=torch.int64)}, r"'6.bias' is torch.int64 there and torch.float32 here"),
+        ({"6.bias": torch.ones(1)}, r"'6.bias' has shape \[1\] in the state and \[4\] here"),
+        ({"6.bias": torch.ones(4, dtype=torch.int64)}, r"'6.bias' is torch.int64 in the state and torch.float32 here"),
     ):
         with pytest.raises(RuntimeError, match=says):
             manager.load_state_dict({**good, **wrong})
         dcp.save({**good, **wrong}, checkpoint_id=tmp_path / says[8:14])
-        with pytest.raises(ValueError, match=r"'6.bias' is"):
+        with pytest.raises(ValueError, match=says.replace("the state", ".*")):
             manager.load(tmp_path / says[8:14])
         assert same(manager.state_dict(), before)
     del good["6.bias"]
-    with pytest.warns(UserWarning, match=r"missing '6.bias'"):
+    with pytest.warns(UserWarning, match=r"missing in the state: 6.bias"):
         assert manager.load_state_dict({**good, "more": torch.ones(1)}, strict=False) == (["6.bias"], ["more"])
     assert torch.equal(manager.state_dict()["6.bias"], before["6.bias"])
     assert torch.equal(manager.state_dict()["6.weight"], good["6.weight"])
@@ -144,9 +144,9 @@ def test_gap_6_turning_averages_on_for_an_older_checkpoint_is_a_choice(tmp_path:
     assert all(torch.equal(manager.state_dict()[name], p) for name, p in model.named_parameters())
     state = {name: torch.full_like(p, 3) for name, p in model.named_parameters() if name != "0.weight"}
     dcp.save(state, checkpoint_id=tmp_path / "ema")
-    with pytest.raises(KeyError, match=r"missing '0.weight'"):
+    with pytest.raises(KeyError, match=r"missing in .*: 0.weight"):
         manager.load(tmp_path / "ema")
-    with pytest.warns(UserWarning, match=r"missing '0.weight'"):
+    with pytest.warns(UserWarning, match=r"missing in .*: 0.weight"):
         manager.load(tmp_path / "ema", missing="init")
     assert torch.equal(manager.state_dict()["0.weight"], model[0].weight)
     assert torch.equal(manager.state_dict()["0.bias"], state["0.bias"])

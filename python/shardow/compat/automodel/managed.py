@@ -8,6 +8,7 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -107,21 +108,20 @@ class Managed(ABC):
             ValueErrors.
         """
 
-        def check() -> tuple[Held, list[_state.Copy], Unmatched]:
+        def check() -> tuple[Held, list[_state.Copy], Fit[Form | None]]:
             held = self._held()
             found = fit(held, state, "the state")
-            names = Unmatched(found.missing, found.unexpected)
-            if strict and any(names):
-                what = f"{type(self).__name__}.load_state_dict(): nothing was loaded: {_listed(names)}"
-                raise invalid(f"{what}; strict=False leaves these as they are", self._refusal)
-            return held, _copies(held.parts, found, state), names
+            what = f"{type(self).__name__}.load_state_dict()"
+            if strict:
+                names = replace(found, different=[])
+                names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
+            return held, _copies(what, held.parts, found, state), found
 
-        held, copies, names = self._team.agree("load_state_dict()", check)
+        held, copies, found = self._team.agree("load_state_dict()", check)
         for target, value, region in copies:
             _state.copy(target, value, region)
         held.put_back()
-        _warn_of(names)
-        return names
+        return _unmatched(found, "the state")
 
     def save(self, directory: str | Path) -> None:
         """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads
@@ -151,11 +151,7 @@ class Managed(ABC):
         self.updates = 0 if counters is None else counters[1]
         if counters is not None and counters[0] != self.decay:
             warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}")
-        names = (
-            Unmatched(list(self._live()), []) if found is None else Unmatched(found.fit.missing, found.fit.unexpected)
-        )
-        _warn_of(names)
-        return names
+        return _unmatched(Fit({}, list(self._live()), [], []) if found is None else found.fit, str(directory))
 
     def _planned(self, directory: Path, missing: str) -> dcp.Plan | None:
         found = dcp.plan(self._held(), directory)
@@ -165,8 +161,7 @@ class Managed(ABC):
         if found is None:
             raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
         if found.fit.missing:
-            names = Unmatched(found.fit.missing, found.fit.unexpected)
-            raise invalid(f"{directory}: nothing was loaded: {_listed(names)}; {way_out}", KeyError)
+            found.fit.refuse("load()", str(directory), KeyError, hint=way_out)
         return found
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
@@ -194,41 +189,21 @@ def checked_decay(decay: float) -> float:
     return float(decay)
 
 
-def _copies(parts: Sequence[Part], found: Fit[Form | None], state: Mapping[str, torch.Tensor]) -> list[_state.Copy]:
-    copies: list[_state.Copy] = []
-    wrong = {name: _difference(here, there, state[found.keys[name]]) for name, here, there in found.different if here}
-    problems = [f"'{name}' {text}" for name, text in wrong.items() if text]
-    for part in parts:
-        if part.name in found.keys and not wrong.get(part.name):
-            _state.plan(part.name, part.flat, part.region, state[found.keys[part.name]], copies, problems)
-    if problems:
-        raise invalid(f"the state does not fit, nothing was loaded: {_state.listed(problems)}", RuntimeError)
-    return copies
+def _copies(
+    what: str, parts: Sequence[Part], found: Fit[Form | None], state: Mapping[str, torch.Tensor]
+) -> list[_state.Copy]:
+    wrong = {name for name, *_ in found.different}
+    fitting = [(part, state[found.keys[part.name]]) for part in parts if part.name in found.keys.keys() - wrong]
+    planned = [_state.plan(part.name, part.flat, part.region, value, found) for part, value in fitting]
+    found.only_different().refuse(what, "the state", RuntimeError)
+    return [copy for copy in planned if copy is not None]
 
 
-def _difference(here: Form, there: Form | None, value: object) -> str | None:
-    if there is None:
-        return f"is a {type(value).__name__}, not a tensor"
-    if there.shape != here.shape:
-        return f"has shape {there.shape} there and {here.shape} here"
-    alike = (
-        there.dtype.is_floating_point == here.dtype.is_floating_point
-        and there.dtype.is_complex == here.dtype.is_complex
-    )
-    return None if alike else f"is {there.dtype} there and {here.dtype} here"
-
-
-def _listed(names: Unmatched) -> str:
-    return "; ".join(
-        f"{what} {', '.join(map(repr, some[:8]))}{' ...' * (len(some) > 8)}"
-        for what, some in zip(("missing", "unexpected"), names, strict=True)
-        if some
-    )
-
-
-def _warn_of(names: Unmatched) -> None:
-    if any(names):
-        warn(f"not everything was loaded: {_listed(names)}; missing averages are as they were, or as the weights")
+def _unmatched(found: Fit[Form | None], where: str) -> Unmatched:
+    """Returns the names that don't match, with a warning where there are any."""
+    if text := found.text(where):
+        warn(f"not everything was loaded: {text}; missing averages are as they were, or as the weights")
+    return Unmatched(found.missing, found.unexpected)
 
 
 def weights_of(view: ModelView) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.base.checks import invalid
 from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
 from shardow.compat.ways.teams import everybody, joined, refuse_copies, team_of
 from shardow.compat.ways.twin import TrainedTwin
@@ -123,10 +122,9 @@ class ShardedModelEMAManager(Managed):
 def _check(ours: ModelView, theirs: ModelView) -> None:
     """The origin's exceptions for models that differ."""
     shapes = {one.name: tuple(one.region.shape) for one in ours.parameters}
-    found = compare({one.name: tuple(one.region.shape) for one in theirs.parameters if one.requires_grad}, shapes)
-    if found.missing:
-        raise invalid(
-            f"ShardedModelEMAManager: the EMA model lacks parameters of the train model: {found.missing[:5]}", KeyError
-        )
-    for name, train, ema in found.different:
-        raise invalid(f"ShardedModelEMAManager: shapes differ for {name}: train={train} ema={ema}")
+    trained = {one.name: tuple(one.region.shape) for one in theirs.parameters if one.requires_grad}
+    found = compare(trained, {name: shape for name, shape in shapes.items() if name in trained})
+    found.refuse(
+        "ShardedModelEMAManager", "the EMA model", KeyError if found.missing else None, here="in the train model",
+        done="no averages were made",
+    )  # fmt: skip

@@ -11,7 +11,6 @@ from shardow import errors
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.averages.tracked import Tracked, divide
-from shardow.base.checks import invalid
 from shardow.model.match import compare
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView, find
@@ -65,12 +64,6 @@ class Copier:
         there = {one.name: one for one in self._view.parameters}
         shapes = {one.name: tuple(one.local.region.shape) for one in self._averages.tracked}
         found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
-        wrong = [f"'{name}' has no average" for name in found.unexpected]
-        wrong += [f"'{name}' is missing in the module, {shapes[name]} in the averages" for name in found.missing]
-        wrong += [
-            f"'{name}' is {theirs} in the module, {ours} in the averages" for name, ours, theirs in found.different
-        ]
-        if wrong:
-            raise invalid(f"copy_to(): nothing was copied: {'; '.join(wrong[:20])}", KeyError)
+        found.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
         chosen = [there[name] for name in shapes]
         return [Tracked(one, *divide(one, self._averages.options.replicas)) for one in chosen]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -146,8 +147,7 @@ class EMA_FSDP:
             part.name: (part.name, self._names.get(part.name, part.name), *aliases.get(part.name, ())) for part in parts
         }
         found = fit(Held(parts, names, None), sd, "the state")
-        if wrong := [f"unexpected '{key}'" for key in found.unexpected]:
-            raise invalid(f"the state does not fit these averages, nothing was loaded: {'; '.join(wrong[:20])}")
+        replace(found, missing=[], different=[]).refuse("load_state_dict()", "the state")
         return {name: _floating(name, sd[key]) for name, key in found.keys.items() if name in self._names}
 
     def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:

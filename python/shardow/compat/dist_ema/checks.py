@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,13 @@ def fitting(
         Held(parts, {part.name: (part.name, called[part.name]) for part in parts}, None), state, "the state"
     )
     found = {one.name: state[fit.keys[one.name]] for one in shares if one.name in fit.keys}
-    wrong = [
-        f"'{n}' is a {type(t).__name__}, not a whole tensor"
-        for n, t in found.items()
-        if type(t) not in (torch.Tensor, nn.Parameter)
-    ]
-    if not wrong:
-        shapes = {one.name: one.shape for one in shares}
-        wrong = _state.unfit(match.compare(shapes, _state.shapes_of(found, shapes)))
-        wrong += [f"unexpected '{key}'" for key in fit.unexpected]
-    if wrong:
-        raise invalid(
-            f"load_state_dict(): the state does not fit, nothing was loaded: {'; '.join(wrong[:20])}", KeyError
-        )
+    for name, tensor in found.items():
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise invalid(
+                f"load_state_dict(): nothing was loaded: '{name}' is a {type(tensor).__name__}, not a whole tensor",
+                KeyError,
+            )
+    shapes = {one.name: one.shape for one in shares}
+    checked = match.compare(shapes, _state.shapes_of(found, shapes))
+    replace(checked, unexpected=fit.unexpected).refuse("load_state_dict()", "the state", KeyError)
     return [(one, found[one.name].detach()) for one in shares]

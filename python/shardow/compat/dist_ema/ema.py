@@ -15,7 +15,7 @@ from torch import nn
 
 from shardow.base.checks import fraction, invalid, seconds
 from shardow.compat.dist_ema.checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
-from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, shares, unlike
+from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, refuse_unlike, shares
 from shardow.compat.ways.names import called
 from shardow.compat.ways.pairs import Pair, Pairs
 from shardow.compat.ways.teams import refuse_copies, unchanged
@@ -165,11 +165,7 @@ class DistEMA:
         """Pairs anew what has been replaced or has moved."""
         if model is not self._bound or not unchanged(self._view):
             view = self._found(model)
-            if wrong := unlike(self._shares, view):
-                raise invalid(
-                    f"update(): the averages were made of another model: {'; '.join(wrong[:20])}; make a DistEMA of it",
-                    KeyError,
-                )
+            refuse_unlike(self._shares, view)
             self._bound, self._view = model, view
             self._pair()
         elif self._counted > self.decay_steps:  # the noise goes back with them

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -99,16 +100,28 @@ def _share(local: LocalTensor, order: tuple[int, ...], region: _core.Region, beg
     return Share(local, order, region, begin, average)
 
 
-def unlike(made: Sequence[Share], view: ModelView) -> list[str]:
-    """What of a model is not as in the one that shares were made of."""
-    were = {share.name: (share.local.region, share.order) for share in made}
-    found = compare(were, {one.name: (one.region, _memory_order(one)) for one in view.parameters})
-    wrong = [f"'{name}' has no average" for name in found.unexpected] + [f"'{name}' is gone" for name in found.missing]
-    return wrong + [f"'{name}' was {_said(was)}, it is {_said(now)}" for name, was, now in found.different]
+class _Layout(NamedTuple):
+    """What an average shares with its weight: the elements of a rank, and the order of dimensions in memory."""
+
+    region: _core.Region
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        return self.region.shape
+
+    def __str__(self) -> str:
+        return f"{self.region} in the order {self.order}"
 
 
-def _said(form: tuple[_core.Region, tuple[int, ...]]) -> str:
-    return f"{tuple(form[0].shape)}, {form[0]} in the order {form[1]}"
+def refuse_unlike(made: Sequence[Share], view: ModelView) -> None:
+    """Raises KeyError where a model is not as the one that shares were made of."""
+    were = {share.name: _Layout(share.local.region, share.order) for share in made}
+    found = compare(were, {one.name: _Layout(one.region, _memory_order(one)) for one in view.parameters})
+    found.refuse(
+        "update()", "the model", KeyError, here="in the averages", done="nothing was averaged",
+        hint="The averages were made of another model; make a DistEMA of this one",
+    )  # fmt: skip
 
 
 def is_sharded(model: nn.Module) -> bool:

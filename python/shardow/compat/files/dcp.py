@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from shardow.base.checks import invalid
 from shardow.compat.files.published import publish
 from shardow.model.match import Fit, Form, fit
 from shardow.model.parts import Held
@@ -74,15 +73,7 @@ def plan(held: Held, directory: Path) -> Plan | None:
         if isinstance(one, TensorStorageMetadata) and key not in (_DECAY, _UPDATES)
     }
     found = fit(held, tensors, str(directory))
-    wrong = [
-        f"'{name}' is {there.shape} {there.dtype} there and {here.shape} {here.dtype} here"
-        for name, here, there in found.different
-        if here
-        and there
-        and (there.shape != here.shape or there.dtype.is_floating_point != here.dtype.is_floating_point)
-    ]
-    if wrong:
-        raise invalid(f"{directory} does not fit, nothing was loaded: {'; '.join(wrong[:20])}", RuntimeError)
+    found.only_different().refuse("load()", str(directory), RuntimeError)
     return Plan(directory, found, {_DECAY, _UPDATES} <= stored.keys())
 
 

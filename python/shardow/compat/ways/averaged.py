@@ -103,21 +103,13 @@ class Averaged(nn.Module):
 
 
 def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
-    """Torch finds the same, when half is loaded."""
-    shapes, there = (
-        {n: tuple(t.shape) for n, t in one.items() if isinstance(t, torch.Tensor)} for one in (here, state)
-    )
-    wrong = [
-        f"size mismatch for '{name}': {theirs} there, {ours} here"
-        for name, ours, theirs in compare(shapes, there).different
-    ]
-    if strict:
-        names = compare(dict.fromkeys(here), dict.fromkeys(state))
-        for what, some in (("Missing", names.missing), ("Unexpected", names.unexpected)):
-            if some:
-                wrong.append(f"{what} key(s) in state_dict: {', '.join(map(repr, some[:20]))}")
-    if wrong:
-        raise invalid(f"nothing was loaded: {'; '.join(wrong[:20])}", RuntimeError)
+    """Raises RuntimeError where torch would, but before anything changes."""
+    found = compare(_shapes(here), _shapes(state))
+    (found if strict else found.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    return {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
 
 
 def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:

@@ -3,22 +3,21 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardow.base.checks import invalid
 from shardow.compat.ways.follower import Fate, Kind, Paired
 from shardow.compat.ways.pairs import Pair, copy_all, warn_of_rounding
 from shardow.model.local import LocalTensor
-from shardow.model.match import compare
+from shardow.model.match import Fit, compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
 
-_ANEW = "make the average anew after the model has its final form"
+_ANEW = "Make the average anew after the model has its final form"
 
 
 class _MissingError(RuntimeError, KeyError):
@@ -103,8 +102,8 @@ class Twin(Paired):
                 continue
             seen.add(id(buffer))
             there = theirs.get(slot.name)
-            if there is None or there.recorded.shape != buffer.shape:
-                raise _differ(f"buffer '{slot.name}'", buffer.shape, None if there is None else there.recorded.shape)
+            given = {} if there is None else {slot.name: tuple(there.recorded.shape)}
+            _refuse(compare({slot.name: tuple(buffer.shape)}, given))
             floating = buffer.is_floating_point() or buffer.is_complex()
             yield _Buffer(there, slot, fate if floating else "copy")
 
@@ -132,21 +131,15 @@ def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, 
     found = compare(
         {one.name: one.region for one in ours.parameters}, {name: one.region for name, one in known.items()}
     )
-    for name in found.unexpected:
-        raise invalid(f"the model has '{name}', which its average has not; {_ANEW}", RuntimeError)
-    for name in found.missing:
-        raise _differ(f"'{name}'", (), None)
-    for name, here, there in found.different:
-        parts = f": this rank has {here} of the average and {there} of the weight" if here.shape == there.shape else ""
-        raise _differ(f"'{name}'", here.shape, there.shape, parts)
+    _refuse(found)
     for one in ours.parameters:
         yield known[one.name], known[one.name].tensor, one.tensor
 
 
-def _differ(name: str, ours: Sequence[int], theirs: Sequence[int] | None, parts: str = "") -> Exception:
-    if theirs is None:
-        return invalid(f"{name} is averaged, but the model has it no more; {_ANEW}", _MissingError)
-    return invalid(f"{name} is {tuple(ours)} in the average and {tuple(theirs)} in the model{parts}", RuntimeError)
+def _refuse(found: Fit[Any]) -> None:
+    """Raises RuntimeError, a KeyError too for a missing name, where a model is not as its average."""
+    also = _MissingError if found.missing else RuntimeError
+    found.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
 
 
 class TrainedTwin(Twin):

@@ -15,7 +15,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: build  ## train, average, swap, save, resume at another world size, report (about 3 minutes)
+demo: build  ## train, average, swap, save, resume at another world size, report (about a minute and a half)
 	$(BIN)/python -m examples.digits $(ARGS)
 
 build: build/.installed  ## set-up and build

@@ -22,7 +22,7 @@ step = echo "Set-up $(1) of $(STEPS): $(2)"
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: build/.installed  ## train, average, swap, save, resume at another world size, report (about 3 minutes)
+demo: build/.installed  ## train, average, swap, save, resume at another world size, report
 	$(BIN)/python -m examples.digits $(ARGS)
 
 build: build/.tests  ## set-up, and a build of all but the benchmarks

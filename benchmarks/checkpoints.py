@@ -9,8 +9,6 @@ ranks, while one place is saved to again and again, leave there nothing that can
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import random
 import shutil
@@ -19,83 +17,32 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from benchmarks import report
 from benchmarks.checkpoint_ways import WAYS, WORLD, Training, Way
-from benchmarks.process import io, settled, status
-
-CONTEXT = multiprocessing.get_context("forkserver")  # which imports torch once
-CONTEXT.set_forkserver_preload(["shardow", "torch.distributed.checkpoint.state_dict"])
-
+from benchmarks.process import CONTEXT, ByRank, begin, by_rank, io, settled, started, status
 
 # ---- how long they take
 
 
 @dataclass
-class Results:
-    gib: float
-    everybody: list[dict[str, list[dict[str, float]]]]  # by rank, candidate and round
+class Results(ByRank):
     kills: dict[str, tuple[int, int]]  # by candidate: kills, and of these those that left nothing to read
 
-    def of(self, name: str, kind: str) -> list[float]:
-        """By round, of the rank that has most."""
-        return [
-            max(samples)
-            for samples in zip(*([one[kind] for one in rank[name]] for rank in self.everybody), strict=True)
-        ]
 
-    def median(self, name: str, kind: str) -> float:
-        return statistics.median(self.of(name, kind))
-
-
-def run(gib: float, rounds: int, kills: int, folder: Path | None = None) -> Results:
-    """In processes of their own, whose memory is theirs."""
+def run(gib: float = 1.0, rounds: int = 5, kills: int = 10, folder: Path | None = None) -> Results:
     with tempfile.TemporaryDirectory(dir=folder) as path:
         lost = {name: (kills, sum(not survives(name, Path(path), seed) for seed in range(kills))) for name in WAYS}
-        queue = CONTEXT.SimpleQueue()
-        processes, _store = started(rank_main, path, gib, rounds, queue)
-        everybody = queue.get()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit("a rank of the benchmark of checkpoints failed")
-    return Results(gib, everybody, lost)
+        return Results(gib, by_rank(WORLD, all_rounds, gib, Path(path), rounds), lost)
 
 
-def started(target: Callable[..., None], *arguments: Any) -> tuple[list[Any], Any]:
-    """(ranks, the store that they meet in)."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [CONTEXT.Process(target=target, args=(rank, store.port, *arguments)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    return processes, store
-
-
-def begin(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=WORLD)
-
-
-def rank_main(rank: int, port: int, folder: str, gib: float, rounds: int, results: Any) -> None:
-    begin(rank, port)
-    everybody: list[Any] = [None] * WORLD
-    dist.all_gather_object(everybody, all_rounds(Training(gib), Path(folder), rounds))
-    if rank == 0:
-        results.put(everybody)
-    dist.barrier()
-    os._exit(
-        0
-    )  # torch keeps the mesh's group, whose threads may meet the interpreter's end: docs/torch.md, "Ending a program"
-
-
-def all_rounds(training: Training, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+def all_rounds(gib: float, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+    training = Training(gib)
     found: dict[str, list[dict[str, float]]] = {}
     first: dict[str, float] = {}
     order = random.Random(0)
@@ -149,7 +96,7 @@ def survives(name: str, folder: Path, seed: int) -> bool:
     """
     place = folder / f"killed-{name.replace(' ', '_')}-{seed}"
     saved = CONTEXT.Value("q", 0, lock=False)
-    processes, _store = started(save_for_ever, name, str(place), saved)
+    processes, _store = started(WORLD, save_for_ever, name, str(place), saved)
     while saved.value < 2:
         if not all(process.is_alive() for process in processes):
             sys.exit(f"{name}: a rank ended by itself")
@@ -160,7 +107,7 @@ def survives(name: str, folder: Path, seed: int) -> bool:
     for process in processes:
         process.join()
     good = CONTEXT.Value("q", 0)
-    processes, _store = started(read_once, name, str(place), good)
+    processes, _store = started(WORLD, read_once, name, str(place), good)
     for process in processes:
         process.join()
     shutil.rmtree(place, ignore_errors=True)
@@ -169,7 +116,7 @@ def survives(name: str, folder: Path, seed: int) -> bool:
 
 def save_for_ever(rank: int, port: int, name: str, place: str, saved: Any) -> None:
     os.setpgrp()  # with the processes that it starts, which are killed as a machine that dies kills them
-    begin(rank, port)
+    begin(rank, port, WORLD)
     training = Training(0.02)
     way = WAYS[name](training, Path(place))
     for version in range(1, 1_000_000):
@@ -182,7 +129,7 @@ def save_for_ever(rank: int, port: int, name: str, place: str, saved: Any) -> No
 
 
 def read_once(rank: int, port: int, name: str, place: str, good: Any) -> None:
-    begin(rank, port)
+    begin(rank, port, WORLD)
     training = Training(0.02)
     try:
         WAYS[name](training, Path(place)).load()
@@ -239,20 +186,5 @@ def spread(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where the files go; by default a temporary directory"
-    )
-    options = parser.parse_args()
-    results = run(options.gib, options.rounds, options.kills, options.folder)
-    print("\n".join(lines(results)))
-    for what, measured_, bar, met in bars(results):
-        print(f"{what}: {measured_:.3g}, asked {bar:.3g}: {'yes' if met else 'NO'}")
-
-
 if __name__ == "__main__":
-    main()
+    report.main(sys.modules[__name__])

@@ -8,7 +8,6 @@ their median is shown.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 import shardow
+from benchmarks import report
 
 COMMAND = Path(__file__).parents[1] / "build" / "release" / "shardow"
 BAR, MOST = 1.15, 64 << 20
@@ -60,7 +60,7 @@ def candidates(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def run(gib: float, rounds: int, folder: Path | None = None, only: str = "") -> Results:
+def run(gib: float = 1.0, rounds: int = 7, folder: Path | None = None, only: str = "") -> Results:
     """Of candidates whose names begin with ``only``, and what they are held against."""
     wanted = {name for what, other in OF.items() if what.startswith(only) for name in (what, other)}
     if not wanted:
@@ -171,18 +171,5 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="verbs whose names begin so, like diff")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured")
-    options = parser.parse_args()
-    results = run(options.gib, options.rounds, options.folder, options.only)
-    print("\n".join(lines(results)))
-    for what, found, bar, met in bars(results):
-        print(f"{'met   ' if met else 'MISSED'} {what}: {found:.2f}, {bar:g}")
-
-
 if __name__ == "__main__":
-    main()
+    report.main(sys.modules[__name__])

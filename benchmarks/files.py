@@ -9,8 +9,6 @@ for all. ``--gib 1`` is the size of the bars.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import random
 import shutil
@@ -19,98 +17,57 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.process import io, settled, status
+from benchmarks import report
+from benchmarks.process import ByRank, by_rank, io, settled, status
 
 WORLD = 2
 State = dict[str, torch.Tensor]
 Way = Callable[[State, Path], object]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.files", description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where the files go; by default a temporary directory"
-    )
-    options = parser.parse_args()
-    results = run(options.gib, options.rounds, options.folder)
-    print("\n".join(lines(results)))
-    for what, measured, bar, met in bars(results):
-        print(f"{what}: {measured:.3g}, asked {bar:g}: {'yes' if met else 'NO'}")
-
-
-def run(gib: float, rounds: int, folder: Path | None = None) -> Results:
-    """In processes of their own, whose memory is theirs."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def run(gib: float = 1.0, rounds: int = 5, folder: Path | None = None) -> ByRank:
     with tempfile.TemporaryDirectory(dir=folder) as path:
-        context = multiprocessing.get_context("spawn")
-        queue = context.SimpleQueue()
-        processes = [
-            context.Process(target=rank_main, args=(rank, store.port, path, gib, rounds, queue))
-            for rank in range(WORLD)
-        ]
-        for process in processes:
-            process.start()
-        everybody = queue.get()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit("a rank of the benchmark of files failed")
-    return Results(gib, everybody)
+        return ByRank(gib, by_rank(WORLD, all_rounds, gib, Path(path), rounds))
 
 
-@dataclass
-class Results:
-    gib: float
-    everybody: list[dict[str, list[dict[str, float]]]]  # by rank, candidate and round
-
-    def seconds(self, name: str) -> list[float]:
-        """By round, of the slowest rank."""
-        return [
-            max(samples)
-            for samples in zip(*([one["seconds"] for one in rank[name]] for rank in self.everybody), strict=True)
-        ]
-
-    def most(self, name: str, kind: str) -> float:
-        """Bytes of the rank that has most, in its worst round."""
-        return max(sample[kind] for rank in self.everybody for sample in rank[name])
-
-    def ratio(self, name: str, other: str) -> float:
-        """How many times as long as ``other``, by their medians."""
-        return statistics.median(self.seconds(name)) / statistics.median(self.seconds(other))
+def most(results: ByRank, name: str, kind: str) -> float:
+    """Bytes of the rank that has most, in its worst round."""
+    return max(results.of(name, kind))
 
 
-def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+def ratio(results: ByRank, name: str, other: str) -> float:
+    """How many times as long as ``other``, by their medians."""
+    return results.median(name) / results.median(other)
+
+
+def bars(results: ByRank) -> list[tuple[str, float, float, bool]]:
     """What DESIGN asks of save and load: (what, measured, bar, met)."""
     save, load, own = "save: shardow", "load: shardow", results.gib * 2**30 / WORLD
     at_most = [
-        ("save: bytes written, of the own ones", results.most(save, "written") / own, 1.0),
-        ("save: MiB of memory", results.most(save, "memory") / 2**20, 64),
-        ("save: times raw pwrite, fsync", results.ratio(save, "save: raw pwrite, fsync"), 1.1),
-        ("load: bytes read, of the own ones", results.most(load, "read") / own, 1.02),
-        ("load: MiB of memory", results.most(load, "memory") / 2**20, 64),
-        ("load: times DCP's HF reader", results.ratio(load, "load: DCP's HF reader"), 1.0),
+        ("save: bytes written, of the own ones", most(results, save, "written") / own, 1.0),
+        ("save: MiB of memory", most(results, save, "memory") / 2**20, 64),
+        ("save: times raw pwrite, fsync", ratio(results, save, "save: raw pwrite, fsync"), 1.1),
+        ("load: bytes read, of the own ones", most(results, load, "read") / own, 1.02),
+        ("load: MiB of memory", most(results, load, "memory") / 2**20, 64),
+        ("load: times DCP's HF reader", ratio(results, load, "load: DCP's HF reader"), 1.0),
     ]
-    faster = results.ratio("save: DCP, consolidated", save)
-    flushed = results.ratio("save: DCP, consolidated, flushed", save)
+    faster = ratio(results, "save: DCP, consolidated", save)
+    flushed = ratio(results, "save: DCP, consolidated, flushed", save)
     return [(f"{what} (at most)", measured, bar, measured <= bar * 1.001) for what, measured, bar in at_most] + [
         ("save: DCP + consolidation takes times as long", faster, 2.5, faster >= 2.5),
         ("the same with its file flushed, as ours is", flushed, 2.5, flushed >= 2.5),
     ]
 
 
-def lines(results: Results) -> list[str]:
+def lines(results: ByRank) -> list[str]:
     rounds = len(results.everybody[0]["load: shardow"])
     found = [
         f"{results.gib:g} GiB over {WORLD} ranks, {rounds} rounds; "
@@ -120,31 +77,16 @@ def lines(results: Results) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name in results.everybody[0]:
-        seconds = results.seconds(name)
-        amounts = " | ".join(f"{results.most(name, kind) / 2**20:.0f}" for kind in ("written", "read", "memory"))
+        seconds = results.of(name)
+        amounts = " | ".join(f"{most(results, name, kind) / 2**20:.0f}" for kind in ("written", "read", "memory"))
         found.append(
             f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {amounts} |"
         )
     return found
 
 
-def rank_main(rank: int, port: int, folder: str, gib: float, rounds: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD
-    )
-    everybody: list[Any] = [None] * WORLD
-    dist.all_gather_object(everybody, all_rounds(sharded(gib), Path(folder), rounds))
-    if rank == 0:
-        results.put(everybody)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(
-        0
-    )  # torch keeps the mesh's group, whose threads may meet the interpreter's end: docs/torch.md, "Ending a program"
-
-
-def all_rounds(state: State, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+def all_rounds(gib: float, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+    state = sharded(gib)
     found: dict[str, list[dict[str, float]]] = {}
     order = random.Random(0)
     for _ in range(rounds):
@@ -305,4 +247,4 @@ LOADS: dict[str, Way] = {"shardow": shardow_load, "DCP's HF reader": dcp_load, "
 
 
 if __name__ == "__main__":
-    main()
+    report.main(sys.modules[__name__])

@@ -22,10 +22,10 @@ from torch import nn
 
 import shardow
 from benchmarks.cases import DECAYS, Case, all_cases
+from benchmarks.overlap import BURST, Training
 from shardow import _core
 
 Step = Callable[[], object]
-BURST = 4  # steps
 BARS = {
     "fp32 <- fp32": 0.92,
     "fp32 <- bf16": 0.92,
@@ -114,24 +114,10 @@ def _interleaved(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-class _Training:
-    """A bfloat16 model of its own, its optimizer and its batch. ``after``: what follows each step."""
-
-    def __init__(self, width: int, layers: int, batch: int) -> None:
-        torch.manual_seed(0)
-        parts = (one for _ in range(layers) for one in (nn.Linear(width, width), nn.GELU()))
-        self.model = nn.Sequential(*parts).to("cuda", torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.batch = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
-        self.after: Step = lambda: None
-
-    def steps(self) -> None:
-        for _ in range(BURST):
-            self.optimizer.zero_grad()
-            self.model(self.batch).square().mean().backward()
-            self.optimizer.step()
-            self.after()
-        torch.cuda.synchronize()
+def _steps(training: Training) -> None:
+    for _ in range(BURST):
+        training.step()
+    torch.cuda.synchronize()
 
 
 def _as_timm(model: nn.Module) -> Step:
@@ -160,7 +146,7 @@ def _on_host(quick: bool, rounds: int) -> None:
     """A training step with averages on the host: of host time and the device's together, a burst of steps at a time."""
     none, own = "no averages", 'shardow, device="cpu"'
     trainings = {
-        name: _Training(*((256, 2, 64) if quick else (4096, 16, 8192)))
+        name: Training(*((256, 2, 64) if quick else (4096, 16, 8192)), device="cuda", dtype=torch.bfloat16)
         for name in (none, own, "shardow on the device", "as timm does", "as diffusers does")
     }
     ema = shardow.EMA(trainings[own].model, DECAYS[0], device="cpu", optimizer=trainings[own].optimizer)
@@ -177,7 +163,7 @@ def _on_host(quick: bool, rounds: int) -> None:
             if at > 1 and name in SLOW:
                 continue
             began = time.perf_counter()
-            trainings[name].steps()
+            _steps(trainings[name])
             if at:  # the first one warms up
                 seconds[name].append((time.perf_counter() - began) / BURST)
     stats = ema.stats()

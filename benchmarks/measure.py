@@ -32,6 +32,11 @@ class Timing:
         ordered = sorted(self.ratios)
         return ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
 
+    @property
+    def cell(self) -> str:
+        low, high = self.spread
+        return f"{self.ratio:.2f} ({low:.2f} to {high:.2f}), {self.median * 1e3:.2f} ms"
+
 
 def interleaved(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int) -> dict[str, Timing]:
     """``limit`` names the step that the others are compared with. Each step runs twice untimed first."""

@@ -9,12 +9,12 @@ all.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import shardow
+from benchmarks import report
 from benchmarks.process import status
 
 TENSORS = 16
@@ -42,21 +43,6 @@ AFTER, SOME, READ_SOME = (
 )
 EACH = 8  # of which SOME takes one
 Way = Callable[[list[Path], Path], object]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.merges", description=__doc__)
-    parser.add_argument("--mib", type=int, default=512, help="of each input")
-    parser.add_argument("--inputs", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where the files go; by default a temporary directory"
-    )
-    options = parser.parse_args()
-    results = run(options.mib, options.inputs, options.rounds, options.folder)
-    print("\n".join(lines(results)))
-    for what, measured, bar, met in bars(results):
-        print(f"{what}: {measured:.3g}, asked {bar:g}: {'yes' if met else 'NO'}")
 
 
 @dataclass
@@ -102,7 +88,7 @@ def lines(results: Results) -> list[str]:
     return found
 
 
-def run(mib: int, inputs: int, rounds: int, folder: Path | None = None) -> Results:
+def run(mib: int = 512, inputs: int = 10, rounds: int = 5, folder: Path | None = None) -> Results:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         paths = [Path(name) / f"step-{j + 1}.safetensors" for j in range(inputs)]
         for seed, path in enumerate(paths):
@@ -259,4 +245,4 @@ def measured(do: Way, paths: list[Path], out: Path) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    report.main(sys.modules[__name__])

@@ -7,15 +7,17 @@ averages of the step before it are under way, as in a long run.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardow
+from benchmarks import report
 from benchmarks.measure import Timing, bursts
 from benchmarks.peers import timm_file
 
@@ -31,25 +33,15 @@ class Results:
     waited: float  # of it, in which the next step waited
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs, not how fast")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    results = run(options.quick, options.rounds)
-    print("\n".join(lines(results)))
-    for what, measured, bar, met in bars(results):
-        print(f"{what}: {measured:.3g}, asked {bar:g}: {'yes' if met else 'NO'}")
-
-
 class Training:
-    """One model, its optimizer and its batch. ``after``: what follows each step."""
+    """One model, its optimizer and its batch, of a ``kind`` (device, dtype). ``after``: called after each step."""
 
-    def __init__(self, width: int, layers: int, batch: int) -> None:
+    def __init__(self, width: int, layers: int, batch: int, **kind: Any) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.GELU())))
+        parts = (part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU()))
+        self.model = nn.Sequential(*parts).to(**kind)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.batch = torch.randn(batch, width)
+        self.batch = torch.randn(batch, width, **kind)
         self.after: Callable[[], object] = lambda: None
 
     def step(self) -> None:
@@ -59,9 +51,12 @@ class Training:
         self.after()
 
 
-def run(quick: bool, rounds: int) -> Results:
+def run(quick: bool = False, rounds: int = 15) -> Results:
     torch.set_num_threads(1)
-    made = {name: Training(*((64, 2, 8) if quick else (1024, 12, 256))) for name in (NONE, OVERLAPPED, *AFTER)}
+    made = {
+        name: Training(*((64, 2, 8) if quick else (1024, 12, 256)), dtype=torch.float32)
+        for name in (NONE, OVERLAPPED, *AFTER)
+    }
     ema = shardow.EMA(made[OVERLAPPED].model, DECAY, overlap=True, optimizer=made[OVERLAPPED].optimizer)
     for name, after in AFTER.items():
         made[name].after = after(made[name].model)
@@ -110,4 +105,4 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
 
 
 if __name__ == "__main__":
-    main()
+    report.main(sys.modules[__name__])

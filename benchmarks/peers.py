@@ -6,6 +6,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,16 @@ def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
     """In the order of the table. Those that keep one average come several times over where several are asked for."""
     yield _shardow(case, model)
     yield from _torch_ways(case, model)
-    yield _several("AveragedModel", case, lambda decay: _averaged_model(model, decay))
+    averaged, (decay, *_) = importlib.import_module("torch.optim.swa_utils"), case.decays
+    yield _several("AveragedModel", case, lambda each: averaged_model(averaged, model, each))
     if case.num_decays == 1:
-        yield _timm_v3(model, case.decays[0])
-        yield _timm_v1(model, case.decays[0])
-        yield _diffusers(model, case.decays[0], foreach=True)
-        yield _diffusers(model, case.decays[0], foreach=False)
-        yield _ema_pytorch(model, case.decays[0])
-        yield _torch_ema(model, case.decays[0])
+        training_utils = importlib.import_module("diffusers.training_utils")
+        yield timm_v3(timm_file(), model, decay)
+        yield timm_v1(timm_file(), model, decay)
+        yield diffusers(training_utils, model, decay, foreach=True)
+        yield diffusers(training_utils, model, decay)
+        yield ema_pytorch(importlib.import_module("ema_pytorch"), model, decay)
+        yield torch_ema(importlib.import_module("torch_ema"), model, decay)
 
 
 def limit(case: Case, model: nn.Module) -> Callable[[], None]:
@@ -106,14 +109,22 @@ def _several(name: str, case: Case, make: Callable[[float], Candidate]) -> Candi
     return Candidate(name, step, each[0].averages, each[0].note)
 
 
-def _averaged_model(model: nn.Module, decay: float) -> Candidate:
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+# ---- of a library, or of the surface that has its names: (library, model, decay)
 
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+def averaged_model(lib: Any, model: nn.Module, decay: float) -> Candidate:
+    return _averaged(lib, model, lib.get_ema_multi_avg_fn(decay))
+
+
+def averaged_equally(lib: Any, model: nn.Module, _decay: float) -> Candidate:
+    return _averaged(lib, model, None)
+
+
+def _averaged(lib: Any, model: nn.Module, multi_avg_fn: object) -> Candidate:
+    ema = lib.AveragedModel(model, multi_avg_fn=multi_avg_fn)
     ema.update_parameters(model)  # the first one copies
-    return Candidate(
-        "AveragedModel", lambda: ema.update_parameters(model), lambda: list(ema.module.parameters()), _narrow(model)
-    )
+    step = partial(ema.update_parameters, model)
+    return Candidate("AveragedModel", step, lambda: list(ema.module.parameters()), _narrow(model))
 
 
 def _narrow(model: nn.Module) -> str:
@@ -134,40 +145,42 @@ def timm_file() -> Any:
     return module
 
 
-def _timm_v3(model: nn.Module, decay: float) -> Candidate:
-    ema = timm_file().ModelEmaV3(model, decay=decay, foreach=True)
+def timm_v3(lib: Any, model: nn.Module, decay: float) -> Candidate:
+    ema = lib.ModelEmaV3(model, decay=decay, foreach=True)
     return Candidate(
-        "timm ModelEmaV3", lambda: ema.update(model), lambda: list(ema.module.parameters()), _narrow(model)
+        "timm ModelEmaV3", partial(ema.update, model), lambda: list(ema.module.parameters()), _narrow(model)
     )
 
 
-def _timm_v1(model: nn.Module, decay: float) -> Candidate:
-    ema = timm_file().ModelEma(model, decay=decay)
-    return Candidate("timm ModelEma", lambda: ema.update(model), lambda: list(ema.ema.parameters()), _narrow(model))
+def timm_v2(lib: Any, model: nn.Module, decay: float) -> Candidate:
+    ema = lib.ModelEmaV2(model, decay=decay)
+    return Candidate(
+        "timm ModelEmaV2", partial(ema.update, model), lambda: list(ema.module.parameters()), _narrow(model)
+    )
 
 
-def _diffusers(model: nn.Module, decay: float, foreach: bool) -> Candidate:
-    from diffusers.training_utils import EMAModel
+def timm_v1(lib: Any, model: nn.Module, decay: float) -> Candidate:
+    ema = lib.ModelEma(model, decay=decay)
+    return Candidate("timm ModelEma", partial(ema.update, model), lambda: list(ema.ema.parameters()), _narrow(model))
 
-    ema = EMAModel(model.parameters(), decay=decay, min_decay=decay, foreach=foreach)
+
+def diffusers(lib: Any, model: nn.Module, decay: float, foreach: bool = False) -> Candidate:
+    ema = lib.EMAModel(model.parameters(), decay=decay, min_decay=decay, foreach=foreach)
     ema.optimization_step = 2  # past the first ones, which copy
     name = "diffusers EMAModel" + (", foreach" if foreach else "")
     return Candidate(name, lambda: ema.step(model.parameters()), lambda: ema.shadow_params, _narrow(model))
 
 
-def _ema_pytorch(model: nn.Module, decay: float) -> Candidate:
-    from ema_pytorch import EMA
-
+def ema_pytorch(lib: Any, model: nn.Module, decay: float, foreach: bool = False) -> Candidate:
+    often = {"update_after_step": -1, "update_every": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ema = EMA(model, beta=decay, min_value=decay, update_after_step=-1, update_every=1, include_online_model=False)
+        ema = lib.EMA(model, beta=decay, min_value=decay, include_online_model=False, use_foreach=foreach, **often)
     ema.update()  # the first one copies
     return Candidate("ema-pytorch", ema.update, lambda: list(ema.ema_model.parameters()), _narrow(model))
 
 
-def _torch_ema(model: nn.Module, decay: float) -> Candidate:
-    from torch_ema import ExponentialMovingAverage
-
+def torch_ema(lib: Any, model: nn.Module, decay: float) -> Candidate:
     parameters = list(model.parameters())
-    ema = ExponentialMovingAverage(parameters, decay=decay, use_num_updates=False)
-    return Candidate("torch-ema", lambda: ema.update(parameters), lambda: ema.shadow_params, _narrow(model))
+    ema = lib.ExponentialMovingAverage(parameters, decay=decay, use_num_updates=False)
+    return Candidate("torch-ema", partial(ema.update, parameters), lambda: ema.shadow_params, _narrow(model))

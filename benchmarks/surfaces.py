@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import origins
+from benchmarks import origins, peers
 from benchmarks.cases import Case, many_small, transformer
 from benchmarks.measure import Timing, interleaved
 from benchmarks.peers import timm_file
@@ -26,36 +26,31 @@ Results = dict[str, dict[str, Timing]]  # [case][surface]: our speed over the or
 
 @dataclass(frozen=True)
 class Surface:
-    """``origin`` and ``ours`` make a step of a model's averages."""
+    """``origin`` (of a model and a decay) and ``ours`` make a step of a model's averages."""
 
     name: str
-    origin: Callable[[nn.Module], Step]
+    origin: Callable[[nn.Module, float], Step]
     ours: Callable[[nn.Module], Step]
 
 
 def surfaces() -> list[Surface]:
     return [
-        *_both("timm ModelEma", timm_file, "timm", lambda lib, model: _updating(lib.ModelEma(model, DECAY), model)),
-        *_both("timm ModelEmaV2", timm_file, "timm", lambda lib, model: _updating(lib.ModelEmaV2(model, DECAY), model)),
-        *_both("timm ModelEmaV3", timm_file, "timm", lambda lib, model: _updating(lib.ModelEmaV3(model, DECAY), model)),
-        *_both("AveragedModel, "
-               "EMA", _swa_utils, "swa_utils", lambda lib,
-               model: _averaged(lib, model, lib.get_ema_multi_avg_fn(DECAY))),
-        *_both("AveragedModel, SWA", _swa_utils, "swa_utils", lambda lib, model: _averaged(lib, model, None)),
-        *_both("torch-ema", _torch_ema, "torch_ema", _torch_ema_step),
-        *_both("diffusers EMAModel", _diffusers, "diffusers", lambda lib, model: _diffusers_step(lib, model, False)),
-        *_both("diffusers EMAModel, "
-               "foreach", _diffusers, "diffusers", lambda lib, model: _diffusers_step(lib, model, True)),
-        *_both("ema-pytorch EMA", _ema_pytorch, "ema_pytorch", lambda lib, model: _ema_pytorch_step(lib, model, False)),
-        *_both("ema-pytorch EMA, "
-               "foreach", _ema_pytorch, "ema_pytorch", lambda lib, model: _ema_pytorch_step(lib, model, True)),
-        Surface("Causal-Forcing EMA_FSDP", lambda model: origins.ema_fsdp(model, DECAY), _ema_fsdp),
-        Surface("DistEMA", lambda model: origins.dist_ema(model, DECAY), _dist_ema),
-        Surface("Automodel EMAManager", lambda model: origins.ema_manager(model, DECAY), _ema_manager),
-        Surface("Automodel ShardedModelEMAManager", lambda model: origins.sharded_model_ema(model, DECAY),
-         _sharded_model_ema),
-        Surface("Bagel fsdp_ema_update", lambda model: origins.fsdp_ema_update(model, DECAY), _bagel),
-    ]  # fmt: skip
+        *_both("timm ModelEma", timm_file, "timm", peers.timm_v1),
+        *_both("timm ModelEmaV2", timm_file, "timm", peers.timm_v2),
+        *_both("timm ModelEmaV3", timm_file, "timm", peers.timm_v3),
+        *_both("AveragedModel, EMA", _module("torch.optim.swa_utils"), "swa_utils", peers.averaged_model),
+        *_both("AveragedModel, SWA", _module("torch.optim.swa_utils"), "swa_utils", peers.averaged_equally),
+        *_both("torch-ema", _module("torch_ema"), "torch_ema", peers.torch_ema),
+        *_both("diffusers EMAModel", _module("diffusers.training_utils"), "diffusers", peers.diffusers),
+        *_both("diffusers EMAModel, foreach", _module("diffusers.training_utils"), "diffusers", peers.diffusers, True),
+        *_both("ema-pytorch EMA", _module("ema_pytorch"), "ema_pytorch", peers.ema_pytorch),
+        *_both("ema-pytorch EMA, foreach", _module("ema_pytorch"), "ema_pytorch", peers.ema_pytorch, True),
+        Surface("Causal-Forcing EMA_FSDP", origins.ema_fsdp, _ema_fsdp),
+        Surface("DistEMA", origins.dist_ema, _dist_ema),
+        Surface("Automodel EMAManager", origins.ema_manager, _ema_manager),
+        Surface("Automodel ShardedModelEMAManager", origins.sharded_model_ema, _sharded_model_ema),
+        Surface("Bagel fsdp_ema_update", origins.fsdp_ema_update, _bagel),
+    ]
 
 
 def run(quick: bool, rounds: int) -> Results:
@@ -74,7 +69,7 @@ def run(quick: bool, rounds: int) -> Results:
 def lines(results: Results) -> list[str]:
     names = next(iter(results.values()))
     rows = [f"| speed over the origin's | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
-    return rows + [f"| {name} | {' | '.join(_cell(timings[name]) for timings in results.values())} |" for name in names]
+    return rows + [f"| {name} | {' | '.join(timings[name].cell for timings in results.values())} |" for name in names]
 
 
 def bars(results: Results) -> list[tuple[str, float, float, bool]]:
@@ -88,91 +83,37 @@ def bars(results: Results) -> list[tuple[str, float, float, bool]]:
     return found
 
 
-def _cell(timing: Timing) -> str:
-    low, high = timing.spread
-    return f"{timing.ratio:.2f} ({low:.2f} to {high:.2f}), {timing.median * 1e3:.2f} ms"
-
-
 def _compared(surface: Surface, case: Case, rounds: int) -> Timing:
     """Both average the same weights at the same time."""
     model = case.model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        timings = interleaved([("origin", surface.origin(model)), ("ours", surface.ours(model))], "origin", rounds)
+        timings = interleaved(
+            [("origin", surface.origin(model, DECAY)), ("ours", surface.ours(model))], "origin", rounds
+        )
     gc.collect()
     return timings["ours"]
 
 
 def _both(
-    name: str, origin: Callable[[], ModuleType], ours: str, step: Callable[[ModuleType, nn.Module], Step]
+    name: str, origin: Callable[[], Any], ours: str, make: Callable[..., peers.Candidate], *more: object
 ) -> list[Surface]:
     """An origin that is installed: the same lines use either."""
-    return [Surface(name, lambda model: step(origin(), model), lambda model: step(_compat(ours), model))]
+    return [
+        Surface(
+            name,
+            lambda model, decay: make(origin(), model, decay, *more).step,
+            lambda model: make(_compat(ours), model, DECAY, *more).step,
+        )
+    ]
+
+
+def _module(name: str) -> Callable[[], ModuleType]:
+    return lambda: importlib.import_module(name)
 
 
 def _compat(name: str) -> ModuleType:
     return importlib.import_module(f"shardow.compat.{name}")
-
-
-def _swa_utils() -> ModuleType:
-    from torch.optim import swa_utils
-
-    return swa_utils
-
-
-def _torch_ema() -> ModuleType:
-    import torch_ema
-
-    return torch_ema
-
-
-def _diffusers() -> ModuleType:
-    from diffusers import training_utils
-
-    return training_utils
-
-
-def _ema_pytorch() -> ModuleType:
-    import ema_pytorch
-
-    return ema_pytorch
-
-
-def _updating(ema: Any, model: nn.Module) -> Step:
-    return lambda: ema.update(model)
-
-
-def _averaged(lib: ModuleType, model: nn.Module, multi_avg_fn: object) -> Step:
-    ema = lib.AveragedModel(model, multi_avg_fn=multi_avg_fn)
-    ema.update_parameters(model)  # the first one copies
-    return lambda: ema.update_parameters(model)
-
-
-def _torch_ema_step(lib: ModuleType, model: nn.Module) -> Step:
-    parameters = list(model.parameters())
-    ema = lib.ExponentialMovingAverage(parameters, decay=DECAY, use_num_updates=False)
-    return lambda: ema.update(parameters)
-
-
-def _diffusers_step(lib: ModuleType, model: nn.Module, foreach: bool) -> Step:
-    ema = lib.EMAModel(model.parameters(), decay=DECAY, min_decay=DECAY, foreach=foreach)
-    ema.optimization_step = 2  # past the first ones, which copy
-    return lambda: ema.step(model.parameters())
-
-
-def _ema_pytorch_step(lib: ModuleType, model: nn.Module, foreach: bool) -> Step:
-    ema = lib.EMA(
-        model,
-        beta=DECAY,
-        min_value=DECAY,
-        update_after_step=-1,
-        update_every=1,
-        include_online_model=False,
-        use_foreach=foreach,
-    )
-    ema.update()  # the first one copies
-    step: Step = ema.update
-    return step
 
 
 def _ema_fsdp(model: nn.Module) -> Step:
@@ -198,6 +139,3 @@ def _sharded_model_ema(model: nn.Module) -> Step:
 def _bagel(model: nn.Module) -> Step:
     averaged, lib = copy.deepcopy(model), _compat("bagel")
     return lambda: lib.fsdp_ema_update(averaged, model, DECAY)
-
-
-__all__ = ["bars", "lines", "run"]

@@ -1,4 +1,4 @@
-"""How this demo makes, names and compares its averages."""
+"""The averages of this demo: made, named, and compared by hashes."""
 
 from __future__ import annotations
 
@@ -8,65 +8,43 @@ import torch
 
 import shardow
 
-from . import shard
+from . import model
 from .options import Options
 
 RAW = "raw weights"
 
 
-def make(model: torch.nn.Module, options: Options, threads: int = 0) -> shardow.EMA:
+def make(network: torch.nn.Module, options: Options) -> shardow.EMA:
     """Collective, as all of EMA that communicates."""
     return shardow.EMA(
-        model,
-        decay=schedules(options),
-        device=options.ema_device or None,
-        group=shard.ema_group(options.shard),
-        threads=threads,
+        network, decay=schedules(options), device=options.ema_device or None, group=model.ema_group(options.shard)
     )
 
 
 def schedules(options: Options) -> list[shardow.Schedule]:
-    """Debiased: the first weights count no more than any other, so that long averages are of use in a short training,
-    too.
-    """
+    """Debiased: the first weights count no more than any other, so that long averages serve a short training, too."""
     return [shardow.schedules.debiased(decay) for decay in options.decays]
 
 
-def name_of(decay: float) -> str:
-    return f"average {decay:g}"
-
-
 def by_name(options: Options) -> dict[str, shardow.Schedule]:
-    """What ``swapped(decay=...)`` and its like take, by the name that the report gives it."""
-    return dict(zip(map(name_of, options.decays), schedules(options), strict=True))
+    """Arguments of ``swapped(decay=...)`` and its like, by the names that the report gives them."""
+    return {f"average {decay:g}": schedule for decay, schedule in zip(options.decays, schedules(options), strict=True)}
 
 
-def current_decays(ema: shardow.EMA | None, options: Options) -> list[float]:
-    """Of the next step, one for each average."""
-    if ema is None:
-        return []
-    stats = ema.stats()
-    return [stats["decay"]] if len(options.decays) == 1 else [stats[f"decay/{k}"] for k in range(len(options.decays))]
+def hashes(ema: shardow.EMA | None, network: torch.nn.Module, options: Options) -> list[str]:
+    """Returns on rank 0 a hash of each full average, and of the full weights. Collective."""
+    fulls = [] if ema is None else [ema.full_state_dict(one, complete=False) for one in schedules(options)]
+    return [*map(_hash, fulls), weights_hash(network, options)]
 
 
-def hashes(ema: shardow.EMA | None, options: Options) -> list[str]:
-    """One for each average, of the full average on rank 0; of nothing elsewhere. Collective."""
-    return (
-        [] if ema is None else [_hash(ema.full_state_dict(schedule, complete=False)) for schedule in schedules(options)]
-    )
+def weights_hash(network: torch.nn.Module, options: Options) -> str:
+    """New averages begin equal to the weights, and gather them however they are shared. Collective."""
+    return _hash(shardow.EMA(network, 0.5, group=model.ema_group(options.shard)).full_state_dict(complete=False))
 
 
-def weights_hash(model: torch.nn.Module, options: Options) -> str:
-    """Of the full weights, however they are shared: new averages begin equal to the weights and can be gathered.
-    Collective.
-    """
-    return _hash(shardow.EMA(model, 0.5, group=shard.ema_group(options.shard)).full_state_dict(complete=False))
-
-
-def memory_hash(model: torch.nn.Module) -> str:
-    """Of what this rank holds, whatever that is: weights, or averages inside swapped(), where no new averages are
-    made."""
-    return _hash({name: shard.local(p).cpu() for name, p in model.named_parameters()})
+def memory_hash(network: torch.nn.Module) -> str:
+    """A hash of what this rank holds: weights, or averages inside swapped(), where no new averages are made."""
+    return _hash({name: getattr(p, "_local_tensor", p.detach()).cpu() for name, p in network.named_parameters()})
 
 
 def _hash(tensors: dict[str, torch.Tensor]) -> str:

@@ -25,17 +25,17 @@ class Digits:
 
     def of_each_class(self, count: int) -> torch.Tensor:
         """``count`` images, of class 0, 1, ... 9, 0, 1, ..."""
-        rows = [torch.nonzero(self.labels == c).flatten()[: count // CLASSES] for c in range(CLASSES)]
+        rows = [torch.nonzero(self.labels == label).flatten()[: count // CLASSES] for label in range(CLASSES)]
         return self.images[torch.stack(rows, dim=1).flatten()]
 
 
 def load() -> Digits:
-    """All digits in an order of our own: the file lists them by writer, a split of it would not be fair."""
+    """Loads all digits in a shuffled order: the file lists them by writer, and a split of it would not be fair."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).div(8).sub(1).unsqueeze(1)
-    labels = torch.tensor(found.target, dtype=torch.int64)
+    source = load_digits()
+    images = torch.tensor(source.images, dtype=torch.float32).div(8).sub(1).unsqueeze(1)
+    labels = torch.tensor(source.target, dtype=torch.int64)
     return Digits(images, labels).take(torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)))
 
 
@@ -49,6 +49,11 @@ class Batch:
     time: torch.Tensor
     size: int
 
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the model's: points on the paths from images to noise, their times, the labels."""
+        t = self.time[:, None, None, None]
+        return (1 - t) * self.images + t * self.noise, self.time, self.labels
+
 
 def batch(digits: Digits, size: int, seed: int, step: int, rank: int, world: int) -> Batch:
     """The global batch depends on seed and step alone, so that training takes the same course at any world size."""
@@ -56,6 +61,6 @@ def batch(digits: Digits, size: int, seed: int, step: int, rank: int, world: int
     index = torch.randint(len(digits), (size,), generator=generator)
     noise = torch.randn(size, 1, SIDE, SIDE, generator=generator)
     time = torch.randn(size, generator=generator).sigmoid()
-    mine = torch.arange(size).tensor_split(world)[rank]
-    part = digits.take(index[mine])
-    return Batch(part.images, part.labels, noise[mine], time[mine], size)
+    rows = torch.arange(size).tensor_split(world)[rank]
+    part = digits.take(index[rows])
+    return Batch(part.images, part.labels, noise[rows], time[rows], size)

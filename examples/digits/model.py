@@ -1,5 +1,8 @@
-"""A small diffusion transformer (DiT; Peebles and Xie, arXiv 2212.09748): patches, adaLN-zero conditioning on time and
-class.
+"""A small diffusion transformer (DiT; Peebles and Xie, arXiv 2212.09748), how ranks share it, its loss and its sampler.
+
+Rectified flow (Liu et al., arXiv 2209.03003): on a straight path x_t = (1 - t) image + t noise, the velocity is
+learned. An Euler step of the sampling equation is a step of DDIM (Song et al., arXiv 2010.02502): deterministic, the
+same noise gives the same image.
 """
 
 from __future__ import annotations
@@ -7,7 +10,9 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from . import data
@@ -74,6 +79,59 @@ class DiT(nn.Module):
         return self.unpatch(self.head(modulate(F.layer_norm(h, h.shape[-1:]), shift, scale)))
 
     def unpatch(self, h: torch.Tensor) -> torch.Tensor:
-        return F.pixel_shuffle(
-            h.transpose(1, 2).unflatten(2, (data.SIDE // self.patch, data.SIDE // self.patch)), self.patch
-        )
+        side = data.SIDE // self.patch
+        return F.pixel_shuffle(h.transpose(1, 2).unflatten(2, (side, side)), self.patch)
+
+
+def error(velocity: torch.Tensor, batch: data.Batch, world: int) -> torch.Tensor:
+    """Squared error per pixel. Its mean over the ranks is that of the global batch, also where the parts are uneven."""
+    errors = (velocity - (batch.noise - batch.images)).square().mean(dim=(1, 2, 3))
+    return errors.sum() * (world / batch.size)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, noise: torch.Tensor, labels: torch.Tensor, steps: int) -> torch.Tensor:
+    """Images in [-1, 1], one for each noise (n, 1, 8, 8) and label."""
+    x = noise.clone()
+    for i in range(steps, 0, -1):
+        x -= model(x, torch.full((len(x),), i / steps), labels) / steps
+    return x.clamp_(-1, 1)
+
+
+def wrap(model: DiT, how: str) -> nn.Module:
+    """Shares ``model`` among all ranks, one block after the other where the wrapper is applied to parts."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    world = dist.get_world_size()
+    if how == "fsdp1":
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = FullyShardedDataParallel(block, device_id=torch.device("cpu"), use_orig_params=True)
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    if how in ("ddp", "plain"):
+        return nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    if how == "hsdp":
+        parts = shards(how, world)
+        mesh = init_device_mesh("cpu", (world // parts, parts), mesh_dim_names=("replicate", "shard"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def shards(how: str, world: int) -> int:
+    """Parts of each parameter; HSDP has two copies of the model on an even number of ranks."""
+    return world // 2 if how == "hsdp" and world % 2 == 0 else world
+
+
+def average_gradients(model: nn.Module, how: str) -> None:
+    """Does for a plain model what every wrapper does by itself."""
+    if how == "plain" and dist.get_world_size() > 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+
+def ema_group(how: str) -> dist.ProcessGroup | None:
+    """The ranks that hold replicas, of a plain model: no wrapper names them."""
+    return dist.group.WORLD if how == "plain" else None

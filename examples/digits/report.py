@@ -1,10 +1,13 @@
-"""The report: one HTML file that needs nothing beside it; the pictures as files, too, and every number in
-results.json."""
+"""The report: one HTML file that needs nothing beside it; its pictures as files, too, and every number in results.json.
+
+Every number in its words is from the run.
+"""
 
 from __future__ import annotations
 
 import base64
 import html
+import io
 import json
 import os
 import platform
@@ -13,87 +16,279 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from . import text
-from .pictures import all_figures
-from .theme import DARK, LIGHT, Run, png
+import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-WIDE = ("start", "growth")
+from .averages import RAW
+from .judge import Evaluation
+
+Run = dict[str, Any]  # gathered by __main__: options, command, seconds, real_images, train, resume
+INK, FAINT, GRID, ORANGE, BLUES = (
+    "#1d2433",
+    "#5b6475",
+    "#e6e9ef",
+    "#d9692b",
+    ("#2c6fbb", "#17917a", "#7a4fb5", "#b03a6f"),
+)
+LOOK = {
+    "figure.constrained_layout.use": True, "savefig.dpi": 160, "font.family": "DejaVu Sans", "axes.grid": True,
+    "axes.grid.axis": "y", "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": "#b4bac6",
+    "axes.labelcolor": FAINT, "axes.titlesize": 10, "text.color": INK, "xtick.color": FAINT, "ytick.color": FAINT,
+    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "legend.edgecolor": "none",
+    "lines.linewidth": 2,
+}  # fmt: skip
+SHOWN, MOST = (3, 8), 8  # digits that are followed over training; evaluations that are drawn
 
 
 def write(run: Run, out: Path) -> Path:
-    """The path of report.html; pictures lie in figures/ beside it, those on dark ground in figures/dark/."""
-    pictures = {name: (png(draw, run, LIGHT), png(draw, run, DARK)) for name, draw in all_figures(run).items()}
-    folders = (out / "figures", out / "figures" / "dark")
-    for i, folder in enumerate(folders):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, drawn in pictures.items():
-            (folder / f"{name}.png").write_bytes(drawn[i])
-    page = out / "report.html"
-    page.write_text(compose(run, pictures), encoding="utf-8")
+    """The path of report.html; pictures are in figures/ beside it."""
+    draws = [quality, samples, growth, *([afterwards, merges] if run["options"].use_ema else [])]
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    with rc_context(LOOK):
+        for draw in draws:
+            buffer = io.BytesIO()
+            draw(run).savefig(buffer, format="png", metadata={"Software": None})
+            (out / "figures" / f"{draw.__name__}.png").write_bytes(buffer.getvalue())
+            source = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+            pictures[draw.__name__] = f'<img src="{source}" alt="{draw.__name__}">'
     (out / "results.json").write_text(json.dumps(numbers(run), indent=1) + "\n", encoding="utf-8")
+    page = out / "report.html"
+    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    page.write_text(template.substitute(words(run, pictures)), encoding="utf-8")
     return page
 
 
-def compose(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
-    shown = {name: figure(name, *pictures[name], caption) for name, caption in text.captions(run).items()}
-    memory = [[key, f"{one['planned']:,}", f"{one['measured']:,}"] for key, one in run["train"]["memory"].items()]
-    parts = {
-        # where there are no averages
-        **dict.fromkeys(("distance", "decay", "memory", "update_time", "afterwards", "merges"), ""),
-        **shown, **text.words(run), "samples": "".join(shown[name] for name in shown if name.startswith("samples_")),
-        "tiles": "".join('<div class="tile '
-                         f'{kind}"><b>{number}</b><span>{words}</span></div>' for number, words,
-                         kind in text.tiles(run)),
-        "evaluations": table(*text.evaluations(run)),
-        "afterwards_table": table(*text.afterwards(run)) if run["options"].use_ema else "",
-        "plan_table": table(["bytes of", "planned", "measured"], memory),
-        "resume_table": table(*text.comparisons(run)),
-        "command": html.escape(run["command"]),
-        "options": table(["option", "value"], [[f"--{name}", html.escape(value)] for name,
-         value in run["options"].as_text().items()]),
-        "machine": table(["machine", ""], [[name, html.escape(value)] for name, value in machine().items()]),
-    }  # fmt: skip
-    return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(parts)
+# ---- pictures
 
 
-def figure(name: str, light: bytes, dark: bytes, caption: str) -> str:
-    on_light, on_dark = (f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in (light, dark))
-    picture = (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{on_dark}">'
-        f'<img src="{on_light}" alt="{html.escape(name.replace("_", " "))}"></picture>'
-    )
+def colour(run: Run, name: str) -> str:
+    return ORANGE if name == RAW else BLUES[list(run["train"]["evaluations"][0].frechet).index(name) - 1]
+
+
+def log_axes(figure: Figure, **labels: str) -> Axes:
+    axes = figure.add_subplot(yscale="log", ylabel="Fréchet distance (log scale, lower is better)", **labels)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: "")
+    return axes
+
+
+def quality(run: Run) -> Figure:
+    """Every set of weights over training, beside the scale that real digits give."""
+    figure, options, real = Figure((8.6, 4.2)), run["options"], run["train"]["real"]
+    axes = log_axes(figure, xlabel="optimizer step")
+    axes.axhspan(min(real), max(real), color=FAINT, alpha=0.2, linewidth=0, label="real digits, drawn again")
+    for name in run["train"]["evaluations"][0].frechet:
+        for part, inside in (("train", None), ("resume", "white")):
+            points = [(e.step, e.frechet[name]) for e in run[part]["evaluations"]]
+            label = name if part == "train" else None
+            axes.plot(*zip(*points, strict=True), "o-", color=colour(run, name), ms=4, mfc=inside, label=label)
+    axes.axvline(options.steps, color=FAINT, linewidth=1, linestyle=":")
+    note = f"resumed, {options.ranks} → {options.resume_ranks} ranks"
+    axes.annotate(note, (options.steps, 1), xycoords=("data", "axes fraction"), ha="right", va="top", color=FAINT)
+    axes.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10])
+    axes.minorticks_off()
+    highest = max(max(e.frechet.values()) for e in run["train"]["evaluations"])
+    axes.set_ylim(top=min(1.1 * highest, 10 * last(run).frechet[RAW]))  # the start is far above
+    axes.legend(loc="upper center")
+    return figure
+
+
+def show(axes: Axes, images: torch.Tensor, columns: int) -> None:
+    """(n, 1, 8, 8) as one picture, row by row, with a gap around every image."""
+    rows = len(images) // columns
+    framed = torch.nn.functional.pad(images[: rows * columns, 0], (1, 1, 1, 1), value=-1.0)
+    picture = framed.unflatten(0, (rows, columns)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    axes.imshow(picture, cmap="gray_r", vmin=-1, vmax=1, interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set(visible=True, color=GRID)
+
+
+def samples(run: Run) -> Figure:
+    """Real digits, then the samples of each set of weights from the same noise; a column for each class."""
+    sets = {"real digits": run["real_images"], **run["train"]["evaluations"][-1].images}
+    rows = -(-len(sets) // 2)
+    figure = Figure((9.0, 3.1 * rows))
+    for place, (name, images) in enumerate(sets.items(), 1):
+        show(figure.add_subplot(rows, 2, place, title=name), images, 10)
+    return figure
+
+
+def growth(run: Run) -> Figure:
+    """The same noise over training: a row for each set of weights, a column for each evaluation."""
+    evaluations = run["train"]["evaluations"]
+    count, names = min(MOST, len(evaluations)), list(evaluations[0].images)
+    chosen = [evaluations[round((i + 1) * len(evaluations) / count) - 1] for i in range(count)]
+    figure = Figure((1.0 * count + 0.6, 1.98 * len(names) + 0.3))
+    grid = figure.subplots(len(names), count, squeeze=False)
+    for row, name in zip(grid, names, strict=True):
+        for axes, evaluation in zip(row, chosen, strict=True):
+            show(axes, evaluation.images[name][list(SHOWN)], 1)
+        row[0].set_ylabel(name, color=colour(run, name))
+    for axes, evaluation in zip(grid[0], chosen, strict=True):
+        axes.set_title(f"step {evaluation.step:,}", color=FAINT, fontsize=9)
+    return figure
+
+
+def afterwards(run: Run) -> Figure:
+    """The distance over the width of averages made after training; of those that were tracked, beside it."""
+    results, figure = run["train"]["afterwards"], Figure((5.6, 3.5))
+    axes = log_axes(figure, xlabel="width of the average, sigma_rel")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    axes.axhline(last(run).frechet[RAW], color=ORANGE, label="the weights themselves")
+    axes.plot(*zip(*results["made"].items(), strict=True), "o-", color=BLUES[0], ms=4, label="made from snapshots")
+    tracked = zip(*results["tracked"].items(), strict=True)
+    axes.plot(*tracked, "o", color=BLUES[3], ms=11, mfc="none", mew=1.5, label="tracked in training")
+    axes.legend(loc="best")
+    return figure
+
+
+def merges(run: Run) -> Figure:
+    """The distance of the last weights, of merges of checkpoints, and of the best average."""
+    results, figure = run["train"]["afterwards"], Figure((7.2, 2.6))
+    width = min(results["tracked"], key=results["tracked"].__getitem__)
+    rows = {"the last weights": last(run).frechet[RAW]}
+    rows |= {f"merged: {name}": value for name, value in results["merges"].items()}
+    rows[f"tracked average, sigma_rel {width:g}"] = results["tracked"][width]
+    colours = [ORANGE, *[BLUES[0]] * len(results["merges"]), "#b4bac6"]
+    axes = figure.add_subplot(xlabel="Fréchet distance", xlim=(0, 1.15 * max(rows.values())))
+    bars = axes.barh(range(len(rows)), list(rows.values()), color=colours, height=0.6)
+    axes.bar_label(bars, [f"{value:.3f}" for value in rows.values()], fontsize=9, padding=3)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    return figure
+
+
+# ---- words and tables
+
+
+def ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def last(run: Run) -> Evaluation:
+    evaluation: Evaluation = run["train"]["evaluations"][-1]
+    return evaluation
+
+
+def is_equal(run: Run) -> bool:
+    """What came back is what was saved: weights, and averages from the checkpoint and from their files."""
+    saved, loaded, files = run["train"]["hashes"], run["resume"]["hashes"], run["resume"]["file_hashes"]
+    equal: bool = saved == loaded and files == saved[:-1]
+    return equal
+
+
+def result(run: Run) -> str:
+    """The whole run in one sentence."""
+    scores, real = last(run).frechet, sum(run["train"]["real"]) / len(run["train"]["real"])
+    name = min((name for name in scores if name != RAW), key=scores.__getitem__, default=RAW)
+    kept = f"digits drawn by the {name} are {scores[name]:.3f} from real ones, by the raw weights {scores[RAW]:.3f}"
+    kept = kept if run["options"].use_ema else f"digits drawn by the weights are {scores[RAW]:.3f} from real ones"
+    came = "came back bit for bit" if is_equal(run) else "did NOT come back as it was saved"
+    here, there = ranks(run["options"].ranks), ranks(run["options"].resume_ranks)
     return (
-        f'<figure class="{"wide" if name in WIDE else ""}" '
-        f'id="{name}">{picture}<figcaption>{caption}</figcaption></figure>'
+        f"After {run['options'].steps:,} steps on {here}, {kept} (Fréchet distance, lower is better; real digits drawn "
+        f"again: {real:.3f}); what was saved {came} on {there}."
     )
+
+
+def words(run: Run, pictures: dict[str, str]) -> dict[str, str]:
+    """The fields of page.html."""
+    options, train, resume = run["options"], run["train"], run["resume"]
+    on = [text for text in ("bf16", "activation_checkpointing") if getattr(options, f"use_{text}")]
+    held = [f"{count / 1e6:.2f}" for count in train["bytes"]]
+    memory = [[key, f"{use['planned']:,}", f"{use['measured']:,}"] for key, use in train["memory"].items()]
+    swap = (
+        "They are put into the sharded model by <code>with ema.swapped(decay=...)</code>; after the block the weights "
+        f"are back, bit for bit ({'checked in this run' if train['swap'] else 'NOT so in this run'})."
+    )
+    fields = {
+        "title": "Averages of a sharded diffusion model" if options.use_ema else "A diffusion model without averages",
+        "result": result(run),
+        "how": f"{train['parameters']:,} parameters, {options.shard} on {ranks(options.ranks)}"
+        f"{', with '.join(['', *on])}; {options.steps:,} steps of {options.batch} images, "
+        f"{1e3 * train['step_seconds']:.0f} ms each (median). The whole run took {run['seconds']:.0f} s.",
+        "judge": f"{options.samples} samples against all real digits, in the last hidden layer of a classifier that "
+        f"names {train['classifier'].accuracy:.1%} of held-out digits rightly.",
+        "swap": swap if options.use_ema else "",
+        "there": ranks(options.resume_ranks), "step": f"{resume['step']:,}",
+        "hashes": table(["", "saved", "loaded", "from ema.save()", "before loading", "result"], compared(run)),
+        "memory": table(["bytes of", "planned", "measured"], memory),
+        "held": f"Averages on each rank: {', '.join(held)} MB; a full copy on each would be "
+        f"{train['full_copy'] / 1e6:.2f} MB." if options.use_ema else "",
+        "evaluations": table(*evaluations(run)),
+        "command": html.escape(run["command"]),
+        "options": table(["option", "value"], [[f"--{k}", html.escape(v)] for k, v in options.as_text().items()]),
+        "machine": table(["machine", ""], [[k, html.escape(v)] for k, v in machine().items()]),
+        "made": "",
+    }  # fmt: skip
+    if options.use_ema:
+        plans = train["afterwards"]["plans"]
+        fields["made"] = (
+            "<h2>Averages after the fact</h2><p>Snapshots of two averages, of widths 0.05 and 0.1, were saved during "
+            f"training; sums of {max(plan['snapshots'] for plan in plans.values())} of them are averages of other "
+            "widths (<code>shardow.posthoc.synthesize()</code>). Three were tracked too, to compare. The last rows "
+            f"merge {train['afterwards']['raw']} checkpoints of the weights (<code>shardow.merged()</code>).</p>"
+            f'<div class="pair">{pictures["afterwards"]}{pictures["merges"]}</div>{table(*after(run))}'
+        )
+    return {**pictures, **fields}
+
+
+def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
+    """(head, rows): both measures of every set of weights, at every evaluation."""
+    names = list(last(run).frechet)
+    head = ["step", *[f"Fréchet, {name}" for name in names], *[f"class as asked, {name}" for name in names]]
+    steps = [(f"{e.step:,}", e) for e in run["train"]["evaluations"]]
+    steps += [(f"{e.step:,} *", e) for e in run["resume"]["evaluations"]]
+    each = [(at, [f"{e.frechet[n]:.3f}" for n in names], [f"{e.named[n]:.1%}" for n in names]) for at, e in steps]
+    return head, [[at, *distances, *named] for at, distances, named in each]
+
+
+def after(run: Run) -> tuple[list[str], list[list[str]]]:
+    """(head, rows): averages made after training, beside the same ones tracked where there are, and merges."""
+    results, rows = run["train"]["afterwards"], []
+    for width, distance in results["made"].items():
+        plan, tracked = results["plans"][width], results["tracked"].get(width)
+        cells = [f"{distance:.3f}", f"{tracked:.3f}" if tracked is not None else ""]
+        rows.append([f"sigma_rel {width:g}", *cells, f"{plan['residual']:.2%}", f"{plan['variation']:.2%}"])
+    rows += [[f"raw checkpoints: {name}", f"{value:.3f}", "", "", ""] for name, value in results["merges"].items()]
+    return ["made afterwards", "Fréchet", "of the tracked one", "residual", "error promised, of a weight's span"], rows
+
+
+def compared(run: Run) -> list[list[str]]:
+    """Rows: each average, and the weights, before and after."""
+    train, resume = run["train"], run["resume"]
+    columns = [train["hashes"], resume["hashes"], [*resume["file_hashes"], ""], resume["before"]]
+    rows = []
+    for name, digests in zip([*list(last(run).frechet)[1:], RAW], zip(*columns, strict=True), strict=True):
+        saved, loaded, file, _ = digests
+        verdict = "equal" if saved == loaded == (file or saved) else "<strong>different</strong>"
+        rows.append([name, *[f"<code>{digest[:12]}</code>" if digest else "" for digest in digests], verdict])
+    return rows
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Columns whose cells are numbers stand to the right."""
-    style = [
-        'class="number"' if all(re.fullmatch(r"[\d.,% ]+", row[i]) for row in rows) else "" for i in range(len(head))
+    lines = [
+        "".join(f"<th>{cell}</th>" for cell in head),
+        *("".join(f"<td>{cell}</td>" for cell in row) for row in rows),
     ]
-
-    def line(cells: list[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag} {s}>{cell}</{tag}>" for cell, s in zip(cells, style, strict=True)) + "</tr>"
-
-    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
+    return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
 def machine() -> dict[str, str]:
     """On what the figures were measured."""
     import sklearn
-    import torch
 
     import shardow
 
-    processor = (
-        re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
-    )
+    cpu = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else None
     return {
-        "processor": processor[1] if processor else platform.processor() or platform.machine(),
+        "processor": model[1] if model else platform.processor() or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         "system": f"{platform.system()} {platform.machine()}",
         **{module.__name__: module.__version__ for module in (shardow, torch, sklearn)},
         "python": platform.python_version(),
@@ -102,17 +297,8 @@ def machine() -> dict[str, str]:
 
 def numbers(run: Run) -> dict[str, Any]:
     """Everything but the pictures, as JSON takes it."""
-    starts = run["starts"]
-    above = {name: [one.peak - one.before for one in ranks] for name, ranks in starts["timelines"].items()}
-    parts = {
-        name: {key: value for key, value in run[name].items() if key != "classifier"} for name in ("train", "resume")
-    }
+    parts = {name: {k: v for k, v in run[name].items() if k != "classifier"} for name in ("train", "resume")}
     for part in parts.values():
-        part["evaluations"] = [
-            {key: value for key, value in vars(e).items() if key != "images"} for e in part["evaluations"]
-        ]
-    return {
-        "command": run["command"], "options": run["options"].as_text(), "machine": machine(), "seconds": run["seconds"],
-        **parts,
-        "starts": {"parameters": starts["parameters"], "above": above},
-    }  # fmt: skip
+        part["evaluations"] = [{k: v for k, v in vars(e).items() if k != "images"} for e in part["evaluations"]]
+    facts = {"command": run["command"], "options": run["options"].as_text(), "machine": machine()}
+    return {**facts, "result": result(run), "seconds": run["seconds"], **parts}

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from examples.digits import shard
-from examples.digits.model import DiT
+from examples.digits.model import DiT, ema_group, wrap
 
 CASES = [("plain", 1), ("ddp", 2), ("fsdp2", 2)]
 if os.environ.get("SHARDOW_ALL"):
@@ -29,7 +28,7 @@ if os.environ.get("SHARDOW_ALL"):
 
 def make(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
     batch = (torch.randn(16, 1, 8, 8), torch.rand(16), torch.randint(10, (16,)))
-    return shard.wrap(DiT(32, 2), kind), batch, shard.ema_group(kind) if kind == "plain" else None
+    return wrap(DiT(32, 2), kind), batch, ema_group(kind) if kind == "plain" else None
 
 
 @pytest.mark.parametrize(("kind", "world"), CASES)

@@ -71,7 +71,7 @@ bench: build  ## side-by-side tables; writes docs/performance.md
 	@$(BIN)/cmake --build build/release --target benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
-docs: build build/.docs  ## the pages and the reference as HTML, in build/docs; a link within them that leads nowhere is an error
+docs: build/.installed build/.test-setup build/.docs  ## the pages and the reference as HTML, in build/docs; a link within them that leads nowhere is an error
 	$(BIN)/sphinx-build -q -W --keep-going -j auto -b html docs build/docs
 
 gpu:  ## on a machine with a device: builds, runs what needs one, measures; needs no network; out/gpu/report.txt

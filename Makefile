@@ -88,7 +88,7 @@ wheel: build/.wheel build/.venv  ## wheels for any Linux, and the source distrib
 	for arch in $(WHEELS); do tools/wheel/build $$arch; done
 	$(BIN)/python tools/wheel/check.py dist/*.whl
 
-wheel-test: build/.wheel build/.venv  ## installs what `make wheel` made where nothing else is, and uses it there
+wheel-test: build/.wheel build/.test-setup  ## installs what `make wheel` made where nothing else is, and uses it there
 	SHARDOW_ALL=1 $(BIN)/python -m pytest tests/wheel/test_installed.py
 
 sanitizers:  ## asan, then tsan; CI runs them after `make test`, whose deadlines a compiler beside them would eat

@@ -1,5 +1,6 @@
 """What a build from source says and decides before it compiles anything."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -70,3 +71,23 @@ def test_cuda_is_compiled_where_torch_has_it(tmp_path: Path, torchs_cuda: str) -
     told = configure(tmp_path / "build", "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=TORCH", f"-DPython_EXECUTABLE={python}")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin:/usr/local/cuda-13.0/bin")
     assert f"CUDA kernels: {'ON' if torchs_cuda != 'None' and nvcc else 'OFF'} (SHARDOW_CUDA=TORCH)" in told
+
+
+def compiled(build: Path) -> dict[str, str]:
+    """Returns how each object of the extension and the command is compiled, and from what."""
+    kept = re.compile(r"/(shardow_objects|shardow_cli|shardow_command|_core|nanobind-static)\.dir/")
+    commands = json.loads((build / "compile_commands.json").read_text())
+    return {
+        row["output"]: row["command"] + (Path(row["file"]).read_text() if "/Unity/" in row["file"] else "")
+        for row in commands
+        if kept.search(row["output"])
+    }
+
+
+def test_the_tests_compile_nothing_of_the_extension_and_the_command_again(tmp_path: Path) -> None:
+    common = ("-DSHARDOW_PYTHON=ON", "-DSHARDOW_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}")
+    configure(tmp_path, "-DSHARDOW_TESTS=OFF", *common)
+    before = compiled(tmp_path)
+    assert len(before) > 20
+    configure(tmp_path, "-DSHARDOW_TESTS=ON", "-DSHARDOW_BENCHMARKS=ON")
+    assert compiled(tmp_path) == before

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "file/kept_plans.h"
 #include "file/version_fixture.h"
 
 namespace shardow::simulated {
@@ -184,7 +183,6 @@ std::string wrong_version(const Plan& plan, const fs::path& folder, bool must_be
 }  // namespace
 
 std::string wrong_with(uint64_t seed, const fs::path& folder, Mutant mutant, std::string* story) {
-  file::forget_plans();  // of runs before this one
   const Folder live(folder / "live"), disk(folder / "disk");
   std::optional<Simulation> simulation;
   simulation.emplace(seed, story != nullptr);

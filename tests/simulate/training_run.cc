@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <set>
 
-#include "file/kept_plans.h"
 
 namespace shardow::simulated {
 namespace {
@@ -134,7 +133,6 @@ Program some_program(Simulation& seed) {
 
 std::string wrong_with_program(Simulation& simulation, const Program& program, const Weather& weather,
                                const fs::path& folder, const After& after) {
-  file::forget_plans();  // of runs before this one
   const size_t open_before = descriptors();
   const size_t ranks = static_cast<size_t>(program.job.ranks);
   Expected run = expected(program, folder);

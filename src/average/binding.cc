@@ -28,12 +28,6 @@ bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b
   });
 }
 
-bool same_streams(std::span<const TensorView> a, std::span<const TensorView> b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const TensorView& x, const TensorView& y) {
-    return x.device.kind == Device::Kind::kCpu || x.device.stream == y.device.stream;
-  });
-}
-
 /// Views that are averaged together: parameters on one device, and where their averages are.
 struct Place {
   Device device;
@@ -126,12 +120,10 @@ void Average::Impl::make_background() {
 void Average::Impl::bind(std::span<const TensorView> parameters) {
   std::vector<TensorView> divided = divide(parameters), now;
   if (options.replicas != nullptr) now.assign(parameters.begin(), parameters.end());
-  Likeness like(options.replicas != nullptr ? now : divided);
   Bound made = make_bound(divided);
   read_counts();  // of tables that are about to go
   for (const auto& offload : bound.offloads) offload_bytes_before += offload->bytes();
   undivided.swap(now);
-  std::swap(likeness, like);
   parts.swap(divided);
   std::swap(bound, made);
 }
@@ -210,17 +202,10 @@ void Average::Impl::copy_parameters() {
 
 void Average::bind(std::span<const TensorView> parameters) {
   const auto use = impl_->use("bind()");
-  const Likeness& likeness = impl_->likeness;
-  if (!likeness.empty() && likeness.holds(parameters) &&
-      (likeness.on_host() || same_streams(impl_->whole(), parameters)))
-    return;
   average::check_same(impl_->whole(), parameters);
   average::check_devices(parameters, impl_->options);
   impl_->follow_streams(parameters);
-  if (same_addresses(impl_->whole(), parameters)) {
-    if (impl_->likeness.empty()) impl_->likeness = Likeness(impl_->whole());  // not before: most programs never bind
-    return;
-  }
+  if (same_addresses(impl_->whole(), parameters)) return;
   average::check_apart(parameters, impl_->averages);
   impl_->wait();
   if (impl_->swap)

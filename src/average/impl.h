@@ -18,7 +18,6 @@
 #include "shardow/average.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
-#include "tensor/likeness.h"
 
 namespace shardow {
 
@@ -30,7 +29,6 @@ struct Average::Impl {
   average::Counters counters;
   std::vector<TensorView> parts;                  // what this rank averages of the parameters as bound
   std::vector<TensorView> undivided;              // the parameters, where replicas divide them
-  Likeness likeness;                              // of the parameters, once somebody has bound them again
   std::vector<std::vector<TensorView>> averages;  // [k][parameter]
   kernels::Memory memory;                         // of the averages, where they are our own
   std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU but updates in the background; never null

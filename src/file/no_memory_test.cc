@@ -4,7 +4,6 @@
 
 #include "base/allocations.h"
 #include "file/checkpoint_fixture.h"
-#include "file/kept_plans.h"
 #include "file/names.h"
 
 namespace shardow {
@@ -88,7 +87,6 @@ TEST_F(NoMemory, EndsASaveWithTheOldCheckpointOrTheNewOneAndTheNextOneWorks) {
     float last = 1;
     const long failed = every_allocation([&](long k) {
       const float next = static_cast<float>(k + 2);
-      file::forget_plans();  // so that each has all to do
       const Ended how = ended(k, [&] { save_value(next, path); });
       const float found = value_at(path);
       EXPECT_TRUE(found == next || (!how.well && found == last)) << "allocation " << k << ": " << found;

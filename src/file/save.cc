@@ -1,47 +1,45 @@
 // The protocol of a save, whose steps are in save_plan.cc.
+#include <algorithm>
 #include <utility>
 
 #include "base/errors.h"
 #include "base/paths.h"
 #include "base/turns.h"
-#include "file/kept_plans.h"
 #include "file/save_plan.h"
+#include "file/sharing.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
 namespace file {
 namespace {
 
-/// What this rank writes: the parts of a plan, in the memory that its views have now.
-std::vector<Mine> in_memory(const std::vector<OwnPart>& parts, std::span<const SaveFile> files,
-                            const Producer* producer) {
-  std::vector<Mine> mine;
-  mine.reserve(parts.size());
-  for (const OwnPart& part : parts) {
-    const TensorView& view = files[part.file].tensors[part.view];
-    Mine& one = mine.emplace_back(Mine{part.tensor, part.piece, part.region, nullptr, view.dtype, view.device});
-    if (view.data != nullptr) {
-      one.data = static_cast<const std::byte*>(view.data) + part.local_begin * dtype_bits(view.dtype) / 8;
-    } else {
-      one.producer = producer;
-      one.name = view.name;
+using Tensors = std::shared_ptr<const std::vector<Shared>>;  // of one file
+
+/// Returns the parts of tensors that this rank writes, in the memory of its views, ascending by tensor.
+std::vector<Mine> own_parts(int rank, const Arrangement& arrangement, const std::vector<Tensors>& tensors,
+                            std::span<const SaveFile> files, const Producer* producer) {
+  std::vector<std::vector<const TensorView*>> views(arrangement.tensors().size());
+  for (size_t f = 0; f < files.size(); ++f) {
+    Finder finder(*tensors[f]);
+    for (const TensorView& view : files[f].tensors)
+      views[arrangement.first_of(f) + *finder.find(view.name)].push_back(&view);
+  }
+  std::vector<Mine> parts;
+  for (size_t t = 0; t < views.size(); ++t) {
+    for (const Owned& owned : arrangement.owners(t, rank)) {
+      const Region& held = arrangement.tensors()[t].pieces[owned.piece].region;
+      const TensorView& view =
+          **std::find_if(views[t].begin(), views[t].end(), [&](const auto* v) { return v->region == held; });
+      Mine& part = parts.emplace_back(Mine{t, owned.piece, owned.region, nullptr, view.dtype, view.device});
+      if (view.data != nullptr) {
+        part.data = static_cast<const std::byte*>(view.data) + owned.local_begin * dtype_bits(view.dtype) / 8;
+      } else {
+        part.producer = producer;
+        part.name = view.name;
+      }
     }
   }
-  return mine;
-}
-
-/// What was worked out for the last save of the same tensors, where every rank has what it had then; else anew.
-/// Collective.
-std::shared_ptr<const KeptPlan> plan_of(Group& group, std::span<const SaveFile> files, const SaveOptions& options) {
-  std::shared_ptr<const KeptPlan> kept = kept_plan(group, files, options);
-  std::vector<Sharing> sharings;
-  bool as_before = kept != nullptr;
-  for (size_t f = 0; f < files.size(); ++f) {
-    const Sharing* const before = kept ? &kept->sharings[f] : nullptr;
-    sharings.push_back(share(group, files[f].tensors, before, options.timeout));
-    as_before = as_before && before != nullptr && sharings[f].tensors == before->tensors;
-  }
-  return as_before ? kept : new_plan(group, files, options, std::move(sharings));
+  return parts;
 }
 
 /// Ranks that are missing are told of without the path.
@@ -85,8 +83,15 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
                options.texts.begin()->first);
   });
   plan.call = same_call(group, files, path, options, plan.deadline());
-  const std::shared_ptr<const KeptPlan> found = plan_of(group, files, options);  // (1)
-  plan.layout.emplace(found->arrangement, plan.call.metadata);
+  std::vector<Tensors> tensors;  // (1)
+  std::vector<Volume> volumes;
+  for (const SaveFile& file : files) {
+    tensors.push_back(share(group, file.tensors, options.timeout));
+    check_whole(*tensors.back());
+    volumes.push_back({file.name, tensors.back()});
+  }
+  const auto arrangement = std::make_shared<const Arrangement>(volumes, options);
+  plan.layout.emplace(arrangement, plan.call.metadata);
   if (!directory && plan.layout->files().size() > 1) {
     base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory",
                path.string(), plan.layout->files().size());
@@ -96,7 +101,7 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
     return draft_for(path, directory, plan.hugging_face, plan.call.nonce);
   });
   plan.draft->host = plan.call.host;
-  plan.mine = in_memory(found->own, files, producer);
+  plan.mine = own_parts(group.rank(), *arrangement, tensors, files, producer);
 }
 
 StagedSave::StagedSave(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path,

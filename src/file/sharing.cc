@@ -8,9 +8,7 @@
 //      the regions of the kind's ranks
 //   3. where there is one kind, its list is everybody's own. Else the first rank of each kind tells its list
 //
-// Pieces are made once for a class and shared by all its tensors. What came of it has a name, which follows from
-// everybody's words: where each rank still has what it had, it says that name alone, and all go on with what they know
-// (kept_plans.h).
+// Pieces are made once for a class and shared by all its tensors.
 //
 // Each round has the whole timeout. A rank that does not come ends the round that it is missing in, and with it the
 // call: so silence costs the others one timeout, and a rank that is late every time, but never by as much, costs nobody
@@ -133,17 +131,6 @@ void check_same(const Listed& first, const Listed& one, int64_t rank) {
   }
 }
 
-const std::string kAsBefore = "=", kTellAll = "?";
-
-Group::Decision agree_to_go_on(const std::vector<std::string>& everybody) {
-  const bool alike =
-      std::all_of(everybody.begin(), everybody.end(), [&](const std::string& one) { return one == everybody[0]; });
-  const auto knows = [](const std::string& one) { return one.starts_with(kAsBefore); };
-  if (alike && knows(everybody[0])) return {kAsBefore};
-  if (std::any_of(everybody.begin(), everybody.end(), knows)) return {kTellAll};
-  return {sum_up(everybody)};
-}
-
 /// (3): the lists by kind.
 std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::vector<Kind>& kinds,
                                   milliseconds timeout) {
@@ -238,16 +225,12 @@ std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::st
   return tensors;
 }
 
-Sharing share(Group& group, std::span<const TensorView> views, const Sharing* before, milliseconds timeout) {
-  std::optional<Holding> mine;
-  const auto words = [&] { return (mine ? *mine : mine.emplace(views)).words(); };
-  std::string said =
-      group.decide(before != nullptr ? kAsBefore + before->name : words(), agree_to_go_on, base::now() + timeout)
-          .common;
-  if (said == kAsBefore) return *before;
-  if (said == kTellAll) said = group.decide(words(), agree_to_go_on, base::now() + timeout).common;
-  words();
-  return {digest(said), std::make_shared<const std::vector<Shared>>(shared_from(group, *mine, said, timeout))};
+std::shared_ptr<const std::vector<Shared>> share(Group& group, std::span<const TensorView> views,
+                                                 milliseconds timeout) {
+  const Holding held(views);
+  const auto decide = [](const std::vector<std::string>& words) { return Group::Decision{sum_up(words)}; };
+  const std::string summary = group.decide(held.words(), decide, base::now() + timeout).common;
+  return std::make_shared<const std::vector<Shared>>(shared_from(group, held, summary, timeout));
 }
 
 }  // namespace shardow::file

@@ -34,17 +34,10 @@ std::string sum_up(std::span<const std::string> everybody);
 std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said,
                                 std::chrono::milliseconds timeout);
 
-/// What all ranks know of their tensors.
-struct Sharing {
-  std::string name;  ///< by which all know it: equal where everybody has the same
-  std::shared_ptr<const std::vector<Shared>> tensors;
-};
-
-/// Every tensor that some rank has, ascending by name, from all ranks' views. `before`: what it was when this rank had
-/// just these names, dtypes and regions, if it knows; where every rank does, that is all that is told. Up to three
-/// rounds, of `timeout` each. Collective. Throws kInvalidArgument on every rank where ranks differ in a tensor's dtype
-/// or shape, or one has a name twice.
-Sharing share(Group& group, std::span<const TensorView> views, const Sharing* before,
-              std::chrono::milliseconds timeout);
+/// Returns every tensor that some rank has, ascending by name, from all ranks' views. Up to two rounds, of `timeout`
+/// each. Collective. Throws kInvalidArgument on every rank where ranks differ in a tensor's dtype or shape, or one has
+/// a name twice.
+std::shared_ptr<const std::vector<Shared>> share(Group& group, std::span<const TensorView> views,
+                                                 std::chrono::milliseconds timeout);
 
 }  // namespace shardow::file

@@ -191,8 +191,8 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   group.begin("load()", options.timeout);
   // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
   const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, begin + options.timeout);
-  const file::Sharing sharing = file::share(group, tensors, nullptr, options.timeout);
-  const std::vector<file::Shared>& wanted = *sharing.tensors;
+  const auto shared = file::share(group, tensors, options.timeout);
+  const std::vector<file::Shared>& wanted = *shared;
   std::array<uint64_t, 3> asked = {options.strict, options.verify,
                                    options.check_only};  // what one rank asks for, all do
   group.all_reduce(asked, Group::Op::kMax, begin + options.timeout);

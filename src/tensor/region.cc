@@ -56,13 +56,6 @@ Region::Grid::Grid(Shape shape_, std::vector<std::vector<Interval>> dims_)
     dims[d] = normalised(dims[d], d, shape[d]);
     counts.push_back(num_indices(dims[d]));
   }
-  std::vector<int64_t> numbers = shape;
-  numbers.reserve(4 * shape.size());
-  for (const std::vector<Interval>& dim : dims) {
-    numbers.push_back(static_cast<int64_t>(dim.size()));
-    for (const auto& [begin, end] : dim) numbers.insert(numbers.end(), {begin, end});
-  }
-  key = GridKey(shape.size(), numbers);
   elements = base::checked_product(counts);
   if (elements == 0) return;
   strides.assign(shape.size(), 1);
@@ -113,8 +106,8 @@ const Shape& Region::grid_shape() const noexcept {
 bool Region::operator==(const Region& other) const noexcept {
   if (size() != other.size()) return false;
   if (grid_ == other.grid_ && begin_ == other.begin_) return true;  // without a look at the grid, which may be far away
-  if (begin_ == other.begin_ && grid_->key == other.grid_->key) return true;
   if (shape() != other.shape()) return false;
+  if (begin_ == other.begin_ && grid_->dims == other.grid_->dims) return true;
   RunCursor mine(*this), theirs(other);
   for (;;) {
     const std::optional<Run> run = mine.next();

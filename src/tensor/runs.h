@@ -9,8 +9,6 @@
 
 namespace shardow {
 
-class GridKey;  // tensor/grid.h
-
 /// Walks the maximal runs of a region, which must outlive it. Allocates nothing; the first run is found by arithmetic,
 /// not by walking up to it.
 class RunCursor {
@@ -20,10 +18,6 @@ class RunCursor {
 
   /// The next run; nothing after the last.
   std::optional<Run> next() noexcept;
-
-  /// What a region was made of: regions are equal where keys and windows are. Others may be equal, too.
-  static const GridKey& key_of(const Region& region) noexcept;
-  static int64_t window_of(const Region& region) noexcept { return region.begin_; }
 
  private:
   struct Place {

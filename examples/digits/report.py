@@ -90,8 +90,7 @@ def quality(run: Run) -> Figure:
     axes.annotate(note, (options.steps, 1), xycoords=("data", "axes fraction"), ha="right", va="top", color=FAINT)
     axes.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10])
     axes.minorticks_off()
-    highest = max(max(e.frechet.values()) for e in run["train"]["evaluations"])
-    axes.set_ylim(top=min(1.1 * highest, 10 * last(run).frechet[RAW]))  # the start is far above
+    axes.set_ylim(top=10 * last(run).frechet[RAW])  # the start is far above
     axes.legend(loc="upper center")
     return figure
 
@@ -170,15 +169,13 @@ def ranks(count: int) -> str:
 
 
 def last(run: Run) -> Evaluation:
-    evaluation: Evaluation = run["train"]["evaluations"][-1]
-    return evaluation
+    return run["train"]["evaluations"][-1]
 
 
 def is_equal(run: Run) -> bool:
     """What came back is what was saved: weights, and averages from the checkpoint and from their files."""
     saved, loaded, files = run["train"]["hashes"], run["resume"]["hashes"], run["resume"]["file_hashes"]
-    equal: bool = saved == loaded and files == saved[:-1]
-    return equal
+    return bool(saved == loaded and files == saved[:-1])
 
 
 def result(run: Run) -> str:

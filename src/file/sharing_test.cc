@@ -88,9 +88,9 @@ TEST_F(Sharing, OfEqualRegionsHasOnePieceHoweverTheyAreDescribed) {
 }
 
 /// Late in every decide() by so much, on rank 1.
-class Late : public Delegate {
+class LateRank : public Delegate {
  public:
-  Late(Group& group, std::vector<milliseconds> by) : Delegate(group), by_(std::move(by)) {}
+  LateRank(Group& group, std::vector<milliseconds> by) : Delegate(group), by_(std::move(by)) {}
   Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
     if (rank() == 1 && next_ < by_.size()) std::this_thread::sleep_for(by_[next_++]);
     waited_ = base::now();
@@ -108,7 +108,7 @@ class Late : public Delegate {
 std::vector<int> share_late(std::vector<milliseconds> by, milliseconds timeout, milliseconds* longest) {
   std::mutex mutex;
   return on_ranks(2, [&](Group& inner) {
-    Late group(inner, by);
+    LateRank group(inner, by);
     std::vector<Held> held;
     held.emplace_back(inner.rank() == 0 ? "a" : "b", DType::kF32, Region::whole({3}));
     const auto measure = [&] {

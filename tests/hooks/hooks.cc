@@ -19,10 +19,10 @@
 #include "average/plan.h"
 #include "average/swap_seam.h"
 #include "base/worker.h"
+#include "comm/custom_group.h"
 #include "file/header.h"
 #include "kernels/kernels.h"
 #include "kernels/roofline.h"
-#include "shardow/custom_group.h"
 #include "shardow/group.h"
 #include "tensor/dtype.h"
 

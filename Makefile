@@ -129,7 +129,7 @@ lint: build/.installed build/.test-setup build/.optional build/.lint  ## lengths
 	$(PYTHON) tools/lint_words.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu')
+	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 	cp build/release/_core.pyi python/shardow/
 	$(BIN)/mypy
 	$(BIN)/cmake --preset lint >/dev/null
@@ -137,7 +137,7 @@ lint: build/.installed build/.test-setup build/.optional build/.lint  ## lengths
 	  clang-tidy-14 --quiet --extra-arg=-Wno-unknown-warning-option -p build/lint
 
 format: build/.test-setup build/.lint  ## rewrite sources in house style
-	clang-format-14 -i $$(git ls-files '*.h' '*.cc' '*.cu')
+	clang-format-14 -i $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 	$(BIN)/ruff check --fix -q . || true
 	$(BIN)/ruff format -q .
 

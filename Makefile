@@ -133,7 +133,7 @@ lint: build/.installed build/.test-setup build/.optional build/.lint  ## lengths
 	cp build/release/_core.pyi python/shardow/
 	$(BIN)/mypy
 	$(BIN)/cmake --preset lint >/dev/null
-	git ls-files 'src/*.cc' | grep -v -e _test.cc -e _bench.cc -e cpu -e roofline | xargs -P $(JOBS) -n 4 \
+	git ls-files 'src/*.cc' | grep -v -e _test.cc -e _bench.cc -e cpu | xargs -P $(JOBS) -n 4 \
 	  clang-tidy-14 --quiet --extra-arg=-Wno-unknown-warning-option -p build/lint
 
 format: build/.test-setup build/.lint  ## rewrite sources in house style

@@ -1,8 +1,7 @@
-// Meeting: the one call that a Group is made of; group_checks(): what every Group must do.
+// Meeting: the one call that a Group is made of.
 #pragma once
 
 #include <compare>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -37,13 +36,5 @@ class Meeting {
 };
 
 std::unique_ptr<Group> meeting_group(std::unique_ptr<Meeting> meeting);
-
-struct GroupCheck {
-  std::string name;
-  std::function<std::vector<std::string>(Group& group)> run;  ///< what is wrong; empty: nothing
-};
-
-/// All ranks run each at once; try 1, 2, 3 and 8.
-std::vector<GroupCheck> group_checks();
 
 }  // namespace shardow

@@ -1,4 +1,4 @@
-// For tests of groups: the checks of comm/custom_group.h as expectations, ranks as threads, and calls that
+// For tests of groups: the checks of group_checks.h as expectations, ranks as threads, and calls that
 // go wrong.
 #pragma once
 
@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/custom_group.h"
-#include "comm/findings.h"
+#include "findings.h"
+#include "group_checks.h"
 
 namespace shardow::comm {
 

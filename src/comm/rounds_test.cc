@@ -7,7 +7,7 @@
 #include <fstream>
 #include <thread>
 
-#include "comm/findings.h"
+#include "findings.h"
 
 namespace shardow::comm {
 namespace {

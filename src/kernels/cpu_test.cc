@@ -6,8 +6,8 @@
 
 #include "hwy/highway.h"
 #include "kernels/kernels.h"
-#include "kernels/roofline.h"
 #include "kernels/test_data.h"
+#include "roofline.h"
 
 namespace shardow::kernels::testing {
 namespace {

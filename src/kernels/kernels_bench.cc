@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "kernels/kernels.h"
-#include "kernels/roofline.h"
 #include "kernels/row.h"
+#include "roofline.h"
 
 namespace shardow::kernels {
 namespace {

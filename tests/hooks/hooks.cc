@@ -19,10 +19,10 @@
 #include "average/plan.h"
 #include "average/swap_seam.h"
 #include "base/worker.h"
-#include "comm/custom_group.h"
 #include "file/header.h"
+#include "group_checks.h"
 #include "kernels/kernels.h"
-#include "kernels/roofline.h"
+#include "roofline.h"
 #include "shardow/group.h"
 #include "tensor/dtype.h"
 
@@ -108,7 +108,7 @@ void bind(nb::module_& m) {
   h.def("hold_updates", &hold_updates, "held"_a,
         "While held, updates in the background have begun and do nothing yet.");
   h.def("group_checks", &failed_checks, "group"_a,
-        "Runs the conformance checks of custom_group.h. Returns the checks that failed, with the failures of each. "
+        "Runs the conformance checks of tests/groups. Returns the checks that failed, with the failures of each. "
         "Collective.");
   h.def("threads", &thread_groups, "n"_a, "Returns a group for each of n ranks in this process, for one thread each.");
   h.def("header_of", &header_of, "tensors"_a, "metadata"_a,

@@ -1,4 +1,4 @@
-// For the checks of comm/custom_group.h and for tests of groups: what was found wrong, what a call threw,
+// For the checks of group_checks.h and for tests of groups: what was found wrong, what a call threw,
 // deadlines.
 #pragma once
 
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/turns.h"
-#include "comm/custom_group.h"
+#include "group_checks.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
 

@@ -1,8 +1,8 @@
 // update-inl.h's walk without its arithmetic, tests and formulas.
-#include "kernels/roofline.h"
+#include "roofline.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "kernels/roofline.cc"
+#define HWY_TARGET_INCLUDE "roofline.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
 #include "kernels/row.h"

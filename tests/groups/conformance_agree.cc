@@ -8,7 +8,7 @@
 
 #include "base/errors.h"
 #include "comm/agree.h"
-#include "comm/findings.h"
+#include "findings.h"
 
 namespace shardow::comm {
 namespace {

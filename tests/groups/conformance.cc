@@ -3,8 +3,8 @@
 #include <exception>
 
 #include "base/errors.h"
-#include "comm/custom_group.h"
-#include "comm/findings.h"
+#include "findings.h"
+#include "group_checks.h"
 
 namespace shardow {
 namespace comm {

@@ -1,5 +1,5 @@
 """What a collective verb passes through on one of two ranks: rounds among ranks, calls of torch's store, and files of
-shardow whose functions run. ``python -m benchmarks.paths`` prints them; python/tests/guards/test_paths.py holds shardow
+shardow whose functions run. ``python -m benchmarks.paths`` prints them; python/tests/guards/test_verb_counts.py holds shardow
 to them."""
 
 from __future__ import annotations

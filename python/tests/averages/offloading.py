@@ -10,7 +10,7 @@ import pytest
 import torch
 import trainings
 from fake_device import Device
-from inside import averages_of
+from own_averages import averages_of
 from torch import nn
 
 if TYPE_CHECKING:

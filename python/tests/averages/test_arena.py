@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import averages_of
+from own_averages import averages_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -14,7 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from inside import averages_of
+from own_averages import averages_of
 
 import shardow
 from shardow.ranks import gather

@@ -12,8 +12,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from inside import averages_of
 from outcomes import Outcome, outcome
+from own_averages import averages_of
 from safetensors import safe_open
 from torch.nn.parallel import DistributedDataParallel
 

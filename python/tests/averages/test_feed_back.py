@@ -9,7 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from inside import averages_of
+from own_averages import averages_of
 from small import clone, equal, make_model, train
 
 import shardow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inside import averages_of
+from own_averages import averages_of
 from torch import nn
 
 import shardow

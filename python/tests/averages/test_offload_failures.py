@@ -14,8 +14,8 @@ import pytest
 import torch
 import trainings
 from fake_device import Device, on_device
-from inside import averages_of
 from offloading import Training, made, weights_of
+from own_averages import averages_of
 
 from shardow.base.collector import paused
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import averages_of
+from own_averages import averages_of
 
 import shardow
 from shardow import errors

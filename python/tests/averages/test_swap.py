@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import averages_of
+from own_averages import averages_of
 from torch import nn
 
 import shardow

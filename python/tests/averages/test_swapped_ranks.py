@@ -9,8 +9,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from inside import averages_of
 from outcomes import outcome
+from own_averages import averages_of
 
 import shardow
 

@@ -16,7 +16,7 @@ import pytest
 import ranks
 import torch
 import walks
-from inside import averages_of
+from own_averages import averages_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from inside import averages_of
+from own_averages import averages_of
 from torch import nn
 
 import shardow

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from inside import averages_of
+from own_averages import averages_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard

@@ -1,6 +1,5 @@
-"""What a collective verb passes through on one of two ranks: rounds among ranks, calls of torch's store, and files of
-shardow whose functions run. ``python -m benchmarks.paths`` prints them; python/tests/guards/test_verb_counts.py holds shardow
-to them."""
+"""Counts what a collective verb passes through on two ranks: rounds, calls of torch's store, files of shardow whose
+functions run. ``python -m benchmarks.paths`` prints them; python/tests/guards/test_verb_counts.py compares them."""
 
 from __future__ import annotations
 

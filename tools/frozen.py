@@ -60,20 +60,22 @@ def recorded() -> dict[str, str]:
     return {path: digest for digest, path in (line.split("  ", 1) for line in lines)}
 
 
-def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def changes(before: dict[str, str], current: dict[str, str]) -> list[str]:
     """Returns one sentence for each file that is not as it was recorded."""
-    paths = sorted({*before, *now})
-    verbs = {path: "is gone" if path not in now else "is new" if path not in before else "changed" for path in paths}
-    return [f"{path} {verbs[path]}; {ADVICE}" for path in paths if before.get(path) != now.get(path)]
+    paths = sorted({*before, *current})
+    verbs = {
+        path: "is gone" if path not in current else "is new" if path not in before else "changed" for path in paths
+    }
+    return [f"{path} {verbs[path]}; {ADVICE}" for path in paths if before.get(path) != current.get(path)]
 
 
 def main() -> int:
     if sys.argv[1:] == ["--write"]:
         RECORD.write_text("".join(f"{digest}  {path}\n" for path, digest in sums().items()))
         return 0
-    found = changes(recorded(), sums())
-    print("\n".join(found) or "as recorded")
-    return 1 if found else 0
+    differences = changes(recorded(), sums())
+    print("\n".join(differences) or "as recorded")
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":

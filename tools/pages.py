@@ -29,14 +29,14 @@ class Verb(NamedTuple):
     footer: str
 
 
-def said(command: str, *words: str) -> str:
+def output_of(command: str, *words: str) -> str:
     return subprocess.run([command, *words], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def entries(text: str, section: str) -> list[tuple[str, str]]:
-    """The lines of a section such as "Options:": what stands in front, and its explanation in one line."""
-    found = re.search(rf"^{section}:\n((?:  .*\n)+)", text, re.MULTILINE)
-    joined = re.sub(r"\n {20,}(?=\S)", "  ", found[1] if found else "")
+    """The lines of a section such as "Options:": what is in front, and its explanation in one line."""
+    match = re.search(rf"^{section}:\n((?:  .*\n)+)", text, re.MULTILINE)
+    joined = re.sub(r"\n {20,}(?=\S)", "  ", match[1] if match else "")
     return [(front, re.sub(" +", " ", rest)) for front, rest in re.findall(r"^  (\S+(?: \S+)*)  +(.*)$", joined, re.M)]
 
 
@@ -46,7 +46,7 @@ def option(usage: str, text: str) -> Option:
 
 
 def verb(command: str, name: str) -> Verb:
-    text = said(command, name, "--help")
+    text = output_of(command, name, "--help")
     options = [option(*entry) for section in ("Positionals", "Options") for entry in entries(text, section)]
     return Verb(name, text, text.split("\n\n")[0].replace("\n", " "), options, text[text.index("Examples:") :])
 
@@ -69,10 +69,10 @@ def man(top: str, verbs: list[Verb], version: str) -> str:
     description = troff(top.split("\n\n")[0])
     page = f'.TH SHARDOW 1 "" "{version}"\n.SH NAME\nshardow \\- {description}\n'
     page += f".SH SYNOPSIS\n.B shardow\nVERB ...\n.SH DESCRIPTION\n{description}\n.SH VERBS\n"
-    for one in verbs:
-        page += f".SS shardow {one.name}\n{troff(one.description)}\n"
-        page += "".join(f".TP\n.B {troff(option.usage)}\n{troff(option.text)}\n" for option in one.options)
-        page += f".PP\n.nf\n{troff(one.footer)}.fi\n"
+    for verb in verbs:
+        page += f".SS shardow {verb.name}\n{troff(verb.description)}\n"
+        page += "".join(f".TP\n.B {troff(option.usage)}\n{troff(option.text)}\n" for option in verb.options)
+        page += f".PP\n.nf\n{troff(verb.footer)}.fi\n"
     return page + f'.SH "EXIT STATUS"\n.nf\n{troff(top.split("Exit status:")[1].lstrip(chr(10)))}.fi\n'
 
 
@@ -85,7 +85,7 @@ def bash(verbs: list[Verb]) -> str:
         '  case "${COMP_WORDS[1]} $before" in',
     ]
     for verb in verbs:
-        for option in (one for one in verb.options if one.choices):
+        for option in (option for option in verb.options if option.choices):
             lines += [f"    '{verb.name} {name}') words='{' '.join(option.choices)}' ;;" for name in option.names]
     lines += ['    *) [[ $word == -* ]] && case "${COMP_WORDS[1]}" in']
     for verb in verbs:
@@ -126,7 +126,7 @@ def fish(verbs: list[Verb]) -> str:
         lines += [
             f"complete -c shardow -n __fish_use_subcommand -f -a {verb.name} -d {quoted(verb.description)}",
         ]
-        for option in (one for one in verb.options if one.names):
+        for option in (option for option in verb.options if option.names):
             line = f"complete -c shardow -n '__fish_seen_subcommand_from {verb.name}'"
             line += "".join(f" -l {name[2:]}" if name[1] == "-" else f" -s {name[1:]}" for name in option.names)
             if option.value:
@@ -136,11 +136,11 @@ def fish(verbs: list[Verb]) -> str:
 
 
 def main(command: str, folder: str) -> None:
-    top = said(command, "--help")
+    top = output_of(command, "--help")
     verbs = [verb(command, name) for name, _ in entries(top, "Verbs")]
     pages = {
         "cli.md": markdown(top, verbs),
-        "shardow.1": man(top, verbs, said(command, "--version").strip()),
+        "shardow.1": man(top, verbs, output_of(command, "--version").strip()),
         "shardow.bash": bash(verbs),
         "_shardow": zsh(verbs),
         "shardow.fish": fish(verbs),

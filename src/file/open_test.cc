@@ -47,12 +47,12 @@ TEST_F(Opening, TheExampleOfTheDocs) {
     for (const std::string& name : opened.names()) {
       const shardow::StoredTensor tensor = opened.tensor(name);  // dtype, shape, bytes
       std::vector<std::byte> bytes(tensor.bytes);
-      opened.read(name, 0, shardow::Region::whole(tensor.shape).size(),
-                  bytes);  // all of it: compared with its checksum
+      // Reads all of it, and compares with its checksum.
+      opened.read(name, 0, shardow::Region::whole(tensor.shape).size(), bytes);
     }
     rows.resize(2 * 11);
-    opened.read("blocks.0.weight", 3 * 11, 5 * 11,
-                std::as_writable_bytes(std::span(rows)));  // rows 3 and 4, as they are stored
+    // Reads rows 3 and 4, as they are stored.
+    opened.read("blocks.0.weight", 3 * 11, 5 * 11, std::as_writable_bytes(std::span(rows)));
     std::vector<double> column(37);
     const shardow::Region first = shardow::Region::grid({37, 11}, {{{0, 37}}, {{0, 1}}});
     opened.read({"blocks.0.weight", shardow::DType::kF64, first, column.data()});  // any region, converted

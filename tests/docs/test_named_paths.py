@@ -21,6 +21,7 @@ KEYS = {
     "shardow.checkpoint",
     "shardow.crc32",
     "shardow.extra_state",
+    "shardow.part",
     "shardow.version",
     "shardow.snapshot",
     "shardow.state",

@@ -34,15 +34,15 @@ ATTEMPTS = 3  # on a machine that is busy a rank asks the store more often wheth
 MEANT = "Where that is meant, write the new number into RECORDED and say in the commit why"
 
 
-def wrong(found: dict[str, Counts]) -> list[str]:
+def wrong(counts: dict[str, Counts]) -> list[str]:
     sentences = []
     for verb, recorded in RECORDED.items():
         for what in ("rounds", "operations", "files"):
-            now, before = getattr(found[verb], what), getattr(recorded, what)
-            if now > before:
-                sentences.append(f"{verb}: {now} {what}, {before} are recorded. {MEANT}")
-            elif now < before and what == "rounds":
-                sentences.append(f"{verb}: {now} rounds in place of {before}. Lower its numbers in RECORDED")
+            current, before = getattr(counts[verb], what), getattr(recorded, what)
+            if current > before:
+                sentences.append(f"{verb}: {current} {what}, {before} are recorded. {MEANT}")
+            elif current < before and what == "rounds":
+                sentences.append(f"{verb}: {current} rounds in place of {before}. Lower its numbers in RECORDED")
     return sentences
 
 
@@ -50,15 +50,15 @@ def test_verbs_take_no_more_rounds_calls_and_files_than_recorded() -> None:
     sentences = ["not measured"]
     for _ in range(ATTEMPTS):
         if sentences:
-            found = measured()
-            assert found.keys() == RECORDED.keys()
-            sentences = wrong(found)
+            counts = measured()
+            assert counts.keys() == RECORDED.keys()
+            sentences = wrong(counts)
     assert sentences == [], "\n".join(sentences)
 
 
 def test_each_number_that_changed_is_named() -> None:
-    found = {**RECORDED, "update(), fsdp2": Counts(1, 9, 12), "load(), fsdp2": Counts(6, 60, 42)}
-    assert [sentence.split(".")[0] for sentence in wrong(found)] == [
+    counts = {**RECORDED, "update(), fsdp2": Counts(1, 9, 12), "load(), fsdp2": Counts(6, 60, 42)}
+    assert [sentence.split(".")[0] for sentence in wrong(counts)] == [
         "update(), fsdp2: 1 rounds, 0 are recorded",
         "update(), fsdp2: 9 operations, 0 are recorded",
         "load(), fsdp2: 6 rounds in place of 7",

@@ -48,8 +48,7 @@ class Training:
                     "exp_avg_sq": torch.full_like(p, value),
                 }
         for average in self.averages().values():
-            # type: ignore[attr-defined]
-            average.to_local().fill_(value) if hasattr(average, "to_local") else average.local.fill_(value)
+            average.to_local().fill_(value) if hasattr(average, "to_local") else average.local.fill_(value)  # type: ignore[attr-defined]
 
     def averages(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = self.ema.state_dict()["averages"]

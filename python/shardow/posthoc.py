@@ -51,8 +51,7 @@ def plan(
     """
     if (sigma_rel is None) == (schedule is None):
         raise invalid("which average: give sigma_rel=, or schedule= for one that is no power function")
-    # type: ignore[arg-type]
-    target = schedules.power(sigma_rel) if sigma_rel is not None else schedules.as_schedules(schedule)[0]
+    target = schedules.power(sigma_rel) if sigma_rel is not None else schedules.as_schedules(schedule)[0]  # type: ignore[arg-type]
     continuous = one_of("formula", formula, ("exact", "continuous")) == "continuous"
     return _core.posthoc_plan(Path(paths.to_read(directory)), target, step, continuous)
 

@@ -44,8 +44,7 @@ def test_averages_on_the_host_have_the_bits_of_the_cpu(kind: str, dtype: torch.d
     emas = []
     for model, where in zip(models, ({}, {"device": "cpu", "ring_bytes": 1 << 16}), strict=True):
         optimizer = Steps(model)
-        # type: ignore[arg-type]
-        emas.append(shardow.EMA(model, **KINDS[kind], **where, optimizer=optimizer if attached else None))
+        emas.append(shardow.EMA(model, **KINDS[kind], **where, optimizer=optimizer if attached else None))  # type: ignore[arg-type]
         for _ in range(STEPS):
             optimizer.step()
             if not attached:

@@ -83,8 +83,7 @@ def _switch(plan: Plan, control: Connection, pipes: list[Connection]) -> None:
         ready, theirs = socket.socketpair()
         mine = pipes[number * plan.each : (number + 1) * plan.each]
         rest = [control, *(end for end in pipes if end not in mine)]
-        # type: ignore[misc]
-        pid = ns.forked(lambda n=number, m=mine, r=rest, s=theirs: _machine(plan, disks, n, m, r, s))
+        pid = ns.forked(lambda n=number, m=mine, r=rest, s=theirs: _machine(plan, disks, n, m, r, s))  # type: ignore[misc]
         links += socket.recv_fds(ready, 1, 1)[1]
         _link(plan, number, pid)
         ready.send(b"1")

@@ -86,8 +86,7 @@ class _State:
             self.wanted.read(name, memory.view(-1)[stretch(self.param, local)], local.region)
             return tensor
         sharded = isinstance(self.param, DTensor)
-        # type: ignore[attr-defined]
-        memory = tensor = self._memory(key, self.param._local_tensor if sharded else self.param.detach(), dtype)
+        memory = tensor = self._memory(key, self.param._local_tensor if sharded else self.param.detach(), dtype)  # type: ignore[attr-defined]
         if sharded and kind == "$part":
             tensor = sharded_like(self.param, memory)  # type: ignore[arg-type]
         self.wanted.read(name, memory, local.region)

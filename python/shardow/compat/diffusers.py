@@ -102,8 +102,7 @@ class EMAModel:
     def pin_memory(self) -> None:
         """Moves the averages to page-locked memory; needs an accelerator."""
         self.shadow_params = [
-            # type: ignore[arg-type]
-            sharded_like(t, t._local_tensor.pin_memory()) if hasattr(t, "_local_tensor") else t.pin_memory()
+            sharded_like(t, t._local_tensor.pin_memory()) if hasattr(t, "_local_tensor") else t.pin_memory()  # type: ignore[arg-type]
             for t in self.shadow_params
         ]
 

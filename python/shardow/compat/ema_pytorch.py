@@ -125,8 +125,7 @@ class EMA(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        # type: ignore[assignment, index]
-        model: nn.Module = self.online_model if self.include_online_model else self.online_model[0]
+        model: nn.Module = self.online_model if self.include_online_model else self.online_model[0]  # type: ignore[assignment, index]
         return model
 
     # ---- use

@@ -55,7 +55,7 @@ class Fit(Generic[T]):
         """Returns what does not fit: the first tensors of each kind and how many more; "" where all fits. ``where``,
         ``here``: what the two sides are called.
         """
-        texts = [f"'{name}' {_difference(*forms, where, here)}" for name, *forms in self.different[:_SHOWN]]
+        texts = [f"'{name}' {_difference(a, b, where, here)}" for name, a, b in self.different[:_SHOWN]]
         if more := len(self.different) - len(texts):
             texts.append(f"{more} more differ")
         for kind, names in (

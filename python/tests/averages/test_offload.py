@@ -180,8 +180,7 @@ def test_buffers_are_read_before_the_next_forward_writes_them(attached: bool) ->
         emas = []
         for model, options in zip(models, ({"device": "cpu"}, {}), strict=True):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            # type: ignore[arg-type]
-            ema = shardow.EMA(model, 0.5, buffers="average", optimizer=optimizer if attached else None, **options)
+            ema = shardow.EMA(model, 0.5, buffers="average", optimizer=optimizer if attached else None, **options)  # type: ignore[arg-type]
             for number in range(4):
                 model(torch.arange(80.0).view(2, 40).sin() * number).square().mean().backward()
                 optimizer.step()

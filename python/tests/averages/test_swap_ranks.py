@@ -124,8 +124,7 @@ def dies_before_the_exchange(kind: str) -> tuple[Outcome, bool, bool]:
     _, ema = trained(kind, timeout=5.0)
     weights = local(ema)
     if dist.get_rank() == 1:
-        # type: ignore[method-assign, assignment]
-        _replicas.Exchange.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        _replicas.Exchange.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
     found = outcome(ema.swap_in)
     return found, averages_of(ema).engine.swapped, same(local(ema), weights)
 

@@ -35,6 +35,5 @@ CASES: list[Callable[[Any], dict[str, Any]]] = [
 ]
 if ALL:
     for decay in (0.0, 0.5, 1.0):
-        # type: ignore[misc]
-        CASES.append(lambda f, d=decay: {"multi_avg_fn": f.get_ema_multi_avg_fn(d), "use_buffers": True})
+        CASES.append(lambda f, d=decay: {"multi_avg_fn": f.get_ema_multi_avg_fn(d), "use_buffers": True})  # type: ignore[misc]
         CASES.append(lambda f, d=decay: {"avg_fn": f.get_ema_avg_fn(d)})  # type: ignore[misc]

@@ -50,8 +50,7 @@ def _walks(steps: int) -> None:
                     averages = [e for e, p in zip(flat, [*model.parameters()], strict=True) if p.requires_grad]
                 else:
                     ema_model, model = (fully_shard(one) for one in both)  # type: ignore[assignment]
-                    # type: ignore[attr-defined]
-                    trained = [p._local_tensor for p in model.parameters() if p.requires_grad]
+                    trained = [p._local_tensor for p in model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
                     both_parameters: Any = zip(ema_model.parameters(), model.parameters(), strict=True)
                     averages = [e._local_tensor for e, p in both_parameters if p.requires_grad]
                 expected = [e.detach().clone() for e in averages]

@@ -189,8 +189,7 @@ def adapters(everywhere: bool) -> None:
     strategy = twinkle.NativeFSDPStrategy(mesh, "no")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     strategy.wrap_model(model, optimizer)
-    # type: ignore[attr-defined]
-    other = model.get_parameter("base_model.model.q.lora_A.other.weight")._local_tensor.clone()
+    other = model.get_parameter("base_model.model.q.lora_A.other.weight")._local_tensor.clone()  # type: ignore[attr-defined]
     torch.manual_seed(4)
     weights = {name: torch.randn(shape) for name, shape in SAVED.items()}
     strategy.load_peft_weights(model, weights if everywhere or rank == 0 else {}, "tenant")
@@ -210,8 +209,7 @@ def adapters(everywhere: bool) -> None:
         assert torch.equal(
             full["base_model.model.head.modules_to_save.tenant.bias"], weights["base_model.model.head.bias"]
         )
-    # type: ignore[attr-defined]
-    assert torch.equal(model.get_parameter("base_model.model.q.lora_A.other.weight")._local_tensor, other)
+    assert torch.equal(model.get_parameter("base_model.model.q.lora_A.other.weight")._local_tensor, other)  # type: ignore[attr-defined]
     for wrong in ({**weights, "base_model.model.k.lora_A.weight": torch.zeros(2, 4)}, dict(list(weights.items())[1:])):
         with pytest.raises(
             KeyError if rank == 0 else shardow.Error,

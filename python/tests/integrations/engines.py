@@ -46,8 +46,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += 1
-        # type: ignore[no-any-return]
-        return self.last(torch.relu(self.third(torch.relu(self.second(self.frozen(self.norm(self.first(x))))))))
+        return self.last(torch.relu(self.third(torch.relu(self.second(self.frozen(self.norm(self.first(x))))))))  # type: ignore[no-any-return]
 
 
 #: By name: what of DeepSpeed's configuration differs.

@@ -194,8 +194,7 @@ def sharded(_: object) -> bool:
         ema.update()
         with ema.swapped():
             model.eval()(X)
-    # type: ignore[attr-defined]
-    return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(found, expected, strict=True))
+    return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(found, expected, strict=True))  # type: ignore[attr-defined]
 
 
 def test_sharded_models_take_the_switches() -> None:

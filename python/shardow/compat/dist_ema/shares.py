@@ -108,7 +108,7 @@ class _Layout(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        return self.region.shape
+        return list(self.region.shape)
 
     def __str__(self) -> str:
         return f"{self.region} in the order {self.order}"

@@ -104,6 +104,7 @@ class Twin(Paired):
             there = theirs.get(slot.name)
             given = {} if there is None else {slot.name: tuple(there.recorded.shape)}
             _refuse(compare({slot.name: tuple(buffer.shape)}, given))
+            assert there is not None  # what is missing was refused
             floating = buffer.is_floating_point() or buffer.is_complex()
             yield _Buffer(there, slot, fate if floating else "copy")
 

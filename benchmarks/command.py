@@ -106,8 +106,8 @@ def prepare(files: list[Path], warm: bool) -> None:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# :Calls the program from a small process: a child begins with the peak of who started it, and this one has torch in
-# memory.
+#: Calls the program from a small process: a child begins with the peak of who started it, and this one has torch in
+#: memory.
 CALL = """
 import os, sys, time
 begin = time.perf_counter()

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardow
 
-# :{name: (shape, dtype, the axis that ranks share)}; some do not divide evenly, and of one the last rank of three has
-# nothing.
+#: {name: (shape, dtype, the axis that ranks share)}; some do not divide evenly, and of one the last rank of three has
+#: nothing.
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
     "embedding": ((96, 720), torch.float32, 0),  # long enough for each rank to write its own
     "across": ((3, 70), torch.bfloat16, 1),

@@ -16,7 +16,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "comm/custom_group.h"
+#include "group_checks.h"
 
 namespace shardow::libtorch {
 namespace {

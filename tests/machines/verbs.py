@@ -25,8 +25,8 @@ import shardow
 from shardow.averages import replicas
 from shardow.ranks import gather, rounds, store_group, stream, team
 
-# :{name: (shape, the axis that ranks share)}: long runs, which each rank writes; short ones, which go through stripes;
-# few bytes.
+#: {name: (shape, the axis that ranks share)}: long runs, which each rank writes; short ones, which go through stripes;
+#: few bytes.
 TENSORS = {"long": ((256, 1024), 0), "across": ((1024, 300), 1), "odd": ((7, 5), 0)}
 NAME = "model.safetensors"
 _SIZE = 256

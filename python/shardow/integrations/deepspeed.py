@@ -20,8 +20,8 @@ from shardow.integrations.masters import MastersEMA
 from shardow.model.masters import master_of
 from shardow.model.slots import slots
 
-# :An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's, and without
-# ZeRO.
+#: An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's, and without
+#: ZeRO.
 _FLAT = (
     "fp32_partitioned_groups_flat",
     "single_partition_of_fp32_groups",

@@ -15,8 +15,8 @@ from shardow.base.checks import unsupported
 from shardow.model.batch import Batch
 from shardow.model.slots import Slot
 
-# :Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in
-# order.
+#: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in
+#: order.
 Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
 
 

@@ -1,16 +1,13 @@
-"""Modules of a model: its repeated blocks, which are sharded, checkpointed and looked at one by one; the modes that
-they are in; and those of torch.jit, which are refused.
+"""Modules of a model: its repeated blocks, which are sharded, checkpointed and looked at one by one; and the modes
+that they are in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
-
-from shardow.base.checks import unsupported
 
 
 def is_container(module: nn.Module) -> bool:
@@ -47,14 +44,3 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises UnsupportedError where one of the named modules is torch.jit's."""
-    for name, module in modules:
-        if isinstance(module, torch.jit.ScriptModule):
-            where = f"'{name}'" if name else "the model"
-            raise unsupported(
-                f"{where} is a {type(module).__name__} of torch.jit, which hides its parameters' places from Python: "
-                "give the nn.Module that it was made from, and script the averaged model afterwards"
-            )

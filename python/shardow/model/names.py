@@ -9,11 +9,14 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-# :(class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and
-# tie us to their :private homes.
+from shardow.base.checks import unsupported
+
+#: (class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and
+#: tie us to their private homes.
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -112,3 +115,14 @@ def without_adapter(name: str) -> str:
     """A LoRA weight's name as PEFT writes it into an adapter's file: ``lora_A.weight`` for the
     ``lora_A.default.weight`` of a model. Other names stay as they are."""
     return _MAGNITUDE.sub(r"\1", _LORA.sub(r"\1", name))
+
+
+def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises UnsupportedError where one of the named modules is torch.jit's."""
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"'{name}'" if name else "the model"
+            raise unsupported(
+                f"{where} is a {type(module).__name__} of torch.jit, which hides its parameters' places from Python: "
+                "give the nn.Module that it was made from, and script the averaged model afterwards"
+            )

@@ -17,8 +17,7 @@ from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
 from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
-from shardow.model.modules import refuse_scripted
-from shardow.model.names import modules_of, walk
+from shardow.model.names import modules_of, refuse_scripted, walk
 from shardow.model.plain import PlainAdapter
 from shardow.model.slots import IN_HOST_MEMORY, Slot, Surveyed, buffer_slots, parameter_slots, refuse_valueless, slots
 from shardow.model.storage import MARKS, SURVEY, address_of, objects_behind, overlaps

@@ -26,8 +26,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shardow.integrations.lightning import EMACallback
 
-# :Without FSDP1's full state dicts, with which torch itself crashes on CPUs. Each takes six processes that import
-# Lightning.
+#: Without FSDP1's full state dicts, with which torch itself crashes on CPUs. Each takes six processes that import
+#: Lightning.
 KINDS = ["fsdp2", *(["ddp", "fsdp1"] if os.environ.get("SHARDOW_ALL") else [])]
 
 

@@ -21,8 +21,7 @@ from shardow.compat.ways.stand_in import Behind, StandIn, needed, stand_in_for, 
 from shardow.compat.ways.teams import team_of
 from shardow.compat.ways.twin import Twin
 from shardow.model.match import compare
-from shardow.model.modules import refuse_scripted
-from shardow.model.names import clean_file_key
+from shardow.model.names import clean_file_key, refuse_scripted
 from shardow.model.piece import Piece
 from shardow.start.materialize import Request, fill_model
 

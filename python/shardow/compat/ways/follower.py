@@ -15,8 +15,8 @@ from shardow.compat.ways.pairs import Pair, Pairs, Tensors
 Kind = Literal["parameter", "buffer", "temporary"]  # temporary: a buffer that state_dict() has not
 Fate = Literal["average", "copy", "leave"]
 Choose = Callable[[str, torch.Tensor, Kind], Fate]
-# :change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes
-# the former.
+#: change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes
+#: the former.
 Change = Callable[[Tensors, Tensors], None]
 #: A rule's name, or what tells it from (dtype of the weight, dtype of its average) of everything that is averaged.
 Rule = EngineRule | Callable[[list[tuple[torch.dtype, torch.dtype]]], EngineRule]

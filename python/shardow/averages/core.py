@@ -38,7 +38,6 @@ from shardow.averages.tracked import (
     views_of_sources,
 )
 from shardow.base.checks import invalid, seconds, unsupported
-from shardow.base.collector import paused
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
@@ -59,7 +58,6 @@ class Averages:
     the weights.
     """
 
-    @paused()
     def __init__(
         self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None,
         group: dist.ProcessGroup | None,

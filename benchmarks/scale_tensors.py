@@ -19,7 +19,6 @@ from torch import nn
 import benchmarks.engine  # noqa: F401  # isort: split
 import shardow
 from shardow import _core
-from shardow.base.collector import paused
 
 _EACH = 10  # parameters of a module
 _BELOW = 0.5  # seconds, under which a call is made up to five times, else twice; the quickest counts
@@ -114,20 +113,17 @@ def of_averages(model: nn.Module, path: Path, cost: Cost) -> dict[str, float]:
 
 
 def header(path: Path, cost: Cost) -> dict[str, float]:
-    """Of a file: written, and read strictly, beside Python's own parser of JSON; all without the collector, as open()
-    reads them.
-    """
+    """Of a file: written, and read strictly, beside Python's own parser of JSON."""
     with path.open("rb") as file:
         text = file.read(int.from_bytes(file.read(8), "little"))
         data = path.stat().st_size - 8 - len(text)
     entries, metadata = _core.hooks.parse_header(text, data)
     tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in entries]
-    with paused():
-        return {
-            "json.loads": cost(lambda: json.loads(text)),
-            "header read": cost(lambda: _core.hooks.parse_header(text, data)),
-            "header written": cost(lambda: _core.hooks.header_of(tensors, metadata)),
-        }
+    return {
+        "json.loads": cost(lambda: json.loads(text)),
+        "header read": cost(lambda: _core.hooks.parse_header(text, data)),
+        "header written": cost(lambda: _core.hooks.header_of(tensors, metadata)),
+    }
 
 
 def bytes_of(tensors: int, _folder: Path) -> dict[str, float]:

@@ -2,6 +2,7 @@
 #include "views.h"
 
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -30,45 +31,6 @@ std::optional<std::string> text_of(nb::handle name) {
   if (text != nullptr) return std::string(text, static_cast<size_t>(length));
   PyErr_Clear();  // before anything else is asked of Python
   return std::nullopt;
-}
-
-/// Where tensors of `regions` lie in one allocation: one after another, each at a multiple of `align` bytes.
-class Layout {
- public:
-  Layout(const nb::list& regions, const std::string& dtype, int64_t align) : dtype_(dtype_from_name(dtype)) {
-    regions_.reserve(regions.size());
-    offsets_.reserve(regions.size());
-    for (nb::handle one : regions) {
-      regions_.push_back(nb::cast<const Region&>(one));
-      offsets_.push_back(bytes_);
-      bytes_ += (byte_size(dtype_, regions_.back().size()) + align - 1) / align * align;
-    }
-  }
-
-  int64_t bytes() const { return bytes_; }
-  const std::vector<int64_t>& offsets() const { return offsets_; }
-
-  /// Of host memory from `address` on; none where a name is no text.
-  std::optional<Views> views(const nb::list& names, uintptr_t address) const {
-    Views made;
-    made.all.reserve(regions_.size());
-    for (size_t i = 0; i < regions_.size(); ++i) {
-      std::optional<std::string> text = text_of(names[i]);
-      if (!text) return std::nullopt;
-      made.all.push_back({std::move(*text), dtype_, regions_[i], reinterpret_cast<std::byte*>(address) + offsets_[i]});
-    }
-    return made;
-  }
-
- private:
-  DType dtype_;
-  std::vector<Region> regions_;
-  std::vector<int64_t> offsets_;
-  int64_t bytes_ = 0;
-};
-
-nb::object or_none(std::optional<Views> made) {
-  return made ? nb::cast(std::move(*made)) : nb::none();
 }
 
 /// Makes views of tensors.
@@ -108,22 +70,6 @@ class ViewMaker {
     return made;
   }
 
-  /// Of host memory.
-  nb::object at(const nb::list& names, const nb::list& dtypes, const nb::list& addresses,
-                const nb::list& regions) const {
-    Views made;
-    made.all.reserve(names.size());
-    for (size_t i = 0; i < names.size(); ++i) {
-      const nb::object name = names[i], dtype = dtypes[i], region = regions[i];
-      std::optional<std::string> text = text_of(name);
-      const auto known = known_.find(dtype.ptr());
-      if (!text || known == known_.end()) return nb::none();
-      made.all.push_back({std::move(*text), known->second, nb::cast<const Region&>(region),
-                          reinterpret_cast<void*>(nb::cast<uintptr_t>(nb::object(addresses[i])))});
-    }
-    return nb::cast(std::move(made));
-  }
-
  private:
   TorchMemory memory_;
   nb::dict dtypes_;  // so that they live
@@ -139,35 +85,13 @@ void bind_views(nb::module_& m) {
       .def(
           "__init__", [](Views* self, std::vector<TensorView> all) { new (self) Views{std::move(all)}; }, "all"_a)
       .def("__len__", [](const Views& self) { return self.all.size(); });
-  nb::class_<Layout>(
-      m, "Layout",
-      "Where tensors of `regions` lie in one allocation: one after another, each at a multiple of `align` bytes.")
-      .def(nb::init<const nb::list&, const std::string&, int64_t>(), "regions"_a, "dtype"_a, "align"_a,
-           nb::sig("def __init__(self, regions: list[Region], dtype: str, align: int) -> None"))
-      .def_prop_ro("bytes", &Layout::bytes, "Of all of them.")
-      .def("offsets", &Layout::offsets, "Of each, in bytes.")
-      .def(
-          "views",
-          [](const Layout& self, const nb::list& names, uintptr_t address) {
-            return or_none(self.views(names, address));
-          },
-          "names"_a, "address"_a, nb::sig("def views(self, names: list[str], address: int) -> Views | None"),
-          "In host memory from `address` on; None where a name is no text, and each is to be looked at.");
   nb::class_<ViewMaker>(m, "ViewMaker", "Makes views of tensors in plain torch memory.")
       .def(nb::init<nb::type_object, nb::type_object, nb::dict, std::function<uintptr_t(int)>>(), "tensor"_a,
            "parameter"_a, "dtypes"_a, "stream_of"_a)
-      .def(
-          "of",
-          [](const ViewMaker& self, const nb::list& names, const nb::list& flats, const nb::list& regions,
-             bool reaches_cuda) -> nb::object { return or_none(self.of(names, flats, regions, reaches_cuda)); },
-          "names"_a, "flats"_a, "regions"_a, "reaches_cuda"_a,
-          nb::sig("def of(self, names: list[str], flats: Sequence[object], regions: list[Region], reaches_cuda: bool) "
-                  "-> Views | None"),
-          "None where one of them is something else, and each is to be looked at.")
-      .def("at", &ViewMaker::at, "names"_a, "dtypes"_a, "addresses"_a, "regions"_a,
-           nb::sig("def at(self, names: list[str], dtypes: Sequence[object], addresses: list[int], regions: "
-                   "list[Region]) -> Views | None"),
-           "Of contiguous tensors in host memory; None where a name is no text, or a dtype has no name.");
+      .def("of", &ViewMaker::of, "names"_a, "flats"_a, "regions"_a, "reaches_cuda"_a,
+           nb::sig("def of(self, names: list[str], flats: Sequence[object], regions: list[Region], reaches_cuda: bool) "
+                   "-> Views | None"),
+           "None where one of them is something else, and each is to be looked at.");
 }
 
 }  // namespace shardow::python

@@ -3,12 +3,10 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "core.h"
-#include "survey.h"
 #include "torch_memory.h"
 
 namespace nb = nanobind;
@@ -39,9 +37,8 @@ class Marks {
 
 class Watch {
  public:
-  // `looked`: the whole ones, looked at just before; none is sharded.
   Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks,
-        nb::callable hint, const Looked* looked)
+        nb::callable hint)
       : dicts_(std::move(dicts)),
         whole_(std::move(whole)),
         sharded_(std::move(sharded)),
@@ -51,10 +48,6 @@ class Watch {
     for (const nb::dict& dict : dicts_)
       for (auto [key, value] : dict) contents_.push_back(nb::borrow(value));
     recorded_.resize(whole_.size() + sharded_.size());
-    if (looked != nullptr && looked->size() == recorded_.size() && sharded_.empty()) {
-      for (size_t i = 0; i < recorded_.size(); ++i) recorded_[i] = looked->mark(i);
-      return;
-    }
     visit([this](size_t i, uint64_t mark) {
       recorded_[i] = mark;
       return true;
@@ -153,12 +146,9 @@ void bind_watch(nb::module_& m) {
   nb::class_<Watch>(m, "Watch",
                     "Remembers what the modules' dicts hold, and where and how whole tensors, and the _local_tensor of "
                     "sharded ones, lie. "
-                    "hint(tensor): two addresses that torch will read for it; wrong ones do no harm. looked: the whole "
-                    "ones, looked at just "
-                    "before.")
-      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable,
-                    const Looked*>(),
-           "dicts"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a, "looked"_a.none() = nb::none())
+                    "hint(tensor): two addresses that torch will read for it; wrong ones do no harm.")
+      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable>(),
+           "dicts"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a)
       .def("tree_same", &Watch::tree_same, "Every dict holds the very objects that it held.")
       .def("memory_same", &Watch::memory_same, "Every tensor lies where and as it lay.");
 }

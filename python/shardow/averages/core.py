@@ -34,11 +34,9 @@ from shardow.averages.tracked import (
     facts_of,
     follow_source,
     track,
-    views_of_averages,
-    views_of_sources,
+    views_of,
 )
 from shardow.base.checks import invalid, seconds, unsupported
-from shardow.base.collector import paused
 from shardow.base.warnings import warn
 from shardow.files.decay_keys import choose
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
@@ -59,7 +57,6 @@ class Averages:
     the weights.
     """
 
-    @paused()
     def __init__(
         self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None,
         group: dist.ProcessGroup | None,
@@ -73,8 +70,9 @@ class Averages:
         self.options, self.keys, self.tracked, self._engine = built
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         arenas = {one.arena for one in self.tracked}
-        seen = (one.source for one in self.tracked if one.local.batch is None)  # the others are the host's
-        self.streams = Streams(seen, (arena.on_device for arena in arenas if arena is not None))
+        self.streams = Streams(
+            (one.source for one in self.tracked), (arena.on_device for arena in arenas if arena is not None)
+        )
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
         if self.team.size > 1:
             own = {"options": self.engine.state(), "replicas": self.options.replicas}
@@ -101,8 +99,8 @@ class Averages:
         chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
 
         def make() -> _core.Average:  # the views are its own
-            averages = [views_of_averages(tracked, k) for k in range(len(keys))]
-            return _core.Average(views_of_sources(tracked), averages, chosen)
+            averages = [views_of(tracked, [one.averages[k] for one in tracked]) for k in range(len(keys))]
+            return _core.Average(views_of(tracked, [one.memory() for one in tracked]), averages, chosen)
 
         return options, keys, tracked, with_memory(make)
 

@@ -13,7 +13,6 @@ import torch
 from shardow import _core
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
-from shardow.base.collector import paused
 from shardow.model.local import oddity, refuse_expanded
 from shardow.model.match import Fit, compare
 from shardow.model.piece import Piece
@@ -30,7 +29,6 @@ _CHUNK = 1 << 20  # elements of a temporary
 Copy = tuple[torch.Tensor, torch.Tensor, "_core.Region | None"]
 
 
-@paused()
 def make(tracked: Sequence[Tracked], keys: Sequence[str], engine_state: str) -> dict[str, Any]:
     """{"averages": {name: tensor}, "state": str}, with several keys {"averages": {key: {name: tensor}}, ...}."""
     by_key = {key: {one.name: as_tensor(one, k) for one in tracked} for k, key in enumerate(keys)}

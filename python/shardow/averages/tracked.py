@@ -155,11 +155,7 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     source = source or {}
     if source and (unknown := set(source) - {local.name for local in locals_}):
         raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
-    if not source and (usual := _usual(locals_, options)) is not None:
-        return usual
-    plain = storage.SURVEY.look([local.tensor for local in locals_]).plain()
-    pairs = zip(locals_, plain, strict=True)
-    tracked = [_tracked(local, options.replicas, source.get(local.name), bool(usual)) for local, usual in pairs]
+    tracked = [_tracked(local, options.replicas, source.get(local.name)) for local in locals_]
     homes = [_home(one, options.device) for one in tracked]
     for device in (devices := dict.fromkeys(homes)):
         there = (
@@ -169,54 +165,10 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     return tracked
 
 
-_ROWS = _core.Rows(Tracked)
-
-
-def _usual(locals_: list[LocalTensor], options: Options) -> list[Tracked] | None:
-    """track() by the thousand, of whole tensors of one batch, averaged in the host's memory too; None: they have to be
-    looked at.
-    """
-    batch, device = storage.batch_of(locals_), torch.device("cpu")
-    divided = options.replicas == "split" and any(one.replicas for one in locals_)
-    if batch is None or divided or options.device not in (None, device):
-        return None
-    some = batch.some([one.place for one in locals_])
-    if not set(some.dtypes) <= DTYPES.keys():
-        return None
-    arena = Arena(some.names, some.regions, options.dtype, DTYPES[options.dtype], len(options.schedules), device)
-    places = batch.all.places[: len(locals_)]
-    same: dict[str, Sequence[object]] = {
-        "begin": (0,),
-        "_master": (None,),
-        "stretched": (False,),
-        "owners": ({},),
-        "arena": (arena,),
-        "is_offloaded": (False,),
-    }
-    return _ROWS.of(len(locals_), {**same, "stage": (None,), "local": locals_, "region": some.regions, "place": places})
-
-
-def views_of_sources(tracked: Sequence[Tracked]) -> _core.Views:
-    """The engine's descriptions of what is averaged."""
-    batch = storage.batch_of([one.local for one in tracked]) if not any(one.mastered for one in tracked) else None
-    if batch is not None:
-        made = storage.host_views(batch.some([one.local.place for one in tracked]))
-        if made is not None:
-            return made
-    return views_of(tracked, [one.memory() for one in tracked])
-
-
 def views_of(tracked: Sequence[Tracked], flats: list[torch.Tensor]) -> _core.Views:
     """The engine's descriptions of all of them in ``flats``."""
     made = storage.engine_views([one.local.name for one in tracked], flats, [one.region for one in tracked])
     return made if made is not None else _core.Views([one.view(flat) for one, flat in zip(tracked, flats, strict=True)])
-
-
-def views_of_averages(tracked: Sequence[Tracked], k: int) -> _core.Views:
-    """views_of() their averages number ``k``."""
-    arena = tracked[0].arena
-    made = arena.views(k) if arena is not None and len(arena) == len(tracked) else None
-    return made if made is not None else views_of(tracked, [one.averages[k] for one in tracked])
 
 
 def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
@@ -245,10 +197,9 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
     )
 
 
-def _tracked(local: LocalTensor, replicas: str, given: Source | None, plain: bool = False) -> Tracked:
-    """``given``: what `source=` says of it. ``plain``: it is known to lie in memory that averages can follow."""
-    if not plain:
-        refuse_unaverageable(local)
+def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked:
+    """``given``: what `source=` says of it."""
+    refuse_unaverageable(local)
     if isinstance(given, tuple):
         stretch = Stretch(*given)
         if replicas == "copy" and local.replicas:
@@ -296,8 +247,7 @@ def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torc
 
 def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
     """Memory for all averages on a device."""
-    names, regions = [one.local.name for one in tracked], [one.region for one in tracked]
-    arena = Arena(names, regions, options.dtype, DTYPES[options.dtype], len(options.schedules), device)
+    arena = Arena([one.region for one in tracked], options.dtype, len(options.schedules), device)
     for number, one in enumerate(tracked):
         one.arena, one.place = arena, number
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow.base.checks import seconds
-from shardow.base.collector import paused
 from shardow.base.progress import Progress
 from shardow.files import engine
 from shardow.files.background import SaveHandle
@@ -127,7 +126,6 @@ def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FilePar
     return FileParts("", [*held.parts, *parts], {**texts, **values.for_file(held.values), **(metadata or {})})
 
 
-@paused()
 def prepared(
     what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool
 ) -> tuple[Held, Team]:

@@ -14,7 +14,6 @@ import torch
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, unsupported
-from shardow.base.collector import paused
 from shardow.base.progress import shown
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
@@ -180,7 +179,6 @@ def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> di
     where = paths.to_read(path)
     wanted: list[Sequence[Part]] = [[], []]  # what is asked for, and the memory that the engine fills
 
-    @paused()
     def views(found: _core.Checkpoint) -> tuple[list[_core.TensorView], bool]:
         parts, strict = choose(found)
         wanted[:] = parts, _for_engine(parts)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, unsupported
-from shardow.base.collector import paused
 from shardow.files import paths
 from shardow.files.decay_keys import choose
 from shardow.files.paths import StrPath
@@ -89,8 +88,7 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, catalog: _core.Checkpoint, path: str, framework: Framework) -> None:
         self.path = path
         self._engine: _core.Checkpoint | None = catalog
-        with paused():
-            self._tensors = catalog.tensors
+        self._tensors = catalog.tensors
         self._framework: Framework = framework
         self.metadata = catalog.metadata
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardow import _core
 from shardow.model.local import Adapter, HiddenTensor, LocalTensor, oddity
 from shardow.model.slots import Slot, slots
 
@@ -31,21 +30,12 @@ class Found(Slot):
 
     @classmethod
     def at(cls, slot: Slot, local: LocalTensor, adapter: Adapter, tied: bool = False) -> Found:
-        held = (slot.name, slot.owner, slot.key, slot.recorded, slot.kind, slot.module, slot.plain)
+        held = (slot.name, slot.owner, slot.key, slot.recorded, slot.kind, slot.module)
         return cls(*held, local=local, adapter=adapter, tied=tied)
-
-    def shown(self) -> torch.Tensor:
-        """Where its memory can be looked at just after it was found: where no view of it was needed so far, the model's
-        own.
-        """
-        return self.recorded if self.local.batch is not None else self.local.tensor
 
     def memory(self, now: torch.Tensor | None = None) -> torch.Tensor:
         """The plain local tensor as it is now; ``now``: with that one in the slot."""
         return self.adapter.memory(self if now is None else replace(self, recorded=now))
-
-
-FOUND = _core.Rows(Found)
 
 
 def change(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 
 from shardow import _core
 from shardow.base.checks import unsupported
-from shardow.model.batch import Batch
 from shardow.model.slots import Slot
 
 #: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in
@@ -27,29 +26,12 @@ class LocalTensor:
     that every rank holds whole without any group saying so: a plain parameter beside sharded ones."""
 
     name: str
-    _tensor: torch.Tensor | None
+    tensor: torch.Tensor
     region: _core.Region
     requires_grad: bool
     replicas: Replicas = ()
     sharded: bool = False
     aliases: tuple[str, ...] = ()
-    batch: Batch | None = field(
-        default=None, kw_only=True
-    )  # which makes ``tensor``, number ``place`` of it, when somebody asks for it
-    place: int = field(default=0, kw_only=True)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        batch = self.batch
-        if batch is not None:  # in this order, for others who ask meanwhile
-            self._tensor = batch.tensors[self.place]
-            self.batch = None
-        assert self._tensor is not None
-        return self._tensor
-
-    @tensor.setter
-    def tensor(self, memory: torch.Tensor) -> None:
-        self._tensor, self.batch = memory, None
 
     def flat(self) -> torch.Tensor:
         """The elements in order, 1-D: the tensor's own memory, or a copy where they don't lie so."""

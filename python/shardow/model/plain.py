@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
-from shardow.model.batch import Batch
 from shardow.model.local import Form, LocalTensor, Replicas, memory_of
 from shardow.model.names import modules_of
 from shardow.model.slots import Slot
-
-_ROWS = _core.Rows(LocalTensor)
-_tensor: Any = torch.Tensor
-_requires_grad = _tensor.requires_grad.__get__
 
 
 class PlainAdapter:
@@ -46,21 +38,7 @@ class PlainAdapter:
         tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
         shape = None if tensor.is_nested else tensor.shape
         region = self._regions.get(shape) or self._regions.setdefault(shape, _core.Region.whole(list(shape or ())))
-        memory = tensor.detach() if slot.plain else self.memory(slot)
-        return LocalTensor(slot.name, memory, region, tensor.requires_grad, replicas, bool(replicas))
-
-    def locals(self, names: list[str], recorded: list[torch.Tensor], looked: _core.Looked) -> list[LocalTensor]:
-        """local() of plain tensors in the host's memory, no two of them the same, by the thousand. ``looked``: them."""
-        batch = Batch(names, recorded, looked)
-        columns: dict[str, Sequence[object]] = {
-            "name": names, "region": batch.all.regions, "requires_grad": [*map(_requires_grad, recorded)],
-            "replicas": ((),), "sharded": (False,), "aliases": ((),),
-            "_tensor": (None,), "batch": (batch,), "place": batch.all.places,
-        }  # fmt: skip
-        if self._replicas:
-            columns["replicas"] = replicas = [self._replicas.get(id(one), ()) for one in recorded]
-            columns["sharded"] = [*map(bool, replicas)]
-        return _ROWS.of(len(names), columns)
+        return LocalTensor(slot.name, self.memory(slot), region, tensor.requires_grad, replicas, bool(replicas))
 
     def memory(self, slot: Slot) -> torch.Tensor:
         return memory_of(slot.name, slot.recorded, self._form)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardow import _core
 from shardow.base.checks import invalid
 from shardow.model.names import join, walk
 
@@ -28,8 +27,6 @@ class Slot:
     recorded: torch.Tensor
     kind: Kind
     module: nn.Module
-    # not 0: it was found to be one of torch's own tensors, in memory that can be read: there is nothing to look at
-    plain: int = 0
 
 
 def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
@@ -50,49 +47,6 @@ def slots_of(module: nn.Module, name: str = "", *kinds: Kind) -> Iterator[Slot]:
         kind: Kind = "table" if key in module._non_persistent_buffers_set else "buffer"
         if buffer is not None and (not kinds or kind in kinds):
             yield Slot(join(name, key), buffers, key, buffer, kind, module)
-
-
-#: What Slot.plain is of a tensor there.
-IN_HOST_MEMORY = 1
-
-
-@dataclass(frozen=True)
-class Surveyed:
-    """Slots found by the thousand, instances of some kind of Slot; what each is called and holds, and what that is."""
-
-    slots: list[Any]
-    names: list[str]
-    recorded: list[torch.Tensor]
-    looked: _core.Looked
-    # plain tensors of the host, none of them twice or on another one's memory: there is nothing to look at one by one
-    alone: bool
-
-
-def parameter_slots(modules: Iterable[tuple[str, nn.Module]], survey: _core.Survey, kind: _core.Rows) -> Surveyed:
-    """slots() of modules that walk() found, their parameters alone, as instances of a ``kind`` of Slot."""
-    names, owners, keys, recorded, homes = _core.places(
-        [(join(name, ""), module) for name, module in modules], "_parameters"
-    )
-    looked = survey.look(recorded)
-    alone = looked.alone()
-    columns = {
-        "name": names,
-        "owner": owners,
-        "key": keys,
-        "recorded": recorded,
-        "module": homes,
-        "kind": ("parameter",),
-    }
-    plain = (IN_HOST_MEMORY,) if alone else list(looked.plain())
-    return Surveyed(kind.of(len(names), {**columns, "plain": plain}), names, recorded, looked, alone)
-
-
-def buffer_slots(modules: Iterable[tuple[str, nn.Module]], survey: _core.Survey) -> list[Slot]:
-    """The same of their buffers, of which there are fewer."""
-    found = [slot for name, module in modules if module._buffers for slot in slots_of(module, name, "buffer", "table")]
-    for slot, plain in zip(found, survey.look([slot.recorded for slot in found]).plain(), strict=True):
-        slot.plain = plain
-    return found
 
 
 def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:

@@ -10,13 +10,10 @@ import torch
 
 from shardow import _core
 from shardow.model import dtypes
-from shardow.model.batch import Batch, Columns
 from shardow.model.local import LocalTensor, oddity
 
 #: How and where tensors lie, cheap enough to be asked before every update.
 MARKS = _core.Marks(torch.Tensor, torch.nn.Parameter)
-#: Which of many tensors are as most are, so that the others alone have to be looked at.
-SURVEY = _core.Survey(torch.Tensor, torch.nn.Parameter)
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
@@ -53,22 +50,6 @@ _MAKER = _core.ViewMaker(
 def engine_views(names: list[str], flats: list[torch.Tensor], regions: list[_core.Region]) -> _core.Views | None:
     """engine_view() of many that lie in plain memory; None where one of them does not."""
     return _MAKER.of(names, flats, regions, _core.cuda_available()) if device_of is _torchs else None
-
-
-def batch_of(locals_: Sequence[LocalTensor]) -> Batch | None:
-    """The batch whose tensors all of them are, none of which was asked for so far; None: they have to be looked at."""
-    batch = locals_[0].batch if locals_ else None
-    return batch if device_of is _torchs and all(one.batch is batch for one in locals_) else None
-
-
-def host_views(some: Columns) -> _core.Views | None:
-    """engine_view() of tensors of a batch; None where they have to be looked at."""
-    return _MAKER.at(some.names, some.dtypes, some.addresses, some.regions)
-
-
-def laid_out(layout: _core.Layout, names: list[str], address: int) -> _core.Views | None:
-    """Views of host memory; None where each is to be looked at."""
-    return layout.views(names, address) if device_of is _torchs else None
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

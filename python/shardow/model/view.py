@@ -9,18 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.changes import FOUND, WAY_OUT, Found, change
+from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
 from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
 from shardow.model.names import modules_of, refuse_scripted, walk
 from shardow.model.plain import PlainAdapter
-from shardow.model.slots import IN_HOST_MEMORY, Slot, Surveyed, buffer_slots, parameter_slots, refuse_valueless, slots
-from shardow.model.storage import MARKS, SURVEY, address_of, objects_behind, overlaps
+from shardow.model.slots import Slot, refuse_valueless, slots, slots_of
+from shardow.model.storage import MARKS, address_of, objects_behind, overlaps
 from shardow.model.zero3 import Zero3Adapter
 
 
@@ -35,26 +36,22 @@ class ModelView:
         self._show_shards()
         modules = [*walk(model)]
         refuse_scripted(modules)
-        parameters, buffers = parameter_slots(modules, SURVEY, FOUND), buffer_slots(modules, SURVEY)
-        refuse_valueless(slot for slot in (*(() if parameters.alone else parameters.slots), *buffers) if not slot.plain)
-        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters.slots)
+        places = [slot for name, module in modules for slot in slots_of(module, name)]
+        refuse_valueless(places)
+        parameters = [slot for slot in places if slot.kind == "parameter"]
+        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
         hidden: list[Adapter] = [one for one in (self._fsdp1, self._zero3) if one.is_needed]
-        self._hides = bool(hidden)
-        self._plain = PlainAdapter(model, group, form)
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, self._plain)
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, PlainAdapter(model, group, form))
         self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
         self.watch_buffers = False
-        usual = parameters if parameters.alone and not self._hides else None
-        self._found = self._collect_hosts(parameters) if usual is None else self._found_usual(usual)
-        self._found_buffers = self._collect([one for one in buffers if one.kind == "buffer"])
-        if usual is None or self._found_buffers:
-            self._tie_by_memory()
+        self._found = self._collect(parameters)
+        self._found_buffers = self._collect([slot for slot in places if slot.kind == "buffer"])
+        self._tie_by_memory()
         found = [one.local for one in self._found if not one.tied]
         self.parameters = _in_model_order(found, self._hidden, modules)
         self._buffers = [one.local for one in self._found_buffers if not one.tied]
-        self._record(parameters.slots, usual)
-        recorded = [*parameters.recorded, *(slot.recorded for slot in buffers)]
-        self.process_group = group_of_tensors(model, recorded, group, self._fsdp1)
+        self._record(parameters)
+        self.process_group = group_of_tensors(model, [slot.recorded for slot in places], group, self._fsdp1)
 
     @property
     def buffers(self) -> list[LocalTensor]:
@@ -63,46 +60,18 @@ class ModelView:
         self._take_in_buffers()
         return self._buffers
 
-    def _found_usual(self, usual: Surveyed) -> list[Found]:
-        """_collect() of tensors of which there is nothing to look at."""
-        locals_ = self._plain.locals(usual.names, usual.recorded, usual.looked)
-        FOUND.put(usual.slots, {"local": locals_, "adapter": (self._plain,), "tied": (False,)})
-        return usual.slots
-
-    def _collect_hosts(self, parameters: Surveyed) -> list[Found]:
-        """_collect(), with plain tensors of the host by the thousand."""
-        if self._hides:
-            return self._collect(parameters.slots)
-        first = {id(slot.recorded): slot for slot in reversed(parameters.slots) if slot.plain == IN_HOST_MEMORY}
-        names, recorded = (
-            [slot.name for slot in reversed(first.values())],
-            [slot.recorded for slot in reversed(first.values())],
-        )
-        locals_ = self._plain.locals(names, recorded, SURVEY.look(recorded))
-        return self._collect(parameters.slots, ready=dict(zip(map(id, recorded), locals_, strict=True)))
-
-    def _collect(
-        self,
-        slots: Iterable[Slot],
-        before: Mapping[int, LocalTensor] | None = None,
-        ready: Mapping[int, LocalTensor] | None = None,
-    ) -> list[Found]:
-        """Each tensor once; further names of it are aliases. By the tensors' ids, ``before``: found already; ``ready``:
-        what plain ones are."""
+    def _collect(self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None) -> list[Found]:
+        """Each tensor once; further names of it are aliases. ``before``: found already, by the tensors' ids."""
         known: dict[int, LocalTensor] = dict(before or {})
-        ready = ready or {}
         found = []
-        *others, whole = self._adapters
         for slot in slots:
-            adapter = (
-                next((one for one in others if one.claims(slot)), whole) if self._hides or not slot.plain else whole
-            )
+            adapter = next(one for one in self._adapters if one.claims(slot))
             tied = known.get(id(slot.recorded))
             if tied is not None:
                 _add_alias(tied, slot.name)
                 found.append(Found.at(slot, tied, adapter, True))
                 continue
-            local = ready.get(id(slot.recorded)) or adapter.local(slot)
+            local = adapter.local(slot)
             if local is not None:
                 known[id(slot.recorded)] = local
                 found.append(Found.at(slot, local, adapter))
@@ -112,8 +81,6 @@ class ModelView:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be
         lost."""
         found = [*self._found, *self._found_buffers]
-        if SURVEY.look([one.shown() for one in found if not one.tied]).apart():
-            return
         for first, second in overlaps(one.local for one in found if not one.tied and not oddity(one.local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
@@ -234,31 +201,21 @@ class ModelView:
 
     # ---- identity
 
-    def _record(self, parameters: Iterable[Slot], usual: Surveyed | None = None) -> None:
+    def _record(self, parameters: Iterable[Slot]) -> None:
         """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in
-        place, out of the model. ``usual``: they are all that there is to compare."""
+        place, out of the model."""
         self._slots = [*parameters]
         modules = modules_of(self.model)
         dicts: list[dict[str, Any]] = [
             *(module._parameters for module in modules),
             *(module._modules for module in modules),
         ]
-        objects = self._with_memory() if usual is None else usual.recorded
-        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)] if usual is None else []
-        self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)] if self._sharded else objects
-        looked = None if usual is None else usual.looked
-        self._watch = _core.Watch(
-            dicts, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind, looked
-        )
+        objects = [one.recorded for one in self._found if not oddity(one.local.tensor)]
+        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
+        self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
+        self._watch = _core.Watch(dicts, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
-
-    def _with_memory(self) -> list[torch.Tensor]:
-        """What the model has in memory that can be looked at."""
-        plain = SURVEY.look([one.shown() for one in self._found]).plain()
-        return [
-            one.recorded for one, usual in zip(self._found, plain, strict=True) if usual or not oddity(one.local.tensor)
-        ]
 
     def _flat_addresses(self) -> list[int]:
         return [*map(torch.Tensor.data_ptr, self._fsdp1.shards()), *map(torch.Tensor.data_ptr, self._zero3.shards())]
@@ -304,7 +261,8 @@ def find(
     else refused; ``odd``: also what has no elements in memory (sparse, nested, quantised, made of other tensors)."""
     if not isinstance(model, nn.Module):
         raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
-    return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
+    with _disable_current_modes():  # whatever somebody does with operations of his own meanwhile
+        return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
 
 
 def _in_model_order(

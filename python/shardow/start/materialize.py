@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow.base.checks import invalid, seconds
-from shardow.base.collector import paused
 from shardow.base.progress import Progress
 from shardow.files.checkpoint import prepared
 from shardow.files.paths import StrPath
@@ -195,7 +194,6 @@ def _finished(request: Request, job: fill.Job, given: dict[str, torch.Tensor], m
         tie()
 
 
-@paused()
 def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> tuple[origins.Bindings | None, fill.Job]:
     model = request.model
     kind_of(request.source)

@@ -1,8 +1,9 @@
-"""Tensors that show averages are made when somebody asks for the first one, whatever he is about then."""
+"""Tensors that show averages are real memory, in whatever block of torch's an EMA is made."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardow
 
 
-def _ema() -> tuple[nn.Module, shardow.EMA]:
+def _ema(around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> tuple[nn.Module, shardow.EMA]:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
-    ema = shardow.EMA(model, [0.5, 0.75])
+    with around():
+        ema = shardow.EMA(model, [0.5, 0.75])
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
@@ -33,9 +35,8 @@ def _ema() -> tuple[nn.Module, shardow.EMA]:
 def test_they_are_the_averages_memory(around: Any) -> None:
     _, other = _ema()
     expected = [[average.clone() for average in one.averages] for one in averages_of(other).tracked]
-    _, ema = _ema()
-    block: AbstractContextManager[Any] = around()
-    with block:
+    _, ema = _ema(around)
+    with around():
         found = [one.averages for one in averages_of(ema).tracked]
     for averages, values in zip(found, expected, strict=True):
         assert all(torch.equal(average, value) for average, value in zip(averages, values, strict=True))

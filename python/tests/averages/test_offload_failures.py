@@ -17,8 +17,6 @@ from fake_device import Device, on_device
 from offloading import Training, made, weights_of
 from own_averages import averages_of
 
-from shardow.base.collector import paused
-
 
 @on_device
 def test_a_copy_that_fails_leaves_the_last_whole_averages() -> None:
@@ -156,6 +154,7 @@ def stopped(before: int, fn: Callable[[], None]) -> bool:
     meanwhile: Python drops what a __del__ raises, the Ctrl-C too."""
     left = before
     gc.collect()
+    gc.disable()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
@@ -167,14 +166,14 @@ def stopped(before: int, fn: Callable[[], None]) -> bool:
                 raise KeyboardInterrupt
         return trace
 
-    with paused():
-        sys.settrace(trace)
-        try:
-            fn()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
+    sys.settrace(trace)
+    try:
+        fn()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+        gc.enable()
     return False
 
 

@@ -5,6 +5,9 @@ Each element is there once, where the region says.
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import ranks
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import shardow
 from shardow import _core
 from shardow.model.local import LocalTensor
 from shardow.model.view import ModelView, find
@@ -161,6 +165,58 @@ def _memoryless() -> nn.Module:
 def test_what_cannot_be_averaged_is_named(model: object, says: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=says):
         find(model())  # type: ignore[operator]
+
+
+# ---- memory
+
+
+def test_views_show_the_memory_that_there_was_whatever_the_parameters_show_by_then() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    first, then = model[0].weight.detach(), model[0].weight.detach().clone()
+    alive = weakref.ref(model[1].bias.untyped_storage())
+    address = model[1].bias.data_ptr()
+    whole = torch.arange(40.0)
+    model[1].weight.data = whole[8:24].view(4, 4)
+    view = find(model)
+    model[0].weight.data = torch.zeros(4, 3, dtype=torch.float64)
+    model[1].weight.data = torch.zeros(2, 8)
+    model[1].bias.data = torch.zeros(4)
+    gc.collect()
+    there = {one.name: one.tensor for one in view.parameters}
+    assert there["0.weight"].data_ptr() == first.data_ptr()
+    assert torch.equal(there["0.weight"], then)
+    assert there["1.weight"].data_ptr() == whole[8:].data_ptr()
+    assert torch.equal(there["1.weight"], whole[8:24].view(4, 4))
+    assert there["1.bias"].data_ptr() == address
+    assert alive() is not None
+    assert not view.unchanged()
+
+
+def test_averages_follow_weights_that_moved() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    ema = shardow.EMA(model, 0.5)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = p.data.clone() + 1
+    ema.update()
+    for name, average in ema.state_dict()["averages"].items():
+        assert torch.equal(average, torch.lerp(expected[name], expected[name] + 1, 0.5)), name
+    with ema.swapped():
+        for name, p in model.named_parameters():
+            assert torch.equal(p, torch.lerp(expected[name], expected[name] + 1, 0.5)), name
+    for name, p in model.named_parameters():
+        assert torch.equal(p, expected[name] + 1), name
+
+
+def test_a_view_is_in_memory_that_a_storage_has_moved_to() -> None:
+    model = nn.Linear(3, 4)
+    whole = torch.arange(40.0)
+    model.weight.data = whole[8:20].view(4, 3)
+    view = find(model)
+    model.share_memory()
+    there = {one.name: one.tensor for one in view.parameters}
+    assert all(there[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters())
+    assert torch.equal(there["weight"], torch.arange(8.0, 20.0).view(4, 3))
 
 
 # ---- groups

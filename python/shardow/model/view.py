@@ -81,6 +81,9 @@ class ModelView:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be
         lost."""
         found = [*self._found, *self._found_buffers]
+        places: dict[int, list[Found]] = {}
+        for one in found:
+            places.setdefault(id(one.local), []).append(one)
         for first, second in overlaps(one.local for one in found if not one.tied and not oddity(one.local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
@@ -92,10 +95,9 @@ class ModelView:
                     f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of "
                     "its own"
                 )
-            for one in found:
-                if one.local is second:
-                    _add_alias(first, one.name)
-                    one.local, one.tied = first, True
+            for one in places[id(second)]:
+                _add_alias(first, one.name)
+                one.local, one.tied = first, True
 
     # ---- the model's state
 

@@ -39,11 +39,12 @@ def shown_of(header: str) -> list[str]:
     return re.findall(r"^```cpp\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
 
 
-def program_of(header: Path, more: str = "") -> str:
-    """A source of all sketches of an installed header, each a function's body; ``more`` declares what only these are
+def program_of(*headers: Path, more: str = "") -> str:
+    """A source of all sketches of installed headers, each a function's body; ``more`` declares what only these are
     given.
     """
-    codes = blocks_of(header.read_text()) + shown_of(header.name)
-    needed = ["<future>", "<iostream>", "<shardow/average.h>", "<shardow/ema_file.h>", f"<shardow/{header.name}>"]
+    codes = [code for header in headers for code in blocks_of(header.read_text()) + shown_of(header.name)]
+    names = ("average.h", "ema_file.h", *(header.name for header in headers))
+    needed = ["<future>", "<iostream>", *(f"<shardow/{name}>" for name in names)]
     bodies = [GIVEN.format(number=number, more=more, code=code) for number, code in enumerate(codes)]
     return "".join(f"#include {one}\n" for one in needed) + "using namespace shardow;\n" + PROGRAM + "".join(bodies)

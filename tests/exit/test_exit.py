@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("program.py")
-TRIES = 30 if os.environ.get("SHARDOW_ALL") else 2
+TRIES = 30 if os.environ.get("SHARDOW_ALL") else 1
 
 
 def free_port() -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 
 
 ATTACHED, BY_HAND = ("offloaded", 1, trainings.SMALLEST_RING), ("offloaded by hand", 2, 1 << 20)
-MATRIX = [(*case, *ATTACHED) for case in trainings.SOME]
-MATRIX += [(*case, *BY_HAND) for case in (trainings.SOME if os.environ.get("SHARDOW_ALL") else trainings.SOME[:2])]
-
+MATRIX = [(*case, *ATTACHED) for case in trainings.OFFLOADED]
+MATRIX += [(*case, *BY_HAND) for case in (trainings.SOME if trainings.ALL else trainings.SOME[:1])]
 MATRIX += [(*trainings.SOME[-1], "offloaded, overlap=True", 3, trainings.SMALLEST_RING)]
 
 

@@ -60,7 +60,7 @@ def released_soon(go_on: Callable[[], None]) -> threading.Event:
     return released
 
 
-@pytest.mark.parametrize(("kind", "world", "dtype"), trainings.SOME, ids=str)
+@pytest.mark.parametrize(("kind", "world", "dtype"), trainings.OVERLAPPED, ids=str)
 def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(
     kind: str, world: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -24,7 +24,10 @@ DECAYS: dict[str, Any] = {"one decay": 0.9, "four decays": [0.9, 0.5, 0.999, 0.9
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of the weights
 CASES = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 2), ("hsdp", 4), ("tp+fsdp2", 4)]
 OF_ALL = [(kind, world, dtype) for kind, world in CASES for dtype in DTYPES]
-SOME = OF_ALL if os.environ.get("SHARDOW_ALL") else [(*case, DTYPES[i % 4]) for i, case in enumerate(CASES)]
+ALL = bool(os.environ.get("SHARDOW_ALL"))
+SOME = OF_ALL if ALL else [(*case, DTYPES[i % 4]) for i, case in enumerate(CASES)]
+# Without SHARDOW_ALL each sharding is tried with one of these two ways to keep averages.
+OVERLAPPED, OFFLOADED = (SOME, SOME) if ALL else (SOME[::2], SOME[1::2])
 
 #: How averages are kept: what EMA is given for it. Offloaded ones by hand are not attached to the optimizer.
 HOW: dict[str, dict[str, Any]] = {

@@ -83,9 +83,8 @@ class Averages:
             check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
         self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
-        self.snapshots: dict[
-            Path, Any
-        ] = {}  # by directory: what goes on there, forgotten where the counters are replaced
+        # By directory; forgotten where the counters are replaced.
+        self.snapshots: dict[Path, Any] = {}
         self._warned = False
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
@@ -264,9 +263,8 @@ class Averages:
         self._engine.wait()
 
     def __del__(self) -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # an update in the background ends before the memory that it reads is given back
+        with contextlib.suppress(Exception):
+            # Ends an update in the background before the memory that it reads is given back.
             self.wait()
 
     @torch.no_grad()
@@ -291,9 +289,8 @@ class Averages:
             self.swap.refuse_swapped("reset()")
             try:
                 self.wait()
-            except (
-                errors.Error
-            ):  # averages that an update in the background has left half done are refused to all other calls
+            except errors.Error:
+                # Averages that such an update has left half done are refused to all other calls.
                 self._engine.reset()
             self.swap.ready("reset()")
 

@@ -69,9 +69,9 @@ class Options:
     def engine(self, alone: bool, offloaded: bool) -> _core.AverageOptions:
         """``alone``: no other rank would wait for one that raises in an update. ``offloaded``: all averages are, which
         the engine keeps in the background anyway; a step would wait for the whole of an overlapped update."""
-        non_finite = (
-            "hold" if self.nonfinite == "raise" and not alone else self.nonfinite.replace("raise", "raise_")
-        )  # a keyword
+        holds = self.nonfinite == "raise" and not alone
+        # `raise` is a keyword of Python.
+        non_finite = "hold" if holds else self.nonfinite.replace("raise", "raise_")
         return _core.AverageOptions(
             schedules=self.schedules,
             dtype=DTYPES[self.dtype],

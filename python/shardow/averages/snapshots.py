@@ -58,9 +58,8 @@ class Snapshots:
         look = core.team.agree(WHAT, lambda: self._look(lineage, step) if core.team.rank == 0 else {})
         told = json.loads(core.team.first(WHAT, json.dumps({"run": secrets.token_hex(8), **look}).encode()))
         self.last: int = told["last"]  # what comes next is due after this
-        self._strange = {
-            (at, run) for at, run in told["strange"]
-        }  # of other runs, which this one replaces as it comes to their steps
+        # Snapshots of other runs, which this one replaces as it comes to their steps.
+        self._strange = {(at, run) for at, run in told["strange"]}
         if not lineage.begun:
             core.team.agree(WHAT, lambda: lineage.begin(core.engine.state(), core.keys, told["run"]))
         lineage.replace({run for _, run in self._strange if run})
@@ -77,8 +76,7 @@ class Snapshots:
             if found is not None and not mine and (at, found.run) not in self._strange:
                 raise invalid(
                     f"{WHAT}: {self._directory / directory_of(at)} was written by another EMA, or another job, since "
-                    "this one began: "
-                    "give each a directory of its own"
+                    "this one began: give each a directory of its own"
                 )
 
     def _look(self, lineage: Lineage, step: int) -> dict[str, Any]:
@@ -104,10 +102,8 @@ def _found(directory: Path, step: int) -> Found | None:
         files = _core.ema_files_in(at)
         record = _core.Checkpoint.open(at / next(iter(files.values()))).metadata.get(_core.RECORD_KEY)
         return None if record is None else Found(step, record, list(files))
-    except (
-        StopIteration,
-        errors.Error,
-    ):  # nothing of ours, or damaged: it is replaced where this run comes to its step
+    except (StopIteration, errors.Error):
+        # Neither ours nor whole: it is replaced where this run comes to its step.
         return None
 
 

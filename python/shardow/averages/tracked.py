@@ -40,9 +40,8 @@ class Tracked:
     begin: int
     _master: torch.Tensor | None = None  # what `source=` names, in the shape of the local region
     stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
-    owners: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # of a stretched one: (begin, end) in local memory, by replica
+    # By replica, (begin, end) in local memory of a stretched tensor.
+    owners: dict[int, tuple[int, int]] = field(default_factory=dict)
     arena: Arena | None = None
     place: int = 0
     is_offloaded: bool = False  # the averages are on the host, their weights on a device
@@ -191,9 +190,8 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
         one.is_offloaded = there.type == "cuda"
         return torch.device("cpu")
     raise unsupported(
-        f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= "
-        "out) or on the host "
-        "(device='cpu')"
+        f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= out) "
+        "or on the host (device='cpu')"
     )
 
 
@@ -276,9 +274,8 @@ class Unfrozen:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         warn(
             f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and "
-            "swapped() have the "
-            "weights as they are. To average them, make a new EMA and load the old one's state into it: "
-            "new.load_state_dict(old.state_dict(), strict=False)"
+            "swapped() have the weights as they are. To average them, make a new EMA and load the old one's state into "
+            "it: new.load_state_dict(old.state_dict(), strict=False)"
         )
 
 

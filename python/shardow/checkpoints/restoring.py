@@ -203,8 +203,7 @@ class Restoring:
         if random and self._random is None:
             warn(
                 f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
-                f"{self._team.size}: they stay as they "
-                "are; random=False says so"
+                f"{self._team.size}: they stay as they are; random=False says so"
             )
         elif random and self._random is not None:
             generators.give(bytes(self._random.tolist()))

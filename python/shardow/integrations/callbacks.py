@@ -48,8 +48,7 @@ class Keeping:
         if self.missing == "error":
             raise NotFoundError(
                 f"{lacking}, so the averages can't go on where this checkpoint was saved. {instead}To begin them from "
-                "its weights: "
-                f"{type(self).__name__}(missing='from_model')"
+                f"its weights: {type(self).__name__}(missing='from_model')"
             )
         warn(f"{lacking}: the averages begin anew from the checkpoint's weights")
 

@@ -68,9 +68,8 @@ class EMACallback(Keeping, Callback):
         trainer.strategy.save_checkpoint = self._beside(trainer.strategy)  # type: ignore[method-assign]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.epochs is not None and self.epochs(
-            trainer.current_epoch
-        ):  # a resume comes here again: each counts once
+        # Counts each epoch once, though a resume comes here again.
+        if self.epochs is not None and self.epochs(trainer.current_epoch):
             assert self.ema is not None
             self.ema.update(step=sum(self.epochs(one) for one in range(trainer.current_epoch + 1)))
 

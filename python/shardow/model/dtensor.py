@@ -45,9 +45,8 @@ class DTensorAdapter:
 
     def memory(self, slot: Slot) -> torch.Tensor:
         tensor: Any = slot.recorded
-        return memory_of(
-            slot.name, tensor._local_tensor, self._form
-        )  # to_local() makes a new view, with a grad_fn, each time
+        # to_local() makes a new view, with a grad_fn, each time.
+        return memory_of(slot.name, tensor._local_tensor, self._form)
 
     def reshard(self) -> None:
         for module in self._modules:  # not recursive: the root alone is not enough

@@ -53,9 +53,8 @@ def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> Non
     """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken
     over yet; ``name`` tells of the parameter with an index."""
     refuse_strays(handle, name or handle.flat_param._fqns.__getitem__)
-    if handle.uses_sharded_strategy and hasattr(
-        handle.flat_param, "_local_shard"
-    ):  # before the first forward reshard() would raise
+    # Before the first forward reshard() would raise.
+    if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
         handle.reshard(True)
         handle.post_reshard()
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+# Private, since nothing public leads from a parameter to its module.
 from torch.distributed._composable_state import (
     _module_state_mapping,
-)  # private: nothing public leads from a parameter to its module
+)
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 

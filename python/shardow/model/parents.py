@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+# Private, since nothing public leads from a parameter to its module.
 from torch.distributed._composable_state import (
     _module_state_mapping,
-)  # private: nothing public leads from a parameter to its module
+)
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from shardow.base.checks import unsupported

@@ -115,9 +115,8 @@ def _rebuild(local: torch.Tensor, encoded: bytes) -> Piece:
     return Piece(local, _core.Region.decode(encoded))
 
 
-torch.serialization.add_safe_globals(
-    [_rebuild]
-)  # torch.load(weights_only=True); decode() takes nothing that encode() does not write
+# For torch.load(weights_only=True); decode() takes nothing that encode() does not write.
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
@@ -128,8 +127,6 @@ def _warn_of_a_part() -> None:
     """One text, so that a whole state warns once."""
     warn(
         "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the "
-        "other parts are lost. "
-        "Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts pickled on every rank "
-        "load at the same "
-        "world size and sharding only"
+        "other parts are lost. Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts "
+        "pickled on every rank load at the same world size and sharding only"
     )

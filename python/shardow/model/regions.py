@@ -23,9 +23,8 @@ def region_of(name: str, tensor: Any) -> _core.Region:
     sizes = [(mesh.size(mesh_dim), place) for mesh_dim, place in enumerate(me)]
     region = _core.region_of(name, tensor.shape, sizes, list(map(_placement, tensor.placements)))
     held = tuple(tensor._local_tensor.shape)  # the public to_local() makes a view each time, with a grad_fn
-    if math.prod(held) != region.size or (
-        region.size and held != region.grid_shape
-    ):  # an empty shard may be (0, 0) where (1, 0) is said
+    # An empty shard may be (0, 0) where (1, 0) is expected.
+    if math.prod(held) != region.size or (region.size and held != region.grid_shape):
         there = f"{list(held)} here, {math.prod(held)} elements"
         raise unsupported(f"'{name}' holds {there}, where its placements {tensor.placements} say {region}")
     return region

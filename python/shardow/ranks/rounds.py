@@ -109,9 +109,8 @@ class Rounds:
             put(store, f"{turn.number}/{self._rank}/to/{to}", letter, turn.written)
         if turn.before is None:
             turn.before = self.verdict_of(store, turn.number - 1)
-            if turn.number > 0 and is_good(
-                turn.before
-            ):  # for the others: this one goes on from its beginning, and they do not
+            # Decides for the others: this rank goes on from its beginning, and they do not.
+            if turn.number > 0 and is_good(turn.before):
                 turn.said = self.decide(store, turn.number, self._left())
                 return
         has_words = self._tell(store, turn, turn.before)

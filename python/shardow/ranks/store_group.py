@@ -44,9 +44,8 @@ from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")
 
-Weigh = Callable[
-    [list[bytes]], tuple[bytes, Sequence[bytes]]
-]  # everybody's words: an answer for all, and one for each or none
+# Maps every rank's words to an answer for all, and one for each or none.
+Weigh = Callable[[list[bytes]], tuple[bytes, Sequence[bytes]]]
 ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 _LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
 _FIRST_TAG = 64  # smaller ones are channels
@@ -292,9 +291,8 @@ class StoreGroup(_core.Group):
             raise invalid(f"broadcast() from rank {root} in a group of {self.size}")
         if self.moves_blocks:
             until = time.monotonic() + seconds
-            self.all_gather(
-                b"", seconds
-            )  # a rank that is late is found here, where it does no harm to the process group
+            # Finds a rank that is late where it does no harm to the process group.
+            self.all_gather(b"", seconds)
             left = max(until - time.monotonic(), _LAST_WORDS)
             self._move(
                 lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), left
@@ -329,9 +327,8 @@ class StoreGroup(_core.Group):
 
 def _connection() -> Any:
     store: Any = dist.distributed_c10d._get_default_store()
-    store.check(
-        ["shardow"]
-    )  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
+    # Raises at once where the host is gone; a new connection would be tried until torch's own timeout.
+    store.check(["shardow"])
     return clone(store)
 
 

@@ -75,9 +75,8 @@ class Team:
             raise errors.make(
                 "invalid_argument",
                 f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
-                f"{max(counts)}; "
-                "call update() on every rank after each step (not under `if rank == 0`), or load the last state on "
-                "all of them",
+                f"{max(counts)}; call update() on every rank after each step (not under `if rank == 0`), or load the "
+                "last state on all of them",
             )
 
         if self.size > 1:

@@ -127,9 +127,8 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> l
     with _whole(module, own):
         init(module)
         for key, part in own.items():
-            value = (
-                module._buffers[key] if key in module._buffers else module._parameters.get(key)
-            )  # maybe another object
+            # The module may hold another object by now.
+            value = module._buffers[key] if key in module._buffers else module._parameters.get(key)
             if part.name not in job.wanted or _unwritten(value):
                 continue
             if value is None or tuple(value.shape) != tuple(part.region.shape):

@@ -21,9 +21,8 @@ from shardow.model.names import join, walk
 from shardow.model.slots import Slot, by_tensor, slots, slots_of
 from shardow.start import recorded
 
-_valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
-    weakref.WeakKeyDictionary()
-)  # keys of what to_empty() gave memory
+# Keys of what to_empty() gave memory.
+_valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what took the place of a tensor on meta
 
 
@@ -123,9 +122,8 @@ def give_memory(
         lost = f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}"
         raise invalid(f"{lost}; build the model under shardow.meta_init()")
     meshes = meshes_of(slot.recorded for slot in slots(model))
-    beside = device or next(
-        (mesh.device_type for mesh in meshes), "cpu"
-    )  # of what is not sharded, as persistent buffers
+    # The device of what is not sharded, as persistent buffers.
+    beside = device or next((mesh.device_type for mesh in meshes), "cpu")
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:

@@ -121,9 +121,8 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_storage: dict[
-            int, tuple[torch.Tensor, Record, list[nn.Module]]
-        ] = {}  # the tensor keeps the storage's address its own
+        # The tensor keeps the storage's address from others.
+        self._by_storage: dict[int, tuple[torch.Tensor, Record, list[nn.Module]]] = {}
         self._frame: types.FrameType | None = None  # of torch.nn.init, which is recorded already
 
     def __enter__(self) -> Recorder:

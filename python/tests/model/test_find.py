@@ -98,9 +98,8 @@ def test_each_element_is_found_once_under_its_plain_name(kind: str, world: int) 
             aliases = tuple(other for other, q in every if q is p and other != plain)
             assert all(found[i][plain][0] == aliases for found in by_rank), plain
             held = [found[i][plain][1] for found in by_rank]
-            if (
-                kind == "tp+fsdp2"
-            ):  # what the plan leaves out is sharded over dp, and nothing says that tp's ranks hold it alike
+            # The plan leaves out what is sharded over dp; nothing shows that tp's ranks hold it alike.
+            if kind == "tp+fsdp2":
                 held = list(dict.fromkeys(held))
             regions = [_core.Region.decode(region) for region in held]
             if all(found[i][plain][2] for found in by_rank):

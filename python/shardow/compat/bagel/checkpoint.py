@@ -25,10 +25,8 @@ from shardow.model.parts import Held, held_by
 from shardow.ranks.team import Team
 from shardow.start import fill, meta
 
-_FIXED = (
-    "latent_pos_embed.pos_embed",
-    "vit_pos_embed.pos_embed",
-)  # sinusoids, which the model has for its own resolution
+# Sinusoids, which the model has for its own resolution.
+_FIXED = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")
 
 
 class FSDPCheckpoint:

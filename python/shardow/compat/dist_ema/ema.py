@@ -88,8 +88,7 @@ class DistEMA:
         if dist.is_initialized() and (self.world_size, self.rank) != (self._team.size, self._team.rank):
             raise invalid(
                 f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._team.rank} of the "
-                f"{self._team.size} "
-                "that share the model; give these, or the ranks' own group="
+                f"{self._team.size} that share the model; give these, or the ranks' own group="
             )
         self.torch_dtype = PRECISION_TO_TYPE[self.dtype]
         self.build_ema_model()

@@ -65,8 +65,7 @@ class AccelerateStrategy(Strategy):
         if self.fsdp_plugin is not None and not self._shards():
             warn(
                 f"accelerate does no FSDP here ({self.accelerator.distributed_type}, {self.accelerator.device}): "
-                "models will be "
-                "replicated; NativeFSDPStrategy shards on CPUs too",
+                "models will be replicated; NativeFSDPStrategy shards on CPUs too",
                 RuntimeWarning,
             )
 
@@ -90,9 +89,8 @@ class AccelerateStrategy(Strategy):
             prepared = self.accelerator.prepare(model, *args)
         materialize(model, own)
         for optimizer, places in zip(optimizers, bindings, strict=True):
-            origins.bind(
-                optimizer, places
-            )  # accelerate tells parameters by their addresses, and on meta there are none
+            # accelerate identifies parameters by their addresses, and on meta they have none.
+            origins.bind(optimizer, places)
         return prepared
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -134,9 +132,8 @@ def _parallelism(sizes: Mapping[str, int]) -> Any:
 def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, Any], memory_efficient: bool) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
-    version = config.pop(
-        "fsdp_version", config.pop("fsdp_config", 2)
-    )  # the origin reads the second, where a version is not looked for
+    # The upstream reads the second key, where it does not look for a version.
+    version = config.pop("fsdp_version", config.pop("fsdp_config", 2))
     if version != 2:
         raise invalid(f"fsdp_config={{'fsdp_version': {version!r}}}; it must be 2")
     if sizes.get("fsdp", 1) == 1:

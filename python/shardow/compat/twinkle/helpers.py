@@ -16,9 +16,8 @@ from shardow.model.slots import by_tensor, slots
 from shardow.start.materialize import materialize
 
 _States = dict[torch.Tensor, Any]
-_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = (
-    weakref.WeakKeyDictionary()
-)  # what each knew of its parameters
+# By optimizer, what each knew of its parameters.
+_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = weakref.WeakKeyDictionary()
 
 
 def _broadcast_sharded_state_dict(

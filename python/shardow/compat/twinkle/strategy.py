@@ -151,8 +151,7 @@ def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) 
     if unknown or missing:
         raise invalid(
             f"load_peft_weights(): adapter '{adapter}' does not fit, nothing was loaded: missing "
-            f"{', '.join(missing[:8]) or 'nothing'}; "
-            f"fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
+            f"{', '.join(missing[:8]) or 'nothing'}; fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
             KeyError,
         )
     return found

@@ -17,9 +17,8 @@ def called(root: nn.Module) -> Callable[[str], str]:
     flat ones too.
     """
     pairs = zip(walk(root), nn.Module.named_modules(root, remove_duplicate=False), strict=True)
-    prefixes = {
-        clean: wrapped for (clean, _), (wrapped, _) in pairs
-    }  # of a module and its wrappers the innermost, which comes last
+    # The innermost of a module and its wrappers comes last, and is kept.
+    prefixes = {clean: wrapped for (clean, _), (wrapped, _) in pairs}
 
     def name_of(clean: str) -> str:
         prefix, _, key = clean.rpartition(".")

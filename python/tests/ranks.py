@@ -40,9 +40,8 @@ _context.set_forkserver_preload(
     ]
 )
 _case = itertools.count()
-_MOST_THREADS = (
-    40  # of a process that is kept: torch keeps groups of earlier cases, and a thread of each wakes every 10 ms
-)
+# Threads of a process that is kept: torch keeps groups of earlier cases, and a thread of each wakes every 10 ms.
+_MOST_THREADS = 40
 
 
 class RankError(AssertionError):

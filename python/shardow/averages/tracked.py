@@ -45,9 +45,8 @@ class Tracked:
     arena: Arena | None = None
     place: int = 0
     is_offloaded: bool = False  # the averages are on the host, their weights on a device
-    stage: torch.Tensor | None = (
-        None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
-    )
+    # This rank's part of strided weights in order, 1-D, which gather() fills and scatter() writes back.
+    stage: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self._find_source()

@@ -28,9 +28,8 @@ _WRAPPERS = {
 _IN_FILES = {*_WRAPPERS.values(), "module", "base_layer", "parametrizations"}
 
 _LORA = re.compile(r"(\blora_\w+)\.[^.]+(?=(?:\.weight|\.bias)?$)")
-_MAGNITUDE = re.compile(
-    r"(\blora_magnitude_vector)\.weight$"
-)  # DoRA's is a module in the model, and a plain tensor in the file
+# DoRA's vector is a module in the model, and a plain tensor in the file.
+_MAGNITUDE = re.compile(r"(\blora_magnitude_vector)\.weight$")
 
 
 def wrapped_child(module: nn.Module) -> str | None:

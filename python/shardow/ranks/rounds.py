@@ -265,9 +265,8 @@ class Rounds:
             turn.answer = self._answer(store, turn, body_of(turn.said))
             for key in turn.old + self._behind(turn):
                 store.delete_key(key)
-            turn.is_over = (
-                True  # who was interrupted may end it once more: what is written stays until all have read it
-            )
+            # A rank that was interrupted may end it once more: what is written stays until all have read it.
+            turn.is_over = True
 
     def left_by(self, turn: Turn) -> list[str]:
         """(5): what this rank is to delete, by and by, of a round that was not good for it, and of those before."""

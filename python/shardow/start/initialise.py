@@ -165,9 +165,8 @@ def _whole(module: nn.Module, own: Own) -> Iterator[None]:
             made[part.name] = mapped(part.region.shape, part.flat.dtype)
             _bytes(made[part.name]).fill_(PATTERN)
     kept: list[tuple[Any, Any]] = [(tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)]
-    attributes = {
-        key: module.__dict__.pop(key) for key in own if key in module.__dict__
-    }  # FSDP1 without use_orig_params leaves them
+    # FSDP1 without use_orig_params leaves such attributes.
+    attributes = {key: module.__dict__.pop(key) for key in own if key in module.__dict__}
     try:
         for key, part in own.items():
             before, whole = module._parameters.get(key), made[part.name]

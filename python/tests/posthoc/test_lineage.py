@@ -82,10 +82,8 @@ def test_the_promise_holds_after_two_resumes(tmp_path: Path) -> None:
     off, promised = third.off()
     assert off <= promised
     found = posthoc.plan(tmp_path, 0.08)
-    assert (found.step, {one.step for one in found.terms}) == (
-        150,
-        {20, 40, 73, 75, 100, 125, 150},
-    )  # 73 makes up for 50
+    # 73 makes up for 50.
+    assert (found.step, {one.step for one in found.terms}) == (150, {20, 40, 73, 75, 100, 125, 150})
     assert [text.partition(":")[0][-3:] for text in found.left_out] == ["060", "080"]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
-from shardow.averages import copies, figures, persistence, state_dict
+from shardow.averages import copies, persistence, state_dict
 from shardow.averages.attach import Attachments, Handle, Samples
 from shardow.averages.core import Averages
 from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
@@ -445,7 +445,7 @@ class EMA:
         of averaging while nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied
         from devices.
         """
-        return figures.stats(self._averages.engine, self._averages.options.overlap, self._averages.offloaded)
+        return self._averages.stats()
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
@@ -455,7 +455,7 @@ class EMA:
         return self._averages.distance(decay)
 
     def __repr__(self) -> str:
-        return figures.text(self._averages.engine, self._averages.keys, self._averages.team.size)
+        return repr(self._averages)
 
 
 def _remade(model: nn.Module, arguments: Mapping[str, Any], state: Mapping[str, Any]) -> EMA:

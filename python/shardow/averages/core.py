@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core, errors
-from shardow.averages import figures
 from shardow.averages import state as _state
 from shardow.averages.attach import Samples
 from shardow.averages.cuda_streams import Streams, with_memory
@@ -26,19 +25,9 @@ from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import (
-    Source,
-    Tracked,
-    Unfrozen,
-    common_weight,
-    facts_of,
-    follow_source,
-    track,
-    views_of,
-)
-from shardow.base.checks import invalid, seconds, unsupported
-from shardow.base.warnings import warn
-from shardow.files.decay_keys import choose
+from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
+from shardow.base.checks import invalid, seconds, unsupported, warn
+from shardow.files.reading import choose
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.swap_guard import read, refuse_foreign
@@ -98,8 +87,8 @@ class Averages:
         chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
 
         def make() -> _core.Average:  # the views are its own
-            averages = [views_of(tracked, [one.averages[k] for one in tracked]) for k in range(len(keys))]
-            return _core.Average(views_of(tracked, [one.memory() for one in tracked]), averages, chosen)
+            averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(keys))]
+            return _core.Average([one.view(one.memory()) for one in tracked], averages, chosen)
 
         return options, keys, tracked, with_memory(make)
 
@@ -130,8 +119,13 @@ class Averages:
         return lambda: {"decay": self.keys[choose(self.keys, decay)], **facts}
 
     def _raise_non_finite(self) -> None:
-        if self.options.nonfinite == "raise" and self.team.size > 1:
-            figures.raise_non_finite(self.engine, self.team.rank)
+        """With several ranks: one that raised alone, in update(), would leave the others waiting."""
+        if self.options.nonfinite != "raise" or self.team.size == 1 or (met := self.engine.non_finite()) is None:
+            return
+        self.engine.forget_non_finite()
+        step, elements, name = met
+        where = f"at step {step}, {elements} weights on rank {self.team.rank}"
+        raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
     def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
         """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which
@@ -278,9 +272,16 @@ class Averages:
         self.swap.gather()
 
     def _warn_of(self, held: int) -> None:
-        if held and not self._warned:
-            self._warned = True
-            warn(figures.of_non_finite(held, self.options.nonfinite), RuntimeWarning)
+        if not held or self._warned:
+            return
+        self._warned, nonfinite = True, self.options.nonfinite
+        fate = "become so too" if nonfinite == "propagate" else "keep their last values"
+        raised = ", and the next collective call raises on every rank" if nonfinite == "raise" else ""
+        warn(
+            f"{held} weights on this rank are NaN or Inf; their averages {fate}{raised} (nonfinite={nonfinite!r}). "
+            "stats()['held_nonfinite'] counts them; this warning is given once",
+            RuntimeWarning,
+        )
 
     def reset(self) -> None:
         """See EMA.reset()."""
@@ -311,6 +312,24 @@ class Averages:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
         self.swap.refuse("state_dict()")
         return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
+
+    def stats(self) -> dict[str, float]:
+        """See EMA.stats()."""
+        figures: dict[str, float] = dict(self.engine.stats())
+        link, hidden, waited = (figures.pop(name) for name in ("offload_bytes", "hidden_seconds", "waited_seconds"))
+        if self.offloaded:
+            figures["offload/bytes"] = link
+        if self.options.overlap or self.offloaded:
+            figures |= {"offload/hidden_seconds": hidden, "offload/waited_seconds": waited}
+        decays = self.engine.decays
+        return {**figures, **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)}}
+
+    def __repr__(self) -> str:
+        figures, options = self.engine.stats(), _state.options_in(self.engine.state())
+        return (
+            f"EMA(decay=[{', '.join(self.keys)}], {options}, {figures['parameters']} tensors, {figures['elements']:,} "
+            f"elements on this rank of {self.team.size}, {figures['bytes']:,} bytes, step {figures['step']})"
+        )
 
     def distance(self, decay: object) -> float:
         """See EMA.distance()."""

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from shardow import _core, errors
-from shardow.base.checks import invalid, one_of, whole
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, one_of, warn, whole
 from shardow.model.dtypes import NAMES
 from shardow.model.local import LocalTensor
 from shardow.model.view import ModelView

@@ -18,7 +18,7 @@ from shardow.base.checks import invalid, one_of, whole
 from shardow.base.progress import Progress, shown
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle, settle
-from shardow.files.decay_keys import choose
+from shardow.files.reading import choose
 from shardow.model.dtypes import floating
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.extra_state import extra_states, for_file

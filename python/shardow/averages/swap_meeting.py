@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardow import errors
-from shardow.base.warnings import warn
+from shardow.base.checks import warn
 from shardow.ranks.team import Team
 
 LEAVING = "leaving swapped()"

@@ -7,16 +7,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardow import _core
 from shardow.averages.arena import Arena
 from shardow.averages.options import DTYPES, Options
-from shardow.averages.stretches import Stretch
-from shardow.base.checks import invalid, unsupported
-from shardow.base.warnings import warn
+from shardow.base.checks import first_of, invalid, unsupported, warn
 from shardow.model import storage
 from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
@@ -27,6 +25,37 @@ if TYPE_CHECKING:
 
 #: Of `source=`: a tensor of the parameter's local shape, or what Stretch is made of.
 Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
+
+
+class Stretch(NamedTuple):
+    """``tensor``'s elements stand for those of a parameter from ``first`` on, in row-major order of the whole
+    parameter; ``of="local"``: of what this rank holds of it."""
+
+    tensor: torch.Tensor
+    first: int
+    of: str = "global"
+
+    def placed(self, local: LocalTensor) -> tuple[_core.Region, int]:
+        """(region, begin): the elements, and where they begin in the local memory. Raises ValueError where this rank
+        does not hold them.
+        """
+        size, first = self.tensor.numel(), self.first
+        if size == 0:
+            return local.region.window(0, 0), 0
+        if self.of not in ("global", "local") or first < 0:
+            raise invalid(
+                f"source= of '{local.name}': ({size} elements, {first}, {self.of!r}); the first is counted 'global' "
+                "or 'local'"
+            )
+        begin, end = (
+            (first, first + size)
+            if self.of == "local"
+            else (local.region.position(first), local.region.position(first + size))
+        )
+        if end - begin != size or end > local.region.size:
+            asked = f"elements [{first}, {first + size}), counted {self.of}"
+            raise invalid(f"source= of '{local.name}': {asked}, are not all on this rank, which holds {local.region}")
+        return local.region.window(begin, end), begin
 
 
 @dataclass(slots=True)
@@ -163,12 +192,6 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     return tracked
 
 
-def views_of(tracked: Sequence[Tracked], flats: list[torch.Tensor]) -> _core.Views:
-    """The engine's descriptions of all of them in ``flats``."""
-    made = storage.engine_views([one.local.name for one in tracked], flats, [one.region for one in tracked])
-    return made if made is not None else _core.Views([one.view(flat) for one, flat in zip(tracked, flats, strict=True)])
-
-
 def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
     """What must be the same on all ranks."""
     tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in tracked}
@@ -270,9 +293,8 @@ class Unfrozen:
 
     def _say(self, names: list[str]) -> None:
         self._frozen = []
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         warn(
-            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and "
+            f"{first_of(names)}: frozen when this EMA was made, trained now, and not averaged: exports and "
             "swapped() have the weights as they are. To average them, make a new EMA and load the old one's state into "
             "it: new.load_state_dict(old.state_dict(), strict=False)"
         )

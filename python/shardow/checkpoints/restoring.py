@@ -14,8 +14,7 @@ from shardow import _core, errors
 from shardow.averages.persistence import Loading, loading_beside
 from shardow.averages.state_dict import OptionsFrom
 from shardow.base import plain
-from shardow.base.checks import invalid
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, warn
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.manifest import Manifest
 from shardow.checkpoints.resumed import Resumed, Wanted

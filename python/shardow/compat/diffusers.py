@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.base.checks import fraction, invalid, unsupported
-from shardow.base.warnings import warn
+from shardow.base.checks import fraction, invalid, unsupported, warn
 from shardow.compat.files.diffusers_files import read, write
 from shardow.compat.ways.listed import Listed, assign, copies, loaded, moved
 from shardow.model.dtensor import sharded_like

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from shardow.base.checks import one_of
-from shardow.base.warnings import warn
+from shardow.base.checks import one_of, warn
 from shardow.ema import EMA
 from shardow.errors import NotFoundError
 

@@ -18,8 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from shardow.base.checks import one_of
-from shardow.base.warnings import warn
+from shardow.base.checks import one_of, warn
 from shardow.ema import EMA
 from shardow.errors import CorruptError, Error
 from shardow.integrations.callbacks import Keeping, Missing

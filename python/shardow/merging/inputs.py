@@ -77,13 +77,7 @@ class Merged:
 
     def open(self, what: str, team: Team) -> Opened:
         """Collective."""
-        team.same(
-            what,
-            {
-                "inputs": self.inputs,
-                "rule": repr([value for name, value in sorted(vars(self).items()) if name != "inputs"]),
-            },
-        )
+        team.same(what, {"inputs": self.inputs, "rule": repr([self._rule, self._steps, self._key])})
         found = [self._open(what, path, team) for path in self.inputs]
         steps: Sequence[int | None] = self._steps or [
             _core.step_of(path, one.metadata) for path, (_, one) in zip(self.inputs, found, strict=True)

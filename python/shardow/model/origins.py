@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow.base.checks import invalid
-from shardow.model.dtensor import sharded_like
+from shardow.model.dtensor import region_of, sharded_like
 from shardow.model.names import walk
-from shardow.model.regions import region_of
 from shardow.model.slots import slots
 from shardow.ranks.gather import take
 

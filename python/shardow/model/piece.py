@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_leaves
 
 from shardow import _core, errors
-from shardow.base.checks import unsupported
-from shardow.base.warnings import warn
+from shardow.base.checks import unsupported, warn
 
 _aten = torch.ops.aten
 #: Operations whose result holds the same elements: what torch's stagers and checkpoints call.

@@ -35,11 +35,9 @@ from torch._C._distributed_c10d import PrefixStore
 from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.base.signals import put_off
-from shardow.ranks.rounds import Answer, Rounds, Turn, Words
+from shardow.ranks.rounds import Answer, Rounds, Turn, Words, as_given, failure, is_good, raise_for
 from shardow.ranks.store_values import Connection, clone
 from shardow.ranks.transfers import begun, finish, has_cpu
-from shardow.ranks.tree import reduced
-from shardow.ranks.verdicts import as_given, failure, is_good, raise_for
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")
@@ -274,13 +272,31 @@ class StoreGroup(_core.Group):
             raise invalid(f"all_reduce({op}, {len(mine)} words), and other ranks have others")
         total, wrong = mine, b""
         try:
-            total = reduced(self, mine, combine, left)
+            total = self._reduced(mine, combine, left)
         except errors.Error as error:
             wrong = f"{error.code} {error}".encode()
         except BaseException:
             self.skip(f"all_reduce({op})")
             raise
         self.decide(wrong, _refuse, left() + 2 * _LAST_WORDS)  # who waits for a block comes at the deadline
+        return total
+
+    def _reduced(self, values: np.ndarray[Any, Any], combine: Any, left: Callable[[], float]) -> Any:
+        """Combines the numbers of all ranks along a binary tree, up and back down: what a rank sends and receives does
+        not grow with their number. Rank r hears from 2r + 1 and 2r + 2. ``left``: seconds until the deadline. Raises as
+        send() and recv() do; ``values`` stay."""
+        total: Any = values.copy()
+        children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
+        for child in children:
+            received: Any = np.empty_like(values)
+            self.recv(memoryview(received).cast("B"), child, left())
+            total = combine(total, received)
+        if self.rank > 0:
+            parent = (self.rank - 1) // 2
+            self.send(memoryview(total).cast("B"), parent, left())
+            self.recv(memoryview(total).cast("B"), parent, left())
+        for child in children:
+            self.send(memoryview(total).cast("B"), child, left())
         return total
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:

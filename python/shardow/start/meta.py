@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow.base.checks import invalid
 from shardow.model import origins
-from shardow.model.empty import empty_like
+from shardow.model.dtensor import empty_like
 from shardow.model.groups import meshes_of
 from shardow.model.names import join, walk
 from shardow.model.slots import Slot, by_tensor, slots, slots_of

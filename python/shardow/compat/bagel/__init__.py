@@ -14,8 +14,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDat
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from shardow.base.checks import invalid
-from shardow.compat.bagel.checkpoint import FSDPCheckpoint
-from shardow.compat.bagel.sharding import HYBRID, FSDPConfig, strategy_of
+from shardow.compat.bagel.checkpoint import HYBRID, FSDPCheckpoint, FSDPConfig, strategy_of
 from shardow.compat.ways.twin import TrainedTwin
 from shardow.start import meta
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.base.checks import invalid, unsupported
-from shardow.base.warnings import warn
-from shardow.compat.files.pretrained import unchanged_environment
+from shardow.base.checks import invalid, unsupported, warn
+from shardow.compat.twinkle.helpers import unchanged_environment
 from shardow.compat.twinkle.strategy import Strategy
 from shardow.compat.ways.teams import everybody
 from shardow.model import origins

@@ -13,7 +13,7 @@ import torch
 from shardow import _core
 from shardow.averages.cuda_streams import Streams
 from shardow.averages.options import DTYPES
-from shardow.base.warnings import warn
+from shardow.base.checks import warn
 from shardow.model import storage
 
 Tensors = list[torch.Tensor]

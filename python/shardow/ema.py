@@ -112,8 +112,7 @@ class EMA:
         asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
-            "seed": seed,
-            "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
+            "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         self._averages = Averages(model, decay, asked, source, group, timeout)
         # Bound to the averages, not to self: an EMA that is dropped is freed, though an optimizer's hooks stay.
@@ -326,8 +325,7 @@ class EMA:
 
     def snapshot(
         self, directory: paths.StrPath, every: int, *, dtype: torch.dtype | str | None = None,
-        asynchronous: bool = False,
-        progress: Progress | None = None,
+        asynchronous: bool = False, progress: Progress | None = None,
     ) -> dict[str, Any] | SaveHandle | None:  # fmt: skip
         """After each step: saves all averages into ``directory/snapshot-000001000`` where one is due, for
         shardow.posthoc. Collective then, and at the first call; else it costs nothing.

@@ -48,8 +48,7 @@ class Averages:
 
     def __init__(
         self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None,
-        group: dist.ProcessGroup | None,
-        timeout: float | timedelta | None,
+        group: dist.ProcessGroup | None, timeout: float | timedelta | None,
     ) -> None:  # fmt: skip
         """``asked``: what make_options() takes beside the decay. Collective."""
         self.arguments = {**asked, "source": source, "timeout": timeout}

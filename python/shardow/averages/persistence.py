@@ -160,8 +160,7 @@ class Loading:
 
     def __init__(
         self, averages: Averages, files: Sequence[_core.Checkpoint], where: str, options: OptionsFrom,
-        strict: bool = True, verify: bool = True,
-        progress: Progress | None = None,
+        strict: bool = True, verify: bool = True, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         """``files``: in the order of the averages; ``where`` is for messages."""
         self._averages, metadata = averages, files[0].metadata
@@ -169,8 +168,7 @@ class Loading:
         lineage.check(self._record, len(files), where)  # the same on every rank
         self._loading = _core.Loading(
             averages.team.group, averages.engine, files, where, getattr(_core.OptionsFrom, options), strict=strict,
-            verify=verify,
-            timeout=averages.team.timeout, progress=shown(progress, "load", averages.team.rank),
+            verify=verify, timeout=averages.team.timeout, progress=shown(progress, "load", averages.team.rank),
         )  # fmt: skip
 
     def take(self) -> Report:

@@ -114,11 +114,9 @@ class ModelEmaV3(Averaged):
 
     def __init__(
         self, model: nn.Module, decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0,
-        use_warmup: bool = False,
-        warmup_gamma: float = 1.0, warmup_power: float = 2 / 3, device: Any = None, dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = True, stochastic_rounding_seed: int = 0, foreach: bool = True,
-        exclude_buffers: bool = False, *,
-        replicas: Replicas = "copy",
+        use_warmup: bool = False, warmup_gamma: float = 1.0, warmup_power: float = 2 / 3, device: Any = None,
+        dtype: torch.dtype | None = None, stochastic_rounding: bool = True, stochastic_rounding_seed: int = 0,
+        foreach: bool = True, exclude_buffers: bool = False, *, replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
         first = next(model.parameters(), None)
         if device is not None and first is not None and device != first.device:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Colours", "Switches", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
 _HOMES = {
     "Colours": "drawing", "Switches": "switches", "Timeline": "samples", "Usage": "usage", "apply": "switches",
-    "draw": "drawing",
-    "figure": "drawing", "measure": "measurement", "plan": "prediction", "timeline": "samples",
+    "draw": "drawing", "figure": "drawing", "measure": "measurement", "plan": "prediction", "timeline": "samples",
 }  # fmt: skip
 
 

@@ -89,8 +89,7 @@ def _lines(panel: Axes, ranks: Sequence[Samples], series_of: Any, scale: int, co
         panel.axvline(at - start, color=colours.faint, linewidth=0.8, linestyle=(0, (2, 2)))
         panel.annotate(
             what, (at - start, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -4), textcoords="offset points",
-            rotation=90,
-            ha="right", va="top", fontsize=8, color=colours.faint,
+            rotation=90, ha="right", va="top", fontsize=8, color=colours.faint,
         )  # fmt: skip
 
 

@@ -20,9 +20,8 @@ from shardow.ranks.team import Team
 
 def merged(
     inputs: Sequence[StrPath], *, weights: Sequence[float] | None = None, normalize: bool = False,
-    ema: float | None = None,
-    per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None,
-    key: str | None = None,
+    ema: float | None = None, per_step: bool = False, lawa: int | None = None, curve: str | None = None,
+    steps: Sequence[int] | None = None, key: str | None = None,
 ) -> Merged:  # fmt: skip
     """The sum of c_j x_j over checkpoints, in place of a path: ``shardow.load(model, shardow.merged([...]))``. Reads
     nothing yet.
@@ -59,13 +58,10 @@ def merged(
 
 def merge(
     inputs: Sequence[StrPath], out: StrPath, *, weights: Sequence[float] | None = None, normalize: bool = False,
-    ema: float | None = None,
-    per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None,
-    key: str | None = None,
-    dtype: torch.dtype | str | None = None, max_shard_size: int | str | None = None,
-    metadata: Mapping[str, str] | None = None,
-    verify: bool = True, group: dist.ProcessGroup | None = None, progress: Progress | None = None,
-    timeout: float | timedelta | None = None,
+    ema: float | None = None, per_step: bool = False, lawa: int | None = None, curve: str | None = None,
+    steps: Sequence[int] | None = None, key: str | None = None, dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None, metadata: Mapping[str, str] | None = None, verify: bool = True,
+    group: dist.ProcessGroup | None = None, progress: Progress | None = None, timeout: float | timedelta | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Writes what merged() describes, as save() would: the old checkpoint or the new one, whole, at every instant.
 

@@ -45,9 +45,8 @@ class Merged:
 
     def __init__(
         self, inputs: Sequence[StrPath], *, weights: Sequence[float] | None = None, normalize: bool = False,
-        ema: float | None = None,
-        per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None,
-        key: str | None = None,
+        ema: float | None = None, per_step: bool = False, lawa: int | None = None, curve: str | None = None,
+        steps: Sequence[int] | None = None, key: str | None = None,
     ) -> None:  # fmt: skip
         if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
             raise invalid(f"inputs={inputs!r}; give a list of paths")

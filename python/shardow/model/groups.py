@@ -38,9 +38,6 @@ def group_of_tensors(
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-    tensors = list(tensors)
-    if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
-        return []
     meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return list({id(mesh): mesh for mesh in meshes}.values())
 

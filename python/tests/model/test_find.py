@@ -27,11 +27,8 @@ from shardow.model.view import ModelView, find
 ANY = ["ddp", "fsdp1", "fsdp1-flat", "fsdp1-grad-op", "fsdp1-no-shard", "fsdp2"]
 CASES = [
     *((kind, world) for kind in ANY for world in (1, 2, 3, 4)), ("plain", 2), ("tp", 2), ("tp", 3), ("tp", 4),
-    ("mixed", 2), ("mixed", 3),
-    ("fsdp1-no-shard-flat", 2),
-    ("wrapped-ddp", 2), ("wrapped-fsdp1", 3), ("wrapped-fsdp2", 3), ("fsdp1-hybrid", 4), ("fsdp1-hybrid-flat", 4),
-    ("hsdp", 2), ("hsdp", 4),
-    ("tp+fsdp2", 4),
+    ("mixed", 2), ("mixed", 3), ("fsdp1-no-shard-flat", 2), ("wrapped-ddp", 2), ("wrapped-fsdp1", 3),
+    ("wrapped-fsdp2", 3), ("fsdp1-hybrid", 4), ("fsdp1-hybrid-flat", 4), ("hsdp", 2), ("hsdp", 4), ("tp+fsdp2", 4),
 ]  # fmt: skip
 
 #: name -> (aliases, this rank's part after replicas have divided it, whether anything is divided)

@@ -23,8 +23,7 @@ _KEY = "_shardow_twin"  # of a model's __dict__
 #: Classes that become FSDP units, by name: BAGEL's. Add those of another model to it.
 WRAPPED_CLASSES = {
     "MLPconnector", "PositionEmbedding", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer",
-    "SiglipEncoderLayer",
-    "SiglipVisionTransformer", "TimestepEmbedder",
+    "SiglipEncoderLayer", "SiglipVisionTransformer", "TimestepEmbedder",
 }  # fmt: skip
 
 #: Classes whose activations are recomputed, by name: BAGEL's.
@@ -128,6 +127,5 @@ def _twin_of(ema_model: nn.Module) -> TrainedTwin:
 
 __all__ = [
     "CHECKPOINTED_CLASSES", "WRAPPED_CLASSES", "FSDPCheckpoint", "FSDPConfig", "fsdp_ema_setup", "fsdp_ema_update",
-    "fsdp_wrapper",
-    "grad_checkpoint_check_fn",
+    "fsdp_wrapper", "grad_checkpoint_check_fn",
 ]  # fmt: skip

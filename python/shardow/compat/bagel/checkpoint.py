@@ -58,8 +58,7 @@ class FSDPCheckpoint:
     @staticmethod
     def fsdp_save_ckpt(
         ckpt_dir: str | Path, train_steps: int, model: nn.Module, ema_model: nn.Module | None,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any, data_status: Any, logger: Any, fsdp_config: FSDPConfig,
+        optimizer: torch.optim.Optimizer, scheduler: Any, data_status: Any, logger: Any, fsdp_config: FSDPConfig,
     ) -> None:  # fmt: skip
         """Collective over all ranks. Each writes its own bytes of the weights and its shard of the optimizer's state.
 
@@ -90,8 +89,7 @@ class FSDPCheckpoint:
     @staticmethod
     def try_load_ckpt(
         resume_from: str | Path | None, logger: Any, model: nn.Module, ema_model: nn.Module | None = None,
-        resume_from_ema: bool = False,
-        missing_ema: str = "error",
+        resume_from_ema: bool = False, missing_ema: str = "error",
     ) -> tuple[nn.Module, nn.Module | None]:  # fmt: skip
         """Weights into ``model`` and ``ema_model``, wrapped or not; of what is sharded each rank reads its own bytes.
         Collective.

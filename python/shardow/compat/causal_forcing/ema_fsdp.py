@@ -55,8 +55,7 @@ class EMA_FSDP:
         self._model, root = model_and_root(fsdp_module)
         self.ema = EMA(
             self._model, decay, device=device, rule="mul_add", params="all", stochastic=False, start_step=start_step,
-            replicas=replicas,
-            group=group, timeout=timeout,
+            replicas=replicas, group=group, timeout=timeout,
         )  # fmt: skip
         name_of = called(root)
         self._names = {name: name_of(name) for name in self._averages.averages()}  # {clean: the origin's}

@@ -68,10 +68,9 @@ class DistEMA:
 
     def __init__(
         self, model: nn.Module, world_size: int, rank: int, dtype: str = "fp32", decay: float = 0.999,
-        warmup: bool = False,
-        power: float | None = None, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0, *,
-        seed: int = 0,
-        group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
+        warmup: bool = False, power: float | None = None, min_decay: float = 0.0, inv_gamma: float = 1.0,
+        update_after_step: int = 0, *, seed: int = 0, group: dist.ProcessGroup | None = None,
+        timeout: float | timedelta | None = None,
     ) -> None:  # fmt: skip
         self.model, self.world_size, self.rank, self.dtype = model, world_size, rank, dtype
         self.decay, self.warmup, self.power = decay, warmup, power

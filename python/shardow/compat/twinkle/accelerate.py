@@ -139,8 +139,7 @@ def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, An
         return None
     defaults: dict[str, Any] = {
         "mixed_precision_policy": None if mixed_precision == "no" else mixed_precision,
-        "auto_wrap_policy": "transformer_based_wrap",
-        "reshard_after_forward": True, "cpu_offload": False, "activation_checkpointing": False,
-        "cpu_ram_efficient_loading": memory_efficient,
+        "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True, "cpu_offload": False,
+        "activation_checkpointing": False, "cpu_ram_efficient_loading": memory_efficient,
     }  # fmt: skip
     return FullyShardedDataParallelPlugin(fsdp_version=2, **{**defaults, **config})

@@ -21,7 +21,7 @@ from shardow.averages.state_dict import Decay, OptionsFrom
 from shardow.averages.swap import Block
 from shardow.averages.tracked import Source
 from shardow.base.progress import Progress
-from shardow.files import paths
+from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 
 
@@ -259,7 +259,8 @@ class EMA:
         Returns:
             {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
-        return persistence.save(self._averages, path, max_shard_size, progress, metadata)
+        files, options = persistence.files_to_save(self._averages, "save()", max_shard_size, metadata)
+        return engine.write(files, path, self._averages.team, progress=progress, **options)
 
     def async_save(
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
@@ -267,7 +268,8 @@ class EMA:
     ) -> SaveHandle:  # fmt: skip
         """save() that returns when this rank's averages are copied, so that training and updates go on; see
         shardow.async_save(). Collective."""
-        return persistence.async_save(self._averages, path, max_shard_size, progress, metadata)
+        files, options = persistence.files_to_save(self._averages, "async_save()", max_shard_size, metadata)
+        return engine.write_in_background(files, path, self._averages.team, progress=progress, **options)
 
     def load(
         self,

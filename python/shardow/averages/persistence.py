@@ -30,22 +30,21 @@ Report = dict[str, Any]
 Metadata = Mapping[str, str] | None
 
 
-def save(
-    averages: Averages, path: paths.StrPath, max_shard_size: int | str | None, progress: Progress | None,
-    metadata: Metadata,
-) -> Report:  # fmt: skip
-    """See EMA.save()."""
-    files, options = _files_to_save(averages, "save()", max_shard_size, metadata)
-    return engine.write(files, path, averages.team, progress=progress, **options)
+def files_to_save(
+    averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata
+) -> tuple[list[engine.FileParts], dict[str, Any]]:
+    """Returns the files and the engine's options, after all ranks have agreed. Collective."""
 
+    def check() -> dict[str, Any]:
+        averages.swap.refuse(what)
+        if max_shard_size is not None and len(averages.keys) > 1:
+            raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
+        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(metadata or {}):
+            raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
+        return engine.dtype_and_limit(None, max_shard_size)
 
-def async_save(
-    averages: Averages, path: paths.StrPath, max_shard_size: int | str | None, progress: Progress | None,
-    metadata: Metadata,
-) -> SaveHandle:  # fmt: skip
-    """See EMA.async_save()."""
-    files, options = _files_to_save(averages, "async_save()", max_shard_size, metadata)
-    return engine.write_in_background(files, path, averages.team, progress=progress, **options)
+    options = averages.team.agree(what, check)
+    return _files(averages, averages.ready_to_hand_out(what), metadata or {}), options
 
 
 def snapshot(
@@ -66,7 +65,7 @@ def snapshot(
     if not mine.is_due(now.step, every):
         return None
     averages.team.agree(lineage.WHAT, lambda: mine.check(now.step) if averages.team.rank == 0 else None)
-    files, options = _files_to_save(averages, lineage.WHAT, None, None)
+    files, options = files_to_save(averages, lineage.WHAT, None, None)
     for key, file in zip(averages.keys, files, strict=True):
         file.name = _core.ema_file_name(key)
     write = engine.write_in_background if asynchronous else engine.write
@@ -79,23 +78,6 @@ def snapshot(
     )
     mine.last = now.step
     return told
-
-
-def _files_to_save(
-    averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata
-) -> tuple[list[engine.FileParts], dict[str, Any]]:
-    """Returns the files and the engine's options, after all ranks have agreed. Collective."""
-
-    def check() -> dict[str, Any]:
-        averages.swap.refuse(what)
-        if max_shard_size is not None and len(averages.keys) > 1:
-            raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
-        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(metadata or {}):
-            raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
-        return engine.dtype_and_limit(None, max_shard_size)
-
-    options = averages.team.agree(what, check)
-    return _files(averages, averages.ready_to_hand_out(what), metadata or {}), options
 
 
 def _files(averages: Averages, state: str, metadata: Mapping[str, str]) -> list[engine.FileParts]:

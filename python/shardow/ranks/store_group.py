@@ -37,7 +37,7 @@ from shardow.base.checks import invalid
 from shardow.base.signals import put_off
 from shardow.ranks.rounds import Answer, Rounds, Turn, Words, as_given, failure, is_good, raise_for
 from shardow.ranks.store_values import Connection, clone
-from shardow.ranks.transfers import begun, finish, has_cpu
+from shardow.ranks.transfers import begun, carrier, finish
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class StoreGroup(_core.Group):
             dist.get_process_group_ranks(process_group),
             f"{process_group.group_name}/{channel}",
         )
-        self.moves_blocks = has_cpu(process_group)
+        self.moves_blocks = carrier(process_group, torch.device("cpu")).type == "cpu"  # it moves tensors of the CPU
         self._tag = channel
 
     def _act_as(self, rank: int, ranks: list[int], name: str) -> None:

@@ -22,9 +22,9 @@ from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked, divide
 from shardow.base.checks import invalid, one_of
 from shardow.compat.files.torch_files import whole_state_dict
-from shardow.compat.ways.names import called, model_and_root
 from shardow.ema import EMA
 from shardow.model.match import compare, fit
+from shardow.model.names import called, model_and_root
 from shardow.model.parts import Held
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView, find

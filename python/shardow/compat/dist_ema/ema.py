@@ -18,12 +18,12 @@ from shardow import errors
 from shardow.averages import state as _state
 from shardow.base.checks import fraction, invalid, seconds, whole
 from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, refuse_unlike, shares
-from shardow.compat.ways.names import called
 from shardow.compat.ways.pairs import Pair, Pairs
 from shardow.compat.ways.teams import refuse_copies, unchanged
 from shardow.files import engine
 from shardow.model import match
 from shardow.model.local import LocalTensor
+from shardow.model.names import called
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer, Part, take

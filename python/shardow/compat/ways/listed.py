@@ -95,13 +95,8 @@ class Listed:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
-        return {
-            "_rule": self._rule,
-            "_copy_frozen": self._copy_frozen,
-            "_options": self._options,
-            "_pairs": None,
-            "_warned": self._warned,
-        }
+        kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_options", "_warned")}
+        return {**kept, "_pairs": None}
 
 
 def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -373,11 +373,8 @@ class Averages:
         return [part for part, one in pairs if not saving or one.local.counts_on(self.team.rank)]
 
     def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
-        more = (
-            [Part(one.name, one.flat(), one.region) for one in self.others() if not oddity(one.tensor)]
-            if complete
-            else []
-        )
+        others = self.others() if complete else []
+        more = [Part(local.name, local.flat(), local.region) for local in others if not oddity(local.tensor)]
         return Gatherer(what, [*self.parts(k), *more], self.team)
 
     def others(self) -> list[LocalTensor]:

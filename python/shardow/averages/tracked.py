@@ -111,17 +111,15 @@ class Tracked:
 
     def _find_source(self) -> None:
         weights = self.local.tensor
-        self.stage = (
-            None
-            if weights.is_contiguous()
-            else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
-        )
-        if self.stretched and self.stage is not None:
+        self.stage = None
+        if weights.is_contiguous():
+            return
+        if self.stretched:
             raise unsupported(
                 f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first"
             )
-        if self.stage is not None:
-            self.gather()
+        self.stage = torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
+        self.gather()
 
     def gather(self) -> None:
         if self.stage is not None:

@@ -45,10 +45,8 @@ class Tensors:
         """As plain.encode() asks: a tensor that every rank holds."""
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
             return plain.refuse(where, value)
-        region, tensor = (
-            _core.Region.whole(list(value.shape)),
-            value.detach().clone(memory_format=torch.contiguous_format),
-        )
+        region = _core.Region.whole(list(value.shape))
+        tensor = value.detach().clone(memory_format=torch.contiguous_format)
         self.parts.append(Part(where, tensor.view(-1), region))
         self.common.append(Common(where, tensor, region, where))  # where: not all ranks have the same ones, under FSDP1
         return {"$tensor": where}

@@ -77,15 +77,10 @@ class EMA(nn.Module):
         self.ignore_names, self.ignore_startswith_names = set(ignore_names), set(ignore_startswith_names)
         self.include_online_model = include_online_model
         self.online_model = model if include_online_model else [model]
-        self.allow_different_devices, self.coerce_dtype, self.use_foreach = (
-            allow_different_devices,
-            coerce_dtype,
-            use_foreach,
-        )
-        self.update_model_with_ema_every, self.update_model_with_ema_beta = (
-            update_model_with_ema_every,
-            update_model_with_ema_beta,
-        )
+        self.allow_different_devices = allow_different_devices
+        self.coerce_dtype, self.use_foreach = coerce_dtype, use_foreach
+        self.update_model_with_ema_every = update_model_with_ema_every
+        self.update_model_with_ema_beta = update_model_with_ema_beta
         self.forward_method_names = forward_method_names
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = one_of("replicas", replicas, ("copy", "split"))

@@ -189,11 +189,8 @@ class ModelEmaV3(Averaged):
 
 def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> Rule:
     """torch._foreach_lerp_() wants one dtype, of all that are not rounded stochastically."""
-    return (
-        "lerp"
-        if all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW))
-        else "mul_add"
-    )
+    alike = all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW))
+    return "lerp" if alike else "mul_add"
 
 
 def _saved_floats(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:

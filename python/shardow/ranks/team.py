@@ -90,11 +90,9 @@ class Team:
 
     def first(self, what: str, mine: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
-        return (
-            self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0])
-            if self.size > 1
-            else mine
-        )
+        if self.size == 1:
+            return mine
+        return self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0])
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it

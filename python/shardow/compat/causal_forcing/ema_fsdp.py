@@ -184,11 +184,9 @@ class EMA_FSDP:
 
         def ready() -> Copier:
             target = model_and_root(fsdp_module)[0]
-            copier = (
-                self._copier
-                if self._copier is not None and self._copier.target is target
-                else Copier(self._averages, target)
-            )
+            copier = self._copier
+            if copier is None or copier.target is not target:
+                copier = Copier(self._averages, target)
             copier.ready()
             return copier
 

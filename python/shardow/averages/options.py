@@ -101,11 +101,9 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
     too.
     """
     if momentum is not None:
-        hint = (
-            f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
-            if isinstance(momentum, float)
-            else ""
-        )
+        hint = ""
+        if isinstance(momentum, float):
+            hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
         raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
     dtype = asked["dtype"]
     if dtype not in DTYPES:

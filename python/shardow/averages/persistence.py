@@ -73,13 +73,8 @@ def snapshot(
     for key, file in zip(averages.keys, files, strict=True):
         file.name = _core.ema_file_name(key)
     write = engine.write_in_background if asynchronous else engine.write
-    told = write(
-        files,
-        where / directory_of(now.step),
-        averages.team,
-        progress=progress,
-        **{**options, "dtype": stored},
-    )
+    options["dtype"] = stored
+    told = write(files, where / directory_of(now.step), averages.team, progress=progress, **options)
     mine.last = now.step
     return told
 

@@ -47,11 +47,9 @@ class Stretch(NamedTuple):
                 f"source= of '{local.name}': ({size} elements, {first}, {self.of!r}); the first is counted 'global' "
                 "or 'local'"
             )
-        begin, end = (
-            (first, first + size)
-            if self.of == "local"
-            else (local.region.position(first), local.region.position(first + size))
-        )
+        begin, end = first, first + size
+        if self.of == "global":
+            begin, end = local.region.position(begin), local.region.position(end)
         if end - begin != size or end > local.region.size:
             asked = f"elements [{first}, {first + size}), counted {self.of}"
             raise invalid(f"source= of '{local.name}': {asked}, are not all on this rank, which holds {local.region}")

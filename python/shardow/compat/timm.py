@@ -122,17 +122,9 @@ class ModelEmaV3(Averaged):
         if device is not None and first is not None and device != first.device:
             foreach = False
         rule: Chosen = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
-        choose, seed = _parameters_alone if exclude_buffers else _saved_floats, stochastic_rounding_seed
-        follower = follow(
-            model,
-            rule,
-            choose,
-            device=device,
-            dtype=dtype,
-            replicas=replicas,
-            stochastic=stochastic_rounding,
-            seed=seed,
-        )
+        choose = _parameters_alone if exclude_buffers else _saved_floats
+        rounding: dict[str, Any] = {"stochastic": stochastic_rounding, "seed": stochastic_rounding_seed}
+        follower = follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
         super().__init__(follower)
         self.module.eval()
         self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step

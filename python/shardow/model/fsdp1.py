@@ -221,9 +221,10 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
     for i, (owner, shape, info) in enumerate(
         zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
     ):
-        called = _names(owner, flat, names)
-        if not called:
+        if not (called := _names(owner, flat, names)):
             continue
+        name, *aliases = called
+        param = shown[i]
         begin, count, offset = 0, 0, 0
         if whole:
             begin, count, offset = 0, shape.numel(), offsets[i]
@@ -232,17 +233,7 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
         memory = shard_of(handle)[offset : offset + count]
         yield FlatTensor(
-            called[0],
-            memory,
-            region,
-            shown[i].requires_grad,
-            replicas,
-            True,
-            tuple(called[1:]),
-            shown[i],
-            handle,
-            offset,
-            i,
+            name, memory, region, param.requires_grad, replicas, True, tuple(aliases), param, handle, offset, i
         )
 
 

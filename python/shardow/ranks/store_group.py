@@ -169,13 +169,10 @@ class StoreGroup(_core.Group):
             common, letters = weigh(turn.everybody)
             body = b"+" + common
         except BaseException as error:
-            code = error.code if isinstance(error, errors.Error) else "peer_failed"
-            told = (
-                str(error)
-                if isinstance(error, errors.Error)
-                else f"rank {self.ranks[self.rank]}: {type(error).__name__}: {error}"
-            )
-            body = failure(code, told)
+            if isinstance(error, errors.Error):
+                body = failure(error.code, str(error))
+            else:
+                body = failure("peer_failed", f"rank {self.ranks[self.rank]}: {type(error).__name__}: {error}")
             if not isinstance(error, Exception):
                 raise Left(error) from None
 

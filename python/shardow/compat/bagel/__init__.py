@@ -41,11 +41,9 @@ def fsdp_wrapper(
 ) -> FullyShardedDataParallel:
     """FSDP1 with units of WRAPPED_CLASSES, computing in bfloat16; on CUDA, or on the CPU where there is none. What is
     on meta gets memory without values: try_load_ckpt() brings them."""
-    device = (
-        torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     mesh = None
     if fsdp_config.sharding_strategy in HYBRID:
         mesh = init_device_mesh(

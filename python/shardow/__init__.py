@@ -55,11 +55,10 @@ __all__ = [
 #: Where what is imported at its first use lives.
 _HOMES = {
     "Handle": "averages.attach", "Checkpoints": "checkpoints.face", "EMA": "ema", "SaveHandle": "files.background",
-    "Checkpoint": "files.reading", "Slice": "files.reading",
-    "async_save": "files.checkpoint", "full_state_dict": "files.checkpoint", "save": "files.checkpoint",
-    "load": "start.materialize",
-    "merge": "merging.face", "merged": "merging.face",
-    "materialize": "start.materialize", "meta_init": "start.meta", "to_empty": "start.meta", "wrap": "start.wrap",
+    "Checkpoint": "files.reading", "Slice": "files.reading", "async_save": "files.checkpoint",
+    "full_state_dict": "files.checkpoint", "save": "files.checkpoint", "load": "start.materialize",
+    "merge": "merging.face", "merged": "merging.face", "materialize": "start.materialize", "meta_init": "start.meta",
+    "to_empty": "start.meta", "wrap": "start.wrap",
 }  # fmt: skip
 
 if not TYPE_CHECKING:  # type checkers would take any name then

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
-from shardow.averages import copies, figures, persistence, state_dict
+from shardow.averages import copies, persistence, state_dict
 from shardow.averages.attach import Attachments, Handle, Samples
 from shardow.averages.core import Averages
 from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
@@ -21,7 +21,7 @@ from shardow.averages.state_dict import Decay, OptionsFrom
 from shardow.averages.swap import Block
 from shardow.averages.tracked import Source
 from shardow.base.progress import Progress
-from shardow.files import paths
+from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 
 
@@ -112,8 +112,7 @@ class EMA:
         asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
-            "seed": seed,
-            "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
+            "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         self._averages = Averages(model, decay, asked, source, group, timeout)
         # Bound to the averages, not to self: an EMA that is dropped is freed, though an optimizer's hooks stay.
@@ -260,7 +259,8 @@ class EMA:
         Returns:
             {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
-        return persistence.save(self._averages, path, max_shard_size, progress, metadata)
+        files, options = persistence.files_to_save(self._averages, "save()", max_shard_size, metadata)
+        return engine.write(files, path, self._averages.team, progress=progress, **options)
 
     def async_save(
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
@@ -268,7 +268,8 @@ class EMA:
     ) -> SaveHandle:  # fmt: skip
         """save() that returns when this rank's averages are copied, so that training and updates go on; see
         shardow.async_save(). Collective."""
-        return persistence.async_save(self._averages, path, max_shard_size, progress, metadata)
+        files, options = persistence.files_to_save(self._averages, "async_save()", max_shard_size, metadata)
+        return engine.write_in_background(files, path, self._averages.team, progress=progress, **options)
 
     def load(
         self,
@@ -326,8 +327,7 @@ class EMA:
 
     def snapshot(
         self, directory: paths.StrPath, every: int, *, dtype: torch.dtype | str | None = None,
-        asynchronous: bool = False,
-        progress: Progress | None = None,
+        asynchronous: bool = False, progress: Progress | None = None,
     ) -> dict[str, Any] | SaveHandle | None:  # fmt: skip
         """After each step: saves all averages into ``directory/snapshot-000001000`` where one is due, for
         shardow.posthoc. Collective then, and at the first call; else it costs nothing.
@@ -445,7 +445,7 @@ class EMA:
         of averaging while nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied
         from devices.
         """
-        return figures.stats(self._averages.engine, self._averages.options.overlap, self._averages.offloaded)
+        return self._averages.stats()
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
@@ -455,7 +455,7 @@ class EMA:
         return self._averages.distance(decay)
 
     def __repr__(self) -> str:
-        return figures.text(self._averages.engine, self._averages.keys, self._averages.team.size)
+        return repr(self._averages)
 
 
 def _remade(model: nn.Module, arguments: Mapping[str, Any], state: Mapping[str, Any]) -> EMA:

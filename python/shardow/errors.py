@@ -6,8 +6,7 @@ from __future__ import annotations
 
 __all__ = [
     "CorruptError", "DeadlineError", "Error", "InternalError", "InvalidArgumentError", "IoError", "NotFoundError",
-    "OutOfSpaceError",
-    "PeerFailedError", "UnknownOptionError", "UnsupportedError",
+    "OutOfSpaceError", "PeerFailedError", "UnknownOptionError", "UnsupportedError",
 ]  # fmt: skip
 
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from shardow import errors
 from shardow._core import Schedule
-from shardow.base.checks import invalid
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, warn
 
 
 def constant(decay: float) -> Schedule:

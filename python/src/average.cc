@@ -14,7 +14,6 @@
 #include "core.h"
 #include "kernels/cuda.h"
 #include "tensor/dtype.h"
-#include "views.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -131,24 +130,13 @@ void bind_average(nb::module_& m) {
       .def_ro("average", &SwapState::average)
       .def_ro("exchanged", &SwapState::exchanged)
       .def_ro("shared", &SwapState::shared);
-  nb::class_<Average>(
-      m, "Average",
-      "Exponential moving averages of the parameters that this rank holds, in the caller's memory. Views that one is "
-      "made of are its own from then on, and empty.")
+  nb::class_<Average>(m, "Average",
+                      "Exponential moving averages of the parameters that this rank holds, in the caller's memory.")
       .def(
           "__init__",
-          [](Average* self, const std::vector<TensorView>& parameters,
-             const std::vector<std::vector<TensorView>>& averages, const AverageOptions& options) {
-            new (self) Average(parameters, averages, options);
-            Driver::abandon_swap(*self);  // Python gives memory back in any order
-          },
-          "parameters"_a, "averages"_a, "options"_a)
-      .def(
-          "__init__",
-          [](Average* self, Views& parameters, const std::vector<Views*>& averages, const AverageOptions& options) {
-            std::vector<std::vector<TensorView>> all;
-            for (Views* const one : averages) all.push_back(std::exchange(one->all, {}));
-            new (self) Average(Driver::make(std::exchange(parameters.all, {}), std::move(all), options));
+          [](Average* self, std::vector<TensorView> parameters, std::vector<std::vector<TensorView>> averages,
+             const AverageOptions& options) {
+            new (self) Average(Driver::make(std::move(parameters), std::move(averages), options));
             Driver::abandon_swap(*self);  // Python gives memory back in any order
           },
           "parameters"_a, "averages"_a, "options"_a)

@@ -30,7 +30,6 @@ void bind_engine(nanobind::module_& m) {
   bind_posthoc(m);
   bind_average(m);
   bind_watch(m);
-  bind_views(m);
   bind_file(m);
   bind_ema(m);
   bind_merge(m);

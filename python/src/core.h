@@ -25,7 +25,6 @@ void bind_schedule(nanobind::module_& m);
 void bind_posthoc(nanobind::module_& m);
 void bind_average(nanobind::module_& m);
 void bind_watch(nanobind::module_& m);
-void bind_views(nanobind::module_& m);
 void bind_file(nanobind::module_& m);
 void bind_ema(nanobind::module_& m);
 void bind_merge(nanobind::module_& m);

@@ -24,7 +24,6 @@
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
 #include "tensor/dtype.h"
-#include "views.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -130,12 +129,6 @@ void bind_file(nb::module_& m) {
           "__init__",
           [](SaveFile* self, std::string name, std::vector<TensorView> tensors, Strings metadata) {
             new (self) SaveFile{std::move(name), std::move(tensors), std::move(metadata)};
-          },
-          "name"_a, "tensors"_a, "metadata"_a = Strings())
-      .def(
-          "__init__",
-          [](SaveFile* self, std::string name, const Views& tensors, Strings metadata) {
-            new (self) SaveFile{std::move(name), tensors.all, std::move(metadata)};
           },
           "name"_a, "tensors"_a, "metadata"_a = Strings());
   nb::class_<Save>(

@@ -7,19 +7,6 @@
 
 namespace shardow::python {
 
-/// The elements lie one after another, row-major.
-inline bool in_order(const nanobind::dlpack::dltensor& tensor) {
-  if (tensor.strides == nullptr) return true;
-  for (int32_t i = 0; i < tensor.ndim; ++i)
-    if (tensor.shape[i] == 0) return true;
-  int64_t expected = 1;
-  for (int32_t i = tensor.ndim - 1; i >= 0; --i) {
-    if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
-    expected *= tensor.shape[i];
-  }
-  return true;
-}
-
 /// Where a tensor lies, with which dtype, sizes and strides, as one number: equal where all of them are, different
 /// otherwise, but for a chance of 2^-64.
 inline uint64_t mark_of(const nanobind::dlpack::dltensor& tensor) {

@@ -93,9 +93,8 @@ def emulated(size: int, helped: bool = True) -> Iterator[list[Emulated]]:
     )
     idle, stack, interval = waiting._MOST_IDLE, threading.stack_size(_STACK), sys.getswitchinterval()
     waiting._MOST_IDLE = size  # as many processes would have
-    sys.setswitchinterval(
-        1.0
-    )  # at the usual 5 ms thousands of threads that wait for the interpreter do nothing but look for it
+    # At the usual 5 ms thousands of waiting threads do nothing but look for the interpreter.
+    sys.setswitchinterval(1.0)
     try:
         with ThreadPoolExecutor(
             64

@@ -22,9 +22,8 @@ SWITCHES: list[dict[str, Any]] = [
 ]  # fmt: skip
 KEYS = ("weights", "gradients", "optimizer", "averages", "activations", "total")
 
-Make = Callable[
-    [str], tuple[nn.Module, tuple[torch.Tensor, ...], Any]
-]  # (model, batch, group of the averages) of a kind of sharding
+# Returns (model, batch, group of the averages) of a kind of sharding.
+Make = Callable[[str], tuple[nn.Module, tuple[torch.Tensor, ...], Any]]
 
 
 def measured(make: Make, kind: str) -> list[dict[str, int]]:

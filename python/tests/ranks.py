@@ -40,9 +40,8 @@ _context.set_forkserver_preload(
     ]
 )
 _case = itertools.count()
-_MOST_THREADS = (
-    40  # of a process that is kept: torch keeps groups of earlier cases, and a thread of each wakes every 10 ms
-)
+# Threads of a process that is kept: torch keeps groups of earlier cases, and a thread of each wakes every 10 ms.
+_MOST_THREADS = 40
 
 
 class RankError(AssertionError):
@@ -177,9 +176,8 @@ _pool: Pool | None = None
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
     global _pool
     if _pool is None:
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # a warning of a timeout looks up names, for seconds; torch reads this at its import
+        # A warning of a timeout looks up names, for seconds; torch reads this variable at its import.
+        with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
             forkserver.ensure_running()
         _pool = Pool()

@@ -24,9 +24,10 @@ SURFACE = sorted(
 
 def test_public_surface_is_frozen() -> None:
     assert sorted(shardow.__all__) == SURFACE
+    # `open` is not in __all__.
     assert [name for name in dir(shardow) if not name.startswith("_") or name == "__version__"] == sorted(
         [*SURFACE, "open"]
-    )  # not in __all__
+    )
 
 
 def test_the_surface_of_memory_is_frozen() -> None:

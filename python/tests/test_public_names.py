@@ -15,16 +15,8 @@ from typing import Any
 import shardow
 
 RECORD = Path(__file__).with_name("public_names.txt")
-OWN = {
-    "__init__",
-    "__call__",
-    "__enter__",
-    "__exit__",
-    "__getitem__",
-    "__iter__",
-    "__len__",
-    "__contains__",
-}  # among special methods
+# Special methods that count as our own.
+OWN = {"__init__", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__contains__"}
 
 
 def _called(function: Any) -> str:

@@ -23,9 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 import seeds
 
 STATUSES = {0, 1, 2, 3, 4, 5}
-MOST_BYTES = (
-    300 << 20
-)  # of one allocation under the sanitizers, and of resident memory elsewhere: the largest header has 100 MB
+# Bytes of one allocation under the sanitizers, and of resident memory elsewhere: the largest header has 100 MB.
+MOST_BYTES = 300 << 20
 
 
 def safetensors(header: bytes, data: bytes = b"") -> bytes:

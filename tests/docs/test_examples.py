@@ -52,12 +52,10 @@ def test_the_readme_s_first_example_is_a_distributed_loop_as_it_stands(tmp_path:
     assert command
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command[0].split()[1:]], cwd=tmp_path, capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240,
     )  # fmt: skip
-    assert run.returncode == 0 or "terminate called without an active exception" in run.stderr, (
-        run.stderr
-    )  # torch's: docs/torch.md
+    # The second text is torch's: docs/torch.md.
+    assert run.returncode == 0 or "terminate called without an active exception" in run.stderr, run.stderr
     assert run.stdout.count("tensor([") == 2
     for path, dtype in (("run/ema.safetensors", torch.float32), ("run/model", torch.bfloat16)):
         with shardow.open(tmp_path / path) as opened:

@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 #: Of other projects, or of a reader's own.
 ELSEWHERE = {"foo_test.cc", "train.py", "generate.py", "main.cc", "main.cpp"}
 
+# Keys of a file's metadata.
 KEYS = {
     "shardow.checkpoint",
     "shardow.crc32",
@@ -27,7 +28,7 @@ KEYS = {
     "shardow.state",
     "shardow.step",
     "shardow.values",
-}  # of a file's metadata
+}
 
 
 @cache

@@ -19,9 +19,8 @@ import shardow
 def main(kind: str) -> None:
     if kind != "plain":
         dist.init_process_group("gloo")
-    model: nn.Module = nn.Sequential(
-        nn.Linear(1100, 1000), nn.Linear(1000, 8)
-    )  # large enough for the engine to start threads
+    # Large enough for the engine to start threads.
+    model: nn.Module = nn.Sequential(nn.Linear(1100, 1000), nn.Linear(1000, 8))
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif kind == "fsdp2":

@@ -110,9 +110,8 @@ def test_an_update_on_another_stream_waits_for_the_one_before() -> None:
         train(there, step)
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[step % 2]):
-            torch.cuda._sleep(
-                2_000_000
-            )  # the update is behind this, and the next one, on the other stream, behind the update
+            # The update is behind this sleep, and the next one, on the other stream, behind the update.
+            torch.cuda._sleep(2_000_000)
             on_device.update()
         torch.cuda.current_stream().wait_stream(streams[step % 2])  # the weights change next
     same(on_cpu.full_state_dict(), on_device.full_state_dict())

@@ -22,10 +22,8 @@ from weather import Shared
 _ROOT, _HEAD, _MOST = 1, 40, 1 << 20
 _NAMES = {
     1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink", 11: "rmdir", 12: "rename", 13: "link",
-    14: "open", 15: "read",
-    16: "write", 17: "statfs", 18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir", 28: "readdir",
-    29: "release",
-    30: "fsync", 35: "create", 45: "rename2",
+    14: "open", 15: "read", 16: "write", 17: "statfs", 18: "release", 20: "fsync", 25: "flush", 26: "init",
+    27: "opendir", 28: "readdir", 29: "release", 30: "fsync", 35: "create", 45: "rename2",
 }  # fmt: skip
 _SILENT = (2, 36, 42)  # forget, interrupt, and many of them: nobody waits for an answer
 

@@ -123,8 +123,7 @@ class Lab:
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, told: Callable[[int, str], None] | None = None,
-        last: bool = False,
-        stuck: Collection[int] = (),
+        last: bool = False, stuck: Collection[int] = (),
     ) -> list[Answer]:  # fmt: skip
         """fn(*args) on every rank. ``told(rank, text)`` is called for each tell(), before that returns. ``last``: the
         processes end afterwards, as interpreters do, and are waited for, but those of ``stuck`` ranks."""

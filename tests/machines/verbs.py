@@ -169,8 +169,7 @@ def _checkpoints(path: str, timeout: float) -> Call:
 
 VERBS: dict[str, Callable[[str, float], Call]] = {
     "save": _save, "async_save": _async_save, "load": _load, "gather": _gather, "stream": _stream, "wrap": _wrap,
-    "swap": _swap,
-    "agree": _agree, "averages": _averages, "checkpoints": _checkpoints,
+    "swap": _swap, "agree": _agree, "averages": _averages, "checkpoints": _checkpoints,
 }  # fmt: skip
 
 

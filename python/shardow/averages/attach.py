@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from shardow import errors
-from shardow.base.checks import invalid
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, warn
 
 #: Training samples of one step, all ranks together; or a function that tells how many have been seen so far.
 Samples = float | Callable[[], float]

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from shardow.averages import state as _state
-from shardow.base.checks import unsupported
-from shardow.base.warnings import warn
-from shardow.files.decay_keys import choose
+from shardow.base.checks import unsupported, warn
+from shardow.files.reading import choose
 from shardow.model.extra_state import extra_states, give
 from shardow.model.local import oddity
 from shardow.model.swap_guard import refuse_foreign
@@ -27,7 +26,7 @@ def load_averages(core: Averages, averages: Mapping[str, torch.Tensor]) -> None:
 
     def check() -> list[_state.Copy]:
         core.swap.refuse("load_state_dict()")
-        return _state.check("load_state_dict()", {"averages": averages}, core.tracked, core.keys[:1])[0]
+        return _state.check("load_state_dict()", {"averages": averages}, [core.parts()], core.keys[:1])[0]
 
     for target, value, region in core.team.agree("load_state_dict()", check):
         _state.copy(target, value, region)
@@ -46,7 +45,7 @@ def copy_to(core: Averages, model: nn.Module, decay: object) -> None:
         return core.asked(decay)()
 
     core.ready_to_hand_out("copy_to()", core.others, check)
-    _state.copy_streamed(core.gatherer("copy_to()", choose(core.keys, decay), complete=True), target, core.team)
+    _state.copy_streamed(core.gatherer("copy_to()", choose(core.keys, decay), complete=True), target)
     give(model, extra_states(core.view.model))
     if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in core.others() if oddity(one.tensor)]:
         warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")

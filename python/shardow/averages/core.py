@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core, errors
-from shardow.averages import figures
 from shardow.averages import state as _state
 from shardow.averages.attach import Samples
 from shardow.averages.cuda_streams import Streams, with_memory
@@ -26,19 +25,9 @@ from shardow.averages.options import Options, make_options
 from shardow.averages.replicas import Exchange
 from shardow.averages.shares import share_out
 from shardow.averages.swap import Swap
-from shardow.averages.tracked import (
-    Source,
-    Tracked,
-    Unfrozen,
-    common_weight,
-    facts_of,
-    follow_source,
-    track,
-    views_of,
-)
-from shardow.base.checks import invalid, seconds, unsupported
-from shardow.base.warnings import warn
-from shardow.files.decay_keys import choose
+from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
+from shardow.base.checks import invalid, seconds, unsupported, warn
+from shardow.files.reading import choose
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.swap_guard import read, refuse_foreign
@@ -59,8 +48,7 @@ class Averages:
 
     def __init__(
         self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None,
-        group: dist.ProcessGroup | None,
-        timeout: float | timedelta | None,
+        group: dist.ProcessGroup | None, timeout: float | timedelta | None,
     ) -> None:  # fmt: skip
         """``asked``: what make_options() takes beside the decay. Collective."""
         self.arguments = {**asked, "source": source, "timeout": timeout}
@@ -83,9 +71,8 @@ class Averages:
             check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
         self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
-        self.snapshots: dict[
-            Path, Any
-        ] = {}  # by directory: what goes on there, forgotten where the counters are replaced
+        # By directory; forgotten where the counters are replaced.
+        self.snapshots: dict[Path, Any] = {}
         self._warned = False
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
@@ -99,8 +86,8 @@ class Averages:
         chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
 
         def make() -> _core.Average:  # the views are its own
-            averages = [views_of(tracked, [one.averages[k] for one in tracked]) for k in range(len(keys))]
-            return _core.Average(views_of(tracked, [one.memory() for one in tracked]), averages, chosen)
+            averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(keys))]
+            return _core.Average([one.view(one.memory()) for one in tracked], averages, chosen)
 
         return options, keys, tracked, with_memory(make)
 
@@ -131,8 +118,13 @@ class Averages:
         return lambda: {"decay": self.keys[choose(self.keys, decay)], **facts}
 
     def _raise_non_finite(self) -> None:
-        if self.options.nonfinite == "raise" and self.team.size > 1:
-            figures.raise_non_finite(self.engine, self.team.rank)
+        """With several ranks: one that raised alone, in update(), would leave the others waiting."""
+        if self.options.nonfinite != "raise" or self.team.size == 1 or (met := self.engine.non_finite()) is None:
+            return
+        self.engine.forget_non_finite()
+        step, elements, name = met
+        where = f"at step {step}, {elements} weights on rank {self.team.rank}"
+        raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
     def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
         """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which
@@ -264,9 +256,8 @@ class Averages:
         self._engine.wait()
 
     def __del__(self) -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # an update in the background ends before the memory that it reads is given back
+        with contextlib.suppress(Exception):
+            # Ends an update in the background before the memory that it reads is given back.
             self.wait()
 
     @torch.no_grad()
@@ -280,9 +271,16 @@ class Averages:
         self.swap.gather()
 
     def _warn_of(self, held: int) -> None:
-        if held and not self._warned:
-            self._warned = True
-            warn(figures.of_non_finite(held, self.options.nonfinite), RuntimeWarning)
+        if not held or self._warned:
+            return
+        self._warned, nonfinite = True, self.options.nonfinite
+        fate = "become so too" if nonfinite == "propagate" else "keep their last values"
+        raised = ", and the next collective call raises on every rank" if nonfinite == "raise" else ""
+        warn(
+            f"{held} weights on this rank are NaN or Inf; their averages {fate}{raised} (nonfinite={nonfinite!r}). "
+            "stats()['held_nonfinite'] counts them; this warning is given once",
+            RuntimeWarning,
+        )
 
     def reset(self) -> None:
         """See EMA.reset()."""
@@ -291,9 +289,8 @@ class Averages:
             self.swap.refuse_swapped("reset()")
             try:
                 self.wait()
-            except (
-                errors.Error
-            ):  # averages that an update in the background has left half done are refused to all other calls
+            except errors.Error:
+                # Averages that such an update has left half done are refused to all other calls.
                 self._engine.reset()
             self.swap.ready("reset()")
 
@@ -314,6 +311,24 @@ class Averages:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
         self.swap.refuse("state_dict()")
         return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
+
+    def stats(self) -> dict[str, float]:
+        """See EMA.stats()."""
+        figures: dict[str, float] = dict(self.engine.stats())
+        link, hidden, waited = (figures.pop(name) for name in ("offload_bytes", "hidden_seconds", "waited_seconds"))
+        if self.offloaded:
+            figures["offload/bytes"] = link
+        if self.options.overlap or self.offloaded:
+            figures |= {"offload/hidden_seconds": hidden, "offload/waited_seconds": waited}
+        decays = self.engine.decays
+        return {**figures, **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)}}
+
+    def __repr__(self) -> str:
+        figures, options = self.engine.stats(), _state.options_in(self.engine.state())
+        return (
+            f"EMA(decay=[{', '.join(self.keys)}], {options}, {figures['parameters']} tensors, {figures['elements']:,} "
+            f"elements on this rank of {self.team.size}, {figures['bytes']:,} bytes, step {figures['step']})"
+        )
 
     def distance(self, decay: object) -> float:
         """See EMA.distance()."""
@@ -358,11 +373,8 @@ class Averages:
         return [part for part, one in pairs if not saving or one.local.counts_on(self.team.rank)]
 
     def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
-        more = (
-            [Part(one.name, one.flat(), one.region) for one in self.others() if not oddity(one.tensor)]
-            if complete
-            else []
-        )
+        others = self.others() if complete else []
+        more = [Part(local.name, local.flat(), local.region) for local in others if not oddity(local.tensor)]
         return Gatherer(what, [*self.parts(k), *more], self.team)
 
     def others(self) -> list[LocalTensor]:

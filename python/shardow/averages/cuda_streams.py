@@ -34,9 +34,8 @@ class Streams:
                 continue
             average.set_stream(device.index or 0, stream.cuda_stream)
             if device in self._memory:
-                self._memory[device].record_stream(
-                    stream
-                )  # its memory is not given to others before this stream is done
+                # Keeps its memory from others until this stream is done.
+                self._memory[device].record_stream(stream)
             self._last[device] = stream.cuda_stream
 
 

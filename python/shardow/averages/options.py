@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from shardow import _core, errors
-from shardow.base.checks import invalid, one_of, whole
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, one_of, warn, whole
 from shardow.model.dtypes import NAMES
 from shardow.model.local import LocalTensor
 from shardow.model.view import ModelView
@@ -69,9 +68,9 @@ class Options:
     def engine(self, alone: bool, offloaded: bool) -> _core.AverageOptions:
         """``alone``: no other rank would wait for one that raises in an update. ``offloaded``: all averages are, which
         the engine keeps in the background anyway; a step would wait for the whole of an overlapped update."""
-        non_finite = (
-            "hold" if self.nonfinite == "raise" and not alone else self.nonfinite.replace("raise", "raise_")
-        )  # a keyword
+        holds = self.nonfinite == "raise" and not alone
+        # `raise` is a keyword of Python.
+        non_finite = "hold" if holds else self.nonfinite.replace("raise", "raise_")
         return _core.AverageOptions(
             schedules=self.schedules,
             dtype=DTYPES[self.dtype],
@@ -102,11 +101,9 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
     too.
     """
     if momentum is not None:
-        hint = (
-            f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
-            if isinstance(momentum, float)
-            else ""
-        )
+        hint = ""
+        if isinstance(momentum, float):
+            hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
         raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
     dtype = asked["dtype"]
     if dtype not in DTYPES:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shardow import _core
-from shardow.averages import lineage, snapshots
+from shardow import _core, errors
+from shardow.averages import lineage
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.averages.state_dict import Decay, OptionsFrom, renew_keys, saved_keys
@@ -18,8 +22,8 @@ from shardow.base.checks import invalid, one_of, whole
 from shardow.base.progress import Progress, shown
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle, settle
-from shardow.files.decay_keys import choose
-from shardow.model.dtypes import floating
+from shardow.files.reading import choose
+from shardow.model import dtypes
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.extra_state import extra_states, for_file
 from shardow.model.local import refuse_all_odd
@@ -30,58 +34,7 @@ Report = dict[str, Any]
 Metadata = Mapping[str, str] | None
 
 
-def save(
-    averages: Averages, path: paths.StrPath, max_shard_size: int | str | None, progress: Progress | None,
-    metadata: Metadata,
-) -> Report:  # fmt: skip
-    """See EMA.save()."""
-    files, options = _files_to_save(averages, "save()", max_shard_size, metadata)
-    return engine.write(files, path, averages.team, progress=progress, **options)
-
-
-def async_save(
-    averages: Averages, path: paths.StrPath, max_shard_size: int | str | None, progress: Progress | None,
-    metadata: Metadata,
-) -> SaveHandle:  # fmt: skip
-    """See EMA.async_save()."""
-    files, options = _files_to_save(averages, "async_save()", max_shard_size, metadata)
-    return engine.write_in_background(files, path, averages.team, progress=progress, **options)
-
-
-def snapshot(
-    averages: Averages, directory: paths.StrPath, every: int, dtype: torch.dtype | str | None, asynchronous: bool,
-    progress: Progress | None,
-) -> Report | SaveHandle | None:  # fmt: skip
-    """See EMA.snapshot()."""
-    where = Path(paths.to_write(directory)).absolute()
-    whole("every", every, 1)
-    stored = snapshots.stored_as(dtype)
-    now = lineage.Counts(*averages.engine.progress)
-    if averages.lineage is not None and now.step < averages.lineage.seen.step:
-        averages.go_on_from(None)  # it has begun again
-    mine = averages.snapshots.get(where)
-    if mine is None:
-        mine = averages.snapshots[where] = snapshots.Snapshots(where, averages, now.step)
-    averages.lineage.see(now)  # type: ignore[union-attr]
-    if not mine.is_due(now.step, every):
-        return None
-    averages.team.agree(lineage.WHAT, lambda: mine.check(now.step) if averages.team.rank == 0 else None)
-    files, options = _files_to_save(averages, lineage.WHAT, None, None)
-    for key, file in zip(averages.keys, files, strict=True):
-        file.name = _core.ema_file_name(key)
-    write = engine.write_in_background if asynchronous else engine.write
-    told = write(
-        files,
-        where / snapshots.directory_of(now.step),
-        averages.team,
-        progress=progress,
-        **{**options, "dtype": stored},
-    )
-    mine.last = now.step
-    return told
-
-
-def _files_to_save(
+def files_to_save(
     averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata
 ) -> tuple[list[engine.FileParts], dict[str, Any]]:
     """Returns the files and the engine's options, after all ranks have agreed. Collective."""
@@ -96,6 +49,133 @@ def _files_to_save(
 
     options = averages.team.agree(what, check)
     return _files(averages, averages.ready_to_hand_out(what), metadata or {}), options
+
+
+def snapshot(
+    averages: Averages, directory: paths.StrPath, every: int, dtype: torch.dtype | str | None, asynchronous: bool,
+    progress: Progress | None,
+) -> Report | SaveHandle | None:  # fmt: skip
+    """See EMA.snapshot()."""
+    where = Path(paths.to_write(directory)).absolute()
+    whole("every", every, 1)
+    stored = stored_as(dtype)
+    now = lineage.Counts(*averages.engine.progress)
+    if averages.lineage is not None and now.step < averages.lineage.seen.step:
+        averages.go_on_from(None)  # it has begun again
+    mine = averages.snapshots.get(where)
+    if mine is None:
+        mine = averages.snapshots[where] = Snapshots(where, averages, now.step)
+    averages.lineage.see(now)  # type: ignore[union-attr]
+    if not mine.is_due(now.step, every):
+        return None
+    averages.team.agree(lineage.WHAT, lambda: mine.check(now.step) if averages.team.rank == 0 else None)
+    files, options = files_to_save(averages, lineage.WHAT, None, None)
+    for key, file in zip(averages.keys, files, strict=True):
+        file.name = _core.ema_file_name(key)
+    write = engine.write_in_background if asynchronous else engine.write
+    options["dtype"] = stored
+    told = write(files, where / directory_of(now.step), averages.team, progress=progress, **options)
+    mine.last = now.step
+    return told
+
+
+_DIRECTORY = re.compile(r"snapshot-(\d{9,})")
+
+
+class Found(NamedTuple):
+    """A snapshot that is there."""
+
+    step: int
+    record: str
+    keys: list[str]
+
+    @property
+    def run(self) -> str:
+        """Of the process that took it."""
+        segments = json.loads(self.record)["segments"]
+        return str(segments[-1]["run"]) if segments else ""
+
+
+def directory_of(step: int) -> str:
+    return f"snapshot-{step:09}"
+
+
+def stored_as(dtype: torch.dtype | str | None) -> str | None:
+    """The engine's name of a snapshot's dtype."""
+    found = dtypes.floating(dtype)
+    if found is not None and found.itemsize < 2:
+        raise invalid(
+            f"{lineage.WHAT}: dtype={dtype}; averages after the fact are made of float32, bfloat16, float16 or float64"
+        )
+    return None if found is None else dtypes.NAMES[found]
+
+
+class Snapshots:
+    """Those of one EMA in one directory, from here on. Construction is collective."""
+
+    def __init__(self, directory: Path, core: Averages, step: int) -> None:
+        self._directory, self._core = directory, core
+        history = core.lineage or lineage.Lineage()
+        look = core.team.agree(lineage.WHAT, lambda: self._look(history, step) if core.team.rank == 0 else {})
+        told = json.loads(core.team.first(lineage.WHAT, json.dumps({"run": secrets.token_hex(8), **look}).encode()))
+        self.last: int = told["last"]  # what comes next is due after this
+        # Snapshots of other runs, which this one replaces as it comes to their steps.
+        self._strange = {(at, run) for at, run in told["strange"]}
+        if not history.begun:
+            core.team.agree(lineage.WHAT, lambda: history.begin(core.engine.state(), core.keys, told["run"]))
+        history.replace({run for _, run in self._strange if run})
+        core.lineage = history
+
+    def is_due(self, step: int, every: int) -> bool:
+        return step > 0 and step // every > self.last // every
+
+    def check(self, step: int) -> None:
+        """Raises where somebody else has come to write here. Of one rank."""
+        for at in (self.last, step):
+            found = _found(self._directory, at)
+            mine = found is None or not found.run or found.run in self._core.lineage.runs()  # type: ignore[union-attr]
+            if found is not None and not mine and (at, found.run) not in self._strange:
+                raise invalid(
+                    f"{lineage.WHAT}: {self._directory / directory_of(at)} was written by another EMA, or another job, "
+                    "since this one began: give each a directory of its own"
+                )
+
+    def _look(self, history: lineage.Lineage, step: int) -> dict[str, Any]:
+        """What is there, as JSON; of one rank."""
+        record = history.record()
+        there = [found for at in steps_in(self._directory) if (found := _found(self._directory, at))]
+        mine = [one.step for one in there if one.step <= step and _core.is_past(one.record, record, one.step)]
+        strange = [one for one in there if one.step not in mine]
+        # Those of its own run, after the state that it goes on from, may be of decays that it had then.
+        others = [one for one in strange if one.run not in history.runs()]
+        if other := [one for one in others if set(one.keys) != set(self._core.keys)]:
+            names, keys = ", ".join(other[0].keys), ", ".join(self._core.keys)
+            raise invalid(
+                f"{lineage.WHAT}: {self._directory} has snapshots of averages {names}, this EMA keeps {keys}; give "
+                "another directory"
+            )
+        return {"last": max(mine, default=step - 1), "strange": [(one.step, one.run) for one in strange]}
+
+
+def _found(directory: Path, step: int) -> Found | None:
+    at = directory / directory_of(step)
+    try:
+        files = _core.ema_files_in(at)
+        record = _core.Checkpoint.open(at / next(iter(files.values()))).metadata.get(_core.RECORD_KEY)
+        return None if record is None else Found(step, record, list(files))
+    except (StopIteration, errors.Error):
+        # Neither ours nor whole: it is replaced where this run comes to its step.
+        return None
+
+
+def steps_in(directory: Path) -> list[int]:
+    try:
+        found = [_DIRECTORY.fullmatch(name) for name in os.listdir(directory)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise errors.make("io", f"{directory}: {error.strerror}") from None
+    return [int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))]
 
 
 def _files(averages: Averages, state: str, metadata: Mapping[str, str]) -> list[engine.FileParts]:
@@ -144,7 +224,7 @@ def export(
         own |= {local.name: local.tensor.dtype for local in others}
         parts = averages.parts(k, saving=True)
         parts += [Part(local.name, local.flat(), local.region) for local in others if local.counts_on(team.rank)]
-        parts, cast = engine.in_dtypes(parts, own, floating(dtype))
+        parts, cast = engine.in_dtypes(parts, own, dtypes.floating(dtype))
         return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
 
     parts, options = team.agree("export()", check)
@@ -160,8 +240,7 @@ class Loading:
 
     def __init__(
         self, averages: Averages, files: Sequence[_core.Checkpoint], where: str, options: OptionsFrom,
-        strict: bool = True, verify: bool = True,
-        progress: Progress | None = None,
+        strict: bool = True, verify: bool = True, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         """``files``: in the order of the averages; ``where`` is for messages."""
         self._averages, metadata = averages, files[0].metadata
@@ -169,8 +248,7 @@ class Loading:
         lineage.check(self._record, len(files), where)  # the same on every rank
         self._loading = _core.Loading(
             averages.team.group, averages.engine, files, where, getattr(_core.OptionsFrom, options), strict=strict,
-            verify=verify,
-            timeout=averages.team.timeout, progress=shown(progress, "load", averages.team.rank),
+            verify=verify, timeout=averages.team.timeout, progress=shown(progress, "load", averages.team.rank),
         )  # fmt: skip
 
     def take(self) -> Report:

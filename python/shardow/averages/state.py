@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ import torch
 from shardow import _core
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
+from shardow.model.dtensor import region_of
 from shardow.model.local import oddity, refuse_expanded
 from shardow.model.match import Fit, compare
 from shardow.model.piece import Piece
-from shardow.model.regions import region_of
 from shardow.model.view import ModelView
 from shardow.ranks import gather
 from shardow.ranks.team import Team
@@ -51,10 +51,12 @@ def engine_state(state: Mapping[str, Any]) -> str:
 
 
 def check(
-    what: str, state: Mapping[str, Any], tracked: Sequence[Tracked], keys: Sequence[str], strict: bool = True
-) -> tuple[list[Copy], dict[str, list[str]]]:
-    """What load_state_dict will copy, and the names that are missing and unexpected. Raises with everything that does
-    not fit, before anything is copied; unless ``strict``, names may lack."""
+    what: str, state: Mapping[str, Any], parts: Sequence[Sequence[gather.Part]], keys: Sequence[str],
+    strict: bool = True,
+) -> tuple[list[Copy], dict[str, list[str]]]:  # fmt: skip
+    """Returns what load_state_dict will copy into ``parts``, of each average, and the names that are missing and
+    unexpected. Raises with everything that does not fit, before anything is copied; unless ``strict``, names may
+    lack."""
     averages = state.get("averages")
     if not isinstance(averages, Mapping):
         raise invalid("this is not a state of shardow.EMA: 'averages' is missing")
@@ -66,18 +68,11 @@ def check(
     ]
     if problems:
         raise invalid(f"the state does not fit: {'; '.join(problems)}")
-    copies: list[Copy] = []
-    shapes = {one.name: tuple(one.region.shape) for one in tracked}
+    shapes = {part.name: tuple(part.region.shape) for part in parts[0]}
     fits = [compare(shapes, shapes_of(by_key[key], shapes)) for key in keys]
+    each = zip(parts, keys, fits, strict=True)
+    copies = [copy for own, key, fit in each for copy in copies_of(own, by_key[key], fit)]
     joined = fits[0].joined(fits[1:])
-    for k, (key, found) in enumerate(zip(keys, fits, strict=True)):
-        wrong = {name for name, *_ in found.different}
-        fitting = [one for one in tracked if one.name in found.keys and one.name not in wrong]
-        copies += [
-            copy
-            for one in fitting
-            if (copy := plan(one.name, one.averages[k], one.region, by_key[key][one.name], joined))
-        ]
     (joined if strict else joined.only_different()).refuse(what, "the state", hint=HINT if strict else "")
     return copies, {"missing": joined.missing, "unexpected": joined.unexpected}
 
@@ -87,20 +82,27 @@ def shapes_of(state: Mapping[str, Any], wanted: Mapping[str, object]) -> dict[st
     return {name: tuple(value.size()) if name in wanted else () for name, value in state.items()}
 
 
-def plan(name: str, target: torch.Tensor, region: _core.Region, value: torch.Tensor, fit: Fit[Any]) -> Copy | None:
-    """Returns how ``value``, of the global shape, gets into ``target``, the 1-D memory of ``region``; None, and an
-    entry of ``fit.elsewhere``, where it is another part.
-    """
-    if isinstance(value, Piece):
-        given, local = value.region, value.local
-    elif hasattr(value, "_local_tensor"):
-        given, local = region_of(name, value), value._local_tensor
-    else:
-        return target, value, region
-    if given == region:
-        return target, local.reshape(-1), None
-    fit.elsewhere.append(name)
-    return None
+def copies_of(parts: Iterable[gather.Part], state: Mapping[str, Any], fit: Fit[Any]) -> list[Copy]:
+    """Returns how the values of ``state`` that fit get into ``parts``. A value that is another part makes an entry of
+    ``fit.elsewhere``."""
+    wrong = {name for name, *_ in fit.different}
+    copies: list[Copy] = []
+    for part in parts:
+        if part.name not in fit.keys or part.name in wrong:
+            continue
+        value = state[fit.keys[part.name]]
+        if isinstance(value, Piece):
+            region, local = value.region, value.local
+        elif hasattr(value, "_local_tensor"):
+            region, local = region_of(part.name, value), value._local_tensor
+        else:
+            copies.append((part.flat, value, part.region))
+            continue
+        if region == part.region:
+            copies.append((part.flat, local.reshape(-1), None))
+        else:
+            fit.elsewhere.append(part.name)
+    return copies
 
 
 def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
@@ -154,18 +156,16 @@ def refuse_unlike(tracked: Sequence[Tracked], target: ModelView) -> None:
             refuse_expanded(one.name, one.tensor)
 
 
-def copy_streamed(gatherer: gather.Gatherer, target: ModelView, team: Team) -> None:
+def copy_streamed(gatherer: gather.Gatherer, target: ModelView) -> None:
     """Each full tensor visits every rank once, and each keeps its slice of it."""
     places = {one.name: one for one in [*target.parameters, *target.buffers]}
     target.reshard()
-    for name, full in gatherer.stream():
-        there = places.get(name)
-        device = torch.device("cpu") if there is None else there.tensor.device
-        full = team.broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), device)
-        if there is not None:
-            flat = there.flat()
-            gather.take(full, there.region, flat)
-            there.put(flat)
+    cpu = torch.device("cpu")
+    for name, full in gatherer.everywhere(lambda name: places[name].tensor.device if name in places else cpu):
+        if (place := places.get(name)) is not None:
+            flat = place.flat()
+            gather.take(full, place.region, flat)
+            place.put(flat)
     target.reshard()
 
 

@@ -12,9 +12,8 @@ from shardow import _core
 from shardow.averages import lineage
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
-from shardow.base.checks import one_of
-from shardow.base.warnings import warn
-from shardow.files.decay_keys import choose
+from shardow.base.checks import one_of, warn
+from shardow.files.reading import choose
 from shardow.model.extra_state import extra_states
 from shardow.model.local import oddity, refuse_all_odd
 
@@ -38,7 +37,8 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         averages.swap.refuse("load_state_dict()")
         text = _state.engine_state(state)
         keys = saved_keys(averages, _core.decay_keys_in({_core.STATE_KEY: text}), options, "the state")
-        checked = _state.check("load_state_dict()", state, averages.tracked, keys, strict)
+        parts = [averages.parts(k) for k in range(len(keys))]
+        checked = _state.check("load_state_dict()", state, parts, keys, strict)
         lineage.check(lineage.record_in(text), len(keys), "the state")
         _take_options(averages, "load_state_dict()", text, options)
         return checked

@@ -39,9 +39,8 @@ from shardow.ranks.team import Team
 
 _RESTORE = "to have the weights back, call restore() of the EMA on every rank that shares the model"
 
-Together = Callable[
-    [str, Callable[[], None]], int
-]  # runs the check on all ranks or raises on all; returns which average is meant
+# Runs the check on all ranks or raises on all; returns which average is meant.
+Together = Callable[[str, Callable[[], None]], int]
 
 
 class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardow import errors
-from shardow.base.warnings import warn
+from shardow.base.checks import warn
 from shardow.ranks.team import Team
 
 LEAVING = "leaving swapped()"
@@ -56,9 +56,8 @@ class Meeting:
         elif self._team.noted(self._key):
             patience = _GRACE
         else:
-            patience = max(
-                self._team.timeout - (time.monotonic() - began), _GRACE
-            )  # a store that did not answer has cost some of it
+            # A store that did not answer has cost some of the time.
+            patience = max(self._team.timeout - (time.monotonic() - began), _GRACE)
         try:
             return [
                 Status(*json.loads(one)) for one in self._team.gather(LEAVING, json.dumps(status).encode(), patience)

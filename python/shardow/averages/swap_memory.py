@@ -11,8 +11,7 @@ import torch
 from shardow import _core
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.tracked import Tracked
-from shardow.base.checks import invalid
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, warn
 from shardow.model.view import ModelView
 
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardow import _core
 from shardow.averages.arena import Arena
 from shardow.averages.options import DTYPES, Options
-from shardow.averages.stretches import Stretch
-from shardow.base.checks import invalid, unsupported
-from shardow.base.warnings import warn
+from shardow.base.checks import first_of, invalid, unsupported, warn
 from shardow.model import storage
 from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
@@ -27,6 +25,35 @@ if TYPE_CHECKING:
 
 #: Of `source=`: a tensor of the parameter's local shape, or what Stretch is made of.
 Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
+
+
+class Stretch(NamedTuple):
+    """``tensor``'s elements stand for those of a parameter from ``first`` on, in row-major order of the whole
+    parameter; ``of="local"``: of what this rank holds of it."""
+
+    tensor: torch.Tensor
+    first: int
+    of: str = "global"
+
+    def placed(self, local: LocalTensor) -> tuple[_core.Region, int]:
+        """(region, begin): the elements, and where they begin in the local memory. Raises ValueError where this rank
+        does not hold them.
+        """
+        size, first = self.tensor.numel(), self.first
+        if size == 0:
+            return local.region.window(0, 0), 0
+        if self.of not in ("global", "local") or first < 0:
+            raise invalid(
+                f"source= of '{local.name}': ({size} elements, {first}, {self.of!r}); the first is counted 'global' "
+                "or 'local'"
+            )
+        begin, end = first, first + size
+        if self.of == "global":
+            begin, end = local.region.position(begin), local.region.position(end)
+        if end - begin != size or end > local.region.size:
+            asked = f"elements [{first}, {first + size}), counted {self.of}"
+            raise invalid(f"source= of '{local.name}': {asked}, are not all on this rank, which holds {local.region}")
+        return local.region.window(begin, end), begin
 
 
 @dataclass(slots=True)
@@ -40,15 +67,13 @@ class Tracked:
     begin: int
     _master: torch.Tensor | None = None  # what `source=` names, in the shape of the local region
     stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
-    owners: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # of a stretched one: (begin, end) in local memory, by replica
+    # By replica, (begin, end) in local memory of a stretched tensor.
+    owners: dict[int, tuple[int, int]] = field(default_factory=dict)
     arena: Arena | None = None
     place: int = 0
     is_offloaded: bool = False  # the averages are on the host, their weights on a device
-    stage: torch.Tensor | None = (
-        None  # of strided weights: this rank's part in order, 1-D, which gather() fills and scatter() writes back
-    )
+    # This rank's part of strided weights in order, 1-D, which gather() fills and scatter() writes back.
+    stage: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self._find_source()
@@ -84,17 +109,15 @@ class Tracked:
 
     def _find_source(self) -> None:
         weights = self.local.tensor
-        self.stage = (
-            None
-            if weights.is_contiguous()
-            else torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
-        )
-        if self.stretched and self.stage is not None:
+        self.stage = None
+        if weights.is_contiguous():
+            return
+        if self.stretched:
             raise unsupported(
                 f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first"
             )
-        if self.stage is not None:
-            self.gather()
+        self.stage = torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
+        self.gather()
 
     def gather(self) -> None:
         if self.stage is not None:
@@ -165,12 +188,6 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
     return tracked
 
 
-def views_of(tracked: Sequence[Tracked], flats: list[torch.Tensor]) -> _core.Views:
-    """The engine's descriptions of all of them in ``flats``."""
-    made = storage.engine_views([one.local.name for one in tracked], flats, [one.region for one in tracked])
-    return made if made is not None else _core.Views([one.view(flat) for one, flat in zip(tracked, flats, strict=True)])
-
-
 def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
     """What must be the same on all ranks."""
     tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in tracked}
@@ -191,9 +208,8 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
         one.is_offloaded = there.type == "cuda"
         return torch.device("cpu")
     raise unsupported(
-        f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= "
-        "out) or on the host "
-        "(device='cpu')"
+        f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= out) "
+        "or on the host (device='cpu')"
     )
 
 
@@ -273,12 +289,10 @@ class Unfrozen:
 
     def _say(self, names: list[str]) -> None:
         self._frozen = []
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         warn(
-            f"{', '.join(names[:8])}{more}: frozen when this EMA was made, trained now, and not averaged: exports and "
-            "swapped() have the "
-            "weights as they are. To average them, make a new EMA and load the old one's state into it: "
-            "new.load_state_dict(old.state_dict(), strict=False)"
+            f"{first_of(names)}: frozen when this EMA was made, trained now, and not averaged: exports and "
+            "swapped() have the weights as they are. To average them, make a new EMA and load the old one's state into "
+            "it: new.load_state_dict(old.state_dict(), strict=False)"
         )
 
 

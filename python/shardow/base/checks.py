@@ -1,13 +1,19 @@
-"""Values that a caller gave, refused in one sentence where they cannot be: an option among some, a whole number, a
-deadline.
+"""Refuses a caller's values in one sentence: an option among some, a whole number, a deadline. Warns at the caller's
+line.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from shardow import errors
+
+SHOWN = 8  # names of each kind that a message has
+_NOT_THE_USERS = {"shardow", "torch", "contextlib"}  # packages whose frames are passed over
 
 
 def invalid(message: str, also: type[Exception] | None = None, code: str = "invalid_argument") -> Exception:
@@ -46,3 +52,17 @@ def seconds(timeout: float | timedelta | None) -> float | None:
     if not value > 0:
         raise invalid(f"timeout={timeout}; it must be more than 0 seconds")
     return value
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Returns the first names, and how many more there are."""
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost frame that is in none of _NOT_THE_USERS."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

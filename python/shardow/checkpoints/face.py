@@ -106,10 +106,8 @@ class Checkpoints:
             return given
 
         files, texts = files_to_save(step, given, {} if state is None else state, team)
-        path, write = (
-            self.directory / manifest.directory_of(step),
-            engine.write_in_background if asynchronous else engine.write,
-        )
+        path = self.directory / manifest.directory_of(step)
+        write = engine.write_in_background if asynchronous else engine.write
         return write(files, path, team, lambda: self._retire(step), progress=progress, texts=texts)
 
     def _retire(self, step: int) -> None:

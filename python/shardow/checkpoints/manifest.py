@@ -41,9 +41,8 @@ class Manifest:
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     state: Any = field(default_factory=dict)
-    kinds: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # of optimizers and schedulers, the names of their classes
+    # Names of the classes of optimizers and schedulers.
+    kinds: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def text(self) -> str:
         """With a checksum of what is before it as the last key."""
@@ -103,9 +102,8 @@ def parse(text: str, where: str) -> Manifest:
                 f"its checksum differs, so it was changed or damaged; without its last key, {_CRC}, it is taken as it "
                 "is"
             )
-        known = {
-            one.name for one in fields(Manifest)
-        }  # a later shardow may tell more in the same version of the format
+        # Leaves out what a later shardow writes beside it in the same version of the format.
+        known = {one.name for one in fields(Manifest)}
         one = Manifest(**{key: value for key, value in found.items() if key in known})
         if not _is_understood(one):
             raise ValueError("a value is none that it may have")

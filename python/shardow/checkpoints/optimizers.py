@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from shardow import _core
 from shardow.base import plain
 from shardow.base.checks import invalid, unsupported
+from shardow.model.dtensor import region_of
 from shardow.model.equal import Common, common_of
 from shardow.model.fsdp1 import FlatTensor
 from shardow.model.local import LocalTensor
 from shardow.model.parts import flat_of
-from shardow.model.regions import region_of
 from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
 
@@ -45,10 +45,8 @@ class Tensors:
         """As plain.encode() asks: a tensor that every rank holds."""
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
             return plain.refuse(where, value)
-        region, tensor = (
-            _core.Region.whole(list(value.shape)),
-            value.detach().clone(memory_format=torch.contiguous_format),
-        )
+        region = _core.Region.whole(list(value.shape))
+        tensor = value.detach().clone(memory_format=torch.contiguous_format)
         self.parts.append(Part(where, tensor.view(-1), region))
         self.common.append(Common(where, tensor, region, where))  # where: not all ranks have the same ones, under FSDP1
         return {"$tensor": where}

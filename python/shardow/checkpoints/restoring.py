@@ -14,8 +14,7 @@ from shardow import _core, errors
 from shardow.averages.persistence import Loading, loading_beside
 from shardow.averages.state_dict import OptionsFrom
 from shardow.base import plain
-from shardow.base.checks import invalid
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, warn
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.manifest import Manifest
 from shardow.checkpoints.resumed import Resumed, Wanted
@@ -203,8 +202,7 @@ class Restoring:
         if random and self._random is None:
             warn(
                 f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
-                f"{self._team.size}: they stay as they "
-                "are; random=False says so"
+                f"{self._team.size}: they stay as they are; random=False says so"
             )
         elif random and self._random is not None:
             generators.give(bytes(self._random.tolist()))

@@ -141,8 +141,7 @@ class Resumed:
             if key is not None:
                 raise invalid(
                     f"'{name}' and '{other_name}' are parts of one flat parameter here, and their {key!r} differed "
-                    "there; wrap with "
-                    "use_orig_params=True"
+                    "there; wrap with use_orig_params=True"
                 )
 
     def put(self) -> None:

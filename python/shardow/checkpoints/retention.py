@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 
 from shardow import _core, errors
-from shardow.base.warnings import warn
+from shardow.base.checks import warn
 from shardow.checkpoints import manifest
 
 _LEFT = re.compile(r"\.(step-\d{9,})\.[0-9a-f]{16}(-old|-spent|-renamed)?\.tmp")  # beside a step, while it is saved

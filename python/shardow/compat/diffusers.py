@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.base.checks import fraction, invalid, unsupported
-from shardow.base.warnings import warn
+from shardow.base.checks import fraction, invalid, unsupported, warn
 from shardow.compat.files.diffusers_files import read, write
 from shardow.compat.ways.listed import Listed, assign, copies, loaded, moved
 from shardow.model.dtensor import sharded_like
@@ -44,12 +43,8 @@ class EMAModel:
         self.decay, self.min_decay = fraction("decay", decay), fraction("min_decay", min_decay)
         self.shadow_params = copies(_whole(_listed(parameters)))
         self.temp_stored_params: list[torch.Tensor] | None = None
-        self.update_after_step, self.use_ema_warmup, self.inv_gamma, self.power = (
-            update_after_step,
-            use_ema_warmup,
-            inv_gamma,
-            power,
-        )
+        self.update_after_step, self.use_ema_warmup = update_after_step, use_ema_warmup
+        self.inv_gamma, self.power = inv_gamma, power
         self.optimization_step = 0
         self.cur_decay_value: float | None = None
         self.foreach, self.model_cls, self.model_config = foreach, model_cls, model_config

@@ -53,14 +53,12 @@ class EMA(nn.Module):
     def __init__(
         self, model: nn.Module, ema_model: nn.Module | Callable[[], nn.Module] | None = None, beta: float = 0.9999,
         update_after_step: int = 100, update_every: int = 10, inv_gamma: float = 1.0, power: float = 2 / 3,
-        min_value: float = 0.0,
-        param_or_buffer_names_no_ema: Iterable[str] = (), ignore_names: Iterable[str] = (),
-        ignore_startswith_names: Iterable[str] = (),
-        include_online_model: bool = True, allow_different_devices: bool = False, use_foreach: bool = False,
+        min_value: float = 0.0, param_or_buffer_names_no_ema: Iterable[str] = (), ignore_names: Iterable[str] = (),
+        ignore_startswith_names: Iterable[str] = (), include_online_model: bool = True,
+        allow_different_devices: bool = False, use_foreach: bool = False,
         update_model_with_ema_every: int | None = None, update_model_with_ema_beta: float = 0.0,
-        forward_method_names: tuple[str, ...] = (),
-        move_ema_to_online_device: bool = False, coerce_dtype: bool = False, lazy_init_ema: bool = False,
-        replicas: Replicas = "copy",
+        forward_method_names: tuple[str, ...] = (), move_ema_to_online_device: bool = False, coerce_dtype: bool = False,
+        lazy_init_ema: bool = False, replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -79,15 +77,10 @@ class EMA(nn.Module):
         self.ignore_names, self.ignore_startswith_names = set(ignore_names), set(ignore_startswith_names)
         self.include_online_model = include_online_model
         self.online_model = model if include_online_model else [model]
-        self.allow_different_devices, self.coerce_dtype, self.use_foreach = (
-            allow_different_devices,
-            coerce_dtype,
-            use_foreach,
-        )
-        self.update_model_with_ema_every, self.update_model_with_ema_beta = (
-            update_model_with_ema_every,
-            update_model_with_ema_beta,
-        )
+        self.allow_different_devices = allow_different_devices
+        self.coerce_dtype, self.use_foreach = coerce_dtype, use_foreach
+        self.update_model_with_ema_every = update_model_with_ema_every
+        self.update_model_with_ema_beta = update_model_with_ema_beta
         self.forward_method_names = forward_method_names
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = one_of("replicas", replicas, ("copy", "split"))

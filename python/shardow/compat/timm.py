@@ -114,27 +114,17 @@ class ModelEmaV3(Averaged):
 
     def __init__(
         self, model: nn.Module, decay: float = 0.9999, min_decay: float = 0.0, update_after_step: int = 0,
-        use_warmup: bool = False,
-        warmup_gamma: float = 1.0, warmup_power: float = 2 / 3, device: Any = None, dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = True, stochastic_rounding_seed: int = 0, foreach: bool = True,
-        exclude_buffers: bool = False, *,
-        replicas: Replicas = "copy",
+        use_warmup: bool = False, warmup_gamma: float = 1.0, warmup_power: float = 2 / 3, device: Any = None,
+        dtype: torch.dtype | None = None, stochastic_rounding: bool = True, stochastic_rounding_seed: int = 0,
+        foreach: bool = True, exclude_buffers: bool = False, *, replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
         first = next(model.parameters(), None)
         if device is not None and first is not None and device != first.device:
             foreach = False
         rule: Chosen = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
-        choose, seed = _parameters_alone if exclude_buffers else _saved_floats, stochastic_rounding_seed
-        follower = follow(
-            model,
-            rule,
-            choose,
-            device=device,
-            dtype=dtype,
-            replicas=replicas,
-            stochastic=stochastic_rounding,
-            seed=seed,
-        )
+        choose = _parameters_alone if exclude_buffers else _saved_floats
+        rounding: dict[str, Any] = {"stochastic": stochastic_rounding, "seed": stochastic_rounding_seed}
+        follower = follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
         super().__init__(follower)
         self.module.eval()
         self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
@@ -191,11 +181,8 @@ class ModelEmaV3(Averaged):
 
 def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> Rule:
     """torch._foreach_lerp_() wants one dtype, of all that are not rounded stochastically."""
-    return (
-        "lerp"
-        if all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW))
-        else "mul_add"
-    )
+    alike = all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW))
+    return "lerp" if alike else "mul_add"
 
 
 def _saved_floats(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:

@@ -39,9 +39,8 @@ class SaveHandle:
         self._path = path
         self._report: dict[str, Any] = {}
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._write, args=(save, committed), name=f"shardow save {path}"
-        )  # no daemon: the interpreter waits
+        # The thread is no daemon, so that the interpreter waits for it.
+        self._thread = threading.Thread(target=self._write, args=(save, committed), name=f"shardow save {path}")
         self._thread.start()
 
     def _write(self, save: _core.Save, committed: Callable[[], None] | None) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch.distributed as dist
 
 from shardow import _core, errors
-from shardow.base import warnings
+from shardow.base.checks import invalid, warn
 from shardow.base.progress import Progress
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import ANSWER, store_group
@@ -65,13 +65,13 @@ def claimed(
 
     def guarded(done: int, total: int) -> None:
         if found := refusal():
-            raise errors.make("invalid_argument", found)
+            raise invalid(found)
         if progress is not None:
             progress(done, total)
 
     found = team.agree("save()", lambda: refusal().encode() if team.rank == 0 else b"")
     if found := team.first("save()", found):
-        raise errors.make("invalid_argument", found.decode())
+        raise invalid(found.decode())
     if job is None:
         return {}, progress
     return {KEY: json.dumps({"job": job, "ranks": ranks, "digest": digest})}, guarded
@@ -94,7 +94,7 @@ def _job(path: str, patience: float) -> str | None:
         except RuntimeError:  # a simulated job's store has no compare_set()
             return None
         if answer is None:
-            warnings.warn(
+            warn(
                 f"{path}: the job's store did not answer within {patience:g} s, so that it is not noticed where other "
                 "ranks save other tensors there; if they do, the last save stays",
                 RuntimeWarning,

@@ -20,7 +20,7 @@ from shardow.files.background import CHANNEL, SaveHandle, settle, start
 from shardow.files.claims import claimed
 from shardow.files.paths import StrPath
 from shardow.model import dtypes
-from shardow.model.storage import engine_view, engine_views
+from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import StoreGroup, store_group
 from shardow.ranks.team import Team
@@ -78,9 +78,7 @@ def _several_said(where: str) -> Iterator[None]:
     except errors.InvalidArgumentError:
         if several := _core.ema_files_in(where):
             one_of_them = f"give the file of one of them: {', '.join(several.values())}"
-            raise errors.make(
-                "invalid_argument", f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}"
-            ) from None
+            raise invalid(f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}") from None
         raise
 
 
@@ -114,29 +112,22 @@ def write_in_background(
 
 def _prepared(
     group: _core.Group, files: Sequence[FileParts], path: StrPath, team: Team, options: dict[str, Any]
-) -> tuple[_core.Save, list[Sequence[Part]]]:
+) -> tuple[_core.Save, list[list[Part]]]:
     """Returns the engine's save and the memory that it reads, which must stay until it is written or staged."""
-    memory: list[Sequence[Part]] = []
 
-    def given() -> tuple[str, list[tuple[str, Any, dict[str, str]]]]:
-        return paths.to_write(path), [
-            (file.name, _reached(file.parts, memory), _texts(file.metadata)) for file in files
-        ]
+    def checked() -> tuple[str, list[list[Part]], list[list[_core.TensorView]], list[dict[str, str]]]:
+        memory = [_for_engine(file.parts) for file in files]
+        return paths.to_write(path), memory, [*map(_views, memory)], [_texts(file.metadata) for file in files]
 
-    target, told = team.agree("save()", given)
+    target, memory, views, texts = team.agree("save()", checked)
     progress = shown(options.pop("progress", None), f"save {Path(target).name}", team.rank)
     parts = (part for file in files for part in file.parts)
-    texts, progress = claimed(target, [file.name for file in files], parts, team, progress)
-    engine_files = [_core.SaveFile(name, views, {**metadata, **texts}) for name, views, metadata in told]
+    claim, progress = claimed(target, [file.name for file in files], parts, team, progress)
+    engine_files = [
+        _core.SaveFile(file.name, tensors, {**own, **claim})
+        for file, tensors, own in zip(files, views, texts, strict=True)
+    ]
     return _core.Save(group, engine_files, target, timeout=team.timeout, progress=progress, **options), memory
-
-
-def _reached(parts: Sequence[Part], memory: list[Sequence[Part]]) -> _core.Views | list[_core.TensorView]:
-    """Returns views of memory that the engine reaches, and adds its tensors to ``memory``. Views of the usual tensors,
-    thousands, are made without a step of Python's for each."""
-    made = engine_views([one.name for one in parts], [one.flat for one in parts], [one.region for one in parts])
-    memory.append(parts if made is not None else _for_engine(parts))
-    return made if made is not None else _views(memory[-1])
 
 
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:

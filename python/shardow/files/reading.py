@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, unsupported
 from shardow.files import paths
-from shardow.files.decay_keys import choose
 from shardow.files.paths import StrPath
 
 #: numpy's name of each dtype; bfloat16, which numpy lacks, comes as float32, which holds every value of it.
@@ -21,6 +20,22 @@ _NUMPY = {
 }  # fmt: skip
 
 Framework = Literal["torch", "numpy"]
+
+
+def choose(keys: Sequence[str], decay: object) -> int:
+    """Returns the index that ``decay`` names: a number, a key or a Schedule; None where there is but one. What averages
+    are called is the engine's to say: include/shardow/ema_file.h."""
+    if decay is None:
+        if len(keys) == 1:
+            return 0
+        raise invalid(f"this EMA keeps {len(keys)} averages; say which with decay=, one of {', '.join(keys)}")
+    if isinstance(decay, _core.Schedule):
+        key = decay.key()
+    else:
+        key = repr(float(decay)).removesuffix(".0") if isinstance(decay, (int, float)) else str(decay)
+    if key not in keys:
+        raise invalid(f"decay={decay}; this EMA keeps {', '.join(keys)}")
+    return list(keys).index(key)
 
 
 class Slice:

@@ -11,8 +11,7 @@ __all__ = ["TESTED_WITH", "accelerate", "deepspeed", "lightning", "megatron", "t
 #: Versions that the tests ran with, by package; others may do.
 TESTED_WITH = {
     "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "lightning": "2.6.6",
-    "megatron-core": "0.16.0",
-    "torchtitan": "0.3.0", "trl": "1.16.0",
+    "megatron-core": "0.16.0", "torchtitan": "0.3.0", "trl": "1.16.0",
 }  # fmt: skip
 
 

@@ -71,8 +71,7 @@ def average(
         except NotFoundError as error:
             raise NotFoundError(
                 f"{folder} has no {name}.safetensors: it was saved without these averages. To begin them from its "
-                "weights, call "
-                "load_state() before average()"
+                "weights, call load_state() before average()"
             ) from error
 
     accelerator.register_save_state_pre_hook(save)

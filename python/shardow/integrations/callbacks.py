@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from shardow.base.checks import one_of
-from shardow.base.warnings import warn
+from shardow.base.checks import one_of, warn
 from shardow.ema import EMA
 from shardow.errors import NotFoundError
 
@@ -48,8 +47,7 @@ class Keeping:
         if self.missing == "error":
             raise NotFoundError(
                 f"{lacking}, so the averages can't go on where this checkpoint was saved. {instead}To begin them from "
-                "its weights: "
-                f"{type(self).__name__}(missing='from_model')"
+                f"its weights: {type(self).__name__}(missing='from_model')"
             )
         warn(f"{lacking}: the averages begin anew from the checkpoint's weights")
 

@@ -18,8 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from shardow.base.checks import one_of
-from shardow.base.warnings import warn
+from shardow.base.checks import one_of, warn
 from shardow.ema import EMA
 from shardow.errors import CorruptError, Error
 from shardow.integrations.callbacks import Keeping, Missing
@@ -68,9 +67,8 @@ class EMACallback(Keeping, Callback):
         trainer.strategy.save_checkpoint = self._beside(trainer.strategy)  # type: ignore[method-assign]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.epochs is not None and self.epochs(
-            trainer.current_epoch
-        ):  # a resume comes here again: each counts once
+        # Counts each epoch once, though a resume comes here again.
+        if self.epochs is not None and self.epochs(trainer.current_epoch):
             assert self.ema is not None
             self.ema.update(step=sum(self.epochs(one) for one in range(trainer.current_epoch + 1)))
 

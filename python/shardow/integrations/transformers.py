@@ -159,9 +159,8 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     """
     for step, path in newest_first(output_dir, "checkpoint-"):
         try:
-            whole = (
-                TrainerState.load_from_json(str(path / "trainer_state.json")).global_step == step
-            )  # which is written last
+            # trainer_state.json is written last.
+            whole = TrainerState.load_from_json(str(path / "trainer_state.json")).global_step == step
         except (OSError, ValueError):
             continue
         if whole and (path / FILE).exists():

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardow.memory.drawing import Colours, draw, figure
     from shardow.memory.measurement import measure
-    from shardow.memory.prediction import plan
+    from shardow.memory.prediction import Usage, plan
     from shardow.memory.samples import Timeline, timeline
     from shardow.memory.switches import Switches, apply
-    from shardow.memory.usage import Usage
 
 __all__ = ["Colours", "Switches", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
 _HOMES = {
-    "Colours": "drawing", "Switches": "switches", "Timeline": "samples", "Usage": "usage", "apply": "switches",
-    "draw": "drawing",
-    "figure": "drawing", "measure": "measurement", "plan": "prediction", "timeline": "samples",
+    "Colours": "drawing", "Switches": "switches", "Timeline": "samples", "Usage": "prediction", "apply": "switches",
+    "draw": "drawing", "figure": "drawing", "measure": "measurement", "plan": "prediction", "timeline": "samples",
 }  # fmt: skip
 
 

@@ -72,11 +72,9 @@ def figure(timelines: Mapping[str, Timeline], colours: Colours | None = None) ->
 def _lines(panel: Axes, ranks: Sequence[Samples], series_of: Any, scale: int, colours: Colours) -> None:
     start = min(one.resident[0][0] for one in ranks)
     for one in sorted(ranks, key=lambda one: -one.rank):  # rank 0 on top
-        label = (
-            {0: "rank 0", len(ranks) - 1: "other ranks" if len(ranks) > 2 else "rank 1"}.get(one.rank)
-            if len(ranks) > 1
-            else None
-        )
+        label = None
+        if len(ranks) > 1:
+            label = {0: "rank 0", len(ranks) - 1: "other ranks" if len(ranks) > 2 else "rank 1"}.get(one.rank)
         points = series_of(one)
         panel.plot(
             [at - start for at, _ in points],
@@ -89,8 +87,7 @@ def _lines(panel: Axes, ranks: Sequence[Samples], series_of: Any, scale: int, co
         panel.axvline(at - start, color=colours.faint, linewidth=0.8, linestyle=(0, (2, 2)))
         panel.annotate(
             what, (at - start, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -4), textcoords="offset points",
-            rotation=90,
-            ha="right", va="top", fontsize=8, color=colours.faint,
+            rotation=90, ha="right", va="top", fontsize=8, color=colours.faint,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from shardow.base.checks import invalid
 from shardow.ema import EMA
 from shardow.memory.activations import as_in_training, kept_bytes, storage_bytes, tensors_in
 from shardow.memory.batch import as_arguments
-from shardow.memory.usage import Usage, usage
+from shardow.memory.prediction import Usage, usage
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.slots import slots

@@ -21,7 +21,6 @@ from shardow.memory.batch import shape_and_dtype
 from shardow.memory.fake_forward import Fake
 from shardow.memory.optimizer_state import state_bytes
 from shardow.memory.switches import apply, is_switched
-from shardow.memory.usage import Usage, usage
 from shardow.model.modules import repeated_blocks
 from shardow.model.names import unwrapped
 from shardow.model.slots import by_tensor, slots
@@ -31,6 +30,37 @@ _ON: dict[str, Any] = {"bf16": True, "activation_checkpointing": True, "attentio
 
 
 SHARDINGS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp")
+
+
+KEYS = ("weights", "gradients", "optimizer", "averages", "activations")
+
+
+class Usage(dict[str, Any]):
+    """Bytes on one rank; printed as a table in MiB.
+
+    weights: parameters and buffers; gradients; optimizer: its state; averages; activations: what autograd keeps at the
+    end of a forward pass in training, or None where there was no batch to tell; total: the sum of those that are known.
+
+    plan() adds saves: {switch: bytes of activations that it takes away}, with the other switches as they were given;
+    None where there is no batch, or no repeated block to checkpoint. measure() adds device_peak on CUDA: the most that
+    torch had allocated there since its count was last reset.
+    """
+
+    def __str__(self) -> str:
+        rows = [(key, self[key]) for key in (*KEYS, "total", "device_peak") if key in self]
+        rows += [(f"saved by {name}", amount) for name, amount in self.get("saves", {}).items() if amount is not None]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {_mebibytes(amount)}" for name, amount in rows)
+
+
+def usage(**amounts: int | None) -> Usage:
+    """Of the five keys, with their total."""
+    found = {key: amounts[key] for key in KEYS}
+    return Usage(found, total=sum(amount for amount in found.values() if amount is not None))
+
+
+def _mebibytes(amount: int | None) -> str:
+    return f"{amount / 2**20:>12,.2f} MiB" if amount is not None else f"{'unknown':>12}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,19 +11,20 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core
-from shardow.base.checks import invalid, seconds
+from shardow.base.checks import invalid, seconds, whole
 from shardow.base.progress import Progress
-from shardow.files import engine
+from shardow.files import engine, paths
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged
 from shardow.ranks.team import Team
 
+_MOST_STEPS = 2**53  # beyond, float64 has no longer every whole number
+
 
 def merged(
     inputs: Sequence[StrPath], *, weights: Sequence[float] | None = None, normalize: bool = False,
-    ema: float | None = None,
-    per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None,
-    key: str | None = None,
+    ema: float | None = None, per_step: bool = False, lawa: int | None = None, curve: str | None = None,
+    steps: Sequence[int] | None = None, key: str | None = None,
 ) -> Merged:  # fmt: skip
     """The sum of c_j x_j over checkpoints, in place of a path: ``shardow.load(model, shardow.merged([...]))``. Reads
     nothing yet.
@@ -44,28 +46,36 @@ def merged(
     Raises:
         ValueError: rules that exclude each other, lists of another length.
     """
-    return Merged(
-        inputs,
-        weights=weights,
-        normalize=normalize,
-        ema=ema,
-        per_step=per_step,
-        lawa=lawa,
-        curve=curve,
-        steps=steps,
-        key=key,
-    )
+    if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
+        raise invalid(f"inputs={inputs!r}; give a list of paths")
+    read = [paths.to_read(path) for path in inputs]
+    rules = {"weights": weights, "ema": ema, "lawa": lawa, "curve": curve}
+    if len(given := [name for name, value in rules.items() if value is not None]) > 1:
+        raise invalid(f"{' and '.join(f'{name}=' for name in given)}: one rule gives the coefficients")
+    if per_step and ema is None:
+        raise invalid("per_step=True goes with ema=")
+    if normalize and weights is None:
+        raise invalid("normalize=True goes with weights=")
+    for name, values in (("weights", weights), ("steps", steps)):
+        if values is not None and len(values) != len(read):
+            raise invalid(f"{name}= has {len(values)} numbers for {len(read)} inputs")
+    rule: dict[str, Any] = {
+        "weights": None if weights is None else [_number("weights", one) for one in weights],
+        "normalize": bool(normalize),
+        "ema": None if ema is None else _number("ema", ema),
+        "per_step": bool(per_step),
+        "lawa": None if lawa is None else whole("lawa", lawa, 1),
+        "curve": curve if curve is None else str(curve),
+    }
+    return Merged(read, rule, None if steps is None else [_step(step) for step in steps], key)
 
 
 def merge(
     inputs: Sequence[StrPath], out: StrPath, *, weights: Sequence[float] | None = None, normalize: bool = False,
-    ema: float | None = None,
-    per_step: bool = False, lawa: int | None = None, curve: str | None = None, steps: Sequence[int] | None = None,
-    key: str | None = None,
-    dtype: torch.dtype | str | None = None, max_shard_size: int | str | None = None,
-    metadata: Mapping[str, str] | None = None,
-    verify: bool = True, group: dist.ProcessGroup | None = None, progress: Progress | None = None,
-    timeout: float | timedelta | None = None,
+    ema: float | None = None, per_step: bool = False, lawa: int | None = None, curve: str | None = None,
+    steps: Sequence[int] | None = None, key: str | None = None, dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None, metadata: Mapping[str, str] | None = None, verify: bool = True,
+    group: dist.ProcessGroup | None = None, progress: Progress | None = None, timeout: float | timedelta | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Writes what merged() describes, as save() would: the old checkpoint or the new one, whole, at every instant.
 
@@ -121,3 +131,20 @@ def merge(
         **options,
     )
     return {**report, "formula": opened.coefficients.formula, "index_error": opened.coefficients.index_error}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise invalid(f"{name}= has {value!r}; it must be a number") from None
+
+
+def _step(value: Any) -> int:
+    try:
+        step = operator.index(value)
+    except TypeError:
+        step = -1
+    if not 0 <= step <= _MOST_STEPS:
+        raise invalid(f"steps= has {value!r}; a step is a whole number from 0 to 2^53")
+    return step

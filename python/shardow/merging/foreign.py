@@ -113,12 +113,9 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
         if not isinstance(state, Mapping) or key not in state:
             raise invalid(f"{path} has nothing under {key!r}")
         state = state[key]
-    tensors = (
-        {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
-        if isinstance(state, Mapping)
-        else {}
-    )
-    inner = [name for name, one in state.items() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
+    entries = state if isinstance(state, Mapping) else {}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)}
+    inner = [name for name, entry in entries.items() if isinstance(entry, Mapping)]
     if not tensors and inner:
         raise invalid(
             f"{path} has no tensors at its top; say where the weights are: key={inner[0]!r}, of "

@@ -5,19 +5,59 @@ of a part of a model, its parents too."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
+
+# Private, since nothing public leads from a parameter to its module.
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardow.base.warnings import warn
-from shardow.model.local import Form, LocalTensor, memory_of
+from shardow import _core
+from shardow.base.checks import unsupported, warn
+from shardow.model.local import Form, LocalTensor, Replicas, memory_of
 from shardow.model.names import modules_of
-from shardow.model.parents import fsdp2_around
-from shardow.model.regions import region_of, replicas_of
 from shardow.model.slots import Slot
+
+
+def region_of(name: str, tensor: Any) -> _core.Region:
+    """Returns the region of DTensor ``tensor`` on this rank, checked against its local tensor; ``name`` is for
+    messages. What placements mean is the engine's to say: its rule was compared with what ``fully_shard`` and
+    ``distribute_tensor`` really cut; torch's own helper is wrong for uneven TP + ``fully_shard``."""
+    mesh, me = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if me is None:  # this rank is outside the tensor's mesh
+        return _core.Region.whole(tensor.shape).window(0, 0)
+    sizes = [(mesh.size(mesh_dim), place) for mesh_dim, place in enumerate(me)]
+    region = _core.region_of(name, tensor.shape, sizes, list(map(_placement, tensor.placements)))
+    held = tuple(tensor._local_tensor.shape)  # the public to_local() makes a view each time, with a grad_fn
+    # An empty shard may be (0, 0) where (1, 0) is expected.
+    if math.prod(held) != region.size or (region.size and held != region.grid_shape):
+        there = f"{list(held)} here, {math.prod(held)} elements"
+        raise unsupported(f"'{name}' holds {there}, where its placements {tensor.placements} say {region}")
+    return region
+
+
+def _placement(placement: Any) -> _core.Placement:
+    if placement.is_replicate():
+        return _core.Placement.replicate()
+    if not hasattr(placement, "dim"):
+        return _core.Placement.partial()
+    return _core.Placement.shard(placement.dim, getattr(placement, "split_factor", 1))
+
+
+def replicas_of(tensor: Any) -> Replicas:
+    """(process group, this rank's index, size) of each mesh dimension that only replicates."""
+    mesh, me = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if me is None:
+        return ()
+    return tuple(
+        (mesh.get_group(mesh_dim), me[mesh_dim], mesh.size(mesh_dim))
+        for mesh_dim, placement in enumerate(tensor.placements)
+        if placement.is_replicate() and mesh.size(mesh_dim) > 1
+    )
 
 
 def sharded_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -27,12 +67,25 @@ def sharded_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def empty_like(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns a model's tensor without values, in memory or on meta: of the same shape and kind, a DTensor sharded
+    alike, a Parameter with the attributes that its makers gave it."""
+    if isinstance(tensor, DTensor):
+        return sharded_like(tensor, empty_like(tensor._local_tensor, device, dtype))
+    empty = torch.empty_like(tensor, device=device, dtype=dtype, requires_grad=False)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    made = type(tensor)(empty, requires_grad=tensor.requires_grad)
+    vars(made).update({key: value for key, value in vars(tensor).items() if not key.startswith("_")})
+    return made
+
+
 class DTensorAdapter:
     def __init__(self, model: nn.Module, form: Form) -> None:
         self._form: Form = form
         self._modules: list[Any] = [
             module for module in modules_of(model) if isinstance(module, FSDPModule)
-        ] + fsdp2_around(model)
+        ] + _modules_around(model)
 
     def claims(self, slot: Slot) -> bool:
         return isinstance(slot.recorded, DTensor)
@@ -45,9 +98,8 @@ class DTensorAdapter:
 
     def memory(self, slot: Slot) -> torch.Tensor:
         tensor: Any = slot.recorded
-        return memory_of(
-            slot.name, tensor._local_tensor, self._form
-        )  # to_local() makes a new view, with a grad_fn, each time
+        # to_local() makes a new view, with a grad_fn, each time.
+        return memory_of(slot.name, tensor._local_tensor, self._form)
 
     def reshard(self) -> None:
         for module in self._modules:  # not recursive: the root alone is not enough
@@ -77,6 +129,18 @@ class DTensorAdapter:
                     )
                 module.reset_iter_state()
         self.reshard()
+
+
+def fsdp_modules() -> list[Any]:
+    """Returns every FSDPModule alive."""
+    return [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+
+
+def _modules_around(model: nn.Module) -> list[Any]:
+    """Returns the FSDP modules that ``model``, or something in it, is a part of."""
+    inside = set(map(id, modules_of(model)))
+    outside = [module for module in fsdp_modules() if id(module) not in inside]
+    return [module for module in outside if any(id(one) in inside for one in module.modules())]
 
 
 def _groups(state: Any) -> list[Any]:

@@ -21,9 +21,8 @@ from shardow.ranks.team import Team
 #: The way out.
 DIFFERENT_WEIGHTS = (
     "files, exports and swaps take one rank's values for all. Begin with the same weights on all ranks; of ranks that "
-    "train apart for a "
-    "while (LocalSGD), call this when their weights have been averaged; "
-    "leave a rank's own weights (local experts) out with params=, and save them under names of their own"
+    "train apart for a while (LocalSGD), call this when their weights have been averaged; leave a rank's own weights "
+    "(local experts) out with params=, and save them under names of their own"
 )
 
 _WORDS = 1 << 20  # elements of a temporary on a device

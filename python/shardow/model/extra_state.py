@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardow import _core
-from shardow.base.warnings import warn
+from shardow.base.checks import warn
 from shardow.model.dtypes import dtype_of
 from shardow.model.names import clean_file_key, join, walk
 from shardow.ranks.gather import Part

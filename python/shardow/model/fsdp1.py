@@ -8,6 +8,7 @@ forward uses, and nothing in its parameters shows it: handles are resharded befo
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
-from shardow.base.checks import invalid
+from shardow.base.checks import invalid, unsupported
 from shardow.model.local import HiddenAdapter, HiddenTensor, Replicas
 from shardow.model.names import join, modules_of, walk
-from shardow.model.parents import fsdp1_around, owners
+from shardow.model.slots import slots
 
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
 
@@ -53,9 +54,8 @@ def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> Non
     """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken
     over yet; ``name`` tells of the parameter with an index."""
     refuse_strays(handle, name or handle.flat_param._fqns.__getitem__)
-    if handle.uses_sharded_strategy and hasattr(
-        handle.flat_param, "_local_shard"
-    ):  # before the first forward reshard() would raise
+    # Before the first forward reshard() would raise.
+    if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
         handle.reshard(True)
         handle.post_reshard()
 
@@ -106,8 +106,8 @@ class Fsdp1Adapter(HiddenAdapter):
         inside: list[Any] = [
             one for one in modules_of(model) if isinstance(one, FullyShardedDataParallel) and one._handle is not None
         ]
-        owned = {key for module in inside for key in owners(module._handle.flat_param)}
-        self._wrappers = inside + fsdp1_around(model, owned, _parameters_of(inside))
+        owned = {key for module in inside for key in _owners(module._handle.flat_param)}
+        self._wrappers = inside + _wrappers_around(model, owned, _parameters_of(inside))
         names = _names_of_modules(model) if self._wrappers else {}
         self._locals = [local for module in self._wrappers for local in _flat_tensors(module, names)]
         self._owned = _parameters_of(self._wrappers)
@@ -154,6 +154,49 @@ class Fsdp1Adapter(HiddenAdapter):
         return next((one.name for one in self._locals if one.handle is handle and one.index == index), fqn)
 
 
+def _wrappers_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:
+    """FSDP1 wrappers outside of ``model`` whose flat parameters hold weights of its modules. ``owned``: ids of the
+    modules whose weights the wrappers inside hold; ``known``: of those parameters. FSDP1 registers its wrappers
+    nowhere, so they are looked for among all of Python's objects, where a parameter bears FSDP1's mark or a module has
+    a tensor in a parameter's place."""
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    modules = {id(module): module for module in model.modules()}
+    marked = [
+        slot
+        for slot in slots(model, "parameter")
+        if id(slot.recorded) not in known and hasattr(slot.recorded, "_fsdp_flattened")
+    ]
+    if not marked and not any(key not in owned and _has_bare_tensor(module) for key, module in modules.items()):
+        return []
+    found = [
+        one for one in wrappers() if id(one) not in modules and not _owners(one._handle.flat_param).isdisjoint(modules)
+    ]
+    reached = _parameters_of(found)
+    if any(id(slot.recorded) not in reached for slot in marked):
+        some = ", ".join(f"{slot.key} of {type(slot.module).__name__}" for slot in marked[:8])
+        why = "this is a part of an FSDP1 model that is gone, so nothing tells which elements it holds"
+        raise unsupported(f"{some}: {why}; pass the whole model, or keep it alive")
+    return found
+
+
+def _owners(flat: Any) -> set[int]:
+    """Ids of the modules whose parameters lie in a flat parameter, by whatever name."""
+    tied = [one for info in flat._shared_param_infos for one in (info.module, info.prim_module)]
+    return {id(one) for one in [*(info.module for info in flat._param_infos), *tied]}
+
+
+def wrappers() -> Iterator[Any]:
+    """Every FSDP1 wrapper alive that has weights of its own."""
+    for one in gc.get_objects():
+        if issubclass(type(one), FullyShardedDataParallel) and one.__dict__.get("_handle") is not None:
+            yield one
+
+
+def _has_bare_tensor(module: nn.Module) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in module.__dict__.values())
+
+
 def _names_of_modules(model: nn.Module) -> dict[int, list[str]]:
     """Clean ones, by the module's id: of each place where it stands."""
     names: dict[int, list[str]] = {}
@@ -178,9 +221,10 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
     for i, (owner, shape, info) in enumerate(
         zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
     ):
-        called = _names(owner, flat, names)
-        if not called:
+        if not (called := _names(owner, flat, names)):
             continue
+        name, *aliases = called
+        param = shown[i]
         begin, count, offset = 0, 0, 0
         if whole:
             begin, count, offset = 0, shape.numel(), offsets[i]
@@ -189,17 +233,7 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
         memory = shard_of(handle)[offset : offset + count]
         yield FlatTensor(
-            called[0],
-            memory,
-            region,
-            shown[i].requires_grad,
-            replicas,
-            True,
-            tuple(called[1:]),
-            shown[i],
-            handle,
-            offset,
-            i,
+            name, memory, region, param.requires_grad, replicas, True, tuple(aliases), param, handle, offset, i
         )
 
 

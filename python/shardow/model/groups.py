@@ -20,9 +20,8 @@ from shardow.model.names import modules_of
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
-    DTensorAdapter(
-        model, form="any"
-    ).reshard()  # unsharded copies, which a forward without backward leaves in place, tell of no mesh
+    # Unsharded copies, which a forward without backward leaves in place, have no mesh.
+    DTensorAdapter(model, form="any").reshard()
     places = [place for module in modules_of(model) for place in (module._parameters, module._buffers) if place]
     tensors = [tensor for place in places for tensor in place.values() if tensor is not None]
     return group_of_tensors(model, tensors, given, Fsdp1Adapter(model))
@@ -39,9 +38,6 @@ def group_of_tensors(
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-    tensors = list(tensors)
-    if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
-        return []
     meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return list({id(mesh): mesh for mesh in meshes}.values())
 

@@ -146,13 +146,6 @@ def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:
 
 def refuse_unaverageable(local: LocalTensor) -> None:
     """Averages follow memory of which every element is one weight's: strided, but not expanded."""
-    if (
-        local.tensor.layout is torch.strided
-        and not local.tensor.is_nested
-        and local.tensor.is_contiguous()
-        and not oddity(local.tensor)
-    ):
-        return
     if odd := oddity(local.tensor):
         way_out = "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer"
         raise unsupported(f"'{local.name}' {odd}, and can't be averaged; {way_out}")
@@ -160,7 +153,9 @@ def refuse_unaverageable(local: LocalTensor) -> None:
 
 
 def refuse_expanded(name: str, tensor: torch.Tensor) -> None:
-    """What is written there would be written over itself."""
+    """Raises where a write to the tensor would write over itself."""
+    if tensor.is_contiguous():
+        return
     reach = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1

@@ -12,12 +12,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from shardow.base.checks import invalid
+from shardow.base.checks import SHOWN, first_of, invalid
 from shardow.model.names import clean_file_key, without_adapter
 from shardow.model.parts import Held
 
 T = TypeVar("T")
-_SHOWN = 8  # tensors of each kind that a message names
 
 #: Ends the message where parts of tensors are other parts than this rank's.
 RESHARDS = (
@@ -55,7 +54,7 @@ class Fit(Generic[T]):
         """Returns what does not fit: the first tensors of each kind and how many more; "" where all fits. ``where``,
         ``here``: what the two sides are called.
         """
-        texts = [f"'{name}' {_difference(a, b, where, here)}" for name, a, b in self.different[:_SHOWN]]
+        texts = [f"'{name}' {_difference(a, b, where, here)}" for name, a, b in self.different[:SHOWN]]
         if more := len(self.different) - len(texts):
             texts.append(f"{more} more differ")
         for kind, names in (
@@ -80,21 +79,17 @@ class Fit(Generic[T]):
     def joined(self, others: Iterable[Fit[T]]) -> Fit[T]:
         """Returns this one with what others of the same names lack, each name once."""
         missing, unexpected, different = dict.fromkeys(self.missing), dict.fromkeys(self.unexpected), self.different[:]
+        elsewhere = dict.fromkeys(self.elsewhere)
         for other in others:
+            elsewhere |= dict.fromkeys(other.elsewhere)
             missing |= dict.fromkeys(other.missing)
             unexpected |= dict.fromkeys(other.unexpected)
             different += [entry for entry in other.different if entry not in different]
-        return Fit(self.keys, [*missing], [*unexpected], different)
+        return Fit(self.keys, [*missing], [*unexpected], different, [*elsewhere])
 
     def only_different(self) -> Fit[T]:
         """Returns the comparison without names that one side lacks."""
         return replace(self, missing=[], unexpected=[])
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Returns the first names, and how many more there are."""
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _difference(ours: object, theirs: object, where: str, here: str) -> str:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardow.base.checks import unsupported
+from shardow.base.checks import invalid, unsupported
 
 #: (class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and
 #: tie us to their private homes.
@@ -28,9 +29,8 @@ _WRAPPERS = {
 _IN_FILES = {*_WRAPPERS.values(), "module", "base_layer", "parametrizations"}
 
 _LORA = re.compile(r"(\blora_\w+)\.[^.]+(?=(?:\.weight|\.bias)?$)")
-_MAGNITUDE = re.compile(
-    r"(\blora_magnitude_vector)\.weight$"
-)  # DoRA's is a module in the model, and a plain tensor in the file
+# DoRA's vector is a module in the model, and a plain tensor in the file.
+_MAGNITUDE = re.compile(r"(\blora_magnitude_vector)\.weight$")
 
 
 def wrapped_child(module: nn.Module) -> str | None:
@@ -126,3 +126,33 @@ def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 f"{where} is a {type(module).__name__} of torch.jit, which hides its parameters' places from Python: "
                 "give the nn.Module that it was made from, and script the averaged model afterwards"
             )
+
+
+def called(root: nn.Module) -> Callable[[str], str]:
+    """The function from a clean name (shardow.model.names) to the name in ``root.named_parameters()``; for parts of
+    flat ones too.
+    """
+    pairs = zip(walk(root), nn.Module.named_modules(root, remove_duplicate=False), strict=True)
+    # The innermost of a module and its wrappers comes last, and is kept.
+    prefixes = {clean: wrapped for (clean, _), (wrapped, _) in pairs}
+
+    def name_of(clean: str) -> str:
+        prefix, _, key = clean.rpartition(".")
+        return join(prefixes[prefix], key)
+
+    return name_of
+
+
+def model_and_root(averaged: object) -> tuple[nn.Module, nn.Module]:
+    """(what is averaged, what names it), of a module or of an object with ``.module``, which names them then."""
+    module = getattr(averaged, "module", None)
+    if not isinstance(averaged, nn.Module):
+        if isinstance(module, nn.Module):
+            return module, module
+        raise invalid(f"{type(averaged).__name__} is no nn.Module, and has none as .module", AttributeError)
+    if not isinstance(module, nn.Module):
+        return averaged, averaged
+    if any(layer is module for layer in layers(averaged)):
+        return averaged, module
+    alike = {*map(id, averaged.parameters())} == {*map(id, module.parameters())}
+    return (module, module) if alike and not isinstance(averaged, FSDPModule) else (averaged, averaged)

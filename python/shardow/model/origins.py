@@ -13,15 +13,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow.base.checks import invalid
-from shardow.model.dtensor import sharded_like
+from shardow.model.dtensor import region_of, sharded_like
 from shardow.model.names import walk
-from shardow.model.regions import region_of
 from shardow.model.slots import slots
 from shardow.ranks.gather import take
 
-_origins: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # by parameter, since tensors compare by value: (weak reference to its module, key)
+# By parameter, since tensors compare by value: (weak reference to its module, key).
+_origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def remember(module: nn.Module, key: str) -> None:
@@ -89,9 +87,8 @@ def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
         for old, new in zip(group["params"], now, strict=True)
     ]
     moved = [(old, new) for old, new in pairs if new is not None and old is not new and old in optimizer.state]
-    states = [
-        state_for(new, optimizer.state[old]) for old, new in moved
-    ]  # what there may be no memory for, before anything changes
+    # Makes what there may be no memory for before anything changes.
+    states = [state_for(new, optimizer.state[old]) for old, new in moved]
     for (old, new), state in zip(moved, states, strict=True):
         del optimizer.state[old]
         optimizer.state[new] = state

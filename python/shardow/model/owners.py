@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import (
-    _module_state_mapping,
-)  # private: nothing public leads from a parameter to its module
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardow.model.dtensor import DTensorAdapter
-from shardow.model.fsdp1 import free_unsharded
-from shardow.model.parents import wrappers
+from shardow.model.dtensor import DTensorAdapter, fsdp_modules
+from shardow.model.fsdp1 import free_unsharded, wrappers
 
 
 def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -44,7 +40,7 @@ def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     """
     wanted = set(map(id, found))
     modules: list[tuple[Any, dict[str, torch.Tensor]]] = []
-    for module in [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]:
+    for module in fsdp_modules():
         shown = _shown(module)
         if any(id(p) in wanted or not isinstance(p, DTensor) for p in shown.values()):
             module.reshard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,16 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
+from shardow.base import plain
 from shardow.base.checks import invalid, unsupported
-from shardow.model import values
+from shardow.model.dtensor import region_of
 from shardow.model.extra_state import KEY, extra_states, give
 from shardow.model.groups import group_of_model
 from shardow.model.piece import Piece
-from shardow.model.regions import region_of
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Part
 
 Saveable = nn.Module | Mapping[str, Any]  # of tensors, and plain values
+VALUES = "shardow.values"  # of a header: a mapping's plain values in JSON
 
 
 @dataclass
@@ -72,6 +74,17 @@ def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> H
     raise invalid(f"{type(state).__name__} is neither a module nor a mapping of names to tensors")
 
 
+def values_for_file(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the metadata that has plain values."""
+    return {VALUES: json.dumps(plain.encode(dict(values), "a value"), allow_nan=False)} if values else {}
+
+
+def values_in_file(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the plain values of a file by name."""
+    values: dict[str, Any] = plain.decode(json.loads(metadata.get(VALUES, "{}")))
+    return values
+
+
 def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) -> Held:
     view = find(model, group=group, strided=True)
     view.reshard()
@@ -92,7 +105,8 @@ def _of_mapping(state: Mapping[str, Any], group: dist.ProcessGroup | None, savin
             held.extra[name] = tensor
             continue
         if not isinstance(tensor, torch.Tensor):
-            held.values[name] = values.check(name, tensor)
+            plain.encode(tensor, f"'{name}'")  # raises for what no file takes
+            held.values[name] = tensor
             continue
         if _is_shared(tensor) or first or not saving:
             held.parts.append(_part(name, tensor, held.copied))

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_leaves
 
 from shardow import _core, errors
-from shardow.base.checks import unsupported
-from shardow.base.warnings import warn
+from shardow.base.checks import unsupported, warn
 
 _aten = torch.ops.aten
 #: Operations whose result holds the same elements: what torch's stagers and checkpoints call.
@@ -115,9 +114,8 @@ def _rebuild(local: torch.Tensor, encoded: bytes) -> Piece:
     return Piece(local, _core.Region.decode(encoded))
 
 
-torch.serialization.add_safe_globals(
-    [_rebuild]
-)  # torch.load(weights_only=True); decode() takes nothing that encode() does not write
+# For torch.load(weights_only=True); decode() takes nothing that encode() does not write.
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
@@ -128,8 +126,6 @@ def _warn_of_a_part() -> None:
     """One text, so that a whole state warns once."""
     warn(
         "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the "
-        "other parts are lost. "
-        "Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts pickled on every rank "
-        "load at the same "
-        "world size and sharding only"
+        "other parts are lost. Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts "
+        "pickled on every rank load at the same world size and sharding only"
     )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardow.base.checks import invalid
+from shardow.base.checks import first_of, invalid
 from shardow.model.names import join, walk
 
 Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is not persistent: no file has it
@@ -67,5 +67,4 @@ def refuse_valueless(found: Iterable[Slot]) -> None:
         ("on meta, without values", [name for name, lazy in valueless if not lazy]),
     ):
         if names:
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            raise invalid(f"{what}: {', '.join(names[:8])}{more}; give the model its weights before making an EMA")
+            raise invalid(f"{what}: {first_of(names)}; give the model its weights before making an EMA")

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from shardow import _core
-from shardow.model import dtypes
 from shardow.model.local import LocalTensor, oddity
 
 #: How and where tensors lie, cheap enough to be asked before every update.
@@ -30,26 +29,6 @@ def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Regio
         return _core.TensorView(name, dtype, region, tensor.data_ptr())
     stream = torch.cuda.current_stream(device).cuda_stream
     return _core.TensorView(name, dtype, region, tensor.data_ptr(), "cuda", device.index or 0, stream)
-
-
-_torchs = device_of
-
-
-def _stream_of(index: int) -> int:
-    return torch.cuda.current_stream(index).cuda_stream
-
-
-_MAKER = _core.ViewMaker(
-    torch.Tensor,
-    torch.nn.Parameter,
-    {dtype: name for dtype, name in dtypes.NAMES.items() if name not in dtypes.PACKED},
-    _stream_of,
-)
-
-
-def engine_views(names: list[str], flats: list[torch.Tensor], regions: list[_core.Region]) -> _core.Views | None:
-    """engine_view() of many that lie in plain memory; None where one of them does not."""
-    return _MAKER.of(names, flats, regions, _core.cuda_available()) if device_of is _torchs else None
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -37,9 +37,8 @@ class Swapping(Protocol):
         """
 
 
-_entered: set[Any] = (
-    set()
-)  # Swapping, from before the first exchange until the weights are back: nobody else may have them any more
+# Each Swapping from before the first exchange until the weights are back: no other may have them.
+_entered: set[Any] = set()
 _read: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from its first update in the background on
 
 enter = _entered.add

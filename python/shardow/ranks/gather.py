@@ -44,8 +44,6 @@ class Gatherer:
     def __init__(self, what: str, parts: Sequence[Part], team: Team) -> None:
         self._what, self._team = what, team
         self._parts = list(parts)
-        self._shapes = {part.name: tuple(part.region.shape) for part in parts}
-        self._dtypes = {part.name: part.flat.dtype for part in parts}
         self._senders, self._mine = self._plan()
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -59,15 +57,14 @@ class Gatherer:
                         self._move(dist.isend, block.contiguous().to(self._carrier(block)), 0, group_dst=0)
                 yield part.name, None
 
+    def everywhere(self, device_of: Callable[[str], torch.device]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full tensor) on every rank, on its ``device_of(name)``. Collective as stream()."""
+        for part, (name, full) in zip(self._parts, self.stream(), strict=True):
+            yield name, self._team.broadcast(full, part.region.shape, part.flat.dtype, device_of(name))
+
     def whole(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
         """All of stream() on rank 0, each tensor under its name and its ``aliases``; {} elsewhere. Collective."""
         return {key: full for name, full in self.stream() if full is not None for key in (name, *aliases.get(name, ()))}
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self._dtypes[name]
 
     def _plan(self) -> tuple[list[list[tuple[int, _core.Region]]], list[bool]]:
         """(senders of each tensor with their regions: rank 0 only; whether this rank sends)."""

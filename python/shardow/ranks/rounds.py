@@ -30,7 +30,6 @@ import torch.distributed as dist
 from shardow import errors
 from shardow.base.checks import invalid
 from shardow.ranks.store_values import Connection, get, put
-from shardow.ranks.verdicts import as_given, body_of, failure, framed, is_good
 
 MISSING = "did not take part"
 SHORT = 512  # bytes of words that may be everybody's
@@ -41,6 +40,39 @@ _LOOK, _LOOK_EACH = 1.0, 1e-3  # seconds, and so many for each rank, after which
 _GRACE = 0.4  # seconds: the first one that waited in vain has them to say for whom
 _MOST_NAMED = 32
 _INLINE = 1024  # bytes of an answer that is a verdict's part
+
+
+# A verdict in the store: its length, a blank, "-", code and message where the round failed, else something else; then
+# whatever the next round put behind it.
+
+
+def failure(code: str, message: str) -> bytes:
+    return f"-{code} {message}".encode(errors="replace")
+
+
+def framed(body: bytes) -> bytes:
+    return b"%d " % len(body) + body
+
+
+def body_of(said: bytes) -> bytes:
+    """Without what the next round put behind it."""
+    length, _, rest = said.partition(b" ")
+    return rest[: int(length)]
+
+
+def is_good(said: bytes) -> bool:
+    return not body_of(said).startswith(b"-")
+
+
+def as_given(said: bytes) -> bytes:
+    return framed(body_of(said))
+
+
+def raise_for(said: bytes) -> None:
+    body = body_of(said)
+    if body.startswith(b"-"):
+        code, _, message = body[1:].decode().partition(" ")
+        raise errors.make(code, message)
 
 
 @dataclass(frozen=True)
@@ -109,9 +141,8 @@ class Rounds:
             put(store, f"{turn.number}/{self._rank}/to/{to}", letter, turn.written)
         if turn.before is None:
             turn.before = self.verdict_of(store, turn.number - 1)
-            if turn.number > 0 and is_good(
-                turn.before
-            ):  # for the others: this one goes on from its beginning, and they do not
+            # Decides for the others: this rank goes on from its beginning, and they do not.
+            if turn.number > 0 and is_good(turn.before):
                 turn.said = self.decide(store, turn.number, self._left())
                 return
         has_words = self._tell(store, turn, turn.before)
@@ -266,9 +297,8 @@ class Rounds:
             turn.answer = self._answer(store, turn, body_of(turn.said))
             for key in turn.old + self._behind(turn):
                 store.delete_key(key)
-            turn.is_over = (
-                True  # who was interrupted may end it once more: what is written stays until all have read it
-            )
+            # A rank that was interrupted may end it once more: what is written stays until all have read it.
+            turn.is_over = True
 
     def left_by(self, turn: Turn) -> list[str]:
         """(5): what this rank is to delete, by and by, of a round that was not good for it, and of those before."""

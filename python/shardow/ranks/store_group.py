@@ -35,18 +35,15 @@ from torch._C._distributed_c10d import PrefixStore
 from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.base.signals import put_off
-from shardow.ranks.rounds import Answer, Rounds, Turn, Words
+from shardow.ranks.rounds import Answer, Rounds, Turn, Words, as_given, failure, is_good, raise_for
 from shardow.ranks.store_values import Connection, clone
-from shardow.ranks.transfers import begun, finish, has_cpu
-from shardow.ranks.tree import reduced
-from shardow.ranks.verdicts import as_given, failure, is_good, raise_for
+from shardow.ranks.transfers import begun, carrier, finish
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")
 
-Weigh = Callable[
-    [list[bytes]], tuple[bytes, Sequence[bytes]]
-]  # everybody's words: an answer for all, and one for each or none
+# Maps every rank's words to an answer for all, and one for each or none.
+Weigh = Callable[[list[bytes]], tuple[bytes, Sequence[bytes]]]
 ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 _LAST_WORDS = 0.5  # seconds that an interrupted rank takes to tell the others
 _FIRST_TAG = 64  # smaller ones are channels
@@ -77,7 +74,7 @@ class StoreGroup(_core.Group):
             dist.get_process_group_ranks(process_group),
             f"{process_group.group_name}/{channel}",
         )
-        self.moves_blocks = has_cpu(process_group)
+        self.moves_blocks = carrier(process_group, torch.device("cpu")).type == "cpu"  # it moves tensors of the CPU
         self._tag = channel
 
     def _act_as(self, rank: int, ranks: list[int], name: str) -> None:
@@ -172,13 +169,10 @@ class StoreGroup(_core.Group):
             common, letters = weigh(turn.everybody)
             body = b"+" + common
         except BaseException as error:
-            code = error.code if isinstance(error, errors.Error) else "peer_failed"
-            told = (
-                str(error)
-                if isinstance(error, errors.Error)
-                else f"rank {self.ranks[self.rank]}: {type(error).__name__}: {error}"
-            )
-            body = failure(code, told)
+            if isinstance(error, errors.Error):
+                body = failure(error.code, str(error))
+            else:
+                body = failure("peer_failed", f"rank {self.ranks[self.rank]}: {type(error).__name__}: {error}")
             if not isinstance(error, Exception):
                 raise Left(error) from None
 
@@ -275,13 +269,31 @@ class StoreGroup(_core.Group):
             raise invalid(f"all_reduce({op}, {len(mine)} words), and other ranks have others")
         total, wrong = mine, b""
         try:
-            total = reduced(self, mine, combine, left)
+            total = self._reduced(mine, combine, left)
         except errors.Error as error:
             wrong = f"{error.code} {error}".encode()
         except BaseException:
             self.skip(f"all_reduce({op})")
             raise
         self.decide(wrong, _refuse, left() + 2 * _LAST_WORDS)  # who waits for a block comes at the deadline
+        return total
+
+    def _reduced(self, values: np.ndarray[Any, Any], combine: Any, left: Callable[[], float]) -> Any:
+        """Combines the numbers of all ranks along a binary tree, up and back down: what a rank sends and receives does
+        not grow with their number. Rank r hears from 2r + 1 and 2r + 2. ``left``: seconds until the deadline. Raises as
+        send() and recv() do; ``values`` stay."""
+        total: Any = values.copy()
+        children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
+        for child in children:
+            received: Any = np.empty_like(values)
+            self.recv(memoryview(received).cast("B"), child, left())
+            total = combine(total, received)
+        if self.rank > 0:
+            parent = (self.rank - 1) // 2
+            self.send(memoryview(total).cast("B"), parent, left())
+            self.recv(memoryview(total).cast("B"), parent, left())
+        for child in children:
+            self.send(memoryview(total).cast("B"), child, left())
         return total
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
@@ -292,9 +304,8 @@ class StoreGroup(_core.Group):
             raise invalid(f"broadcast() from rank {root} in a group of {self.size}")
         if self.moves_blocks:
             until = time.monotonic() + seconds
-            self.all_gather(
-                b"", seconds
-            )  # a rank that is late is found here, where it does no harm to the process group
+            # Finds a rank that is late where it does no harm to the process group.
+            self.all_gather(b"", seconds)
             left = max(until - time.monotonic(), _LAST_WORDS)
             self._move(
                 lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), left
@@ -329,9 +340,8 @@ class StoreGroup(_core.Group):
 
 def _connection() -> Any:
     store: Any = dist.distributed_c10d._get_default_store()
-    store.check(
-        ["shardow"]
-    )  # raises at once where the host is gone; a new connection would be tried until torch's own timeout
+    # Raises at once where the host is gone; a new connection would be tried until torch's own timeout.
+    store.check(["shardow"])
     return clone(store)
 
 

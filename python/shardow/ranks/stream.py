@@ -175,18 +175,14 @@ class Server(_Side):
         coming: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
         texts: dict[int, bytes] = {}
         for rank, length in lengths.items():
-            try:
+            with self._losing(rank):
                 data = torch.zeros(length, dtype=torch.uint8, device=self._device)
                 coming[rank] = (self.receive(data, rank), data)
-            except Exception as error:
-                self._lose(rank, error)
         for rank, (work, data) in coming.items():
-            try:
+            with self._losing(rank):
                 self.finish(work, rank, self._heard[rank])
                 self._heard[rank] = time.monotonic()
                 texts[rank] = data.cpu().numpy().tobytes()
-            except Exception as error:
-                self._lose(rank, error)
         return texts
 
     def _send_message(self, source: _Recent, message: Message, wants: Sequence[Want], rank: int) -> None:
@@ -196,10 +192,8 @@ class Server(_Side):
                 data = _filled(source, message, wants).to(self._device)
         if not data.numel():  # the rank waits for it all the same
             data = torch.zeros(_length(message), dtype=torch.uint8, device=self._device)
-        try:
+        with self._losing(rank):
             self._sent.append((self.send(data, rank), rank, data, time.monotonic()))
-        except Exception as error:
-            self._lose(rank, error)
         self._until(_ON_THE_WAY)
 
     def _until(self, most: int) -> None:
@@ -207,15 +201,19 @@ class Server(_Side):
             work, rank, _, sent = self._sent.popleft()
             if rank in self._lost:
                 continue
-            try:
+            with self._losing(rank):
                 self.finish(work, rank, max(sent, self._heard[rank]))
                 self._heard[rank] = time.monotonic()
-            except Exception as error:
-                self._lose(rank, error)
 
-    def _lose(self, rank: int, error: Exception) -> None:
-        self._lost.add(rank)
-        self.failed = self.failed or error
+    @contextlib.contextmanager
+    def _losing(self, rank: int) -> Iterator[None]:
+        """Passes a rank over from its first failure on."""
+        with self.keeping_step():
+            try:
+                yield
+            except Exception:
+                self._lost.add(rank)
+                raise
 
 
 class Client(_Side):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
+from shardow.base.checks import invalid
 from shardow.ranks.rounds import MISSING
 from shardow.ranks.store_group import ANSWER, StoreGroup, store_group
 from shardow.ranks.transfers import begun, carrier, default_timeout, finish
@@ -60,7 +61,7 @@ class Team:
         agreed = self.decide(what, digest + next_one.to_bytes(8, "big"), highest)
         if not agreed:
             texts = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
-            raise errors.make("invalid_argument", f"{what}: ranks disagree. {_difference(texts)}")
+            raise invalid(f"{what}: ranks disagree. {_difference(texts)}")
         if joins and isinstance(self.group, StoreGroup):
             self.group.joined = int.from_bytes(agreed, "big")
             self._whose = f" of {joins} {self.group.joined}"
@@ -72,12 +73,10 @@ class Team:
             counts = [int(one) for one in everybody]
             if len(set(counts)) == 1:
                 return b""
-            raise errors.make(
-                "invalid_argument",
+            raise invalid(
                 f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
-                f"{max(counts)}; "
-                "call update() on every rank after each step (not under `if rank == 0`), or load the last state on "
-                "all of them",
+                f"{max(counts)}; call update() on every rank after each step (not under `if rank == 0`), or load the "
+                "last state on all of them"
             )
 
         if self.size > 1:
@@ -91,11 +90,9 @@ class Team:
 
     def first(self, what: str, mine: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
-        return (
-            self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0])
-            if self.size > 1
-            else mine
-        )
+        if self.size == 1:
+            return mine
+        return self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0])
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it

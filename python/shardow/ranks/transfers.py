@@ -47,11 +47,6 @@ def _lost(error: RuntimeError, otherwise: str, timeout: float | None = None) -> 
     return errors.make("peer_failed", f"{otherwise}: {error}")
 
 
-def has_cpu(process_group: dist.ProcessGroup) -> bool:
-    """Whether it moves tensors of the CPU."""
-    return carrier(process_group, torch.device("cpu")).type == "cpu"
-
-
 def carrier(process_group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """Where a tensor of ``device`` lies while the group moves it: there, or on the group's own device (NCCL moves none
     of the CPU).

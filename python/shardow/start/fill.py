@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from shardow import _core
-from shardow.base.checks import invalid
+from shardow.base.checks import first_of, invalid
 from shardow.base.progress import Progress, shown
 from shardow.files import engine
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged, Newest
-from shardow.model import values
 from shardow.model.extra_state import FromFile, extra_in
-from shardow.model.match import Fit, Form, compare, first_of, fit, matched, unexpected
-from shardow.model.parts import Held
+from shardow.model.match import Fit, Form, compare, fit, matched, unexpected
+from shardow.model.parts import Held, values_in_file
 from shardow.ranks.gather import Part, take
 from shardow.ranks.store_group import store_group
 from shardow.ranks.stream import Client, Fill, Server, Want, behind, narrower
@@ -87,7 +86,7 @@ def _choose(job: Job, found: _core.Checkpoint | Newest, where: str) -> _Choice:
         _refuse_lacking(job, [name for name in job.wanted if name in lacking])
     extra = FromFile(job.held.extra, found)
     _refuse_other_extra(job, extra.values, extra.unexpected)
-    plain = values.in_file(found.metadata)
+    plain = values_in_file(found.metadata)
     if job.strict:
         named = compare(dict.fromkeys(job.held.values), dict.fromkeys(plain))
         named.refuse(f"{where}: plain values", "the file", hint="strict=False takes the rest")

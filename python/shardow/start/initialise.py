@@ -127,9 +127,8 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> l
     with _whole(module, own):
         init(module)
         for key, part in own.items():
-            value = (
-                module._buffers[key] if key in module._buffers else module._parameters.get(key)
-            )  # maybe another object
+            # The module may hold another object by now.
+            value = module._buffers[key] if key in module._buffers else module._parameters.get(key)
             if part.name not in job.wanted or _unwritten(value):
                 continue
             if value is None or tuple(value.shape) != tuple(part.region.shape):
@@ -166,9 +165,8 @@ def _whole(module: nn.Module, own: Own) -> Iterator[None]:
             made[part.name] = mapped(part.region.shape, part.flat.dtype)
             _bytes(made[part.name]).fill_(PATTERN)
     kept: list[tuple[Any, Any]] = [(tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)]
-    attributes = {
-        key: module.__dict__.pop(key) for key in own if key in module.__dict__
-    }  # FSDP1 without use_orig_params leaves them
+    # FSDP1 without use_orig_params leaves such attributes.
+    attributes = {key: module.__dict__.pop(key) for key in own if key in module.__dict__}
     try:
         for key, part in own.items():
             before, whole = module._parameters.get(key), made[part.name]

@@ -124,19 +124,8 @@ def load(
     """
     if isinstance(target, nn.Module):
         source = path if isinstance(path, Merged) else Path(path)
-        return fill_model(
-            Request(
-                "load()",
-                target,
-                source,
-                optimizer,
-                strict=strict,
-                verify=verify,
-                progress=progress,
-                group=group,
-                timeout=timeout,
-            )
-        )
+        options: dict[str, Any] = {"strict": strict, "verify": verify, "progress": progress}
+        return fill_model(Request("load()", target, source, optimizer, **options, group=group, timeout=timeout))
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
     held, team = prepared("load()", target, group, timeout, saving=False)

@@ -15,15 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow.base.checks import invalid
 from shardow.model import origins
-from shardow.model.empty import empty_like
+from shardow.model.dtensor import empty_like
 from shardow.model.groups import meshes_of
 from shardow.model.names import join, walk
 from shardow.model.slots import Slot, by_tensor, slots, slots_of
 from shardow.start import recorded
 
-_valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
-    weakref.WeakKeyDictionary()
-)  # keys of what to_empty() gave memory
+# Keys of what to_empty() gave memory.
+_valueless: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what took the place of a tensor on meta
 
 
@@ -84,11 +83,9 @@ def to_empty(module: nn.Module) -> None:
     module's own tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at
     once, unit by unit, and materialize() brings the values. What has values keeps them."""
     accelerator = torch.accelerator.current_accelerator()
-    device = (
-        torch.device("cpu")
-        if accelerator is None
-        else torch.device(accelerator.type, torch.accelerator.current_device_index())
-    )
+    device = torch.device("cpu")
+    if accelerator is not None:
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     for slot in slots_of(module):
         if slot.recorded.is_meta:
             if slot.recorded not in _empty:  # tied tensors stay so
@@ -123,9 +120,8 @@ def give_memory(
         lost = f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}"
         raise invalid(f"{lost}; build the model under shardow.meta_init()")
     meshes = meshes_of(slot.recorded for slot in slots(model))
-    beside = device or next(
-        (mesh.device_type for mesh in meshes), "cpu"
-    )  # of what is not sharded, as persistent buffers
+    # The device of what is not sharded, as persistent buffers.
+    beside = device or next((mesh.device_type for mesh in meshes), "cpu")
 
     def give(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:

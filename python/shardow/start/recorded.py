@@ -39,10 +39,8 @@ _PATTERN_BYTES = bytes([PATTERN]) * _HEAD
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _WHOLE = {
     "copy_", "fill_", "zero_", "zeros_", "ones_", "constant_", "normal_", "uniform_", "exponential_", "geometric_",
-    "log_normal_",
-    "cauchy_", "random_", "bernoulli_", "trunc_normal_", "eye_", "eye", "dirac_", "xavier_uniform_", "xavier_normal_",
-    "kaiming_uniform_",
-    "kaiming_normal_", "orthogonal_", "sparse_",
+    "log_normal_", "cauchy_", "random_", "bernoulli_", "trunc_normal_", "eye_", "eye", "dirac_", "xavier_uniform_",
+    "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "sparse_",
 }  # fmt: skip
 
 
@@ -121,9 +119,8 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_storage: dict[
-            int, tuple[torch.Tensor, Record, list[nn.Module]]
-        ] = {}  # the tensor keeps the storage's address its own
+        # The tensor keeps the storage's address from others.
+        self._by_storage: dict[int, tuple[torch.Tensor, Record, list[nn.Module]]] = {}
         self._frame: types.FrameType | None = None  # of torch.nn.init, which is recorded already
 
     def __enter__(self) -> Recorder:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardow.base.checks import invalid, seconds
 from shardow.errors import Error
 from shardow.model import origins
-from shardow.model.empty import empty_like
+from shardow.model.dtensor import empty_like
 from shardow.model.groups import choose_group, meshes_of
 from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import join, walk

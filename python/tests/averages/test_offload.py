@@ -38,9 +38,8 @@ def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(
     trainings.same(resident, found[0][0])
     for _, stats in found:  # what crosses the link: each weight once, in its own dtype
         crossed = {name: one["offload/bytes"] for name, one in stats.items() if name not in trainings.IN_BETWEEN}
-        copies = {
-            name: chosen.get("start_step", 0) for name, chosen in trainings.options().items()
-        }  # of weights, before any update
+        # Counts copies of weights before any update.
+        copies = {name: chosen.get("start_step", 0) for name, chosen in trainings.options().items()}
         assert crossed == {
             name: (copies[name] + stats[name]["updates"]) * stats[name]["elements"] * dtype.itemsize for name in crossed
         }

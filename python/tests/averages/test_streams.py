@@ -43,10 +43,8 @@ def test_the_engine_is_told_of_another_stream_once(monkeypatch: pytest.MonkeyPat
     current.update({0: 11, 1: 20})
     streams.follow(average)
     assert told == [(1, 21), (0, 11), (1, 20)]
-    assert [sorted(tensor.recorded) for tensor in tensors[1:]] == [
-        [11],
-        [20, 21],
-    ]  # one tensor stands for a device's memory
+    # One tensor represents a device's memory.
+    assert [sorted(tensor.recorded) for tensor in tensors[1:]] == [[11], [20, 21]]
 
 
 def test_averages_on_the_host_follow_the_streams_of_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,9 +199,8 @@ def moves(kind: str) -> list[str]:
         model, ema = trained(kind)
         weights, held = local(ema), averages(ema)
         found = outcome(lambda ema=ema, model=model, move=move: moved_inside(ema, model, move))
-        kept = (
-            kind == "fsdp1" and move is clone_memory
-        )  # which FSDP1 takes over in its next forward: nothing is lost until then
+        # FSDP1 takes such memory over in its next forward: nothing is lost until then.
+        kept = kind == "fsdp1" and move is clone_memory
         if found[0] != (("PeerFailedError", "InvalidArgumentError")[dist.get_rank()] if kept else "none"):
             wrong.append(f"{move.__name__} of {kind}: {found}")
         if kept:

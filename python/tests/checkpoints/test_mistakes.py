@@ -106,9 +106,8 @@ def test_a_manifest_that_somebody_wrote_is_taken_or_refused_by_an_error_of_ours(
 ) -> None:
     run = Run("plain")
     run.train(2)
-    parts = {
-        name: one for name, one in run.parts().items() if name != "scheduler"
-    }  # whose load_state_dict() is torch's
+    # The scheduler's load_state_dict() is torch's.
+    parts = {name: one for name, one in run.parts().items() if name != "scheduler"}
     checkpoints.save(2, **parts, state={"a": (1, float("inf")), "t": torch.ones(3)})
     path = at(checkpoints, 2) / "checkpoint.json"
     whole, rng, refused = json.loads(path.read_text()), random.Random(5), 0

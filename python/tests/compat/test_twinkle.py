@@ -22,9 +22,8 @@ class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
-        )  # statistics are persistent buffers
+        # Statistics are persistent buffers.
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)])
         self.register_buffer("table", torch.arange(4.0), persistent=False)
         self.register_buffer("original", self.table, persistent=False)
 

@@ -42,10 +42,8 @@ class Everything(nn.Module):
         self.head.weight = self.embed.weight
         for name, shape, dtype in (
             ("table", (3, 5), torch.float32), ("coarse", (7,), torch.bfloat16), ("fine", (2, 2), torch.float64),
-            ("counted", (3,), torch.int64),
-            ("steps", (5,), torch.int32), ("mask", (9,), torch.bool), ("scale", (), torch.float32),
-            ("seen", (), torch.int64),
-            ("nothing", (0, 3), torch.float32),
+            ("counted", (3,), torch.int64), ("steps", (5,), torch.int32), ("mask", (9,), torch.bool),
+            ("scale", (), torch.float32), ("seen", (), torch.int64), ("nothing", (0, 3), torch.float32),
         ):  # fmt: skip
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
         self.register_buffer("scratch", torch.zeros(4), persistent=False)

@@ -25,8 +25,7 @@ def llama(tied: bool, seed: int = 0) -> Any:
 
     config = LlamaConfig(
         vocab_size=65, hidden_size=32, intermediate_size=33, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=tied,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -155,8 +154,7 @@ def architecture(name: str, tied: bool) -> Any:
     make = {"llama": LlamaConfig, "qwen": Qwen2Config}[name]
     config = make(
         vocab_size=65, hidden_size=32, intermediate_size=33, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=tied,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()
 

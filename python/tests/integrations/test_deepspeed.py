@@ -230,9 +230,8 @@ def gathered() -> tuple[str, bool, bool, bool, list[State]]:
     origin.update(made.module)
     frozen = equal({"w": averages.full_state_dict(complete=False).get("frozen.weight", torch.zeros(0))},
                    {"w": before["frozen.weight"] if dist.get_rank() == 0 else torch.zeros(0)})  # fmt: skip
-    for flat in (
-        made.optimizer.fp32_partitioned_groups_flat
-    ):  # as offload_states() and reload_states() do, which want a device's optimizer
+    # Moves them as offload_states() and reload_states() do, which want a device's optimizer.
+    for flat in made.optimizer.fp32_partitioned_groups_flat:
         flat.data = flat.data.clone()
     train(made, 1)
     averages.update()

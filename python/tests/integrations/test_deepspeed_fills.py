@@ -15,9 +15,8 @@ from torch import nn
 
 import shardow
 
-MARKED = [
-    kind for kind in KINDS if kind not in ("zero0", "zero2-fp32")
-]  # the latter have no masters, or nothing tells where
+# The others have no masters, or nothing leads to them.
+MARKED = [kind for kind in KINDS if kind not in ("zero0", "zero2-fp32")]
 SOME = MARKED if os.environ.get("SHARDOW_ALL") else ["zero2", "zero3-bf16"]
 
 

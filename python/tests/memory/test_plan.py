@@ -191,8 +191,7 @@ def test_batches_may_be_tensors_shapes_tuples_and_dicts() -> None:
     tokens, x = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 6)
     batches: list[Any] = [
         (tokens, x), [tokens, x], {"tokens": tokens, "x": x}, (((2, 3), torch.int64), (2, 3, 6)),
-        [[[2, 3], "int64"], [2, 3, 6]],
-        {"tokens": ((2, 3), "int64"), "x": x, "scale": 2.0},
+        [[[2, 3], "int64"], [2, 3, 6]], {"tokens": ((2, 3), "int64"), "x": x, "scale": 2.0},
     ]  # fmt: skip
     found = {plan(Pair(), batch=batch)["activations"] for batch in batches}
     assert (

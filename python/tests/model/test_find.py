@@ -27,11 +27,8 @@ from shardow.model.view import ModelView, find
 ANY = ["ddp", "fsdp1", "fsdp1-flat", "fsdp1-grad-op", "fsdp1-no-shard", "fsdp2"]
 CASES = [
     *((kind, world) for kind in ANY for world in (1, 2, 3, 4)), ("plain", 2), ("tp", 2), ("tp", 3), ("tp", 4),
-    ("mixed", 2), ("mixed", 3),
-    ("fsdp1-no-shard-flat", 2),
-    ("wrapped-ddp", 2), ("wrapped-fsdp1", 3), ("wrapped-fsdp2", 3), ("fsdp1-hybrid", 4), ("fsdp1-hybrid-flat", 4),
-    ("hsdp", 2), ("hsdp", 4),
-    ("tp+fsdp2", 4),
+    ("mixed", 2), ("mixed", 3), ("fsdp1-no-shard-flat", 2), ("wrapped-ddp", 2), ("wrapped-fsdp1", 3),
+    ("wrapped-fsdp2", 3), ("fsdp1-hybrid", 4), ("fsdp1-hybrid-flat", 4), ("hsdp", 2), ("hsdp", 4), ("tp+fsdp2", 4),
 ]  # fmt: skip
 
 #: name -> (aliases, this rank's part after replicas have divided it, whether anything is divided)
@@ -98,9 +95,8 @@ def test_each_element_is_found_once_under_its_plain_name(kind: str, world: int) 
             aliases = tuple(other for other, q in every if q is p and other != plain)
             assert all(found[i][plain][0] == aliases for found in by_rank), plain
             held = [found[i][plain][1] for found in by_rank]
-            if (
-                kind == "tp+fsdp2"
-            ):  # what the plan leaves out is sharded over dp, and nothing says that tp's ranks hold it alike
+            # The plan leaves out what is sharded over dp; nothing shows that tp's ranks hold it alike.
+            if kind == "tp+fsdp2":
                 held = list(dict.fromkeys(held))
             regions = [_core.Region.decode(region) for region in held]
             if all(found[i][plain][2] for found in by_rank):

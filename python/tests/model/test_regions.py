@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardow import _core
-from shardow.model.regions import region_of, replicas_of
+from shardow.model.dtensor import region_of, replicas_of
 
 
 @contextmanager
@@ -37,10 +37,8 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        for cache in (
-            "fast_path",
-            "python",
-        ):  # they hold meshes, with the coordinates of the rank that made them; torch 2.6 has neither
+        # The caches hold meshes with the coordinates of the rank that made them; torch 2.6 lacks both caches.
+        for cache in ("fast_path", "python"):
             getattr(tensor_debug, f"_clear_{cache}_sharding_prop_cache", lambda: None)()
 
 
@@ -84,9 +82,8 @@ def test_tensor_parallel_under_fully_shard(style: Any, sizes: tuple[int, ...], n
                         rank,
                         p.placements,
                     )
-                    for dim, placement in enumerate(
-                        p.placements
-                    ):  # not replicas_of(): torch keeps meshes, whose fake groups are gone, between ranks
+                    # replicas_of() is no use: torch keeps meshes, whose fake groups are gone, between ranks.
+                    for dim, placement in enumerate(p.placements):
                         if placement.is_replicate():
                             region = region.part(p.device_mesh.get_coordinate()[dim], p.device_mesh.size(dim), align=1)
                     parts[name].append(region)

@@ -84,9 +84,8 @@ def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Mo
         }
         if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
             options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
-        units = (
-            [name for name, _ in model.named_children()] if frozen else list(_units(model))
-        )  # a flat parameter is all frozen or all trained
+        # A flat parameter is all frozen or all trained.
+        units = [name for name, _ in model.named_children()] if frozen else list(_units(model))
         for name in units:
             setattr(model, name, FullyShardedDataParallel(getattr(model, name), **options))
         return FullyShardedDataParallel(model, **options)

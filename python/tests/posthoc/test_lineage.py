@@ -75,18 +75,15 @@ def test_the_promise_holds_after_two_resumes(tmp_path: Path) -> None:
     first = Run(tmp_path).to(50)
     state = first.ema.state_dict()
     first.to(100)
-    second = first.resumed(state, 50, 1).to(
-        72, every=100
-    )  # takes none up to 72, where those of the given-up future still lie
+    # Takes none up to 72, where those of the given-up future still lie.
+    second = first.resumed(state, 50, 1).to(72, every=100)
     third = second.resumed(second.ema.state_dict(), 72, 2)
     third.to(150, every=25)
     off, promised = third.off()
     assert off <= promised
     found = posthoc.plan(tmp_path, 0.08)
-    assert (found.step, {one.step for one in found.terms}) == (
-        150,
-        {20, 40, 73, 75, 100, 125, 150},
-    )  # 73 makes up for 50
+    # 73 makes up for 50.
+    assert (found.step, {one.step for one in found.terms}) == (150, {20, 40, 73, 75, 100, 125, 150})
     assert [text.partition(":")[0][-3:] for text in found.left_out] == ["060", "080"]
 
 
@@ -139,16 +136,8 @@ def test_by_default_the_run_that_is_present_at_any_step_that_it_reaches(tmp_path
         assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=step).terms} == steps
         off, promised = last.off(step)
         assert off <= promised
-    assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=200).terms} == {
-        20,
-        40,
-        80,
-        100,
-        140,
-        160,
-        180,
-        200,
-    }  # not 60, 120
+    # 60 and 120 are left out.
+    assert {one.step for one in posthoc.plan(tmp_path, 0.08, step=200).terms} == {20, 40, 80, 100, 140, 160, 180, 200}
     off, promised = first.off(200)
     assert off <= promised
     assert posthoc.sweep(tmp_path).step == 120

@@ -61,11 +61,8 @@ def test_where_signals_are_held_the_rank_goes_on_too_and_else_it_ends_the_next_r
     if not held:
         assert zero == [first, "PeerFailedError", in_step]
         assert one == ["KeyboardInterrupt", in_step]
-    elif one == [
-        first,
-        "KeyboardInterrupt",
-        in_step,
-    ]:  # it had to wait for rank 0 in the next round, and was interrupted there
+    elif one == [first, "KeyboardInterrupt", in_step]:
+        # It had to wait for rank 0 in the next round, and was interrupted in it.
         assert zero == [first, "PeerFailedError", in_step]
     else:
         assert zero == [first, second, in_step]
@@ -85,9 +82,8 @@ def interrupted_before_the_other_reads() -> list[Any]:
     if dist.get_rank() == 0:
         rounds.Rounds.everybody = read_late  # type: ignore[method-assign]
         return [group.all_gather(b"zero", TIMEOUT), *_until_in_step(group)]
-    while not gate.check(
-        [f"{group._prefix}/0/lane/0"]
-    ):  # rank 0 is first: this one gives the verdict, and has written the words
+    # Rank 0 is first: this rank gives the verdict, and has written the words.
+    while not gate.check([f"{group._prefix}/0/lane/0"]):
         time.sleep(0.01)
     interrupt_when_over()
     with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import shardow
 from shardow import _core
-from shardow.files.decay_keys import choose
+from shardow.files.reading import choose
 
 BEYOND = 1e16  # from here on Python's repr has an exponent, also of whole numbers
 

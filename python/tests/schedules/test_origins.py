@@ -140,8 +140,7 @@ def mean() -> Callable[[int], float]:
 
 ORIGINS: dict[str, Callable[..., Callable[[int], float]]] = {
     "timm": timm, "diffusers": diffusers, "inverse_gamma": inverse_gamma, "dist_ema": dist_ema,
-    "ema_pytorch": ema_pytorch,
-    "warmup": warmup, "mean": mean,
+    "ema_pytorch": ema_pytorch, "warmup": warmup, "mean": mean,
 }  # fmt: skip
 
 #: Origins that compute in float32, or through a tensor: how far apart the decays may be.

@@ -108,9 +108,8 @@ def with_wrong_contents(how: str, path: str) -> list[Told]:
 
 @pytest.mark.parametrize("how", WRONG)
 def test_contents_that_do_not_fit(how: str, tmp_path: Path) -> None:
-    state = {
-        name: tensor for name, tensor in wrong_state(how).items() if name != "head.weight"
-    }  # in a file that does not fit, a second name is listed
+    # A file that does not fit lists a second name.
+    state = {name: tensor for name, tensor in wrong_state(how).items() if name != "head.weight"}
     shardow.save(state, tmp_path / "a.safetensors")
     by_rank = ranks.run(3, with_wrong_contents, how, str(tmp_path / "a.safetensors"))
     from_file, own, rank_0 = ([told[i] for told in by_rank] for i in range(3))

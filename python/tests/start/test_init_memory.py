@@ -56,9 +56,8 @@ def test_the_peak_is_the_own_shards(how: str, beyond: int, tmp_path: Path) -> No
     torch.manual_seed(0)
     shardow.save(build(), tmp_path / "model.safetensors")
     uneven = LAYERS * 4 * WIDTH  # a row more on some ranks
-    pool = (
-        ranks.Pool()
-    )  # fresh processes: what earlier cases freed would serve this one, or be counted in its beginning
+    # Takes fresh processes: memory that earlier cases freed would serve this one, or count in its beginning.
+    pool = ranks.Pool()
     try:
         peaks = pool.run(WORLD, started, how, str(tmp_path / "model.safetensors"))
     finally:

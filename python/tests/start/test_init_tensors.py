@@ -45,8 +45,7 @@ def odd_state(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     )
     return {
         "weight": weight.to(dtype), "nothing": torch.zeros(0, 3, dtype=dtype),
-        "scalar": torch.tensor(1 / 3, dtype=F64).to(dtype),
-        "count": torch.tensor(2**60 + 1),
+        "scalar": torch.tensor(1 / 3, dtype=F64).to(dtype), "count": torch.tensor(2**60 + 1),
         "none": torch.zeros(0, 2, dtype=torch.int64), "flags": torch.tensor([True, False, True, True, False]),
     }  # fmt: skip
 

@@ -48,9 +48,8 @@ def expected(kind: str) -> list[torch.Tensor]:
 
 def wrapped(kind: str, efficient: bool) -> bool:
     reference, mesh = expected(kind), mesh_of(kind)
-    torch.manual_seed(
-        1 if dist.get_rank() == 0 or not efficient else 77 + dist.get_rank()
-    )  # other ranks' values must not matter
+    # Other ranks' values must not matter.
+    torch.manual_seed(1 if dist.get_rank() == 0 or not efficient else 77 + dist.get_rank())
     model = test_meta.Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     returned = wrap(model, mesh, optimizer, memory_efficient_init=efficient)

@@ -90,9 +90,8 @@ def wrap_that_ends_without_weights() -> tuple[Told, bool]:
             lambda: shardow.wrap(model, mesh, optimizer, timeout=TIMEOUT),
             lambda: [[tuple(p.shape) for p in g["params"]] + [g["lr"]] for g in optimizer.param_groups],
         )
-    assert all(
-        p.is_meta for g in optimizer.param_groups for p in g["params"]
-    )  # it keeps no weights either, and its place for each
+    # The optimizer keeps no weights either, and its place for each.
+    assert all(p.is_meta for g in optimizer.param_groups for p in g["params"])
     on_meta = all(tensor.is_meta for tensor in model.parameters())
     shardow.materialize(model, on_rank(0, good_state()), optimizer, timeout=60)
     is_good(model, optimizer)

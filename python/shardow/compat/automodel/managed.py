@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
 from shardow.averages import state as _state
-from shardow.base.checks import invalid
-from shardow.base.warnings import warn
+from shardow.base.checks import invalid, warn
 from shardow.compat.files import dcp, torch_files
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
@@ -115,7 +114,9 @@ class Managed(ABC):
             if strict:
                 names = replace(found, different=[])
                 names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
-            return held, _copies(what, held.parts, found, state), found
+            copies = _state.copies_of(held.parts, state, found)
+            found.only_different().refuse(what, "the state", RuntimeError)
+            return held, copies, found
 
         held, copies, found = self._team.agree("load_state_dict()", check)
         for target, value, region in copies:
@@ -187,16 +188,6 @@ def checked_decay(decay: float) -> float:
     if not 0.0 <= decay <= 1.0:
         raise invalid(f"decay must be in [0, 1], got {decay}")
     return float(decay)
-
-
-def _copies(
-    what: str, parts: Sequence[Part], found: Fit[Form | None], state: Mapping[str, torch.Tensor]
-) -> list[_state.Copy]:
-    wrong = {name for name, *_ in found.different}
-    fitting = [(part, state[found.keys[part.name]]) for part in parts if part.name in found.keys.keys() - wrong]
-    planned = [_state.plan(part.name, part.flat, part.region, value, found) for part, value in fitting]
-    found.only_different().refuse(what, "the state", RuntimeError)
-    return [copy for copy in planned if copy is not None]
 
 
 def _unmatched(found: Fit[Form | None], where: str) -> Unmatched:

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDat
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from shardow.base.checks import invalid
-from shardow.compat.bagel.checkpoint import FSDPCheckpoint
-from shardow.compat.bagel.sharding import HYBRID, FSDPConfig, strategy_of
+from shardow.compat.bagel.checkpoint import HYBRID, FSDPCheckpoint, FSDPConfig, strategy_of
 from shardow.compat.ways.twin import TrainedTwin
 from shardow.start import meta
 
@@ -24,8 +23,7 @@ _KEY = "_shardow_twin"  # of a model's __dict__
 #: Classes that become FSDP units, by name: BAGEL's. Add those of another model to it.
 WRAPPED_CLASSES = {
     "MLPconnector", "PositionEmbedding", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer",
-    "SiglipEncoderLayer",
-    "SiglipVisionTransformer", "TimestepEmbedder",
+    "SiglipEncoderLayer", "SiglipVisionTransformer", "TimestepEmbedder",
 }  # fmt: skip
 
 #: Classes whose activations are recomputed, by name: BAGEL's.
@@ -43,11 +41,9 @@ def fsdp_wrapper(
 ) -> FullyShardedDataParallel:
     """FSDP1 with units of WRAPPED_CLASSES, computing in bfloat16; on CUDA, or on the CPU where there is none. What is
     on meta gets memory without values: try_load_ckpt() brings them."""
-    device = (
-        torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     mesh = None
     if fsdp_config.sharding_strategy in HYBRID:
         mesh = init_device_mesh(
@@ -129,6 +125,5 @@ def _twin_of(ema_model: nn.Module) -> TrainedTwin:
 
 __all__ = [
     "CHECKPOINTED_CLASSES", "WRAPPED_CLASSES", "FSDPCheckpoint", "FSDPConfig", "fsdp_ema_setup", "fsdp_ema_update",
-    "fsdp_wrapper",
-    "grad_checkpoint_check_fn",
+    "fsdp_wrapper", "grad_checkpoint_check_fn",
 ]  # fmt: skip

@@ -13,9 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardow import errors
-from shardow.base.checks import invalid
-from shardow.base.warnings import warn
-from shardow.compat.bagel.sharding import HYBRID, FSDPConfig, strategy_of
+from shardow.base.checks import invalid, unsupported, warn
 from shardow.compat.files import torch_files
 from shardow.compat.files.published import publish
 from shardow.compat.ways.teams import everybody
@@ -25,10 +23,31 @@ from shardow.model.parts import Held, held_by
 from shardow.ranks.team import Team
 from shardow.start import fill, meta
 
-_FIXED = (
-    "latent_pos_embed.pos_embed",
-    "vit_pos_embed.pos_embed",
-)  # sinusoids, which the model has for its own resolution
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
+class FSDPConfig:
+    """``sharding_strategy``, ``backward_prefetch``: torch's names. The numbers are HYBRID_SHARD's mesh."""
+
+    def __init__(
+        self, sharding_strategy: str, backward_prefetch: str, cpu_offload: bool, num_replicate: int, num_shard: int = 8
+    ) -> None:
+        self.sharding_strategy = sharding_strategy
+        self.backward_prefetch = backward_prefetch
+        self.cpu_offload = cpu_offload
+        self.num_replicate = num_replicate
+        self.num_shard = num_shard
+
+
+def strategy_of(config: FSDPConfig) -> ShardingStrategy:
+    if config.sharding_strategy not in ShardingStrategy.__members__:
+        known = ", ".join(ShardingStrategy.__members__)
+        raise unsupported(f"sharding_strategy={config.sharding_strategy!r}; FSDP has {known}", KeyError)
+    return ShardingStrategy[config.sharding_strategy]
+
+
+# Sinusoids, which the model has for its own resolution.
+_FIXED = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")
 
 
 class FSDPCheckpoint:
@@ -39,8 +58,7 @@ class FSDPCheckpoint:
     @staticmethod
     def fsdp_save_ckpt(
         ckpt_dir: str | Path, train_steps: int, model: nn.Module, ema_model: nn.Module | None,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any, data_status: Any, logger: Any, fsdp_config: FSDPConfig,
+        optimizer: torch.optim.Optimizer, scheduler: Any, data_status: Any, logger: Any, fsdp_config: FSDPConfig,
     ) -> None:  # fmt: skip
         """Collective over all ranks. Each writes its own bytes of the weights and its shard of the optimizer's state.
 
@@ -71,8 +89,7 @@ class FSDPCheckpoint:
     @staticmethod
     def try_load_ckpt(
         resume_from: str | Path | None, logger: Any, model: nn.Module, ema_model: nn.Module | None = None,
-        resume_from_ema: bool = False,
-        missing_ema: str = "error",
+        resume_from_ema: bool = False, missing_ema: str = "error",
     ) -> tuple[nn.Module, nn.Module | None]:  # fmt: skip
         """Weights into ``model`` and ``ema_model``, wrapped or not; of what is sharded each rank reads its own bytes.
         Collective.

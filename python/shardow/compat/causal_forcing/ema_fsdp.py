@@ -15,17 +15,20 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import Schedule, _core, errors
+from shardow.averages import state as _state
 from shardow.averages.copies import load_averages
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
+from shardow.averages.tracked import Tracked, divide
 from shardow.base.checks import invalid, one_of
-from shardow.compat.causal_forcing.copying import Copier
 from shardow.compat.files.torch_files import whole_state_dict
-from shardow.compat.ways.names import called, model_and_root
 from shardow.ema import EMA
-from shardow.model.match import fit
+from shardow.model.match import compare, fit
+from shardow.model.names import called, model_and_root
 from shardow.model.parts import Held
-from shardow.ranks.gather import Part
+from shardow.model.swap_guard import refuse_foreign
+from shardow.model.view import ModelView, find
+from shardow.ranks.gather import Gatherer, Part
 from shardow.schedules import as_schedules
 
 
@@ -52,8 +55,7 @@ class EMA_FSDP:
         self._model, root = model_and_root(fsdp_module)
         self.ema = EMA(
             self._model, decay, device=device, rule="mul_add", params="all", stochastic=False, start_step=start_step,
-            replicas=replicas,
-            group=group, timeout=timeout,
+            replicas=replicas, group=group, timeout=timeout,
         )  # fmt: skip
         name_of = called(root)
         self._names = {name: name_of(name) for name in self._averages.averages()}  # {clean: the origin's}
@@ -182,11 +184,9 @@ class EMA_FSDP:
 
         def ready() -> Copier:
             target = model_and_root(fsdp_module)[0]
-            copier = (
-                self._copier
-                if self._copier is not None and self._copier.target is target
-                else Copier(self._averages, target)
-            )
+            copier = self._copier
+            if copier is None or copier.target is not target:
+                copier = Copier(self._averages, target)
             copier.ready()
             return copier
 
@@ -222,3 +222,55 @@ def _floating(name: str, tensor: Any) -> torch.Tensor:
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise invalid(f"'{name}' is {kind} in the state; an average is floating")
     return tensor
+
+
+class Copier:
+    """Of ``ema``'s averages into ``target``, parameters alone. Made and called on every rank that shares the EMA."""
+
+    def __init__(self, core: Averages, target: nn.Module) -> None:
+        self.target = target
+        self._averages = core
+        self._view: ModelView = find(target, group=core.team.process_group)
+        self._tracked = self._as_averaged()
+        self._alike_everywhere: bool | None = None
+
+    @torch.no_grad()
+    def ready(self) -> None:
+        """Raises, before anything changes, where the target is not what it was. Local."""
+        self._averages.swap.refuse("copy_to()")
+        self._view.reshard()
+        if not self._view.unchanged() and not self._view.follow_moves(self._follow):
+            raise invalid(self._view.explain_change())
+        refuse_foreign("copy_to()", lambda: [one.local.tensor for one in self._tracked], writes=True)
+
+    def _follow(self) -> None:
+        for one in self._tracked:
+            one.follow()
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Collective."""
+        team, pairs = self._averages.team, list(zip(self._tracked, self._averages.tracked, strict=True))
+        if self._alike_everywhere is None:
+            alike = all(there.region == here.region for there, here in pairs)
+            self._alike_everywhere = all(answer == b"1" for answer in team.gather("copy_to()", b"%d" % alike))
+        if self._alike_everywhere:
+            torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
+            for one in self._tracked:
+                one.scatter()
+            self._averages.share(self._tracked)
+        else:
+            _state.copy_streamed(Gatherer("copy_to()", self._averages.parts(), team), self._view)
+        self._view.bump_versions()
+        self._view.reshard()
+
+    def _as_averaged(self) -> list[Tracked]:
+        """The target's parameters in the order of the averages. Raises KeyError, a ValueError too, with the names that
+        don't fit.
+        """
+        there = {one.name: one for one in self._view.parameters}
+        shapes = {one.name: tuple(one.local.region.shape) for one in self._averages.tracked}
+        found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
+        found.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
+        chosen = [there[name] for name in shapes]
+        return [Tracked(one, *divide(one, self._averages.options.replicas)) for one in chosen]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,18 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.base.checks import fraction, invalid, seconds
-from shardow.compat.dist_ema.checks import CONFIG, PRECISION_TO_TYPE, check_options, config_in, fitting, steps_in
+from shardow import errors
+from shardow.averages import state as _state
+from shardow.base.checks import fraction, invalid, seconds, whole
 from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, refuse_unlike, shares
-from shardow.compat.ways.names import called
 from shardow.compat.ways.pairs import Pair, Pairs
 from shardow.compat.ways.teams import refuse_copies, unchanged
 from shardow.files import engine
+from shardow.model import match
+from shardow.model.local import LocalTensor
+from shardow.model.names import called
+from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer, Part, take
 from shardow.ranks.team import Team
 
 T = TypeVar("T")
+CONFIG = "shardow.dist_ema"  # key of ``config`` in a file's metadata
+PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def requires_grad(model: nn.Module, flag: bool = True) -> None:
@@ -61,10 +68,9 @@ class DistEMA:
 
     def __init__(
         self, model: nn.Module, world_size: int, rank: int, dtype: str = "fp32", decay: float = 0.999,
-        warmup: bool = False,
-        power: float | None = None, min_decay: float = 0.0, inv_gamma: float = 1.0, update_after_step: int = 0, *,
-        seed: int = 0,
-        group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
+        warmup: bool = False, power: float | None = None, min_decay: float = 0.0, inv_gamma: float = 1.0,
+        update_after_step: int = 0, *, seed: int = 0, group: dist.ProcessGroup | None = None,
+        timeout: float | timedelta | None = None,
     ) -> None:  # fmt: skip
         self.model, self.world_size, self.rank, self.dtype = model, world_size, rank, dtype
         self.decay, self.warmup, self.power = decay, warmup, power
@@ -88,8 +94,7 @@ class DistEMA:
         if dist.is_initialized() and (self.world_size, self.rank) != (self._team.size, self._team.rank):
             raise invalid(
                 f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._team.rank} of the "
-                f"{self._team.size} "
-                "that share the model; give these, or the ranks' own group="
+                f"{self._team.size} that share the model; give these, or the ranks' own group="
             )
         self.torch_dtype = PRECISION_TO_TYPE[self.dtype]
         self.build_ema_model()
@@ -195,13 +200,12 @@ class DistEMA:
         self._team.same_updates("state_dict()", self.decay_steps)
         stored = {one.name: one for one in self._shares}
         team = self._team if cpu_group is None else Team(cpu_group, self._team.timeout)
-        gatherer = Gatherer("state_dict()", parts, team)
+        gatherer, devices = Gatherer("state_dict()", parts, team), {part.name: part.flat.device for part in parts}
         found: OrderedDict[str, torch.Tensor] = OrderedDict()
-        for part, (name, full) in zip(parts, gatherer.stream(), strict=True):
-            if everywhere:
-                full = team.broadcast(full, gatherer.shape_of(name), gatherer.dtype_of(name), part.flat.device).cpu()
+        for name, full in gatherer.everywhere(devices.__getitem__) if everywhere else gatherer.stream():
             if full is not None:
-                found[self._called[name]] = full.permute(stored[name].inverse) if name in stored else full
+                tensor = full.cpu()
+                found[self._called[name]] = tensor.permute(stored[name].inverse) if name in stored else tensor
         return found
 
     def _parts_to_gather(self, cpu_group: dist.ProcessGroup | None, buffers: bool) -> list[Part]:
@@ -274,3 +278,65 @@ class DistEMA:
             if not saving or not is_sharded(self.model) or one.local.counts_on(self._team.rank)
         ]
         return [part for one in counted for part in one.parts(copied)]
+
+
+def check_options(config: Mapping[str, Any], world_size: int, rank: int) -> None:
+    """Raises ValueError; also KeyError and TypeError, where the origin does."""
+    if config["dtype"] not in PRECISION_TO_TYPE:
+        raise invalid(
+            f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}", KeyError
+        )
+    if config["warmup"] and config["power"] is None:
+        raise invalid(
+            "warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand",
+            TypeError,
+        )
+    if whole("rank", rank, 0) >= whole("world_size", world_size, 1):
+        raise invalid(f"rank={rank}; with world_size={world_size} it must be less")
+    for name in ("decay", "min_decay"):
+        fraction(name, config[name])
+    if config["warmup"] and not config["inv_gamma"] > 0:
+        raise invalid(f"inv_gamma={config['inv_gamma']}; it must be more than 0")
+
+
+def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
+    """decay_steps of a saved ``config``; raises ValueError where other options differ from those here."""
+    other = {key: value for key, value in here.items() if key != "decay_steps" and saved.get(key) != value}
+    if other:
+        differs = ", ".join(f"{key}={saved.get(key)!r} (here {value!r})" for key, value in other.items())
+        way_out = "make DistEMA with the same options, or pass the averages alone and set_decay_steps()"
+        raise invalid(f"the averages were saved with {differs}; {way_out}")
+    return whole("decay_steps", saved.get("decay_steps"), 0)
+
+
+def config_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Of a file that DistEMA saved; raises ValueError for another one."""
+    if CONFIG not in metadata:
+        why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
+        raise errors.make("corrupt", f"{path} is not a saved DistEMA: {why}")
+    config: dict[str, Any] = json.loads(metadata[CONFIG])
+    return config
+
+
+def fitting(
+    shares: Sequence[Share], buffers: Sequence[LocalTensor], called: Mapping[str, str], state: Mapping[str, Any]
+) -> list[tuple[Share, torch.Tensor]]:
+    """Shares with their whole tensors, without buffers. Raises KeyError with all that does not fit. ``called``: names
+    in states.
+    """
+    parts = [Part(one.name, one.average, one.region) for one in shares]
+    parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in buffers]
+    fit = match.fit(
+        Held(parts, {part.name: (part.name, called[part.name]) for part in parts}, None), state, "the state"
+    )
+    found = {one.name: state[fit.keys[one.name]] for one in shares if one.name in fit.keys}
+    for name, tensor in found.items():
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise invalid(
+                f"load_state_dict(): nothing was loaded: '{name}' is a {type(tensor).__name__}, not a whole tensor",
+                KeyError,
+            )
+    shapes = {one.name: one.shape for one in shares}
+    checked = match.compare(shapes, _state.shapes_of(found, shapes))
+    replace(checked, unexpected=fit.unexpected).refuse("load_state_dict()", "the state", KeyError)
+    return [(one, found[one.name].detach()) for one in shares]

@@ -27,9 +27,8 @@ from shardow.model.view import ModelView
 from shardow.model.zero3 import is_partitioned
 from shardow.ranks.gather import Part
 
-Copied = list[
-    tuple[torch.Tensor, torch.Tensor]
-]  # (a stretch of an average as its tensor goes, a copy of it, row-major)
+# (a stretch of an average as its tensor goes, a copy of it, row-major)
+Copied = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(eq=False)

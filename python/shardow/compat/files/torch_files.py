@@ -110,9 +110,8 @@ def _archive(
     template: dict[str, torch.Tensor] = {}
     for part in parts:
         kept = part.flat.dtype
-        like = torch.empty(
-            part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept
-        )  # memory that nobody touches
+        # Nothing touches this memory.
+        like = torch.empty(part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept)
         template.update(dict.fromkeys(names[part.name], like))
     structure, numbers = _structure(template, path.parent), itertools.count()
     with new_file(path) as file, _zip(file) as archive:

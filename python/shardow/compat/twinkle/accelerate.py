@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.base.checks import invalid, unsupported
-from shardow.base.warnings import warn
-from shardow.compat.files.pretrained import unchanged_environment
+from shardow.base.checks import invalid, unsupported, warn
+from shardow.compat.twinkle.helpers import unchanged_environment
 from shardow.compat.twinkle.strategy import Strategy
 from shardow.compat.ways.teams import everybody
 from shardow.model import origins
@@ -65,8 +64,7 @@ class AccelerateStrategy(Strategy):
         if self.fsdp_plugin is not None and not self._shards():
             warn(
                 f"accelerate does no FSDP here ({self.accelerator.distributed_type}, {self.accelerator.device}): "
-                "models will be "
-                "replicated; NativeFSDPStrategy shards on CPUs too",
+                "models will be replicated; NativeFSDPStrategy shards on CPUs too",
                 RuntimeWarning,
             )
 
@@ -90,9 +88,8 @@ class AccelerateStrategy(Strategy):
             prepared = self.accelerator.prepare(model, *args)
         materialize(model, own)
         for optimizer, places in zip(optimizers, bindings, strict=True):
-            origins.bind(
-                optimizer, places
-            )  # accelerate tells parameters by their addresses, and on meta there are none
+            # accelerate identifies parameters by their addresses, and on meta they have none.
+            origins.bind(optimizer, places)
         return prepared
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -134,17 +131,15 @@ def _parallelism(sizes: Mapping[str, int]) -> Any:
 def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, Any], memory_efficient: bool) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
-    version = config.pop(
-        "fsdp_version", config.pop("fsdp_config", 2)
-    )  # the origin reads the second, where a version is not looked for
+    # The upstream reads the second key, where it does not look for a version.
+    version = config.pop("fsdp_version", config.pop("fsdp_config", 2))
     if version != 2:
         raise invalid(f"fsdp_config={{'fsdp_version': {version!r}}}; it must be 2")
     if sizes.get("fsdp", 1) == 1:
         return None
     defaults: dict[str, Any] = {
         "mixed_precision_policy": None if mixed_precision == "no" else mixed_precision,
-        "auto_wrap_policy": "transformer_based_wrap",
-        "reshard_after_forward": True, "cpu_offload": False, "activation_checkpointing": False,
-        "cpu_ram_efficient_loading": memory_efficient,
+        "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True, "cpu_offload": False,
+        "activation_checkpointing": False, "cpu_ram_efficient_loading": memory_efficient,
     }  # fmt: skip
     return FullyShardedDataParallelPlugin(fsdp_version=2, **{**defaults, **config})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +19,13 @@ from shardow.model.slots import by_tensor, slots
 from shardow.start.materialize import materialize
 
 _States = dict[torch.Tensor, Any]
-_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = (
-    weakref.WeakKeyDictionary()
-)  # what each knew of its parameters
+# The environment that transformers and accelerate listen to while weights are loaded.
+_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+_lock = threading.Lock()
+_inside = 0
+_outermost = contextlib.ExitStack()
+# By optimizer, what each knew of its parameters.
+_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = weakref.WeakKeyDictionary()
 
 
 def _broadcast_sharded_state_dict(
@@ -89,3 +96,38 @@ def _in_order(model: nn.Module, count: int) -> origins.Places:
     everything = [where[0] for where in by_tensor(slots(model, "parameter")).values()]
     chosen = everything if len(everything) == count else [slot for slot in everything if slot.recorded.requires_grad]
     return [(slot.module, slot.key) for slot in chosen]
+
+
+@contextlib.contextmanager
+def fsdp_pretrained_load_context(enabled: bool) -> Iterator[None]:
+    """transformers' from_pretrained() loads weights on rank 0 alone inside. It listens to variables of the environment,
+    which are the process's: they are restored when the last of several blocks, in whatever threads, has ended."""
+    global _inside
+    if not enabled:
+        yield
+        return
+    with _lock:
+        if _inside == 0:
+            _outermost.enter_context(unchanged_environment())
+            os.environ.update(dict.fromkeys(_VARIABLES, "true"))
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _outermost.close()
+
+
+@contextlib.contextmanager
+def unchanged_environment() -> Iterator[None]:
+    """accelerate leaves its options in the environment, for transformers: every later from_pretrained() of a model that
+    is not wrapped would be without weights on all ranks but the first."""
+    before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(before)

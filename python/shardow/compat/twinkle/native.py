@@ -49,17 +49,12 @@ class NativeFSDPStrategy(Strategy):
         mesh = _mesh_of(self.device_mesh)
         if mesh is None:
             return model, optimizer
-        reshard, policy = self.fsdp_config.get("reshard_after_forward", True), _policy(self.mixed_precision)
-        efficient = self._memory_efficient_init
-        return wrap(
-            model,
-            mesh,
-            optimizer,
-            _units(model),
-            memory_efficient_init=efficient,
-            reshard_after_forward=reshard,
-            mixed_precision=policy,
-        )
+        options: dict[str, Any] = {
+            "memory_efficient_init": self._memory_efficient_init,
+            "reshard_after_forward": self.fsdp_config.get("reshard_after_forward", True),
+            "mixed_precision": _policy(self.mixed_precision),
+        }
+        return wrap(model, mesh, optimizer, _units(model), **options)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         return model

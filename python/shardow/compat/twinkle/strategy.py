@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from shardow.base.checks import invalid
 from shardow.compat.files import torch_files
-from shardow.compat.files.pretrained import fsdp_pretrained_load_context
 from shardow.compat.files.torch_files import whole_state_dict
+from shardow.compat.twinkle.helpers import fsdp_pretrained_load_context
 from shardow.compat.ways.teams import everybody, team_of
 from shardow.model.parts import held_by
 from shardow.start.materialize import Request, fill_model
@@ -151,8 +151,7 @@ def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) 
     if unknown or missing:
         raise invalid(
             f"load_peft_weights(): adapter '{adapter}' does not fit, nothing was loaded: missing "
-            f"{', '.join(missing[:8]) or 'nothing'}; "
-            f"fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
+            f"{', '.join(missing[:8]) or 'nothing'}; fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
             KeyError,
         )
     return found

@@ -28,8 +28,7 @@ from shardow.start.materialize import Request, fill_model
 
 def follow(
     model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None,
-    dtype: torch.dtype | None = None,
-    replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
+    dtype: torch.dtype | None = None, replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
 ) -> Follower:  # fmt: skip
     """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights
     keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Paired.

@@ -79,13 +79,9 @@ class Listed:
         bound = Pairs(pairs, self._rule, **self._options)
         self._sharded = any(map(_is_sharded, parameters))
         self._shadows, self._marks = list(shadows), self._marks_of(parameters)
-        self._watch = _core.Watch(
-            [],
-            [t for t in shadows if not _is_sharded(t)],
-            [t for t in shadows if _is_sharded(t)],
-            MARKS,
-            objects_behind,
-        )
+        sharded = [shadow for shadow in shadows if _is_sharded(shadow)]
+        whole = [shadow for shadow in shadows if not _is_sharded(shadow)]
+        self._watch = _core.Watch([], whole, sharded, MARKS, objects_behind)
         self._pairs = bound
 
     def _marks_of(self, parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
@@ -95,13 +91,8 @@ class Listed:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
-        return {
-            "_rule": self._rule,
-            "_copy_frozen": self._copy_frozen,
-            "_options": self._options,
-            "_pairs": None,
-            "_warned": self._warned,
-        }
+        kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_options", "_warned")}
+        return {**kept, "_pairs": None}
 
 
 def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

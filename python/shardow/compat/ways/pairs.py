@@ -13,7 +13,7 @@ import torch
 from shardow import _core
 from shardow.averages.cuda_streams import Streams
 from shardow.averages.options import DTYPES
-from shardow.base.warnings import warn
+from shardow.base.checks import warn
 from shardow.model import storage
 
 Tensors = list[torch.Tensor]
@@ -214,11 +214,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Of the dimensions that have any."""
-    return (
-        tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-        if tensor.numel()
-        else ()
-    )
+    if not tensor.numel():
+        return ()
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -116,8 +116,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 def stand_in_for(
     model: nn.Module, rule: Rule, choose: Choose, *, device: Any = None, dtype: torch.dtype | None = None,
-    replicas: Replicas = "copy",
-    stochastic: bool = False, seed: int = 0,
+    replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
 ) -> StandIn:  # fmt: skip
     """With averages of everything floating that ``model`` saves, whatever ``choose`` will make of it; they are float32
     (float64 of such weights, ``dtype`` if given; 16-bit ones only where they are rounded stochastically). Buffers that

@@ -93,11 +93,8 @@ class Twin(Paired):
         seen: set[int] = set()
         for slot in slots(self.module, "buffer", "table"):
             buffer = slot.recorded
-            fate = (
-                "leave"
-                if id(buffer) in seen
-                else self._choose(slot.name, buffer, "temporary" if slot.kind == "table" else "buffer")
-            )
+            kind: Kind = "temporary" if slot.kind == "table" else "buffer"
+            fate = "leave" if id(buffer) in seen else self._choose(slot.name, buffer, kind)
             if fate == "leave":
                 continue
             seen.add(id(buffer))

@@ -4,10 +4,8 @@
 
 #include "base/turns.h"
 #include "ema/names.h"
-#include "file/checkpoint_fixture.h"
 #include "file/disk_model.h"
 #include "file/environment.h"
-#include "file/version_fixture.h"
 
 namespace shardow::simulated {
 

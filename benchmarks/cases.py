@@ -1,4 +1,4 @@
-"""What is averaged: models of realistic and of awkward sizes."""
+"""The models that are averaged, of realistic and of awkward sizes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class Case:
     def elements(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
+    def rounds(self, rounds: int) -> int:
+        """Returns ten times as many where a round is short."""
+        return rounds * (10 if self.elements < 10_000_000 else 1)
+
     def model(self) -> nn.Module:
         generator = torch.Generator().manual_seed(0)
         return nn.ParameterList(
@@ -38,12 +42,10 @@ class Case:
 
 def transformer(layers: int = 12, width: int = 768) -> list[tuple[int, ...]]:
     """The blocks of GPT-2 small: 85 M elements in 146 tensors."""
-    block: list[tuple[int, ...]] = [
-        (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,),
-        (4 * width, width),
-        (4 * width,), (width, 4 * width), (width,),
-    ]  # fmt: skip
-    return block * layers + [(width,), (width,)]
+    vector: tuple[int, ...] = (width,)
+    attention = [vector, vector, (3 * width, width), (3 * width,), (width, width), vector]
+    mlp = [vector, vector, (4 * width, width), (4 * width,), (width, 4 * width), vector]
+    return (attention + mlp) * layers + [vector, vector]
 
 
 def many_small(count: int = 2000) -> list[tuple[int, ...]]:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import shardow
-from benchmarks.cases import DECAYS, Case, all_cases
 from benchmarks.measure import Step, interleaved, seconds_of
 from benchmarks.overlap import BURST, Training, seconds_offloaded
+from benchmarks.updates import DECAYS, Case, all_cases
 from shardow import _core
 
 COPY = "device copy"

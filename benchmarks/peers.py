@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import shardow
-from benchmarks.cases import Case
 from shardow import _core
+
+if TYPE_CHECKING:
+    from benchmarks.updates import Case
 
 Tensors = list[torch.Tensor]
 

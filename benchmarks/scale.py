@@ -2,10 +2,9 @@
 benchmarks.scale [section ...] [--sizes n ...]``.
 
 Sections, all of them unless some are named: ``emulated`` (agree() of ranks that are threads), ``processes`` (agree(), a
-save and a load with gloo), ``tensors`` (seconds of processors for calls in one process), ``work`` (the same in
-instructions, which valgrind counts: the same on every machine, and a hundred times as slow).
-docs/scale.md is made of what it prints. Operations and bytes of a rank are exact; seconds are those of this machine's
-processors working for all ranks.
+save and a load with gloo), ``tensors`` (seconds of processors for calls in one process). docs/scale.md is made of what
+they print. Operations and bytes of a rank are exact; seconds are those of this machine's processors working for all
+ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -113,25 +110,12 @@ def processes(size: int) -> dict[str, Figures]:
 
 
 def tensors(size: int) -> dict[str, Figures]:
-    seconds, memory = (in_process([], what, size) for what in ("seconds_of_calls", "bytes_of"))
-    figures = {what: {"seconds": value, "seconds_each": value / size} for what, value in seconds.items()}
-    return figures | {what: {"bytes": value, "bytes_each": value / size} for what, value in memory.items()}
-
-
-def work(size: int) -> dict[str, Figures]:
-    if shutil.which("callgrind_control") is None:
-        sys.exit("work needs valgrind (apt-get install valgrind)")
-    with tempfile.TemporaryDirectory() as folder:
-        counts = f"{folder}/counts"
-        options = ["--quiet", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={counts}"]
-        instructions = in_process(["valgrind", *options], "instructions_of_calls", size, counts)
-    return {what: {"instructions": value, "instructions_each": value / size} for what, value in instructions.items()}
-
-
-def in_process(tool: list[str], what: str, *arguments: object) -> Figures:
-    code = f"import json; from benchmarks import scale; print(json.dumps(scale.{what}{arguments}))"
-    program = [*tool, sys.executable, "-c", code]
-    figures: Figures = json.loads(subprocess.run(program, check=True, stdout=subprocess.PIPE).stdout)
+    figures = {}
+    for function, unit in (costs_of_calls, "seconds"), (bytes_of, "bytes"):
+        code = f"import json; from benchmarks import scale; print(json.dumps(scale.{function.__name__}({size})))"
+        done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+        costs: Figures = json.loads(done.stdout)
+        figures |= {what: {unit: value, f"{unit}_each": value / size} for what, value in costs.items()}
     return figures
 
 
@@ -151,58 +135,26 @@ def on_meta(tensors: int) -> nn.Module:
         return made(tensors)
 
 
-class Seconds:
-    """Of processors, whichever thread's: other programs and the disk are not in it. The quickest of up to five calls,
-    two of slow ones, one of those that can't be repeated."""
-
-    def __call__(self, call: Callable[[], Any], once: bool = False) -> float:
-        taken: list[float] = []
-        while not taken or (not once and len(taken) < (5 if min(taken) < 0.5 else 2)):
-            begin = time.process_time()
-            kept = call()
-            taken.append(time.process_time() - begin)
-            del kept
-        return min(taken)
-
-
-class Instructions:
-    """Of all threads, in user space, under valgrind, which writes ``counts``."""
-
-    def __init__(self, counts: str) -> None:
-        self._counts, self._dumps, self._own = counts, 0, 0.0
-        self._own = self(lambda: None)  # of switching
-
-    def __call__(self, call: Callable[[], Any], once: bool = False) -> float:
-        self._control("--instr=on")
+def cost(call: Callable[[], Any], once: bool = False) -> float:
+    """Returns seconds of processors, whichever thread's: other programs and the disk are not in it. The quickest of up
+    to five calls, two of slow ones, one of those that can't be repeated."""
+    taken: list[float] = []
+    while not taken or (not once and len(taken) < (5 if min(taken) < 0.5 else 2)):
+        begin = time.process_time()
         kept = call()
-        self._control("--instr=off")
-        self._control("--dump")
-        self._dumps += 1
+        taken.append(time.process_time() - begin)
         del kept
-        text = Path(f"{self._counts}.{self._dumps}").read_text()
-        (count,) = [int(line.split()[1]) for line in text.splitlines() if line.startswith("totals:")]
-        return count - self._own
-
-    def _control(self, what: str) -> None:
-        subprocess.run(["callgrind_control", what, str(os.getpid())], check=True, capture_output=True)
+    return min(taken)
 
 
-def seconds_of_calls(tensors: int) -> Figures:
-    return calls(tensors, Seconds())
-
-
-def instructions_of_calls(tensors: int, counts: str) -> Figures:
-    return calls(tensors, Instructions(counts))
-
-
-def calls(tensors: int, cost: Any) -> Figures:
-    """The cost by call, when everything has been called once for a few tensors."""
+def costs_of_calls(tensors: int) -> Figures:
+    """Returns the cost by call, when everything has been called once for a few tensors."""
     with tempfile.TemporaryDirectory() as folder:
-        costs_of_calls(100, Path(folder), lambda call, once=False: float(call() is None))
-        return costs_of_calls(tensors, Path(folder), cost)
+        costs_in(100, Path(folder))
+        return costs_in(tensors, Path(folder))
 
 
-def costs_of_calls(tensors: int, folder: Path, cost: Any) -> Figures:
+def costs_in(tensors: int, folder: Path) -> Figures:
     model, path, averages = made(tensors), folder / "model.safetensors", folder / "averages.safetensors"
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -220,7 +172,7 @@ def costs_of_calls(tensors: int, folder: Path, cost: Any) -> Figures:
     costs["open()"] = cost(lambda: shardow.open(averages).close())
     costs["save()"] = cost(lambda: shardow.save(model, path))
     costs["load()"] = cost(lambda: shardow.load(model, path))
-    costs |= costs_of_header(path, cost)
+    costs |= costs_of_header(path)
     costs["constructing it"] = cost(lambda: made(tensors))
     costs["meta_init()"] = cost(lambda: on_meta(tensors))
     empty = on_meta(tensors)
@@ -233,7 +185,7 @@ def swap_and_back(ema: shardow.EMA) -> None:
         pass
 
 
-def costs_of_header(path: Path, cost: Any) -> Figures:
+def costs_of_header(path: Path) -> Figures:
     """Of a file: written, and read strictly, beside Python's own parser of JSON."""
     with path.open("rb") as file:
         text = file.read(int.from_bytes(file.read(8), "little"))
@@ -267,7 +219,6 @@ SECTIONS: dict[str, tuple[Callable[[int], dict[str, Figures]], tuple[int, ...]]]
     "emulated": (emulated_ranks, (2, 8, 32, 128, 512)),
     "processes": (processes, (2, 4, 8, 16, 32)),
     "tensors": (tensors, (2_000, 20_000)),
-    "work": (work, (5_000, 25_000)),
 }
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from benchmarks import peers
-from benchmarks.cases import Case, many_small, transformer
 from benchmarks.measure import Bar, Step, Timing, at_least, interleaved
 from benchmarks.report import table
+from benchmarks.updates import Case, many_small, transformer
 
 DECAY = 0.999
 Make = Callable[[nn.Module], Step]  # of a model: an update of its averages

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -92,30 +93,26 @@ def _device_seconds(step: Step) -> float:
     return began.elapsed_time(ended) / 1e3
 
 
-def _as_timm(model: nn.Module) -> Step:
-    """ModelEmaV3(device="cpu"): tensor by tensor, in the weights' dtype there; in float32 here."""
-    averages = [p.detach().float().cpu() for p in model.parameters()]
+def _on_host_by(update: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[nn.Module], Step]:
+    """Averages in float32 on the host, tensor by tensor: ``update(average, weight)`` of a copy of each weight there."""
 
-    def update() -> None:
-        for average, p in zip(averages, model.parameters(), strict=True):
-            average.lerp_(p.detach().to("cpu").float(), 1 - DECAYS[0])
+    def step_of(model: nn.Module) -> Step:
+        averages = [p.detach().float().cpu() for p in model.parameters()]
 
-    return update
+        def step() -> None:
+            for average, p in zip(averages, model.parameters(), strict=True):
+                update(average, p.detach().to("cpu"))
 
+        return step
 
-def _as_diffusers(model: nn.Module) -> Step:
-    """EMAModel.to("cpu")."""
-    averages = [p.detach().float().cpu() for p in model.parameters()]
-
-    def update() -> None:
-        for average, p in zip(averages, model.parameters(), strict=True):
-            average.sub_((1 - DECAYS[0]) * (average - p.detach().to("cpu")))
-
-    return update
+    return step_of
 
 
 #: Measured in single steps of one round alone, so that `make gpu` ends in time.
-SLOW = {"as timm does": _as_timm, "as diffusers does": _as_diffusers}
+SLOW = {
+    "as timm does": _on_host_by(lambda average, p: average.lerp_(p.float(), 1 - DECAYS[0])),
+    "as diffusers does": _on_host_by(lambda average, p: average.sub_((1 - DECAYS[0]) * (average - p))),
+}
 
 
 def _on_host(quick: bool, rounds: int) -> None:

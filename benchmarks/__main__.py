@@ -7,95 +7,40 @@ Speed is shown, never tested: the exit status is 0.
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
-import sys
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import benchmarks.engine  # noqa: F401  # isort: split
-from benchmarks import checkpoints, command, files, init, machine, merges, overlap, report, startup, surfaces
-from benchmarks.cases import Case, all_cases
-from benchmarks.measure import Timing, interleaved
-from benchmarks.peers import Candidate, candidates, limit
-
-LIMIT = "the machine's limit"
+from benchmarks import checkpoints, command, files, init, merges, overlap, report, surfaces, updates
+from benchmarks.measure import Bar
 
 
 def main() -> None:
     options = _options()
-    results: dict[str, dict[str, Timing]] = {}
-    notes: dict[str, str] = {}
-    for case in all_cases(options.quick):
-        if options.only in case.name:
-            results[case.name] = run(case, options.rounds, notes)
-            report.print_case(case, results[case.name], notes)
-    started = start_up(all_cases(options.quick)[-1], 3 if options.quick else 15)
     text: list[str] = []
-    bars = report.bars(results, started)
-    for section, measure in sections(options.quick, options.rounds).items():
-        found = measure()
-        print("\n".join(section.lines(found)))
-        text += [*section.lines(found), ""]
-        bars += section.bars(found)
-    report.print_bars(bars)
+    bars: list[Bar] = []
+    for section, arguments in sections(options.quick, options.rounds, options.only).items():
+        results = section.run(**arguments)
+        lines = [*section.lines(results), ""]
+        print("\n".join(lines))
+        text += lines
+        bars += section.bars(results)
+    text += report.bar_table(bars)
+    print("\n".join(report.bar_table(bars)))
     if options.write:
-        report.write(machine.facts(), results, notes, started, text[:-1], bars)
+        report.write(text)
 
 
-def sections(quick: bool, rounds: int) -> dict[Any, Callable[[], Any]]:
-    """Modules that have lines() and bars() of what they measure, in the order of the page."""
-    picture = report.PAGE.parent / "pictures" / "init.png"
+def sections(quick: bool, rounds: int, only: str) -> dict[Any, dict[str, Any]]:
+    """Returns the arguments of each section's run(), in the order of the page."""
     return {
-        surfaces: lambda: surfaces.run(quick, rounds),
-        overlap: lambda: overlap.run(quick, rounds),
-        files: lambda: files.run(0.01, 1) if quick else files.run(1.0, 5),
-        checkpoints: lambda: checkpoints.run(0.01, 1, 0) if quick else checkpoints.run(1.0, 5, 10),
-        init: lambda: init.run(64, 2, 1) if quick else init.run(init.WIDTH, init.LAYERS, 5, picture=picture),
-        merges: lambda: merges.run(4, 10, 1) if quick else merges.run(512, 10, 5),
-        command: lambda: command.run(0.01, 1) if quick else command.run(1.0, 5),
-    }
-
-
-def run(case: Case, rounds: int, notes: dict[str, str]) -> dict[str, Timing]:
-    torch.set_num_threads(case.threads)
-    model = case.model()
-    known: list[Candidate] = list(candidates(case, model))
-    notes.update({f"{case.name}/{one.name}": one.note for one in known if one.note})
-    many = rounds * (10 if case.elements < 10_000_000 else 1)
-    timings = interleaved([(LIMIT, limit(case, model)), *((one.name, one.step) for one in known)], LIMIT, many)
-    check(model, known)
-    del known
-    gc.collect()
-    return timings
-
-
-def check(model: torch.nn.Module, known: list[Candidate]) -> None:
-    """Nobody was timed doing something else: weights that move, then one more step, give the same averages
-    everywhere."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    for one in known:
-        before = one.averages()[0].detach().clone()
-        one.step()
-        moved = one.averages()[0].detach().float() - before.float()
-        weight = moved.norm() / (next(iter(model.parameters())).detach().float() - before.float()).norm()
-        if not one.note.startswith("averages in bf16") and not 0.5e-3 < float(weight) < 2e-3:
-            sys.exit(
-                f"{one.name} moved its averages by {float(weight):.2e} of the way, not by 1e-3: it is not timed at "
-                "the same work"
-            )
-
-
-def start_up(small: Case, tries: int) -> dict[str, float]:
-    whole, copies = startup.construction_seconds(small, tries)
-    return {
-        "import shardow": statistics.median(startup.import_seconds(tries)),
-        "EMA(...) of the small tensors": statistics.median(whole),
-        "of it beyond the copy": startup.beyond_the_copy(whole, copies),
+        updates: {"quick": quick, "rounds": rounds, "only": only},
+        surfaces: {"quick": quick, "rounds": rounds},
+        overlap: {"quick": quick, "rounds": rounds},
+        files: {"gib": 0.01, "rounds": 1} if quick else {},
+        checkpoints: {"gib": 0.01, "rounds": 1, "kills": 0} if quick else {},
+        init: {"width": 64, "layers": 2, "rounds": 1} if quick else {"picture": init.PICTURE},
+        merges: {"mib": 4, "rounds": 1} if quick else {},
+        command: {"gib": 0.01, "rounds": 1} if quick else {},
     }
 
 

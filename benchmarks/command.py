@@ -1,9 +1,8 @@
-"""``python -m benchmarks.command``: the verbs of the command that read files, against ``cat`` of the same files, from
-memory and from disk.
+"""``python -m benchmarks.command``: the verbs of the command that read whole files, from memory and from disk.
 
-Two bfloat16 checkpoints of ``--gib`` each, which differ everywhere. ``convert`` is held against reading, writing and
-flushing the same bytes (``dd conv=fsync``). Each round runs every candidate once, in turn; ratios are of one round, and
-their median is shown.
+A bfloat16 checkpoint of ``--gib``. ``verify`` is held against ``cat`` of the same file, ``convert`` against reading,
+writing and flushing the same bytes (``dd conv=fsync``). Each round runs every candidate once, in turn; ratios are of
+one round, and their median is shown.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,17 +20,11 @@ import torch
 
 import shardow
 from benchmarks import report
+from benchmarks.measure import Bar, at_most
 
 COMMAND = Path(__file__).parents[1] / "build" / "release" / "shardow"
-BAR, MOST = 1.15, 64 << 20
-#: What it is held against.
-OF = {
-    "verify": "cat of one",
-    "diff": "cat of both",
-    "diff, equal": "cat of both",
-    "convert": "dd conv=fsync",
-    "convert --dtype float16": "dd conv=fsync",
-}
+#: What each verb is held against.
+OF = {"verify": "cat", "convert": "dd conv=fsync", "convert --dtype float16": "dd conv=fsync"}
 
 
 @dataclass
@@ -45,39 +39,28 @@ class Results:
         )
 
 
-def candidates(folder: Path) -> dict[str, list[str]]:
-    a, b, same, out = (str(folder / f"{name}.safetensors") for name in ("a", "b", "same", "out"))
-    command = str(COMMAND)
+def candidates(path: Path, out: Path) -> dict[str, list[str | Path]]:
+    convert = [COMMAND, "convert", path, "-o", out]
     return {
-        "cat of one": ["cat", a],
-        "cat of both": ["cat", a, b],
-        "dd conv=fsync": ["dd", f"if={a}", f"of={out}", "bs=8M", "conv=fsync", "status=none"],
-        "verify": [command, "verify", a],
-        "diff": [command, "diff", a, b],
-        "diff, equal": [command, "diff", a, same],
-        "convert": [command, "convert", a, "-o", out],
-        "convert --dtype float16": [command, "convert", a, "-o", out, "--dtype", "float16"],
+        "cat": ["cat", path],
+        "dd conv=fsync": ["dd", f"if={path}", f"of={out}", "bs=8M", "conv=fsync", "status=none"],
+        "verify": [COMMAND, "verify", path],
+        "convert": convert,
+        "convert --dtype float16": [*convert, "--dtype", "float16"],
     }
 
 
-def run(gib: float = 1.0, rounds: int = 7, folder: Path | None = None, only: str = "") -> Results:
-    """Of candidates whose names begin with ``only``, and what they are held against."""
-    wanted = {name for what, other in OF.items() if what.startswith(only) for name in (what, other)}
-    if not wanted:
-        raise SystemExit(f"no candidate begins with '{only}': {', '.join(OF)}")
-
+def run(gib: float = 1.0, rounds: int = 5, folder: Path | None = None) -> Results:
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        path = Path(name)
-        files = write(path, gib)
+        path, out = Path(name) / "a.safetensors", Path(name) / "out.safetensors"
+        write(path, gib)
         results = Results(gib, {}, {})
-        own = measured([str(COMMAND), "--version"])[1]
+        own = measured([COMMAND, "--version"])[1]
         for _ in range(rounds):
             for warm in (True, False):
-                for what, words in candidates(path).items():
-                    if what not in wanted:
-                        continue
-                    (path / "out.safetensors").unlink(missing_ok=True)
-                    prepare(files, warm)
+                for what, words in candidates(path, out).items():
+                    out.unlink(missing_ok=True)
+                    in_memory([path], warm)
                     seconds, memory = measured(words)
                     results.seconds.setdefault((what, warm), []).append(seconds)
                     if what in OF:
@@ -85,25 +68,22 @@ def run(gib: float = 1.0, rounds: int = 7, folder: Path | None = None, only: str
     return results
 
 
-def write(folder: Path, gib: float) -> list[Path]:
+def write(path: Path, gib: float) -> None:
     torch.manual_seed(0)
     size = max(1, int(gib * 2**30 / 2 / 16))
-    weights = {f"layer.{i}.weight": torch.randn(size).bfloat16() for i in range(16)}
-    near = {name: (value * 1.01 + 0.001) for name, value in weights.items()}
-    for name, values in (("a", weights), ("b", near), ("same", weights)):
-        shardow.save(values, folder / f"{name}.safetensors")
-    return [folder / f"{name}.safetensors" for name in ("a", "b", "same")]
+    shardow.save({f"layer.{i}.weight": torch.randn(size).bfloat16() for i in range(16)}, path)
 
 
-def prepare(files: list[Path], warm: bool) -> None:
-    """In memory, or none of it (as far as this kernel forgets files that it is told to)."""
-    for file in files:
-        with file.open("rb") as opened:
+def in_memory(paths: list[Path], warm: bool) -> None:
+    """Has the kernel keep all of the files in memory, or forget them, as far as it does what it is asked for."""
+    os.sync()  # it forgets what is on the disk alone
+    for path in paths:
+        with path.open("rb") as file:
             if warm:
-                while opened.read(8 << 20):
+                while file.read(8 << 20):
                     pass
             else:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 #: Calls the program from a small process: a child begins with the peak of who started it, and this one has torch in
@@ -120,55 +100,40 @@ print(time.perf_counter() - begin, usage.ru_maxrss << 10, os.waitstatus_to_exitc
 """
 
 
-def measured(words: list[str]) -> tuple[float, int]:
+def measured(words: Sequence[str | Path]) -> tuple[float, int]:
     """(seconds, bytes of memory at the peak)."""
-    told = subprocess.run([sys.executable, "-ISc", CALL, *words], stdout=subprocess.PIPE, text=True, check=True).stdout
-    seconds, memory, status = told.split()
+    program = [sys.executable, "-ISc", CALL, *words]
+    printed = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
+    seconds, memory, status = printed.split()
     if status not in ("0", "1"):
         raise SystemExit(f"{words} ended with {status}")
     return float(seconds), int(memory)
 
 
 def lines(results: Results) -> list[str]:
-    rows = [
-        f"The command, files of {results.gib:g} GiB bfloat16, 4 reads in flight: seconds, and times as long as what "
+    def cell(what: str, warm: bool) -> str:
+        median = f"{statistics.median(results.seconds[what, warm]):.3f}"
+        return median + (f", {results.ratio(what, warm):.2f} ({OF[what]})" if what in OF else "")
+
+    rows = []
+    for what in dict.fromkeys(name for name, _ in results.seconds):
+        memory = f"{results.memory[what] / 2**20:.0f}" if what in OF else ""
+        rows.append([what, cell(what, True), cell(what, False), memory])
+    return [
+        f"The command, a file of {results.gib:g} GiB bfloat16, 4 reads in flight: seconds, and times as long as what "
         "is in brackets",
         "",
-        "| | from memory | from disk | MiB beyond the program |",
-        "|---|---|---|---|",
+        *report.table(("", "from memory", "from disk", "MiB beyond the program"), rows),
     ]
-    for what in dict.fromkeys(name for name, _ in results.seconds):
-        cells = []
-        for warm in (True, False):
-            median = f"{statistics.median(results.seconds[what, warm]):.3f}"
-            cells.append(median + (f", {results.ratio(what, warm):.2f} ({OF[what]})" if what in OF else ""))
-        rows.append(
-            f"| {what} | {' | '.join(cells)} | {results.memory[what] / 2**20:.0f} |"
-            if what in OF
-            else f"| {what} | {' | '.join(cells)} | |"
-        )
-    return rows
 
 
-def bars(results: Results) -> list[tuple[str, float, float, bool]]:
-    found = []
-    for what, other in OF.items():
-        if what not in results.memory:
-            continue
-        for warm in () if what.startswith("diff") else (True, False):
-            ratio = results.ratio(what, warm)
-            found.append(
-                (f"{what}, from {'memory' if warm else 'disk'}: times {other} (at most)", ratio, BAR, ratio <= BAR)
-            )
-        found.append(
-            (
-                f"{what}: MiB of memory (at most)",
-                results.memory[what] / 2**20,
-                MOST / 2**20,
-                results.memory[what] <= MOST,
-            )
-        )
-    return found
+def bars(results: Results) -> list[Bar]:
+    asked = []
+    for what, memory in results.memory.items():
+        for cache, warm in ("memory", True), ("disk", False):
+            asked.append(at_most(f"{what}, from {cache}: times {OF[what]}", results.ratio(what, warm), 1.15))
+        asked.append(at_most(f"{what}: MiB of memory", memory / 2**20, 64))
+    return asked
 
 
 if __name__ == "__main__":

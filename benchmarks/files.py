@@ -12,11 +12,10 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,106 +25,77 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks import report
-from benchmarks.process import ByRank, by_rank, io, settled, status
+from benchmarks.measure import Bar, at_least, at_most
+from benchmarks.process import MIB, Samples, Usage, by_rank, used
+from benchmarks.report import table
 
 WORLD = 2
 State = dict[str, torch.Tensor]
 Way = Callable[[State, Path], object]
 
 
-def run(gib: float = 1.0, rounds: int = 5, folder: Path | None = None) -> ByRank:
+@dataclass
+class Results:
+    gib: float
+    samples: Samples
+
+
+def run(gib: float = 1.0, rounds: int = 5, folder: Path | None = None) -> Results:
     with tempfile.TemporaryDirectory(dir=folder) as path:
-        return ByRank(gib, by_rank(WORLD, all_rounds, gib, Path(path), rounds))
+        return Results(gib, Samples.of_ranks(by_rank(WORLD, all_rounds, gib, Path(path), rounds)))
 
 
-def most(results: ByRank, name: str, kind: str) -> float:
-    """Bytes of the rank that has most, in its worst round."""
-    return max(results.of(name, kind))
-
-
-def ratio(results: ByRank, name: str, other: str) -> float:
-    """How many times as long as ``other``, by their medians."""
-    return results.median(name) / results.median(other)
-
-
-def bars(results: ByRank) -> list[tuple[str, float, float, bool]]:
-    """What DESIGN asks of save and load: (what, measured, bar, met)."""
-    save, load, own = "save: shardow", "load: shardow", results.gib * 2**30 / WORLD
-    at_most = [
-        ("save: bytes written, of the own ones", most(results, save, "written") / own, 1.0),
-        ("save: MiB of memory", most(results, save, "memory") / 2**20, 64),
-        ("save: times raw pwrite, fsync", ratio(results, save, "save: raw pwrite, fsync"), 1.1),
-        ("load: bytes read, of the own ones", most(results, load, "read") / own, 1.02),
-        ("load: MiB of memory", most(results, load, "memory") / 2**20, 64),
-        ("load: times DCP's HF reader", ratio(results, load, "load: DCP's HF reader"), 1.0),
-    ]
-    faster = ratio(results, "save: DCP, consolidated", save)
-    flushed = ratio(results, "save: DCP, consolidated, flushed", save)
-    return [(f"{what} (at most)", measured, bar, measured <= bar * 1.001) for what, measured, bar in at_most] + [
-        ("save: DCP + consolidation takes times as long", faster, 2.5, faster >= 2.5),
-        ("the same with its file flushed, as ours is", flushed, 2.5, flushed >= 2.5),
+def bars(results: Results) -> list[Bar]:
+    """Returns what DESIGN asks of save and load."""
+    samples, own = results.samples, results.gib * 2**30 / WORLD
+    save, load, consolidated = "save: shardow", "load: shardow", "save: DCP, consolidated"
+    faster, flushed = (samples.ratio(name, save) for name in (consolidated, f"{consolidated}, flushed"))
+    return [
+        at_most("save: bytes written, of the own ones", round(samples.most(save, "written") / own, 3), 1.0),
+        at_most("save: MiB of memory", samples.most(save, "memory") / MIB, 64),
+        at_most("save: times raw pwrite, fsync", samples.ratio(save, "save: raw pwrite, fsync"), 1.1),
+        at_most("load: bytes read, of the own ones", samples.most(load, "read") / own, 1.02),
+        at_most("load: MiB of memory", samples.most(load, "memory") / MIB, 64),
+        at_most("load: times DCP's HF reader", samples.ratio(load, "load: DCP's HF reader"), 1.0),
+        at_least("save: DCP + consolidation takes times as long", faster, 2.5),
+        at_least("the same with its file flushed, as ours is", flushed, 2.5),
     ]
 
 
-def lines(results: ByRank) -> list[str]:
-    rounds = len(results.everybody[0]["load: shardow"])
-    found = [
+def lines(results: Results) -> list[str]:
+    samples = results.samples
+    rounds = len(samples.by_name["load: shardow"])
+    rows = [[name, samples.seconds(name), *samples.mib(name, "written", "read", "memory")] for name in samples.by_name]
+    return [
         f"{results.gib:g} GiB over {WORLD} ranks, {rounds} rounds; "
         "bytes (by /proc/self/io, sockets included) and peak memory of the rank that has most",
         "",
-        "| | seconds, median (range) | MiB written | MiB read | MiB of memory |",
-        "|---|---|---|---|---|",
+        *table(("", "seconds, median (range)", "MiB written", "MiB read", "MiB of memory"), rows),
     ]
-    for name in results.everybody[0]:
-        seconds = results.of(name)
-        amounts = " | ".join(f"{most(results, name, kind) / 2**20:.0f}" for kind in ("written", "read", "memory"))
-        found.append(
-            f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {amounts} |"
-        )
-    return found
 
 
-def all_rounds(gib: float, folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+def all_rounds(gib: float, folder: Path, rounds: int) -> dict[str, list[Usage]]:
     state = sharded(gib)
-    found: dict[str, list[dict[str, float]]] = {}
+    usages: dict[str, list[Usage]] = {}
     order = random.Random(0)
+    # A shared disk's speed varies most: two are compared closely.
+    saves = [*SAVES, *["shardow", "raw pwrite, fsync"] * 2]
     for _ in range(rounds):
-        saves = [
-            *SAVES,
-            *["shardow", "raw pwrite, fsync"] * 2,
-        ]  # a shared disk's speed varies most: these are compared closely
         for name in order.sample(saves, len(saves)):
-            path = folder / name.replace(" ", "_")
-            found.setdefault(f"save: {name}", []).append(measured(partial(SAVES[name], state, path)))
+            save = partial(SAVES[name], state, folder / name.replace(" ", "_"))
+            usages.setdefault(f"save: {name}", []).append(used(save))
         for name in order.sample(list(LOADS), len(LOADS)):
-            found.setdefault(f"load: {name}", []).append(measured(partial(LOADS[name], state, folder / "shardow")))
-    return found
+            usages.setdefault(f"load: {name}", []).append(used(partial(LOADS[name], state, folder / "shardow")))
+    return usages
 
 
 def sharded(gib: float) -> State:
     mesh = init_device_mesh("cpu", (WORLD,))
     width = 4096
     rows = int(gib * 2**30 / 4 / width / 16)
-    return {
-        f"layers.{i}.weight": distribute_tensor(
-            torch.full((rows, width), float(i)), mesh, [Shard(0)], src_data_rank=None
-        )
-        for i in range(16)
-    }
-
-
-def measured(way: Callable[[], object]) -> dict[str, float]:
-    """Seconds until all ranks are done; this rank's bytes to and from files, and memory above what it had."""
-    before, resident, began = settled()
-    way()
-    dist.barrier()
-    after = io()
-    return {
-        "seconds": time.perf_counter() - began,
-        "written": after["wchar"] - before["wchar"],
-        "read": after["rchar"] - before["rchar"],
-        "memory": (status("VmHWM") - resident) * 1024,
-    }
+    whole = (torch.full((rows, width), float(i)) for i in range(16))
+    tensors = (distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None) for tensor in whole)
+    return {f"layers.{i}.weight": tensor for i, tensor in enumerate(tensors)}
 
 
 # ---- the candidates
@@ -144,9 +114,9 @@ def raw(state: State, path: Path) -> None:
     new = path.with_suffix(".new")
     local = [_local(tensor).numpy() for tensor in state.values()]
     handle = os.open(new, os.O_WRONLY | os.O_CREAT, 0o666)
-    at = dist.get_rank() * sum(one.nbytes for one in local)
-    for one in local:
-        view = memoryview(one).cast("B")
+    at = dist.get_rank() * sum(array.nbytes for array in local)
+    for array in local:
+        view = memoryview(array).cast("B")
         while view:
             done = os.pwrite(handle, view, at)
             view, at = view[done:], at + done
@@ -175,8 +145,13 @@ def dcp_flushed(state: State, path: Path) -> None:
     """Consolidation leaves the final file in the page cache; a crash of the machine loses it."""
     dcp_consolidated(state, path)
     dist.barrier()
-    for file in path.glob("*.safetensors") if dist.get_rank() == 0 else ():
-        handle = os.open(file, os.O_RDONLY)
+    flush(path.glob("*.safetensors"))
+
+
+def flush(paths: Iterable[Path]) -> None:
+    """On rank 0; costs nothing where it was done."""
+    for path in paths if dist.get_rank() == 0 else ():
+        handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
 
@@ -186,23 +161,21 @@ def gathered(state: State) -> State:
     full: State = {}
     for name, tensor in state.items():
         assert isinstance(tensor, DTensor)
-        one = tensor.full_tensor()
+        whole = tensor.full_tensor()
         if dist.get_rank() == 0:
-            full[name] = one
+            full[name] = whole
     return full
 
 
 def gather_save_file(state: State, path: Path) -> None:
     from safetensors.torch import save_file
 
-    full = gathered(state)
-    if full:
+    if full := gathered(state):
         save_file(full, path)
 
 
 def gather_torch_save(state: State, path: Path) -> None:
-    full = gathered(state)
-    if full:
+    if full := gathered(state):
         torch.save(full, path)
 
 
@@ -226,8 +199,7 @@ def broadcast_load(state: State, path: Path) -> None:
     for name, tensor in state.items():
         whole = full.get(name, torch.empty(0)) if dist.get_rank() == 0 else torch.empty(tensor.shape)
         dist.broadcast(whole, 0)
-        local = _local(tensor)
-        local.copy_(whole.chunk(WORLD)[dist.get_rank()])
+        _local(tensor).copy_(whole.chunk(WORLD)[dist.get_rank()])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

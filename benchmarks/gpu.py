@@ -9,11 +9,9 @@ The limit is a device copy that moves as many bytes.
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
+import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,18 +19,14 @@ import torch
 from torch import nn
 
 import shardow
-from benchmarks.cases import DECAYS, Case, all_cases
-from benchmarks.overlap import BURST, Training
+from benchmarks.measure import Step, interleaved, seconds_of
+from benchmarks.overlap import BURST, Training, seconds_offloaded
+from benchmarks.updates import DECAYS, Case, all_cases
 from shardow import _core
 
-Step = Callable[[], object]
-BARS = {
-    "fp32 <- fp32": 0.92,
-    "fp32 <- bf16": 0.92,
-    "4 decays, fp32": 0.92,
-    "4 decays, bf16": 0.92,
-}  # of the copy's bandwidth
-SLOW = ("as timm does", "as diffusers does")  # measured in one round alone, so that `make gpu` ends in time
+COPY = "device copy"
+# Shares of the copy's bandwidth that are asked for.
+BARS = {"fp32 <- fp32": 0.92, "fp32 <- bf16": 0.92, "4 decays, fp32": 0.92, "4 decays, bf16": 0.92}
 
 
 def main() -> int:
@@ -65,116 +59,93 @@ def _updates(case: Case, rounds: int) -> None:
     target = torch.empty_like(source)
 
     def foreach() -> None:
-        now = weights if weights[0].dtype == torch.float32 else [p.float() for p in weights]
+        current = weights if weights[0].dtype == torch.float32 else [p.float() for p in weights]
         for decay, kept in zip(case.decays, averages, strict=True):
-            torch._foreach_lerp_(kept, now, 1 - decay)
+            torch._foreach_lerp_(kept, current, 1 - decay)
 
     steps: dict[str, Step] = {
-        "device copy": lambda: target.copy_(source),
+        COPY: lambda: target.copy_(source),
         "shardow": ema.update,
         "torch foreach lerp": foreach,
     }
-    seconds = _interleaved(steps, rounds)
-    limit = seconds["device copy"]
     print(
         f"\n{case.name}: {len(weights)} tensors, {case.elements / 1e6:.1f} M elements, {moved / 1e6:.0f} MB an update"
     )
-    for name, own in seconds.items():
-        ratios = sorted(a / b for a, b in zip(limit, own, strict=True))
+    for name, timing in interleaved(steps, COPY, rounds, clock=_device_seconds).items():
         bar = f", asked {BARS[case.name]}" if name == "shardow" and case.name in BARS else ""
-        low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
+        low, high = timing.spread
         print(
-            f"  {name:<20} {1e3 * statistics.median(own):8.4f} ms  "
-            f"{statistics.median(ratios):.3f} of the copy [{low:.3f} to {high:.3f}]{bar}"
+            f"  {name:<20} {1e3 * timing.median:8.4f} ms  {timing.ratio:.3f} of the copy [{low:.3f} to {high:.3f}]{bar}"
         )
-    began = time.perf_counter()
-    for _ in range(100):
-        ema.update()
-    print(f"  host time of an update {1e4 * (time.perf_counter() - began):.1f} us")
+    host = seconds_of(lambda: [ema.update() for _ in range(100)])
+    print(f"  host time of an update {1e4 * host:.1f} us")
     torch.cuda.synchronize()
 
 
-def _interleaved(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    for step in steps.values():
-        step()
-        step()
-    shuffle, order = random.Random(0), list(steps)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            torch.cuda._sleep(200_000)  # the host is ahead when the first event is met
-            began.record()
-            steps[name]()
-            ended.record()
-            torch.cuda.synchronize()
-            seconds[name].append(began.elapsed_time(ended) / 1e3)
-    return seconds
-
-
-def _steps(training: Training) -> None:
-    for _ in range(BURST):
-        training.step()
+def _device_seconds(step: Step) -> float:
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    torch.cuda._sleep(200_000)  # the host is ahead when the first event is met
+    began.record()
+    step()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
-def _as_timm(model: nn.Module) -> Step:
-    """ModelEmaV3(device="cpu"): tensor by tensor, in the weights' dtype there; in float32 here."""
-    averages = [p.detach().float().cpu() for p in model.parameters()]
+def _on_host_by(update: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[nn.Module], Step]:
+    """Averages in float32 on the host, tensor by tensor: ``update(average, weight)`` of a copy of each weight there."""
 
-    def update() -> None:
-        for average, p in zip(averages, model.parameters(), strict=True):
-            average.lerp_(p.detach().to("cpu").float(), 1 - DECAYS[0])
+    def step_of(model: nn.Module) -> Step:
+        averages = [p.detach().float().cpu() for p in model.parameters()]
 
-    return update
+        def step() -> None:
+            for average, p in zip(averages, model.parameters(), strict=True):
+                update(average, p.detach().to("cpu"))
+
+        return step
+
+    return step_of
 
 
-def _as_diffusers(model: nn.Module) -> Step:
-    """EMAModel.to("cpu")."""
-    averages = [p.detach().float().cpu() for p in model.parameters()]
-
-    def update() -> None:
-        for average, p in zip(averages, model.parameters(), strict=True):
-            average.sub_((1 - DECAYS[0]) * (average - p.detach().to("cpu")))
-
-    return update
+#: Measured in single steps of one round alone, so that `make gpu` ends in time.
+SLOW = {
+    "as timm does": _on_host_by(lambda average, p: average.lerp_(p.float(), 1 - DECAYS[0])),
+    "as diffusers does": _on_host_by(lambda average, p: average.sub_((1 - DECAYS[0]) * (average - p))),
+}
 
 
 def _on_host(quick: bool, rounds: int) -> None:
     """A training step with averages on the host: of host time and the device's together, a burst of steps at a time."""
-    none, own = "no averages", 'shardow, device="cpu"'
-    trainings = {
-        name: Training(*((256, 2, 64) if quick else (4096, 16, 8192)), device="cuda", dtype=torch.bfloat16)
-        for name in (none, own, "shardow on the device", "as timm does", "as diffusers does")
-    }
+    size = (256, 2, 64) if quick else (4096, 16, 8192)
+    none, own, device = "no averages", 'shardow, device="cpu"', "shardow on the device"
+    names = (none, own, device, *SLOW)
+    trainings = {name: Training(*size, device="cuda", dtype=torch.bfloat16) for name in names}
     ema = shardow.EMA(trainings[own].model, DECAYS[0], device="cpu", optimizer=trainings[own].optimizer)
-    shardow.EMA(
-        trainings["shardow on the device"].model, DECAYS[0], optimizer=trainings["shardow on the device"].optimizer
-    )
-    trainings["as timm does"].after = _as_timm(trainings["as timm does"].model)
-    trainings["as diffusers does"].after = _as_diffusers(trainings["as diffusers does"].model)
-    seconds: dict[str, list[float]] = {name: [] for name in trainings}
-    shuffle, order = random.Random(0), list(trainings)
-    for at in range(max(rounds // 3, 2) + 1):
-        shuffle.shuffle(order)
-        for name in order:
-            if at > 1 and name in SLOW:
-                continue
-            began = time.perf_counter()
-            _steps(trainings[name])
-            if at:  # the first one warms up
-                seconds[name].append((time.perf_counter() - began) / BURST)
+    shardow.EMA(trainings[device].model, DECAYS[0], optimizer=trainings[device].optimizer)
+    for name, after in SLOW.items():
+        trainings[name].after = after(trainings[name].model)
+
+    def steps_of(name: str, count: int) -> Step:
+        def steps() -> None:
+            for _ in range(count):
+                trainings[name].step()
+            torch.cuda.synchronize()
+
+        return steps
+
+    bursts = {name: steps_of(name, BURST) for name in (none, own, device)}
+    timings = interleaved(bursts, none, max(rounds // 3, 2))
+    singles = interleaved({name: steps_of(name, 1) for name in (none, *SLOW)}, none, 1)
     stats = ema.stats()
     print(f"\na training step, {stats['elements'] / 1e6:.0f} M bfloat16 weights, averages on the host in float32")
-    for name, taken in seconds.items():
-        ratios = sorted(a / b for a, b in zip(taken, seconds[none], strict=False))
-        print(
-            f"  {name:<22} {1e3 * statistics.median(taken):8.2f} ms  {statistics.median(ratios):.3f} times a step "
-            "without averages"
-        )
-    hidden, waited = (stats[f"offload/{one}_seconds"] / stats["updates"] for one in ("hidden", "waited"))
+    for steps, table in (BURST, timings), (1, {name: singles[name] for name in SLOW}):
+        for name, timing in table.items():
+            print(
+                f"  {name:<22} {1e3 * timing.median / steps:8.2f} ms  {1 / timing.ratio:.3f} times a step without "
+                "averages"
+            )
+    hidden, waited = seconds_offloaded(stats)
     crossed = stats["offload/bytes"] / stats["updates"] / stats["elements"]
     print(
         f"  of averaging a step {1e3 * hidden:.2f} ms hidden, {1e3 * waited:.2f} ms waited for; {crossed:.2f} bytes a "
@@ -190,8 +161,6 @@ def _files(size: int) -> None:
         path, raw = Path(folder) / "a.safetensors", Path(folder) / "raw"
 
         def write_raw() -> None:
-            import os
-
             with raw.open("wb", buffering=0) as file:
                 for tensor in tensors.values():
                     pinned.copy_(tensor)
@@ -205,22 +174,14 @@ def _files(size: int) -> None:
                     tensor.copy_(pinned)
             torch.cuda.synchronize()
 
-        seconds: dict[str, list[float]] = {}
-        steps: dict[str, Step] = {
-            "raw write": write_raw,
-            "save": lambda: shardow.save(tensors, path),
-            "raw read": read_raw,
-            "load": lambda: shardow.load(tensors, path),
-        }
-        for _ in range(4):
-            for name, step in steps.items():
-                began = time.perf_counter()
-                step()
-                seconds.setdefault(name, []).append(time.perf_counter() - began)
-    middle = {name: statistics.median(own[1:]) for name, own in seconds.items()}
-    print(f"\nfiles, {size / 2**20:.0f} MiB on the device, medians of 3")
-    for name, peer in (("save", "raw write"), ("load", "raw read")):
-        print(f"  {name} {middle[name]:.2f} s, {peer} {middle[peer]:.2f} s: {middle[name] / middle[peer]:.2f} times")
+        print(f"\nfiles, {size / 2**20:.0f} MiB on the device, medians of 3")
+        for name, call, peer, raw_call in (
+            ("save", lambda: shardow.save(tensors, path), "raw write", write_raw),
+            ("load", lambda: shardow.load(tensors, path), "raw read", read_raw),
+        ):
+            timings = interleaved({peer: raw_call, name: call}, peer, 3)
+            ours, theirs = timings[name].median, timings[peer].median
+            print(f"  {name} {ours:.2f} s, {peer} {theirs:.2f} s: {ours / theirs:.2f} times")
 
 
 if __name__ == "__main__":

@@ -11,30 +11,168 @@ the start takes. Where weights are held on rank 0 first, that is counted apart, 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import random
-import socket
 import statistics
-import struct
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks import report
-from benchmarks.init_ways import DRAWN, LAYERS, RARE, WAYS, WIDTH, WORLD, held_first, on_meta
-from benchmarks.process import io, status
+from benchmarks.measure import Bar, at_most
+from benchmarks.process import MIB, Samples, Usage, by_rank, used
 
-MIB = 2**20
+WORLD = 4
+WIDTH, LAYERS, WORDS = 2048, 8, 32768  # 537 M parameters; the largest tensor is the embedding, 256 MiB
+PICTURE = report.PAGE.parent / "pictures" / "init.png"
+
+
+# ---- the model
+
+
+def block(width: int) -> nn.Module:
+    """The parameters of a transformer's block; no forward pass is made."""
+    sizes = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    return nn.Sequential(nn.LayerNorm(width), *(nn.Linear(*size) for size in sizes))
+
+
+def build(width: int, layers: int) -> nn.Module:
+    words = WORDS * width // WIDTH
+    blocks = (block(width) for _ in range(layers))
+    return nn.Sequential(nn.Embedding(words, width), *blocks, nn.Linear(width, words, bias=False))
+
+
+def on_meta(width: int, layers: int) -> nn.Module:
+    with torch.device("meta"):
+        return build(width, layers)
+
+
+def shard(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for unit in model.children():
+        fully_shard(unit, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def write(width: int, layers: int, path: Path) -> None:
+    """A file whose weights rise by 1e-3, from the number of the parameter on."""
+    import shardow
+
+    model = on_meta(width, layers).to_empty(device="cpu")
+    for i, p in enumerate(model.parameters()):
+        p.data.view(-1)[:] = torch.arange(p.numel(), dtype=torch.float32).mul_(1e-3).add_(i)
+    shardow.save(model, path)
+
+
+def is_right(i: int, param: torch.Tensor) -> bool:
+    """Compares the last of this rank's elements with those of the file."""
+    assert isinstance(param, DTensor)
+    local = param.to_local().view(-1)
+    begin = dist.get_rank() * -(-param.shape[0] // WORLD) * (param.numel() // param.shape[0])
+    elements = torch.arange(begin, begin + local.numel(), dtype=torch.float32)[-1000:]
+    return torch.equal(local[-1000:], elements.mul_(1e-3).add_(i))
+
+
+# ---- the candidates
+
+
+Start = Callable[[int, int, Path], nn.Module]  # (width, layers, file)
+bytes_held_first: list[int] = []
+
+
+def first_rank_loads(path: Path) -> dict[str, torch.Tensor] | None:
+    """Mapped, as load_file() gives it: pages count where they are touched."""
+    from safetensors.torch import load_file
+
+    if dist.get_rank() != 0:
+        return None
+    source = load_file(path)
+    bytes_held_first.append(sum(tensor.nbytes for tensor in source.values()))
+    return source
+
+
+def materialize(width: int, layers: int, path: Path, source: Callable[[Path], Any]) -> nn.Module:
+    import shardow
+
+    with shardow.meta_init():
+        model = build(width, layers)
+    shard(model)
+    shardow.materialize(model, source(path))
+    return model
+
+
+def set_model_state_dict(width: int, layers: int, path: Path) -> nn.Module:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model = on_meta(width, layers)
+    shard(model)
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+    set_model_state_dict(model, first_rank_loads(path) or {}, options=options)
+    return model
+
+
+def accelerate(width: int, layers: int, path: Path) -> nn.Module:
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
+    class Accelerator:  # all that it asks of one
+        is_main_process = dist.get_rank() == 0
+
+    model = on_meta(width, layers)
+    shard(model)
+    fsdp2_load_full_state_dict(Accelerator(), model, first_rank_loads(path) or {})
+    return model
+
+
+def every_rank_loads(width: int, layers: int, path: Path) -> nn.Module:
+    from safetensors.torch import load_file
+
+    model = on_meta(width, layers).to_empty(device="cpu")
+    model.load_state_dict(load_file(path))
+    return shard(model)
+
+
+def every_rank_maps(width: int, layers: int, path: Path) -> nn.Module:
+    """The whole model mapped into each rank, whose own part alone is touched; the file's tensors become the
+    parameters."""
+    from safetensors.torch import load_file
+
+    model = on_meta(width, layers)
+    model.load_state_dict(load_file(path), assign=True)
+    return shard(model)
+
+
+FILE, FIRST, BY_MODULE = (
+    "shardow: every rank reads its own",
+    "shardow: from rank 0",
+    "shardow: by initialisation, module by module",
+)
+STARTS: dict[str, Start] = {
+    FILE: partial(materialize, source=lambda path: path),
+    "every rank loads the whole": every_rank_loads,
+    "every rank maps the whole": every_rank_maps,
+    FIRST: partial(materialize, source=first_rank_loads),
+    "set_model_state_dict, broadcast_from_rank0": set_model_state_dict,
+    "accelerate, fsdp2_load_full_state_dict": accelerate,
+    # From no file: each module's reset_parameters(), whole, on every rank. It has no rival: once is enough.
+    BY_MODULE: partial(materialize, source=lambda path: None),
+}
+DRAWN = {
+    "every rank loads the whole": "every rank loads the whole",
+    FILE: "every rank reads its own",
+    "set_model_state_dict, broadcast_from_rank0": "set_model_state_dict,\nbroadcast_from_rank0",
+    FIRST: "from rank 0",
+}
 
 
 # ---- measuring
@@ -44,201 +182,101 @@ MIB = 2**20
 class Results:
     elements: int
     largest: int  # bytes of a tensor
-    samples: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)  # by candidate, round and rank
-
-    def seconds(self, name: str) -> list[float]:
-        """By round, of the slowest rank."""
-        return [max(float(rank["seconds"]) for rank in one) for one in self.samples[name]]
-
-    def most(self, name: str, kind: str, ranks: slice = slice(None)) -> float:
-        """Of the rank that has most, in its worst round."""
-        return max(float(rank[kind]) for one in self.samples[name] for rank in one[ranks])
+    samples: Samples = field(default_factory=Samples)
 
 
 def run(
-    width: int = WIDTH, layers: int = LAYERS, rounds: int = 5, folder: Path | None = None, only: str = "",
-    picture: Path | None = None,
-) -> Results:  # fmt: skip
-    """Candidates whose names have ``only`` in them. ``picture``: of memory over time, from a round of its own."""
-    model = on_meta(width, layers)
-    results = Results(sum(p.numel() for p in model.parameters()), max(p.nbytes for p in model.parameters()))
-    names, order = [name for name in WAYS if only in name], random.Random(0)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.preload"])
+    width: int = WIDTH, layers: int = LAYERS, rounds: int = 5, folder: Path | None = None, picture: Path | None = None
+) -> Results:
+    """``picture``: of memory over time, from another round."""
+    import shardow
+
+    sizes = [(p.numel(), p.nbytes) for p in on_meta(width, layers).parameters()]
+    results = Results(sum(elements for elements, _ in sizes), max(size for _, size in sizes))
+    order = random.Random(0)
     with tempfile.TemporaryDirectory(dir=folder) as path:
         file = Path(path) / "model.safetensors"
-        _write(width, layers, file)
-        for _ in range(rounds):
-            for name in order.sample(names, len(names)):
-                results.samples.setdefault(name, []).append(_one_start(context, name, width, layers, file))
-        for name in RARE if not only else ():
-            results.samples[name] = [_one_start(context, name, width, layers, file)]
+        write(width, layers, file)
+        for round_ in range(rounds):
+            for name in order.sample(list(STARTS), len(STARTS)):
+                if name != BY_MODULE or round_ == 0:
+                    results.samples.add(name, start(name, width, layers, file))
         if picture is not None:
-            _draw(picture, {name: _one_start(context, name, width, layers, file, sampled=True) for name in names})
+            drawn = {title: start(name, width, layers, file, True) for name, title in DRAWN.items()}
+            timelines = {title: shardow.memory.Timeline(ranks[0]["timeline"]) for title, ranks in drawn.items()}
+            shardow.memory.draw(timelines, picture)
     return results
 
 
-def _draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
-    import shardow
-
-    titles = {name: name.replace(", ", ",\n").removeprefix("shardow: ") for name in DRAWN if name in found}
-    shardow.memory.draw({titles[name]: shardow.memory.Timeline(found[name][0]["timeline"]) for name in titles}, path)
-
-
-def _write(width: int, layers: int, path: Path) -> None:
-    import shardow
-
-    torch.manual_seed(0)
-    model = on_meta(width, layers).to_empty(device="cpu")
-    for i, p in enumerate(model.parameters()):
-        p.data.view(-1)[:] = torch.arange(p.numel(), dtype=torch.float32).mul_(1e-3).add_(i)
-    shardow.save(model, path)
-
-
-def _one_start(
-    context: Any, name: str, width: int, layers: int, file: Path, sampled: bool = False
-) -> list[dict[str, Any]]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    queue = context.Queue()
-    processes = [
-        context.Process(target=_rank_main, args=(rank, port, name, width, layers, file, queue, sampled))
-        for rank in range(WORLD)
-    ]
-    for process in processes:
-        process.start()
-    found = sorted((queue.get(timeout=600) for _ in processes), key=lambda one: float(one["rank"]))
-    for process in processes:
-        process.join()
-    del store
-    if name not in RARE and any(not one["right"] for one in found):
+def start(name: str, width: int, layers: int, file: Path, sampled: bool = False) -> list[Usage]:
+    ranks = by_rank(WORLD, on_rank, name, width, layers, file, sampled)
+    if name != BY_MODULE and any(not rank["right"] for rank in ranks):
         sys.exit(f"{name}: weights are not those of the file")
-    return found
+    return ranks
 
 
-def _rank_main(rank: int, port: int, name: str, width: int, layers: int, file: Path, queue: Any, sampled: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=WORLD
-    )
-    sample = measured(lambda: {**WAYS, **RARE}[name](width, layers, file), sampled)
-    queue.put({"rank": rank, **sample})
-    queue.close()
-    queue.join_thread()
-    dist.barrier()
-    os._exit(0)  # a process group that ends takes its time
-
-
-def measured(start: Callable[[], nn.Module], sampled: bool) -> dict[str, Any]:
+def on_rank(name: str, width: int, layers: int, file: Path, sampled: bool) -> Usage:
     """Until all ranks have their weights. ``sampled``: with a timeline, which takes some of the time."""
     import shardow
 
-    dist.all_reduce(torch.zeros(1))
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    resident, read, received = status("VmRSS"), io()["rchar"], _received()
-    began = time.perf_counter()
+    dist.all_reduce(torch.zeros(1))  # makes the connections
+    models: list[nn.Module] = []
     with shardow.memory.timeline() if sampled else contextlib.nullcontext() as timeline:
-        model = start()
-        dist.barrier()
-    seconds = time.perf_counter() - began
+        usage = used(lambda: models.append(STARTS[name](width, layers, file)))
     return {
-        "seconds": seconds,
-        "memory": (status("VmHWM") - resident) * 1024,
-        "source": sum(held_first),
-        "own": sum(_local(p).nbytes for p in model.parameters()),
-        "read": io()["rchar"] - read,
-        "received": _received() - received,
+        **usage,
+        "source": sum(bytes_held_first),
         "timeline": timeline.ranks if timeline is not None else None,
-        "right": all(map(_is_right, range(10**9), model.parameters())),
+        "right": all(is_right(i, param) for i, param in enumerate(models[0].parameters())),
     }
-
-
-def _is_right(i: int, param: torch.Tensor) -> bool:
-    assert isinstance(param, DTensor)
-    local = param.to_local().view(-1)
-    begin = dist.get_rank() * -(-param.shape[0] // WORLD) * (param.numel() // param.shape[0])
-    return bool(
-        torch.equal(
-            local[-1000:], torch.arange(begin, begin + local.numel(), dtype=torch.float32)[-1000:].mul_(1e-3).add_(i)
-        )
-    )
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-def _received() -> int:
-    """Bytes that this process's TCP connections have received, by the kernel's count."""
-    total = 0
-    for handle in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{handle}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(handle))) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                        total += struct.unpack_from("Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 128)[
-                            0
-                        ]
-    return total
 
 
 # ---- the tables
 
 
-def bars(results: Results) -> list[tuple[str, float, float, bool]]:
-    """What is asked of a start: (what, measured, bar, met)."""
-    if not results.samples.keys() >= WAYS.keys() | RARE.keys():
-        return []
+def bars(results: Results) -> list[Bar]:
+    """Returns what is asked of a start."""
+    samples, largest = results.samples, results.largest / MIB
     own = results.elements * 4 / WORLD
-    file, first = "shardow: every rank reads its own", "shardow: from rank 0"
-    found = [
-        ("init from a file: MiB of memory beyond the own shard", (results.most(file, "memory") - own) / MIB, 64),
-        ("init from a file: bytes read, of the own ones", results.most(file, "read") / own, 1.02),
-        (
-            "init from rank 0: MiB of memory beyond the own shard, others",
-            (results.most(first, "memory", slice(1, None)) - own) / MIB,
-            64,
-        ),
-        (
-            "init from rank 0: MiB beyond own shard and source, rank 0",
-            (results.most(first, "memory", slice(1)) - own - results.most(first, "source")) / MIB,
-            64 + results.largest / MIB,
-        ),
-        ("init from rank 0: bytes received, of the own ones", results.most(first, "received") / own, 1.02),
+
+    def beyond(name: str, ranks: slice = slice(None)) -> float:
+        return (samples.most(name, "memory", ranks) - own) / MIB
+
+    source = samples.most(FIRST, "source") / MIB
+    shared = beyond(FIRST, slice(1)) - source
+    asked = [
+        at_most("init from a file: MiB of memory beyond the own shard", beyond(FILE), 64),
+        at_most("init from a file: bytes read, of the own ones", samples.most(FILE, "read") / own, 1.02),
+        at_most("init from rank 0: MiB of memory beyond the own shard, others", beyond(FIRST, slice(1, None)), 64),
+        at_most("init from rank 0: MiB beyond own shard and source, rank 0", shared, 64 + largest),
+        at_most("init from rank 0: bytes received, of the own ones", samples.most(FIRST, "received") / own, 1.02),
+        at_most("init by module: MiB of memory beyond the own shard", beyond(BY_MODULE), 64 + largest),
     ]
-    for name in RARE:
-        beyond = (results.most(name, "memory") - own) / MIB
-        found.append(("init by module: MiB of memory beyond the own shard", beyond, 64 + results.largest / MIB))
-    for ours, rivals in ((file, ("every rank loads", "every rank maps")), (first, ("set_model", "accelerate"))):
-        for name in results.samples:
+    for ours, rivals in ((FILE, ("every rank loads", "every rank maps")), (FIRST, ("set_model", "accelerate"))):
+        for name in STARTS:
             if name.startswith(rivals):
-                ratios = [a / b for a, b in zip(results.seconds(ours), results.seconds(name), strict=True)]
-                found.append((f"{ours}: times as long as {name}", statistics.median(ratios), 1.0))
-    return [(f"{what} (at most)", measured, bar, measured <= bar) for what, measured, bar in found]
+                ratios = [a / b for a, b in zip(samples.rounds(ours), samples.rounds(name), strict=True)]
+                asked.append(at_most(f"{ours}: times as long as {name}", statistics.median(ratios), 1.0))
+    return asked
 
 
 def lines(results: Results) -> list[str]:
-    rounds = len(next(iter(results.samples.values())))
-    found = [
+    samples = results.samples
+    rounds = max(len(by_round) for by_round in samples.by_name.values())
+    rows = []
+    for name in samples.by_name:
+        memory = [samples.most(name, "memory", ranks) for ranks in (slice(1), slice(1, None))]
+        amounts = [f"{size / MIB:.0f}" for size in memory] + samples.mib(name, "read", "received")
+        rows.append([name, samples.seconds(name), *amounts])
+    head = ("", "seconds, median (range)", "MiB on rank 0", "MiB on others", "MiB read", "MiB received")
+    return [
         f"{results.elements / 1e6:.3g} M parameters on {WORLD} ranks, {rounds} rounds; "
         f"a shard is {results.elements * 4 / WORLD / MIB:.0f} MiB; "
         "of the rank that has most: memory at the peak above what it had, "
         "bytes read (by /proc/self/io) and received (by the kernel's count of its connections)",
         "",
-        "| | seconds, median (range) | MiB on rank 0 | MiB on others | MiB read | MiB received |",
-        "|---|---|---|---|---|---|",
+        *report.table(head, rows),
     ]
-    for name in results.samples:
-        seconds = results.seconds(name)
-        memory = [results.most(name, "memory", part) / MIB for part in (slice(1), slice(1, None))]
-        amounts = [*memory, *(results.most(name, kind) / MIB for kind in ("read", "received"))]
-        found.append(
-            f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | "
-            f"{' | '.join(f'{amount:.0f}' for amount in amounts)} |"
-        )
-    return found
 
 
 if __name__ == "__main__":

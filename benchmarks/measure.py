@@ -1,5 +1,5 @@
-"""Interleaved timing: in every round each candidate runs once, in an order drawn anew, and is compared with the limit
-of the same round.
+"""Interleaved timing: in every round each step runs once, in an order drawn anew, and is compared with the limit of the
+same round. Bars say what is asked of figures.
 """
 
 from __future__ import annotations
@@ -7,13 +7,31 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+Step = Callable[[], object]
+
+
+class Bar(NamedTuple):
+    what: str
+    measured: float
+    asked: float
+    met: bool
+
+
+def at_least(what: str, measured: float, asked: float) -> Bar:
+    return Bar(what, measured, asked, measured >= asked)
+
+
+def at_most(what: str, measured: float, asked: float) -> Bar:
+    return Bar(f"{what} (at most)", measured, asked, measured <= asked)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each round, and how many of the limit's speed: limit / own, round by round."""
+    """Seconds of each round, and the share of the limit's speed: limit / own, round by round."""
 
     seconds: list[float]
     ratios: list[float]
@@ -38,35 +56,36 @@ class Timing:
         return f"{self.ratio:.2f} ({low:.2f} to {high:.2f}), {self.median * 1e3:.2f} ms"
 
 
-def interleaved(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int) -> dict[str, Timing]:
-    """``limit`` names the step that the others are compared with. Each step runs twice untimed first."""
-    return _rounds(steps, limit, rounds, lead=0, burst=1)
+def seconds_of(step: Step) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
 
 
-def bursts(steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, burst: int) -> dict[str, Timing]:
-    """The same of ``burst`` steps at a time, of which each begins with what the one before has left under way: one more
-    goes before them, untimed."""
-    return _rounds(steps, limit, rounds, lead=1, burst=burst)
-
-
-def _rounds(
-    steps: Sequence[tuple[str, Callable[[], object]]], limit: str, rounds: int, lead: int, burst: int
+def interleaved(
+    steps: Mapping[str, Step], limit: str, rounds: int, burst: int = 1, clock: Callable[[Step], float] = seconds_of
 ) -> dict[str, Timing]:
-    """``lead`` steps untimed, then ``burst`` timed, in each round."""
-    for _, step in steps:
+    """Returns the seconds of one call of each step, by ``clock``. ``limit`` names the step that the others are compared
+    with. Each runs twice untimed first.
+
+    ``burst`` calls are timed together. Of several each begins with what the call before has left under way: one more
+    goes before them, untimed.
+    """
+    for step in steps.values():
         step()
         step()
     order = list(steps)
     shuffle = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name, _ in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         shuffle.shuffle(order)
-        for name, step in order:
-            for _ in range(lead):
-                step()
-            began = time.perf_counter()
-            for _ in range(burst):
-                step()
-            seconds[name].append(time.perf_counter() - began)
+        for name in order:
+            if burst > 1:
+                steps[name]()
+            seconds[name].append(clock(lambda step=steps[name]: [step() for _ in range(burst)]) / burst)
     limits = seconds[limit]
     return {name: Timing(own, [a / b for a, b in zip(limits, own, strict=True)]) for name, own in seconds.items()}
+
+
+def median_and_range(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"

@@ -1,6 +1,6 @@
 """``python -m benchmarks.merges``: the mean of K bfloat16 checkpoints in one process, beside reading the inputs once
-and writing the output once, and a plain torch script that does the same tensor by tensor; an average after the fact of
-them as snapshots, beside the same; and one tensor in eight of the mean, into memory, beside reading as many bytes.
+and writing the output once, and a plain torch script that does the same tensor by tensor; and an average after the
+fact of them as snapshots, beside the same.
 
 Warm: the inputs are in the page cache. Cold: they are not. Each way works in a process of its own, whose memory at the
 peak counts from before its first byte; an order drawn anew each round. What is written is on the disk at the end, for
@@ -9,39 +9,34 @@ all.
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import shardow
 from benchmarks import report
-from benchmarks.process import status
+from benchmarks.command import in_memory
+from benchmarks.measure import Bar, at_most
+from benchmarks.process import CONTEXT, MIB, Samples, Usage, used
 
 TENSORS = 16
-OURS, READ, WRITE, TORCH = (
+OURS, AFTER, READ, WRITE, TORCH = (
     "shardow.merge",
+    "shardow.posthoc.synthesize, of the same as snapshots",
     "reading the inputs once (cat)",
     "writing the output once",
     "torch, tensor by tensor",
 )
-AFTER, SOME, READ_SOME = (
-    "shardow.posthoc.synthesize, of the same as snapshots",
-    "some tensors, into memory",
-    "reading these once",
-)
-EACH = 8  # of which SOME takes one
 Way = Callable[[list[Path], Path], object]
 
 
@@ -49,65 +44,73 @@ Way = Callable[[list[Path], Path], object]
 class Results:
     mib: int
     inputs: int
-    seconds: dict[str, dict[str, list[float]]]  # "warm" and "cold", by way and round
-    memory: dict[str, float]  # MiB at the peak, of the worst round
+    rounds: int
+    warm: Samples
+    cold: Samples
 
-    def ratio(self, way: str, cache: str) -> float:
-        """How many times as long as what must be read and written, by their medians."""
-        median = {name: statistics.median(seconds) for name, seconds in self.seconds[cache].items()}
-        return median[way] / (median[READ_SOME] if way == SOME else median[READ] + median[WRITE])
+    def ratio(self, way: str, samples: Samples) -> float:
+        """Returns how many times as long as what must be read and written, by their medians."""
+        ours, read, write = (statistics.median(samples.rounds(name)) for name in (way, READ, WRITE))
+        return ours / (read + write)
+
+    def mib_of_memory(self, way: str) -> float:
+        return max(samples.most(way, "memory") for samples in (self.warm, self.cold)) / MIB
 
 
-def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+def bars(results: Results) -> list[Bar]:
     names = {OURS: "merge", AFTER: "average after the fact"}
-    found = [
-        (
-            f"{name} of {results.inputs}, {cache}: times reading and writing once (at most)",
-            results.ratio(way, cache),
-            1.15,
+    asked = [
+        at_most(
+            f"{name} of {results.inputs}, {cache}: times reading and writing once", results.ratio(way, samples), 1.15
         )
-        for cache in results.seconds
+        for cache, samples in (("warm", results.warm), ("cold", results.cold))
         for way, name in names.items()
     ]
-    found += [(f"{name}: MiB of memory (at most)", results.memory[way], 64) for way, name in names.items()]
-    return [(what, measured, bar, measured <= bar) for what, measured, bar in found]
+    return asked + [at_most(f"{name}: MiB of memory", results.mib_of_memory(way), 64) for way, name in names.items()]
 
 
 def lines(results: Results) -> list[str]:
-    rounds = len(results.seconds["warm"][OURS])
-    found = [
-        f"The mean of {results.inputs} bfloat16 checkpoints of {results.mib} MiB each, one process, {rounds} rounds",
-        "",
-        "| | seconds warm, median (range) | seconds cold | MiB of memory |",
-        "|---|---|---|---|",
+    rows = [
+        [name, results.warm.seconds(name), results.cold.seconds(name), f"{results.mib_of_memory(name):.0f}"]
+        for name in WAYS
     ]
-    for name, memory in results.memory.items():
-        warm, cold = (results.seconds[cache][name] for cache in ("warm", "cold"))
-        each = [f"{statistics.median(one):.2f} ({min(one):.2f} to {max(one):.2f})" for one in (warm, cold)]
-        found.append(f"| {name} | {each[0]} | {each[1]} | {memory:.0f} |")
-    return found
+    return [
+        f"The mean of {results.inputs} bfloat16 checkpoints of {results.mib} MiB each, one process, {results.rounds} "
+        "rounds",
+        "",
+        *report.table(("", "seconds warm, median (range)", "seconds cold", "MiB of memory"), rows),
+    ]
 
 
 def run(mib: int = 512, inputs: int = 10, rounds: int = 5, folder: Path | None = None) -> Results:
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    results = Results(mib, inputs, rounds, Samples(), Samples())
+    with tempfile.TemporaryDirectory(dir=folder) as name, contextlib.ExitStack() as stack:
         paths = [Path(name) / f"step-{j + 1}.safetensors" for j in range(inputs)]
         for seed, path in enumerate(paths):
             shardow.save(weights(mib, seed), path)
         snapshots(paths, Path(name) / "snapshots")
-        workers = {way: Worker(way, paths, Path(name)) for way in WAYS}
-        results = Results(
-            mib, inputs, {cache: {way: [] for way in WAYS} for cache in ("warm", "cold")}, dict.fromkeys(WAYS, 0.0)
-        )
+        outputs = {way: Path(name) / f"{number}-out.safetensors" for number, way in enumerate(WAYS)}
+        processes = {way: stack.enter_context(ProcessPoolExecutor(1, CONTEXT)) for way in WAYS}
+        for way, process in processes.items():
+            process.submit(imports, way, outputs[way]).result()
         order = random.Random(0)
-        for cache in results.seconds:
+        for samples, cold in (results.warm, False), (results.cold, True):
             for way in order.sample([*WAYS] * rounds, len(WAYS) * rounds):
-                prepare(paths, cold=cache == "cold")
-                seconds, memory = workers[way].work()
-                results.seconds[cache][way].append(seconds)
-                results.memory[way] = max(results.memory[way], memory)
-        for worker in workers.values():
-            worker.end()
+                in_memory(paths, not cold)
+                samples.add(way, [processes[way].submit(measured, way, paths, outputs[way]).result()])
     return results
+
+
+def imports(way: str, out: Path) -> None:
+    """Does a way's work once on little, for what is imported at its first use."""
+    small = out.with_name(f"small-{out.name}")
+    shardow.save({"w": torch.zeros(64).bfloat16()}, small)
+    WAYS[way]([small], out)
+
+
+def measured(way: str, paths: list[Path], out: Path) -> Usage:
+    out.unlink(missing_ok=True)
+    return used(lambda: WAYS[way](paths, out))
 
 
 def weights(mib: int, seed: int) -> dict[str, torch.Tensor]:
@@ -125,23 +128,12 @@ def snapshots(paths: list[Path], directory: Path) -> None:
     for path, at in zip(paths, sorted(directory.iterdir()), strict=True):
         (file,) = at.iterdir()
         with shardow.open(file) as opened:
-            told = {key: text for key, text in opened.metadata.items() if key in ("shardow.state", "shardow.snapshot")}
+            metadata = {key: opened.metadata[key] for key in ("shardow.state", "shardow.snapshot")}
         file.unlink()
         with shardow.open(path) as opened:
-            shardow.save({name: opened[name] for name in opened}, file, metadata=told)
+            shardow.save({name: opened[name] for name in opened}, file, metadata=metadata)
         os.replace(file, path)  # the inputs of all are these
         file.symlink_to(path)
-
-
-def prepare(paths: list[Path], cold: bool) -> None:
-    os.sync()  # nobody pays for what others have left unflushed
-    for path in paths:
-        with path.open("rb") as file:
-            if cold:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while file.read(1 << 20):
-                    pass
 
 
 def ours(paths: list[Path], out: Path) -> None:
@@ -165,13 +157,13 @@ def by_torch(paths: list[Path], out: Path) -> None:
     from safetensors.torch import save_file
 
     opened = [safe_open(path, "pt") for path in paths]
-    found = {}
+    means = {}
     for name in opened[0].keys():  # noqa: SIM118
         total = opened[0].get_tensor(name).double()
-        for one in opened[1:]:
-            total += one.get_tensor(name)
-        found[name] = (total / len(opened)).bfloat16()
-    save_file(found, out)
+        for file in opened[1:]:
+            total += file.get_tensor(name)
+        means[name] = (total / len(opened)).bfloat16()
+    save_file(means, out)
     with out.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -183,65 +175,13 @@ def after(paths: list[Path], out: Path) -> None:
         shardow.posthoc.synthesize(directory, sigma_rel=0.2, out=out, dtype="bfloat16")
 
 
-def some(paths: list[Path], out: Path) -> None:
-    with shardow.open(paths[0]) as opened:
-        target = {name: torch.empty_like(opened[name]) for name in sorted(opened)[::EACH]}
-    shardow.load(target, shardow.merged(paths), strict=False)
-
-
-def read_some(paths: list[Path], out: Path) -> None:
-    """The first tensors in the files, as many bytes."""
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            left = path.stat().st_size // EACH
-            while left > 0 and (data := file.read(min(left, 1 << 17))):
-                left -= len(data)
-
-
 WAYS: dict[str, Way] = {
-    OURS: ours, AFTER: after, SOME: some, READ: read, READ_SOME: read_some, WRITE: write, TORCH: by_torch
-}  # fmt: skip
-
-
-class Worker:
-    """A process that does one way's work when it is told to."""
-
-    def __init__(self, way: str, paths: list[Path], folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(way, paths, folder / f"{list(WAYS).index(way)}-out.safetensors", theirs)
-        )
-        self._process.start()
-        theirs.close()
-
-    def work(self) -> tuple[float, float]:
-        """(seconds, MiB of memory at the peak)."""
-        self._pipe.send(True)
-        seconds, memory = self._pipe.recv()
-        return seconds, memory
-
-    def end(self) -> None:
-        self._pipe.send(False)
-        self._process.join()
-
-
-def serve(way: str, paths: list[Path], out: Path, pipe: Connection) -> None:
-    do = WAYS[way]
-    small = out.with_name(f"small-{out.name}")
-    shardow.save({"w": torch.zeros(64).bfloat16()}, small)
-    do([small], out)  # what is imported at its first use
-    while pipe.recv():
-        out.unlink(missing_ok=True)
-        pipe.send(measured(do, paths, out))
-
-
-def measured(do: Way, paths: list[Path], out: Path) -> Any:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = status("VmRSS")
-    began = time.perf_counter()
-    do(paths, out)
-    return time.perf_counter() - began, (status("VmHWM") - before) / 1024
+    OURS: ours,
+    AFTER: after,
+    READ: read,
+    WRITE: write,
+    TORCH: by_torch,
+}
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardow
-from benchmarks import report
-from benchmarks.measure import Timing, bursts
-from benchmarks.peers import timm_file
+from benchmarks import peers, report
+from benchmarks.measure import Bar, Timing, at_most, interleaved
 
 NONE, OVERLAPPED = "no averages", "shardow, overlap=True"
 DECAY, BURST = 0.999, 4
@@ -28,7 +26,7 @@ DECAY, BURST = 0.999, 4
 @dataclass(frozen=True)
 class Results:
     elements: int
-    timings: dict[str, Timing]  # of a burst
+    timings: dict[str, Timing]  # of a step
     hidden: float  # seconds of averaging a step, in the background
     waited: float  # of it, in which the next step waited
 
@@ -51,57 +49,49 @@ class Training:
         self.after()
 
 
+def seconds_offloaded(stats: dict[str, Any]) -> tuple[float, float]:
+    """Returns the seconds of averaging a step that were hidden, and those that the next step waited for."""
+    return stats["offload/hidden_seconds"] / stats["updates"], stats["offload/waited_seconds"] / stats["updates"]
+
+
 def run(quick: bool = False, rounds: int = 15) -> Results:
     torch.set_num_threads(1)
-    made = {
-        name: Training(*((64, 2, 8) if quick else (1024, 12, 256)), dtype=torch.float32)
-        for name in (NONE, OVERLAPPED, *AFTER)
-    }
-    ema = shardow.EMA(made[OVERLAPPED].model, DECAY, overlap=True, optimizer=made[OVERLAPPED].optimizer)
+    size = (64, 2, 8) if quick else (1024, 12, 256)
+    trainings = {name: Training(*size, dtype=torch.float32) for name in (NONE, OVERLAPPED, *AFTER)}
+    overlapped = trainings[OVERLAPPED]
+    ema = shardow.EMA(overlapped.model, DECAY, overlap=True, optimizer=overlapped.optimizer)
     for name, after in AFTER.items():
-        made[name].after = after(made[name].model)
-    timings = bursts([(name, training.step) for name, training in made.items()], NONE, rounds, BURST)
-    stats = ema.stats()
-    hidden, waited = (stats[f"offload/{one}_seconds"] / stats["updates"] for one in ("hidden", "waited"))
-    return Results(sum(p.numel() for p in made[NONE].model.parameters()), timings, hidden, waited)
+        trainings[name].after = after(trainings[name].model)
+    steps = {name: training.step for name, training in trainings.items()}
+    timings = interleaved(steps, NONE, rounds, burst=BURST)
+    elements = sum(p.numel() for p in overlapped.model.parameters())
+    return Results(elements, timings, *seconds_offloaded(ema.stats()))
 
 
-def _shardow(model: nn.Module) -> Callable[[], object]:
-    return shardow.EMA(model, DECAY, threads=1).update
-
-
-def _averaged_model(model: nn.Module) -> Callable[[], object]:
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    return lambda: averaged.update_parameters(model)
-
-
-def _timm(model: nn.Module) -> Callable[[], object]:
-    averaged = timm_file().ModelEmaV3(model, DECAY)
-    return lambda: averaged.update(model)
-
-
-AFTER = {"shardow": _shardow, "AveragedModel": _averaged_model, "timm ModelEmaV3": _timm}
+AFTER: dict[str, Callable[[nn.Module], Callable[[], object]]] = {
+    "shardow": lambda model: shardow.EMA(model, DECAY, threads=1).update,
+    "AveragedModel": lambda model: peers.averaged_model(peers.library("torch.optim.swa_utils"), model, DECAY).step,
+    "timm ModelEmaV3": lambda model: peers.timm_v3(peers.library("timm"), model, DECAY).step,
+}
 
 
 def lines(results: Results) -> list[str]:
-    rows = [
+    rows = []
+    for name, timing in results.timings.items():
+        low, high = timing.spread
+        rows.append((name, f"{timing.median * 1e3:.1f}", f"{1 / timing.ratio:.3f} ({1 / high:.3f} to {1 / low:.3f})"))
+    head = ("a step with averages", "milliseconds", "times as long as without (10th to 90th percentile)")
+    return [
         f"A training step (AdamW) of {results.elements / 1e6:.0f} M elements on one thread, one processor idle; "
         f"of averaging a step {results.hidden * 1e3:.1f} ms hidden, {results.waited * 1e3:.1f} ms waited for",
         "",
-        "| a step with averages | milliseconds | times as long as without (10th to 90th percentile) |",
-        "|---|---|---|",
+        *report.table(head, rows),
     ]
-    for name, timing in results.timings.items():
-        low, high = timing.spread
-        rows.append(
-            f"| {name} | {timing.median / BURST * 1e3:.1f} | {1 / timing.ratio:.3f} ({1 / high:.3f} to {1 / low:.3f}) |"
-        )
-    return rows
 
 
-def bars(results: Results) -> list[tuple[str, float, float, bool]]:
+def bars(results: Results) -> list[Bar]:
     cost = 1 / results.timings[OVERLAPPED].ratio
-    return [("overlap: a step with averages, times one without (at most)", cost, 1.05, cost <= 1.05)]
+    return [at_most("overlap: a step with averages, times one without", cost, 1.05)]
 
 
 if __name__ == "__main__":

@@ -8,22 +8,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import shardow
-from benchmarks.cases import Case
 from shardow import _core
+
+if TYPE_CHECKING:
+    from benchmarks.updates import Case
 
 Tensors = list[torch.Tensor]
 
 
 @dataclass
 class Candidate:
-    """``step`` updates the averages once; ``averages()`` are those of the first decay, to see that everybody did the
-    same work.
+    """``step`` updates the averages once; ``averages()`` are those of the first decay, which show that all candidates
+    did the same work.
     """
 
     name: str
@@ -36,27 +38,26 @@ def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
     """In the order of the table. Those that keep one average come several times over where several are asked for."""
     yield _shardow(case, model)
     yield from _torch_ways(case, model)
-    averaged, (decay, *_) = importlib.import_module("torch.optim.swa_utils"), case.decays
+    averaged, (decay, *_) = library("torch.optim.swa_utils"), case.decays
     yield _several("AveragedModel", case, lambda each: averaged_model(averaged, model, each))
     if case.num_decays == 1:
-        training_utils = importlib.import_module("diffusers.training_utils")
-        yield timm_v3(timm_file(), model, decay)
-        yield timm_v1(timm_file(), model, decay)
-        yield diffusers(training_utils, model, decay, foreach=True)
-        yield diffusers(training_utils, model, decay)
-        yield ema_pytorch(importlib.import_module("ema_pytorch"), model, decay)
-        yield torch_ema(importlib.import_module("torch_ema"), model, decay)
+        yield timm_v3(library("timm"), model, decay)
+        yield timm_v1(library("timm"), model, decay)
+        yield diffusers(library("diffusers.training_utils"), model, decay, foreach=True)
+        yield diffusers(library("diffusers.training_utils"), model, decay)
+        yield ema_pytorch(library("ema_pytorch"), model, decay)
+        yield torch_ema(library("torch_ema"), model, decay)
 
 
 def limit(case: Case, model: nn.Module) -> Callable[[], None]:
     """The machine's own limit: our loads and stores with one maximum in place of the average, on memory of its own."""
     ema = shardow.EMA(model, list(case.decays), threads=1)
-    averages = [[one.view(one.averages[k]) for one in ema._averages.tracked] for k in range(case.num_decays)]
-    bound = _core.hooks.Limit([one.view(one.sources()) for one in ema._averages.tracked], averages)
-    kept = ema  # owns the memory
+    tracked = ema._averages.tracked
+    averages = [[tensor.view(tensor.averages[k]) for tensor in tracked] for k in range(case.num_decays)]
+    bound = _core.hooks.Limit([tensor.view(tensor.sources()) for tensor in tracked], averages)
 
     def step() -> None:
-        assert kept is not None
+        assert ema is not None  # owns the memory
         bound.update()
 
     return step
@@ -64,9 +65,11 @@ def limit(case: Case, model: nn.Module) -> Callable[[], None]:
 
 def _shardow(case: Case, model: nn.Module) -> Candidate:
     ema = shardow.EMA(model, list(case.decays), threads=case.threads)
-    return Candidate(
-        "shardow", ema.update, lambda: [one.averages[0].view(one.local.tensor.shape) for one in ema._averages.tracked]
-    )
+
+    def averages() -> Tensors:
+        return [tensor.averages[0].view(tensor.local.tensor.shape) for tensor in ema._averages.tracked]
+
+    return Candidate("shardow", ema.update, averages)
 
 
 def _torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:
@@ -103,8 +106,8 @@ def _several(name: str, case: Case, make: Callable[[float], Candidate]) -> Candi
     each = [make(decay) for decay in case.decays]
 
     def step() -> None:
-        for one in each:
-            one.step()
+        for candidate in each:
+            candidate.step()
 
     return Candidate(name, step, each[0].averages, each[0].note)
 
@@ -131,37 +134,32 @@ def _narrow(model: nn.Module) -> str:
     return "" if next(model.parameters()).dtype == torch.float32 else "averages in bf16, which stand still"
 
 
-def timm_file() -> Any:
-    """timm's file alone: the package needs torchvision."""
-    spec = importlib.util.find_spec("timm")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    file = Path(spec.submodule_search_locations[0]) / "utils" / "model_ema.py"
-    loaded = importlib.util.spec_from_file_location("timm_model_ema", file)
-    assert loaded is not None
-    assert loaded.loader is not None
-    module = importlib.util.module_from_spec(loaded)
-    loaded.loader.exec_module(module)
+def library(name: str) -> Any:
+    """Imports a module; of timm its file of averages alone, since the package needs torchvision."""
+    if name != "timm":
+        return importlib.import_module(name)
+    package = importlib.util.find_spec("timm").submodule_search_locations[0]
+    spec = importlib.util.spec_from_file_location("timm_model_ema", Path(package) / "utils" / "model_ema.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
 def timm_v3(lib: Any, model: nn.Module, decay: float) -> Candidate:
-    ema = lib.ModelEmaV3(model, decay=decay, foreach=True)
-    return Candidate(
-        "timm ModelEmaV3", partial(ema.update, model), lambda: list(ema.module.parameters()), _narrow(model)
-    )
+    return _of_module("timm ModelEmaV3", lib.ModelEmaV3(model, decay=decay, foreach=True), model)
 
 
 def timm_v2(lib: Any, model: nn.Module, decay: float) -> Candidate:
-    ema = lib.ModelEmaV2(model, decay=decay)
-    return Candidate(
-        "timm ModelEmaV2", partial(ema.update, model), lambda: list(ema.module.parameters()), _narrow(model)
-    )
+    return _of_module("timm ModelEmaV2", lib.ModelEmaV2(model, decay=decay), model)
 
 
 def timm_v1(lib: Any, model: nn.Module, decay: float) -> Candidate:
     ema = lib.ModelEma(model, decay=decay)
     return Candidate("timm ModelEma", partial(ema.update, model), lambda: list(ema.ema.parameters()), _narrow(model))
+
+
+def _of_module(name: str, ema: Any, model: nn.Module) -> Candidate:
+    return Candidate(name, partial(ema.update, model), lambda: list(ema.module.parameters()), _narrow(model))
 
 
 def diffusers(lib: Any, model: nn.Module, decay: float, foreach: bool = False) -> Candidate:

@@ -2,10 +2,9 @@
 benchmarks.scale [section ...] [--sizes n ...]``.
 
 Sections, all of them unless some are named: ``emulated`` (agree() of ranks that are threads), ``processes`` (agree(), a
-save and a load with gloo), ``tensors`` (seconds of processors, by benchmarks/scale_tensors.py), ``work`` (the same in
-instructions, which valgrind counts: the same on every machine, and a hundred times as slow).
-docs/scale.md is made of what it prints. Operations and bytes of a rank are exact; seconds are those of this machine's
-processors working for all ranks.
+save and a load with gloo), ``tensors`` (seconds of processors for calls in one process). docs/scale.md is made of what
+they print. Operations and bytes of a rank are exact; seconds are those of this machine's processors working for all
+ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
+import resource
 import subprocess
 import sys
 import tempfile
@@ -23,18 +22,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "tests"))
+import benchmarks.engine  # noqa: F401
+
+# isort: split
 import ranks
 from emulated import CountedStore, emulated, on_all
 
+import shardow
 from shardow import _core
 from shardow.ranks.store_group import StoreGroup, store_group
 
 TENSORS, ROWS = 2_000, 64  # of the processes' checkpoint
 TIMEOUT = 600.0
 Figures = dict[str, float]
+
+
+# ---- ranks
 
 
 def emulated_ranks(size: int) -> dict[str, Figures]:
@@ -53,51 +62,37 @@ def emulated_ranks(size: int) -> dict[str, Figures]:
 
 
 def on_rank(path: str) -> dict[str, Figures]:
-    """Of this rank, whose store is counted."""
-    rank, size, stores = dist.get_rank(), dist.get_world_size(), []
+    """Of this rank, whose store is counted; of calls that were made once before."""
+    stores: list[CountedStore] = []
     connected = StoreGroup._connected
 
-    def observed(group: StoreGroup) -> Any:
+    def counted(group: StoreGroup) -> Any:
         stores.append(CountedStore(connected(group)))
         return stores[-1]
 
-    StoreGroup._connected = observed  # type: ignore[method-assign]
-    try:
-        group, figures = store_group(dist.group.WORLD), {}
-        region = _core.Region.grid([ROWS, 8], [[(ROWS * rank // size, ROWS * (rank + 1) // size)], [(0, 8)]])
-        memory = np.full(max(region.size, 1), rank, dtype=np.float32)
-        views = [_core.TensorView(f"layers.{i}.weight", "F32", region, memory.ctypes.data) for i in range(TENSORS)]
-
-        def measured(what: str, call: Callable[[], Any], times: int = 1) -> Any:
-            dist.barrier()
-            for store in stores:
-                store.forget()
-            begin = time.perf_counter()
-            for _ in range(times):
-                answer = call()
-            counts: Figures = {"seconds": time.perf_counter() - begin}
-            counts["operations"] = sum(sum(store.operations.values()) for store in stores)
-            counts |= {"sent": sum(s.sent for s in stores), "received": sum(s.received for s in stores)}
-            figures[what] = {name: value / times for name, value in counts.items()}
-            return answer
-
-        def plan() -> _core.Save:
-            group.begin("save()", TIMEOUT)
-            return _core.Save(group, [_core.SaveFile("", views)], path, timeout=TIMEOUT)
-
-        def load() -> None:
-            group.begin("load()", TIMEOUT)
-            _core.load(group, views, _core.Checkpoint.open(group, path, TIMEOUT), timeout=TIMEOUT)
-
-        _core.agree(group, "warm", TIMEOUT, lambda: None)
-        measured("agree", lambda: _core.agree(group, "call()", TIMEOUT, lambda: None), 20)
-        for which in ("first", "later"):
-            saving = measured(f"{which} plan", plan)
-            measured(f"{which} save", saving.write)
-        measured("load", load)
-        return figures
-    finally:
-        StoreGroup._connected = connected  # type: ignore[method-assign]
+    StoreGroup._connected = counted  # type: ignore[method-assign]
+    group, figures = store_group(dist.group.WORLD), {}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.zeros(ROWS, 8)
+    names = [f"layers.{i}.weight" for i in range(TENSORS)]
+    state = {name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for name in names}
+    calls = {
+        "agree": lambda: _core.agree(group, "call()", TIMEOUT, lambda: None),
+        "save": lambda: shardow.save(state, path),
+        "load": lambda: shardow.load(state, path),
+    }
+    for what, call in calls.items():
+        call()
+        dist.barrier()
+        for store in stores:
+            store.forget()
+        begin = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - begin
+        figures[what] = {"seconds": seconds, "operations": sum(sum(store.operations.values()) for store in stores)}
+        figures[what] |= {fact: sum(getattr(store, fact) for store in stores) for fact in ("sent", "received")}
+    StoreGroup._connected = connected  # type: ignore[method-assign]
+    return figures
 
 
 def processes(size: int) -> dict[str, Figures]:
@@ -111,45 +106,128 @@ def processes(size: int) -> dict[str, Figures]:
     return {what: {fact: worst(what, fact) for fact in figures} for what, figures in answers[0].items()}
 
 
+# ---- tensors: CPU tensors of four elements, in modules of ten, in a process of their own
+
+
 def tensors(size: int) -> dict[str, Figures]:
-    """In processes whose memory is theirs."""
+    figures = {}
+    for function, unit in (costs_of_calls, "seconds"), (bytes_of, "bytes"):
+        code = f"import json; from benchmarks import scale; print(json.dumps(scale.{function.__name__}({size})))"
+        done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+        costs: Figures = json.loads(done.stdout)
+        figures |= {what: {unit: value, f"{unit}_each": value / size} for what, value in costs.items()}
+    return figures
+
+
+class Ten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(10):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.empty(4)))
+
+
+def made(tensors: int) -> nn.Module:
+    return nn.ModuleList(Ten() for _ in range(tensors // 10))
+
+
+def on_meta(tensors: int) -> nn.Module:
+    with shardow.meta_init():
+        return made(tensors)
+
+
+def cost(call: Callable[[], Any], once: bool = False) -> float:
+    """Returns seconds of processors, whichever thread's: other programs and the disk are not in it. The quickest of up
+    to five calls, two of slow ones, one of those that can't be repeated."""
+    taken: list[float] = []
+    while not taken or (not once and len(taken) < (5 if min(taken) < 0.5 else 2)):
+        begin = time.process_time()
+        kept = call()
+        taken.append(time.process_time() - begin)
+        del kept
+    return min(taken)
+
+
+def costs_of_calls(tensors: int) -> Figures:
+    """Returns the cost by call, when everything has been called once for a few tensors."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {**_tensors("at", size, folder), **_tensors("bytes_of", size, folder)}
-    unit = {what: "bytes" if what.startswith("bytes") else "seconds" for what in found}
-    return {what: {unit[what]: value, f"{unit[what]}_each": value / size} for what, value in found.items()}
+        costs_in(100, Path(folder))
+        return costs_in(tensors, Path(folder))
 
 
-def work(size: int) -> dict[str, Figures]:
-    if shutil.which("callgrind_control") is None:
-        sys.exit("work needs valgrind (apt-get install valgrind)")
-    with tempfile.TemporaryDirectory() as folder:
-        counts = f"--callgrind-out-file={folder}/counts"
-        tool = ["valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", counts]
-        found = _tensors("work", size, folder, tool)
-    return {what: {"instructions": value, "instructions_each": value / size} for what, value in found.items()}
+def costs_in(tensors: int, folder: Path) -> Figures:
+    model, path, averages = made(tensors), folder / "model.safetensors", folder / "averages.safetensors"
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    costs = {"torch.empty": cost(lambda: [torch.empty(4) for _ in range(tensors)])}
+    costs["EMA()"] = cost(lambda: shardow.EMA(model, 0.99))
+    ema = shardow.EMA(model, 0.99)
+    ema.update()
+    costs["update()"] = cost(ema.update)
+    costs["state_dict()"] = cost(ema.state_dict)
+    state = ema.state_dict()
+    costs["load_state_dict()"] = cost(lambda: ema.load_state_dict(state))
+    costs["swap and back"] = cost(lambda: swap_and_back(ema))
+    costs["EMA.save()"] = cost(lambda: ema.save(averages))
+    costs["EMA.load()"] = cost(lambda: ema.load(averages))
+    costs["open()"] = cost(lambda: shardow.open(averages).close())
+    costs["save()"] = cost(lambda: shardow.save(model, path))
+    costs["load()"] = cost(lambda: shardow.load(model, path))
+    costs |= costs_of_header(path)
+    costs["constructing it"] = cost(lambda: made(tensors))
+    costs["meta_init()"] = cost(lambda: on_meta(tensors))
+    empty = on_meta(tensors)
+    costs["materialize()"] = cost(lambda: shardow.materialize(empty, path), once=True)
+    return costs
 
 
-def _tensors(what: str, size: int, folder: str, tool: list[str] | None = None) -> dict[str, float]:
-    command = [*(tool or []), sys.executable, "-m", "benchmarks.scale_tensors", what, str(size), folder]
-    answer: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return answer
+def swap_and_back(ema: shardow.EMA) -> None:
+    with ema.swapped():
+        pass
+
+
+def costs_of_header(path: Path) -> Figures:
+    """Of a file: written, and read strictly, beside Python's own parser of JSON."""
+    with path.open("rb") as file:
+        text = file.read(int.from_bytes(file.read(8), "little"))
+    data = path.stat().st_size - 8 - len(text)
+    entries, metadata = _core.hooks.parse_header(text, data)
+    tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in entries]
+    return {
+        "json.loads": cost(lambda: json.loads(text)),
+        "header read": cost(lambda: _core.hooks.parse_header(text, data)),
+        "header written": cost(lambda: _core.hooks.header_of(tensors, metadata)),
+    }
+
+
+def bytes_of(tensors: int) -> Figures:
+    """Of the later half of a few averages: the first ones come with libraries that are loaded."""
+    model, few = made(tensors), max(2, 100_000 // tensors)
+    kept = [shardow.EMA(model, 0.99) for _ in range(few)]
+    before = resident()
+    kept += [shardow.EMA(model, 0.99) for _ in range(few)]
+    return {"bytes of an EMA": (resident() - before) / few}
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+# ---- the tables
 
 
 SECTIONS: dict[str, tuple[Callable[[int], dict[str, Figures]], tuple[int, ...]]] = {
     "emulated": (emulated_ranks, (2, 8, 32, 128, 512)),
     "processes": (processes, (2, 4, 8, 16, 32)),
     "tensors": (tensors, (2_000, 20_000)),
-    "work": (work, (5_000, 25_000)),
 }
 
 
-def exponent(points: list[tuple[float, float]]) -> float:
+def exponent(sizes: list[int], values: list[float]) -> float:
     """Of the power law through them, by least squares of logarithms; NaN where there are fewer than two."""
-    if len(points) < 2:
+    if len(sizes) < 2:
         return math.nan
-    xs, ys = [math.log(x) for x, _ in points], [math.log(max(y, 1e-9)) for _, y in points]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+    slope, _ = np.polyfit(np.log(sizes), np.log(np.maximum(values, 1e-9)), 1)
+    return float(slope)
 
 
 def main() -> None:
@@ -159,16 +237,19 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.sections or SECTIONS:
         measure, usual = SECTIONS[name]
-        found: dict[int, dict[str, Figures]] = {}
+        by_size: dict[int, dict[str, Figures]] = {}
         print(f"\n{name}")
         for size in options.sizes or usual:
-            found[size] = measure(size)
-            for what, figures in found[size].items():
+            by_size[size] = measure(size)
+            for what, figures in by_size[size].items():
                 shown = "  ".join(f"{fact} {value:.4g}" for fact, value in figures.items())
                 print(f"{size:>9}  {what:<18} {shown}", flush=True)
-        for what, figures in found[min(found)].items():
-            powers = {fact: exponent([(size, found[size][what][fact]) for size in found]) for fact in figures}
-            print(f"{what} ~ " + ", ".join(f"{f} size^{power:.2f}" for f, power in powers.items() if "_" not in f))
+        for what, figures in by_size[min(by_size)].items():
+            facts = [fact for fact in figures if "_" not in fact]
+            powers = (exponent(list(by_size), [by_size[size][what][fact] for size in by_size]) for fact in facts)
+            print(
+                f"{what} ~ " + ", ".join(f"{fact} size^{power:.2f}" for fact, power in zip(facts, powers, strict=True))
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Every surface of shardow.compat beside its origin: one update of the same model, in rounds that take turns."""
+"""Every class of shardow.compat beside its origin: one update of the same model, in rounds that take turns.
+
+The origins that no package installs are written out here: the formula of each in a few lines of torch, on copies of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +11,22 @@ import gc
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks import origins, peers
-from benchmarks.cases import Case, many_small, transformer
-from benchmarks.measure import Timing, interleaved
-from benchmarks.peers import timm_file
+from benchmarks import peers
+from benchmarks.measure import Bar, Step, Timing, at_least, interleaved
+from benchmarks.report import table
+from benchmarks.updates import Case, many_small, transformer
 
 DECAY = 0.999
-Step = Callable[[], object]
-Results = dict[str, dict[str, Timing]]  # [case][surface]: our speed over the origin's
+Make = Callable[[nn.Module], Step]  # of a model: an update of its averages
+Results = dict[str, dict[str, Timing]]  # by case and surface: our speed over the origin's
 
 
-@dataclass(frozen=True)
-class Surface:
-    """``origin`` (of a model and a decay) and ``ours`` make a step of a model's averages."""
-
-    name: str
-    origin: Callable[[nn.Module, float], Step]
-    ours: Callable[[nn.Module], Step]
-
-
-def surfaces() -> list[Surface]:
-    return [
-        *_both("timm ModelEma", timm_file, "timm", peers.timm_v1),
-        *_both("timm ModelEmaV2", timm_file, "timm", peers.timm_v2),
-        *_both("timm ModelEmaV3", timm_file, "timm", peers.timm_v3),
-        *_both("AveragedModel, EMA", _module("torch.optim.swa_utils"), "swa_utils", peers.averaged_model),
-        *_both("AveragedModel, SWA", _module("torch.optim.swa_utils"), "swa_utils", peers.averaged_equally),
-        *_both("torch-ema", _module("torch_ema"), "torch_ema", peers.torch_ema),
-        *_both("diffusers EMAModel", _module("diffusers.training_utils"), "diffusers", peers.diffusers),
-        *_both("diffusers EMAModel, foreach", _module("diffusers.training_utils"), "diffusers", peers.diffusers, True),
-        *_both("ema-pytorch EMA", _module("ema_pytorch"), "ema_pytorch", peers.ema_pytorch),
-        *_both("ema-pytorch EMA, foreach", _module("ema_pytorch"), "ema_pytorch", peers.ema_pytorch, True),
-        Surface("Causal-Forcing EMA_FSDP", origins.ema_fsdp, _ema_fsdp),
-        Surface("DistEMA", origins.dist_ema, _dist_ema),
-        Surface("Automodel EMAManager", origins.ema_manager, _ema_manager),
-        Surface("Automodel ShardedModelEMAManager", origins.sharded_model_ema, _sharded_model_ema),
-        Surface("Bagel fsdp_ema_update", origins.fsdp_ema_update, _bagel),
-    ]
-
-
-def run(quick: bool, rounds: int) -> Results:
+def run(quick: bool = False, rounds: int = 15) -> Results:
     cases = [
         Case("85 M in 146 tensors", transformer(2, 128) if quick else transformer(), torch.float32),
         Case("2000 small tensors", many_small(200 if quick else 2000), torch.float32),
@@ -61,81 +34,150 @@ def run(quick: bool, rounds: int) -> Results:
     results: Results = {}
     for case in cases:
         torch.set_num_threads(case.threads)
-        many = rounds * (10 if case.elements < 10_000_000 else 1)
-        results[case.name] = {surface.name: _compared(surface, case, many) for surface in surfaces()}
+        many = case.rounds(rounds)
+        results[case.name] = {name: compared(*surface, case, many) for name, surface in SURFACES.items()}
     return results
 
 
-def lines(results: Results) -> list[str]:
-    names = next(iter(results.values()))
-    rows = [f"| speed over the origin's | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
-    return rows + [f"| {name} | {' | '.join(timings[name].cell for timings in results.values())} |" for name in names]
-
-
-def bars(results: Results) -> list[tuple[str, float, float, bool]]:
-    """No surface slower than its origin: the slowest of each case."""
-    found = []
-    for case, timings in results.items():
-        name, slowest = min(timings.items(), key=lambda item: item[1].ratio)
-        found.append(
-            (f"surfaces, {case}: the slowest ({name}), times its origin", slowest.ratio, 1.0, slowest.ratio >= 1.0)
-        )
-    return found
-
-
-def _compared(surface: Surface, case: Case, rounds: int) -> Timing:
+def compared(origin: Make, ours: Make, case: Case, rounds: int) -> Timing:
     """Both average the same weights at the same time."""
     model = case.model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        timings = interleaved(
-            [("origin", surface.origin(model, DECAY)), ("ours", surface.ours(model))], "origin", rounds
-        )
+        timings = interleaved({"origin": origin(model), "ours": ours(model)}, "origin", rounds)
     gc.collect()
     return timings["ours"]
 
 
-def _both(
-    name: str, origin: Callable[[], Any], ours: str, make: Callable[..., peers.Candidate], *more: object
-) -> list[Surface]:
-    """An origin that is installed: the same lines use either."""
+def lines(results: Results) -> list[str]:
+    names = next(iter(results.values()))
+    rows = [[name, *(timings[name].cell for timings in results.values())] for name in names]
+    return table(["speed over the origin's", *results], rows)
+
+
+def bars(results: Results) -> list[Bar]:
+    """No surface slower than its origin: the slowest of each case."""
+    slowest = {case: min(timings.items(), key=lambda item: item[1].ratio) for case, timings in results.items()}
     return [
-        Surface(
-            name,
-            lambda model, decay: make(origin(), model, decay, *more).step,
-            lambda model: make(_compat(ours), model, DECAY, *more).step,
-        )
+        at_least(f"surfaces, {case}: the slowest ({name}), times its origin", timing.ratio, 1.0)
+        for case, (name, timing) in slowest.items()
     ]
 
 
-def _module(name: str) -> Callable[[], ModuleType]:
-    return lambda: importlib.import_module(name)
+# ---- origins
 
 
-def _compat(name: str) -> ModuleType:
+def ema_fsdp(model: nn.Module) -> Step:
+    """Causal-Forcing's EMA_FSDP: float32 on the host, one tensor at a time, by name."""
+    shadow = {name: p.detach().clone().float().cpu() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def step() -> None:
+        for name, p in model.named_parameters():
+            shadow[name].mul_(DECAY).add_(p.detach().float().cpu(), alpha=1 - DECAY)
+
+    return step
+
+
+def dist_ema(model: nn.Module) -> Step:
+    """DistEMA on one rank: flat slices, one tensor at a time."""
+    slices = [(name, 0, p.numel()) for name, p in model.named_parameters()]
+    averages = [p.detach().view(-1).clone().float() for p in model.parameters()]
+
+    @torch.no_grad()
+    def step() -> None:
+        named = dict(model.named_parameters())
+        for (name, begin, end), average in zip(slices, averages, strict=True):
+            average.mul_(DECAY).add_(named[name].detach().view(-1)[begin:end], alpha=1 - DECAY)
+
+    return step
+
+
+def ema_manager(model: nn.Module) -> Step:
+    """Automodel's EMAManager: by name, in the weights' dtype."""
+    shadow = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def step() -> None:
+        for name, p in model.named_parameters():
+            if name in shadow:
+                shadow[name].mul_(DECAY).add_(p.detach(), alpha=1 - DECAY)
+
+    return step
+
+
+def sharded_model_ema(model: nn.Module) -> Step:
+    """Automodel's ShardedModelEMAManager: pairs of tensors, one after the other."""
+    pairs = [(p.detach().clone(), p.detach()) for p in model.parameters()]
+
+    @torch.no_grad()
+    def step() -> None:
+        for average, p in pairs:
+            average.mul_(DECAY).add_(p, alpha=1 - DECAY)
+
+    return step
+
+
+def fsdp_ema_update(model: nn.Module) -> Step:
+    """Bagel's fsdp_ema_update(): two foreach calls."""
+    weights = [p.detach() for p in model.parameters()]
+    averages = [p.clone() for p in weights]
+
+    @torch.no_grad()
+    def step() -> None:
+        torch._foreach_mul_(averages, DECAY)
+        torch._foreach_add_(averages, weights, alpha=1 - DECAY)
+
+    return step
+
+
+# ---- each origin, and ours
+
+
+def compat(name: str) -> Any:
     return importlib.import_module(f"shardow.compat.{name}")
 
 
-def _ema_fsdp(model: nn.Module) -> Step:
-    ema = _compat("causal_forcing").EMA_FSDP(model, DECAY)
-    return lambda: ema.update(model)
+def updates(make: Callable[[nn.Module], Any]) -> Make:
+    """Of a class whose averages are updated with the model."""
+
+    def updates_of(model: nn.Module) -> Step:
+        ema = make(model)
+        return lambda: ema.update(model)
+
+    return updates_of
 
 
-def _dist_ema(model: nn.Module) -> Step:
-    ema = _compat("dist_ema").DistEMA(model, 1, 0, decay=DECAY)
-    return lambda: ema.update(model)
+def bagel(model: nn.Module) -> Step:
+    averaged, update = copy.deepcopy(model), compat("bagel").fsdp_ema_update
+    return lambda: update(averaged, model, DECAY)
 
 
-def _ema_manager(model: nn.Module) -> Step:
-    ema = _compat("automodel").EMAManager(model, DECAY)
-    return lambda: ema.update(model)
+def installed(make: Callable[..., peers.Candidate], package: str, ours: str, *more: object) -> tuple[Make, Make]:
+    """An origin that is installed: the same lines use either."""
+    return (
+        lambda model: make(peers.library(package), model, DECAY, *more).step,
+        lambda model: make(compat(ours), model, DECAY, *more).step,
+    )
 
 
-def _sharded_model_ema(model: nn.Module) -> Step:
-    ema = _compat("automodel").ShardedModelEMAManager(copy.deepcopy(model), model, DECAY)
-    return lambda: ema.update(model)
-
-
-def _bagel(model: nn.Module) -> Step:
-    averaged, lib = copy.deepcopy(model), _compat("bagel")
-    return lambda: lib.fsdp_ema_update(averaged, model, DECAY)
+SURFACES: dict[str, tuple[Make, Make]] = {
+    "timm ModelEma": installed(peers.timm_v1, "timm", "timm"),
+    "timm ModelEmaV2": installed(peers.timm_v2, "timm", "timm"),
+    "timm ModelEmaV3": installed(peers.timm_v3, "timm", "timm"),
+    "AveragedModel, EMA": installed(peers.averaged_model, "torch.optim.swa_utils", "swa_utils"),
+    "AveragedModel, SWA": installed(peers.averaged_equally, "torch.optim.swa_utils", "swa_utils"),
+    "torch-ema": installed(peers.torch_ema, "torch_ema", "torch_ema"),
+    "diffusers EMAModel": installed(peers.diffusers, "diffusers.training_utils", "diffusers"),
+    "diffusers EMAModel, foreach": installed(peers.diffusers, "diffusers.training_utils", "diffusers", True),
+    "ema-pytorch EMA": installed(peers.ema_pytorch, "ema_pytorch", "ema_pytorch"),
+    "ema-pytorch EMA, foreach": installed(peers.ema_pytorch, "ema_pytorch", "ema_pytorch", True),
+    "Causal-Forcing EMA_FSDP": (ema_fsdp, updates(lambda model: compat("causal_forcing").EMA_FSDP(model, DECAY))),
+    "DistEMA": (dist_ema, updates(lambda model: compat("dist_ema").DistEMA(model, 1, 0, decay=DECAY))),
+    "Automodel EMAManager": (ema_manager, updates(lambda model: compat("automodel").EMAManager(model, DECAY))),
+    "Automodel ShardedModelEMAManager": (
+        sharded_model_ema,
+        updates(lambda model: compat("automodel").ShardedModelEMAManager(copy.deepcopy(model), model, DECAY)),
+    ),
+    "Bagel fsdp_ema_update": (fsdp_ema_update, bagel),
+}

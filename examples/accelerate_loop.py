@@ -27,15 +27,8 @@ def train(steps: int, out: Path, save_every: int = 100) -> dict[str, float]:
     images, labels = torch.tensor(digits.images / 8 - 1).float(), torch.tensor(digits.target)
     images, labels = images[:, None].to(accelerator.device), labels.to(accelerator.device)
     torch.manual_seed(0)
-    layers = [
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.GELU(),
-        nn.Conv2d(32, 64, 3, stride=2),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(576, 10),
-    ]
-    network = nn.Sequential(*layers)
+    convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU()]
+    network = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(576, 10))
     model, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-3))
     ema = average(accelerator, model, optimizer, 0.99)
     if (state := last_state(out)) is not None:

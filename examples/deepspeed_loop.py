@@ -23,18 +23,18 @@ from shardow.integrations.deepspeed import ema as averages_of
 def train(steps: int, stage: int, out: Path, save_every: int = 100) -> dict[str, float]:
     """The share of held-out digits that is named rightly, by the weights and by their averages."""
     torch.manual_seed(0)
-    network = nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU()),
-        *(nn.Flatten(), nn.Linear(576, 10)),
-    )
+    convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU()]
+    network = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(576, 10))
     config = {
-        "train_micro_batch_size_per_gpu": 64, "steps_per_print": 10**9, "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 64,
+        "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
-    engine, *_ = deepspeed.initialize(
-        model=network, optimizer=torch.optim.AdamW(network.parameters(), lr=1e-3), config=config
-    )
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
     ema = averages_of(engine, decay=0.99)  # when the engine has its optimizer
     last, _ = engine.load_checkpoint(str(out)) if (out / "latest").exists() else (None, None)
     if last is not None:

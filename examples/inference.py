@@ -25,23 +25,15 @@ from torch.distributed.fsdp import fully_shard
 import shardow
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
-DEVICE = (
-    torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-)
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def opened(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """The averaged model, of which no rank ever holds more than its own shards."""
     with shardow.meta_init():  # no memory yet
-        layers = [
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.GELU(),
-            nn.Conv2d(32, 64, 3, stride=2),
-            nn.GELU(),
-            nn.Flatten(),
-            nn.Linear(576, 10),
-        ]
-        model = nn.Sequential(*layers)
+        convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, stride=2), nn.GELU()]
+        model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(576, 10))
     if dist.is_initialized():
         fully_shard(model, mesh=dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
     report = shardow.materialize(model, path, device=DEVICE, dtype=dtype)  # names, shapes and checksums are compared
@@ -55,8 +47,8 @@ def named(path: Path, dtype: torch.dtype | None = None) -> list[int]:
     with shardow.open(path) as file:  # a look into the file, without a model
         print(f"{len(file)} tensors; the last layer's first weights: {file.get_slice('5.weight')[0, :3]}")
     images = torch.tensor(load_digits().images[:300] / 8 - 1)[:, None]
-    found: list[int] = opened(path, dtype)(images.to(DEVICE, dtype or torch.float32)).argmax(1).tolist()
-    return found
+    digits: list[int] = opened(path, dtype)(images.to(DEVICE, dtype or torch.float32)).argmax(1).tolist()
+    return digits
 
 
 if __name__ == "__main__":
@@ -66,7 +58,7 @@ if __name__ == "__main__":
     if RANKS > 1:
         dist.init_process_group()
     digits = named(**vars(parser.parse_args()))
-    right = sum(one == label for one, label in zip(digits, load_digits().target, strict=False))
+    right = sum(digit == label for digit, label in zip(digits, load_digits().target, strict=False))
     print(f"{digits[:20]}...: {right / len(digits):.1%} right")
     gc.collect()  # a sharded model that is alive when the interpreter ends can abort it
     if RANKS > 1:

@@ -39,22 +39,15 @@ def main(picture: Path, millions: int) -> None:
     timelines = {name: shardow.memory.Timeline(launch.run(RANKS, _start, name, blocks)) for name in STARTS}
     shardow.memory.draw(timelines, picture)
     for name, timeline in timelines.items():
-        print(
-            name, {key: f"{value / 2**20:.0f} MiB" for key, value in timeline.peaks().items() if key.endswith("above")}
-        )
+        above = {key: value for key, value in timeline.peaks().items() if key.endswith("above")}
+        print(name, {key: f"{value / 2**20:.0f} MiB" for key, value in above.items()})
 
 
 def _start(name: str, blocks: int) -> Any:
     """What all ranks' memory did."""
     rank = dist.get_rank()
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(RANKS),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
-        ACCELERATE_USE_CPU="true",
-    )
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
     warnings.simplefilter("ignore")
     strategy = _strategy(name, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",)))
     with shardow.memory.timeline() as timeline:

@@ -40,10 +40,9 @@ def train(base: Trainer.Config, steps: int, out: Path, save_every: int = 100) ->
         trainer.close()
     averages = trainer.ema.averages
     averages.export(out / "model", max_shard_size="5GB")  # every rank writes its own bytes
-    if (
-        names := trainer.checkpointer.sd_adapter
-    ) is not None:  # whole on rank 0, which is all that torchtitan's adapter takes
-        whole = averages.full_state_dict()
+    names = trainer.checkpointer.sd_adapter
+    if names is not None:
+        whole = averages.full_state_dict()  # on rank 0, which is all that torchtitan's adapter takes
         if dist.get_rank() == 0:
             shardow.save(names.to_hf(whole), out / "hf", max_shard_size="5GB")
     return {name: float(value) for name, value in averages.stats().items()}

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Counts code lines and files of each folder and compares them with tools/code_lines.txt.
+"""Counts code lines and files of each folder and compares them with tools/folders.txt, which has what
+tools/lint_words.py counts, too.
 
 Code lines are counted by `cloc`: neither blank lines nor comments. Folders that grow fail the check; `--write` records
 the new numbers, and the commit says in a sentence why they grew.
@@ -10,8 +11,9 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
-TABLE = pathlib.Path(__file__).with_name("code_lines.txt")
+TABLE = pathlib.Path(__file__).with_name("folders.txt")
 TEST = re.compile(r"(^|/)tests/|_test\.|(^|/)test_|_fixture|_bench\.|_fuzz|disk_model|test_data")
 FIXTURE = re.compile(r"(^|/)fixtures/|(^|/)mutants/")
 PARTS = {
@@ -46,39 +48,46 @@ def count(paths: list[str]) -> dict[str, int]:
     return {row[1].removeprefix("./"): int(row[4]) for row in rows if row[4].isdigit() and row[0] != "SUM"}
 
 
-def measured() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    """Returns (code lines, files) of each folder and of each part."""
+def tracked_files() -> list[str]:
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
-    paths = [path for path in listed if not FIXTURE.search(path) and pathlib.Path(path).is_file()]
-    lines = count(paths)
-    folders: dict[str, tuple[int, int]] = {}
-    parts: dict[str, tuple[int, int]] = {}
-    for path in paths:
-        for table, key in ((folders, folder_of(path)), (parts, part_of(path)), (parts, "all files")):
-            total, files = table.get(key, (0, 0))
-            table[key] = (total + lines.get(path, 0), files + 1)
-    return folders, parts
+    return [path for path in listed if pathlib.Path(path).is_file()]
+
+
+def holds(columns: tuple[str, ...], counts: Counter[tuple[str, str]]) -> bool:
+    """Returns whether no count, by folder and column, is above the table's; `--write` puts all into the table."""
+    head, *rows = (line.split() for line in TABLE.read_text().splitlines())
+    recorded: Counter[tuple[str, str]] = Counter()
+    for folder, *numbers in rows:
+        recorded.update({(folder, column): int(number) for column, number in zip(head[1:], numbers, strict=True)})
+    if "--write" in sys.argv:
+        new = counts + Counter({key: number for key, number in recorded.items() if key[1] not in columns})
+        folders = sorted({folder for folder, _ in new})
+        rows = [[folder, *(str(new[folder, column]) for column in head[1:])] for folder in folders]
+        TABLE.write_text("".join(f"{' '.join(row)}\n" for row in [head, *rows]))
+        return True
+    grown = [key for key in sorted(counts) if counts[key] > recorded[key]]
+    for folder, column in grown:
+        print(f"{folder}: {column} {counts[folder, column]}, recorded are {recorded[folder, column]}.")
+    return not grown
 
 
 def main() -> int:
     """Prints the tables; fails where a folder has more lines or files than recorded."""
-    folders, parts = measured()
-    for name, (lines, files) in [*sorted(folders.items()), ("--", (0, 0)), *sorted(parts.items())]:
-        print(f"{lines:8,} {files:5} {name}" if name != "--" else "-" * 40)
-    if "--write" in sys.argv:
-        TABLE.write_text("".join(f"{lines} {files} {name}\n" for name, (lines, files) in sorted(folders.items())))
+    paths = [path for path in tracked_files() if not FIXTURE.search(path)]
+    lines = count(paths)
+    folders: Counter[tuple[str, str]] = Counter()
+    parts: Counter[tuple[str, str]] = Counter()
+    for path in paths:
+        for table, key in ((folders, folder_of(path)), (parts, part_of(path)), (parts, "all files")):
+            table.update({(key, "lines"): lines.get(path, 0), (key, "files"): 1})
+    for table in (folders, parts):
+        print("-" * 40)
+        for name in sorted({name for name, _ in table}):
+            print(f"{table[name, 'lines']:8,} {table[name, 'files']:5} {name}")
+    if holds(("lines", "files"), folders):
         return 0
-    rows = [line.split(" ", 2) for line in TABLE.read_text().splitlines()]
-    recorded = {name: (int(lines), int(files)) for lines, files, name in rows}
-    failed = False
-    for name, (lines, files) in sorted(folders.items()):
-        old_lines, old_files = recorded.get(name, (0, 0))
-        if lines > old_lines or files > old_files:
-            failed = True
-            print(f"{name}: {lines} code lines in {files} files, recorded are {old_lines} in {old_files}.")
-    if failed:
-        print("Take something out, or record it (python3 tools/code_lines.py --write) and say why in the commit.")
-    return int(failed)
+    print("Take something out, or record it (python3 tools/code_lines.py --write) and say why in the commit.")
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Counts what is not said in plain words, for each folder, and compares with tools/lint_words.txt.
+"""Counts what is not said in plain words, for each folder, and compares with tools/folders.txt.
 
 Rules (docs/glossary.md): 1. the first sentence of a comment begins with a verb or a noun of the glossary; 2. no pronoun
 or adverb is an identifier; 3. some words are in no comment, message or page; 4. Markdown lines have 120 columns.
-A folder's count may fall, never grow; `--write` records the counts, `--show FOLDER` lists the lines.
+A folder's counts, one column for each rule, may fall, never grow; `--write` records them, `--show FOLDER` lists the
+lines.
 """
 
 import io
 import pathlib
 import re
-import subprocess
 import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 
-TABLE = pathlib.Path(__file__).with_name("lint_words.txt")
+from code_lines import folder_of, holds, tracked_files
+
 FRAGMENT = re.compile(r'^(?:///?|#|[rf]?""")\s*(?:What|Of|Who|That|Those|Whose)\b')
 PRONOUN = re.compile(r"\b(?:one|found|there|now|here|mine|theirs|everybody|nobody|given|said|told)\b")
 UNPLAIN = re.compile(
@@ -24,6 +25,7 @@ UNPLAIN = re.compile(
 )
 CPP_TOKEN = re.compile(r'//[^\n]*|/\*.*?\*/|R"\((?:.*?)\)"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 SUFFIXES = (".py", ".cc", ".h", ".cu", ".cuh", ".md")
+RULES = ("rule1", "rule2", "rule3", "rule4")
 SELF = "tools/lint_words.py"
 
 Finding = tuple[int, int, str]  # rule, line, text
@@ -80,31 +82,21 @@ def findings(path: str) -> Iterator[Finding]:
 
 def main() -> int:
     """Prints the sums; fails where a folder has more findings of a rule than recorded."""
-    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
-    paths = [path for path in listed if path.endswith(SUFFIXES) and path != SELF and pathlib.Path(path).is_file()]
+    paths = [path for path in tracked_files() if path.endswith(SUFFIXES) and path != SELF]
     shown = sys.argv[2] if sys.argv[1:2] == ["--show"] else None
-    counts: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for path in paths:
-        parts = path.split("/")[:-1]
-        folder = "/".join(parts[: 3 if parts[:1] == ["python"] else 2]) or "."
+        folder = folder_of(path)
         for rule, line, text in findings(path):
-            counts[folder, rule] += 1
+            counts[folder, RULES[rule - 1]] += 1
             if folder == shown:
                 print(f"{path}:{line}: rule {rule}: {text.strip()[:100]}")
-    if "--write" in sys.argv:
-        TABLE.write_text("".join(f"{n} {rule} {folder}\n" for (folder, rule), n in sorted(counts.items())))
-    rows = [line.split(" ", 2) for line in TABLE.read_text().splitlines()] if TABLE.exists() else []
-    recorded = {(folder, int(rule)): int(number) for number, rule, folder in rows}
-    grown = [key for key in sorted(counts) if counts[key] > recorded.get(key, 0)]
-    for folder, rule in grown:
-        print(
-            f"{folder}: {counts[folder, rule]} findings of rule {rule}, recorded are {recorded.get((folder, rule), 0)}."
-        )
-    if grown:
+    held = holds(RULES, counts)
+    if not held:
         print("List them with: python3 tools/lint_words.py --show FOLDER")
-    sums = ", ".join(f"rule {rule}: {sum(n for (_, r), n in counts.items() if r == rule):,}" for rule in (1, 2, 3, 4))
-    print(f"Plain words: {sums}")
-    return int(bool(grown))
+    sums = Counter(rule for _, rule in counts.elements())
+    print("Plain words: " + ", ".join(f"{rule} {sums[rule]:,}" for rule in RULES))
+    return int(not held)
 
 
 if __name__ == "__main__":

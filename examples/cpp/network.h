@@ -1,6 +1,6 @@
-// A network of two layers, each rank with some rows of every tensor: 64 pixels, 32 hidden units, 10 digits.
+// A network of one layer, each rank with some rows of every tensor: 64 pixels, 10 digits.
 //
-// A rank computes the units whose rows it has, for all samples, and gathers what the others computed. So every number
+// A rank computes the digits whose rows it has, for all samples, and gathers what the others computed. So every number
 // is computed by one rank, in one order: training is the same, bit for bit, on any number of ranks.
 #pragma once
 
@@ -35,14 +35,11 @@ class Network {
   /// The share of samples that it gets right. Collective.
   double accuracy(const Sample* samples, int count) const;
 
-  /// What this rank holds: hidden.weight, hidden.bias, output.weight, output.bias. Their memory stays where it is.
+  /// The rows of weight and bias that this rank holds. Their memory stays where it is.
   std::vector<Rows>& tensors() { return tensors_; }
 
  private:
-  std::vector<float> gather(const std::vector<float>& mine) const;
-  std::vector<float> layer(const std::vector<float>& in, int count, const Rows& weight, const Rows& bias,
-                           bool squash) const;
-  void step(Rows& tensor, const std::vector<float>& gradient, float rate);
+  std::vector<float> outputs(const Sample* samples, int count) const;
 
   shardow::Group& group_;
   std::vector<Rows> tensors_;

@@ -11,6 +11,7 @@
 
 #include <csignal>
 #include <cstdio>
+#include <map>
 #include <stdexcept>
 
 #include "network.h"
@@ -94,16 +95,14 @@ Options parse(int argc, char** argv) {
   Options options;
   if (argc < 3 || argc % 2 == 0)
     throw std::runtime_error("DATA RUN [--ranks N] [--until STEP] [--die-while-saving STEP]");
+  const std::map<std::string, int*> flags = {
+      {"--ranks", &options.ranks}, {"--until", &options.until}, {"--die-while-saving", &options.die_at}};
   options.data = argv[1];
   options.run = argv[2];
   for (int i = 3; i < argc; i += 2) {
-    const std::string name = argv[i];
-    int* const value = name == "--ranks"              ? &options.ranks
-                       : name == "--until"            ? &options.until
-                       : name == "--die-while-saving" ? &options.die_at
-                                                      : nullptr;
-    if (value == nullptr) throw std::runtime_error(name + " is no option");
-    *value = std::stoi(argv[i + 1]);
+    const auto flag = flags.find(argv[i]);
+    if (flag == flags.end()) throw std::runtime_error(std::string(argv[i]) + " is no option");
+    *flag->second = std::stoi(argv[i + 1]);
   }
   return options;
 }

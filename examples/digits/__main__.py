@@ -45,8 +45,8 @@ def _run(options: Options, command: str) -> int:
     begin = time.monotonic()
     kept = f"averages of decay {' and '.join(map(str, options.decays))}" if options.use_ema else "no averages"
     there = report.ranks(options.resume_ranks)
-    print("A small diffusion transformer learns 1,797 handwritten digits: "
-          f"{report.ranks(options.ranks)}, {options.shard}, {kept}.")  # fmt: skip
+    setting = f"{report.ranks(options.ranks)}, {options.shard}, {kept}"
+    print(f"A small diffusion transformer learns 1,797 handwritten digits: {setting}.")
     run: dict[str, Any] = {"options": options, "command": command}
     run["real_images"] = data.load().of_each_class(judge.KEPT)
     with stage(f"1 of 2: training, then a checkpoint at step {options.steps}"):

@@ -75,11 +75,10 @@ def frechet(a: Gaussian, b: Gaussian) -> float:
 
 @dataclass
 class Evaluation:
-    """By name: Frechet distance; share of samples that the classifier names as asked; samples."""
+    """By name: Frechet distance and samples."""
 
     step: int
     frechet: dict[str, float] = field(default_factory=dict)
-    named: dict[str, float] = field(default_factory=dict)
     images: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def print(self, first: bool) -> None:
@@ -126,15 +125,16 @@ class Judge:
     def distance(self, network: nn.Module) -> float:
         """Samples and returns the distance on rank 0; 0 elsewhere. Collective."""
         images = self.sample(network)
-        return 0.0 if images is None else frechet(fit(self.classifier.body(images)), self.real)
+        return 0.0 if images is None else self._distance(images)
 
     def _judge(self, result: Evaluation, name: str, images: torch.Tensor | None, kept: int) -> None:
         if images is None:
             return
-        features = self.classifier.body(images)
-        result.frechet[name] = frechet(fit(features), self.real)
-        result.named[name] = float((self.classifier.head(features).argmax(1) == self.labels).float().mean())
+        result.frechet[name] = self._distance(images)
         result.images[name] = images[:kept].clone()
+
+    def _distance(self, images: torch.Tensor) -> float:
+        return frechet(fit(self.classifier.body(images)), self.real)
 
     def real_again(self, draws: int = 20) -> list[float]:
         """The scale of the distance: of as many real digits of the same classes, drawn with replacement, from all."""
@@ -144,5 +144,5 @@ class Judge:
         for _ in range(draws):
             members = (of_class[label] for label in self.labels.tolist())
             index = torch.stack([m[torch.randint(len(m), (), generator=generator)] for m in members])
-            distances.append(frechet(fit(self.classifier.body(self.digits.images[index])), self.real))
+            distances.append(self._distance(self.digits.images[index]))
         return distances

@@ -8,10 +8,8 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,20 +18,18 @@ from torch.multiprocessing import start_processes
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """Rank 0's result of ``fn(*args)`` in ``world`` fresh processes that share a gloo process group."""
+    """Returns rank 0's result of ``fn(*args)`` in ``world`` fresh processes that share a gloo process group."""
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # in the ranks, too: no chatter of C++ libraries on the terminal
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["shardow", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
     job = pickle.dumps((fn, args))  # plain bytes: torch would share tensors through files that end with their process
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result"
-        start_processes(_rank, (world, store.port, job, result), world, daemon=True, start_method="forkserver")
-        return pickle.loads(result.read_bytes())
+    start_processes(_rank, (world, store.port, job), world, daemon=True, start_method="forkserver")
+    return pickle.loads(store.get("result"))
 
 
-def _rank(rank: int, world: int, port: int, job: bytes, path: Path) -> None:
+def _rank(rank: int, world: int, port: int, job: bytes) -> None:
     """Nothing distributed may live at the interpreter's exit, or torch sometimes aborts."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
@@ -44,7 +40,7 @@ def _rank(rank: int, world: int, port: int, job: bytes, path: Path) -> None:
     fn, args = pickle.loads(job)
     result = fn(*args)
     if rank == 0:
-        path.write_bytes(pickle.dumps(result))
+        store.set("result", pickle.dumps(result))
     del result
     gc.collect()
     dist.barrier()

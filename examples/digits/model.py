@@ -76,11 +76,8 @@ class DiT(nn.Module):
         for block in self.blocks:
             h = block(h, condition)
         shift, scale = self.final(F.silu(condition)).chunk(2, dim=1)
-        return self.unpatch(self.head(modulate(F.layer_norm(h, h.shape[-1:]), shift, scale)))
-
-    def unpatch(self, h: torch.Tensor) -> torch.Tensor:
-        side = data.SIDE // self.patch
-        return F.pixel_shuffle(h.transpose(1, 2).unflatten(2, (side, side)), self.patch)
+        pixels = self.head(modulate(F.layer_norm(h, h.shape[-1:]), shift, scale))
+        return F.pixel_shuffle(pixels.transpose(1, 2).unflatten(2, (data.SIDE // self.patch, -1)), self.patch)
 
 
 def error(velocity: torch.Tensor, batch: data.Batch, world: int) -> torch.Tensor:
@@ -109,10 +106,9 @@ def wrap(model: DiT, how: str) -> nn.Module:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     if how in ("ddp", "plain"):
         return nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    if how == "hsdp":
-        parts = shards(how, world)
-        mesh = init_device_mesh("cpu", (world // parts, parts), mesh_dim_names=("replicate", "shard"))
+    parts = shards(how, world)
+    shape = (world // parts, parts) if how == "hsdp" else (parts,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)

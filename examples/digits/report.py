@@ -16,34 +16,35 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import sklearn
 import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import shardow
+
 from .averages import RAW
 from .judge import Evaluation
 
 Run = dict[str, Any]  # gathered by __main__: options, command, seconds, real_images, train, resume
-INK, FAINT, GRID, ORANGE, BLUES = (
-    "#1d2433",
-    "#5b6475",
-    "#e6e9ef",
-    "#d9692b",
-    ("#2c6fbb", "#17917a", "#7a4fb5", "#b03a6f"),
-)
+FAINT, GRID, ORANGE, BLUES = "#5b6475", "#e6e9ef", "#d9692b", ("#2c6fbb", "#17917a", "#7a4fb5", "#b03a6f")
 LOOK = {
-    "figure.constrained_layout.use": True, "savefig.dpi": 160, "font.family": "DejaVu Sans", "axes.grid": True,
-    "axes.grid.axis": "y", "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": "#b4bac6",
-    "axes.labelcolor": FAINT, "axes.titlesize": 10, "text.color": INK, "xtick.color": FAINT, "ytick.color": FAINT,
-    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "legend.edgecolor": "none",
-    "lines.linewidth": 2,
-}  # fmt: skip
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 160,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": GRID,
+    "axes.axisbelow": True,
+    "legend.edgecolor": "none",
+    **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), FAINT),
+    **dict.fromkeys(("axes.spines.left", "axes.spines.right", "axes.spines.top"), False),
+}
 SHOWN, MOST = (3, 8), 8  # digits that are followed over training; evaluations that are drawn
 
 
 def write(run: Run, out: Path) -> Path:
-    """The path of report.html; pictures are in figures/ beside it."""
+    """Returns the path of report.html; pictures are in figures/ beside it."""
     draws = [quality, samples, growth, *([afterwards, merges] if run["options"].use_ema else [])]
     (out / "figures").mkdir(parents=True, exist_ok=True)
     pictures = {}
@@ -196,52 +197,42 @@ def words(run: Run, pictures: dict[str, str]) -> dict[str, str]:
     """The fields of page.html."""
     options, train, resume = run["options"], run["train"], run["resume"]
     on = [text for text in ("bf16", "activation_checkpointing") if getattr(options, f"use_{text}")]
-    held = [f"{count / 1e6:.2f}" for count in train["bytes"]]
     memory = [[key, f"{use['planned']:,}", f"{use['measured']:,}"] for key, use in train["memory"].items()]
-    swap = (
-        "They are put into the sharded model by <code>with ema.swapped(decay=...)</code>; after the block the weights "
-        f"are back, bit for bit ({'checked in this run' if train['swap'] else 'NOT so in this run'})."
-    )
     fields = {
-        "title": "Averages of a sharded diffusion model" if options.use_ema else "A diffusion model without averages",
+        "title": "A diffusion model without averages",
         "result": result(run),
         "how": f"{train['parameters']:,} parameters, {options.shard} on {ranks(options.ranks)}"
         f"{', with '.join(['', *on])}; {options.steps:,} steps of {options.batch} images, "
         f"{1e3 * train['step_seconds']:.0f} ms each (median). The whole run took {run['seconds']:.0f} s.",
         "judge": f"{options.samples} samples against all real digits, in the last hidden layer of a classifier that "
         f"names {train['classifier'].accuracy:.1%} of held-out digits rightly.",
-        "swap": swap if options.use_ema else "",
-        "there": ranks(options.resume_ranks), "step": f"{resume['step']:,}",
+        "there": ranks(options.resume_ranks),
+        "step": f"{resume['step']:,}",
         "hashes": table(["", "saved", "loaded", "from ema.save()", "before loading", "result"], compared(run)),
         "memory": table(["bytes of", "planned", "measured"], memory),
-        "held": f"Averages on each rank: {', '.join(held)} MB; a full copy on each would be "
-        f"{train['full_copy'] / 1e6:.2f} MB." if options.use_ema else "",
-        "evaluations": table(*evaluations(run)),
         "command": html.escape(run["command"]),
-        "options": table(["option", "value"], [[f"--{k}", html.escape(v)] for k, v in options.as_text().items()]),
-        "machine": table(["machine", ""], [[k, html.escape(v)] for k, v in machine().items()]),
-        "made": "",
-    }  # fmt: skip
-    if options.use_ema:
-        plans = train["afterwards"]["plans"]
-        fields["made"] = (
-            "<h2>Averages after the fact</h2><p>Snapshots of two averages, of widths 0.05 and 0.1, were saved during "
-            f"training; sums of {max(plan['snapshots'] for plan in plans.values())} of them are averages of other "
-            "widths (<code>shardow.posthoc.synthesize()</code>). Three were tracked too, to compare. The last rows "
-            f"merge {train['afterwards']['raw']} checkpoints of the weights (<code>shardow.merged()</code>).</p>"
-            f'<div class="pair">{pictures["afterwards"]}{pictures["merges"]}</div>{table(*after(run))}'
-        )
-    return {**pictures, **fields}
+        "machine": html.escape(", ".join(f"{name} {value}" for name, value in machine().items())),
+        **dict.fromkeys(("swap", "held", "made"), ""),
+    }
+    return {**pictures, **fields, **(words_of_averages(run, pictures) if options.use_ema else {})}
 
 
-def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
-    """(head, rows): both measures of every set of weights, at every evaluation."""
-    names = list(last(run).frechet)
-    head = ["step", *[f"Fréchet, {name}" for name in names], *[f"class as asked, {name}" for name in names]]
-    steps = [(f"{e.step:,}", e) for e in run["train"]["evaluations"]]
-    steps += [(f"{e.step:,} *", e) for e in run["resume"]["evaluations"]]
-    each = [(at, [f"{e.frechet[n]:.3f}" for n in names], [f"{e.named[n]:.1%}" for n in names]) for at, e in steps]
-    return head, [[at, *distances, *named] for at, distances, named in each]
+def words_of_averages(run: Run, pictures: dict[str, str]) -> dict[str, str]:
+    """The fields of page.html that a run without averages leaves empty."""
+    train = run["train"]
+    snapshots = max(plan["snapshots"] for plan in train["afterwards"]["plans"].values())
+    return {
+        "title": "Averages of a sharded diffusion model",
+        "swap": "They are put into the sharded model by <code>with ema.swapped(decay=...)</code>; after the block the "
+        f"weights are back, bit for bit ({'checked in this run' if train['swap'] else 'NOT so in this run'}).",
+        "held": f"Averages on each rank: {', '.join(f'{count / 1e6:.2f}' for count in train['bytes'])} MB; a full copy "
+        f"on each would be {train['full_copy'] / 1e6:.2f} MB.",
+        "made": "<h2>Averages after the fact</h2><p>Snapshots of two averages, of widths 0.05 and 0.1, were saved "
+        f"during training; sums of {snapshots} of them are averages of other widths "
+        "(<code>shardow.posthoc.synthesize()</code>). Three were tracked too, to compare. The last rows merge "
+        f"{train['afterwards']['raw']} checkpoints of the weights (<code>shardow.merged()</code>).</p>"
+        f'<div class="pair">{pictures["afterwards"]}{pictures["merges"]}</div>{table(*after(run))}',
+    }
 
 
 def after(run: Run) -> tuple[list[str], list[list[str]]]:
@@ -268,25 +259,17 @@ def compared(run: Run) -> list[list[str]]:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [
-        "".join(f"<th>{cell}</th>" for cell in head),
-        *("".join(f"<td>{cell}</td>" for cell in row) for row in rows),
-    ]
-    return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+    cells = "</tr><tr>".join("".join(f"<td>{cell}</td>" for cell in row) for row in [head, *rows])
+    return f'<div class="scroll"><table><tr>{cells}</tr></table></div>'
 
 
 def machine() -> dict[str, str]:
-    """On what the figures were measured."""
-    import sklearn
-
-    import shardow
-
+    """Returns what figures depend on besides the options."""
     cpu = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else None
     return {
         "processor": model[1] if model else platform.processor() or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
-        "system": f"{platform.system()} {platform.machine()}",
         **{module.__name__: module.__version__ for module in (shardow, torch, sklearn)},
         "python": platform.python_version(),
     }

@@ -8,7 +8,6 @@ there are none, anywhere.
 
 from __future__ import annotations
 
-import gc
 import shutil
 import statistics
 import time
@@ -131,10 +130,7 @@ def run(options: Options) -> dict[str, Any]:
     result["swap"] = swap_is_exact(trainer)
     result["hashes"] = trainer.hashes()
     trainer.save()
-    result |= bytes_of_averages(trainer)
-    del trainer
-    gc.collect()
-    return result
+    return result | bytes_of_averages(trainer)
 
 
 def resume(options: Options, classifier: judge.Classifier) -> dict[str, Any]:
@@ -155,8 +151,6 @@ def resume(options: Options, classifier: judge.Classifier) -> dict[str, Any]:
     result["evaluations"] = [jury.evaluate(trainer.model, trainer.ema, trainer.steps_done)]
     result["evaluations"][0].print(first=True)
     result["step_seconds"] = trainer.train(options.resume_steps, jury, result["evaluations"])
-    del trainer
-    gc.collect()
     return result
 
 
@@ -168,12 +162,8 @@ def averages_path(options: Options) -> Path:
 def bytes_of_averages(trainer: Trainer) -> dict[str, Any]:
     """Of every rank, as stats() has them; and of a full float32 copy for every decay. Collective."""
     own = 0 if trainer.ema is None else int(trainer.ema.stats()["bytes"])
-    parameters = sum(p.numel() for p in _on_meta(trainer.options).parameters())
-    return {
-        "bytes": _from_all(own),
-        "parameters": parameters,
-        "full_copy": 4 * parameters * len(trainer.options.decays),
-    }
+    count = sum(p.numel() for p in _on_meta(trainer.options).parameters())
+    return {"bytes": _from_all(own), "parameters": count, "full_copy": 4 * count * len(trainer.options.decays)}
 
 
 def planned_and_measured(trainer: Trainer) -> dict[str, dict[str, int]]:
@@ -185,10 +175,16 @@ def planned_and_measured(trainer: Trainer) -> dict[str, dict[str, int]]:
         return model.error(velocity, batch, world)
 
     plan = shardow.memory.plan(
-        _on_meta(options), world, options.shard, optimizer=type(trainer.optimizer), batch=batch.inputs(),
-        switches=options.switches(), averages=len(options.decays), loss=loss,
+        _on_meta(options),
+        world,
+        options.shard,
+        optimizer=type(trainer.optimizer),
+        batch=batch.inputs(),
+        switches=options.switches(),
+        averages=len(options.decays),
+        loss=loss,
         shards=model.shards(options.shard, world) if options.shard == "hsdp" else None,
-    )  # fmt: skip
+    )
     measure = shardow.memory.measure(trainer.model, trainer.optimizer, batch.inputs(), ema=trainer.ema, loss=loss)
     measured, first = _from_all(measure), _from_all(plan)[0]  # whose batch is the largest
     keys = [key for key in first if key != "saves"]

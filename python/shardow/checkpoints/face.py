@@ -52,7 +52,7 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        self.directory = Path(paths.to_write(directory)).absolute()  # wherever the program goes
+        self.directory = Path(paths.to_write(directory))
         self.keep = None if keep is None else whole("keep", keep, 1)
         self.keep_every = None if keep_every is None else whole("keep_every", keep_every, 1)
         self._group, self._timeout = group, seconds(timeout)

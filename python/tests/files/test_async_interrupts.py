@@ -1,4 +1,4 @@
-"""Signals in asynchronous saves and in waits for them: each file has one state, and what is said of a save is true."""
+"""Signals in asynchronous saves and in waits for them: each file has one state, and each report of a save is true."""
 
 from __future__ import annotations
 
@@ -128,15 +128,15 @@ def test_the_interpreter_waits_for_a_save_whose_wait_was_interrupted(tmp_path: P
     path = tmp_path / "a.safetensors"
     done = subprocess.run([sys.executable, "-c", PROGRAM, path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
-    found = shardow.open(path)
-    assert all((found[name] == float(name)).all() for name in found)
+    written = shardow.open(path)
+    assert all((written[name] == float(name)).all() for name in written)
 
 
 def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
-    there.mkdir()
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
     elsewhere.mkdir()
-    monkeypatch.chdir(there)
+    monkeypatch.chdir(home)
     model = torch.nn.Linear(2, 2)
     ema, checkpoints = shardow.EMA(model, 0.5), shardow.Checkpoints("run", keep=1)
     saves: list[Any] = [
@@ -146,15 +146,15 @@ def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest
         lambda: checkpoints.save(2, model, asynchronous=True),
     ]
     for save in saves:
-        monkeypatch.chdir(there)
+        monkeypatch.chdir(home)
         held = HeldSave()
         handle = save()
         monkeypatch.chdir(elsewhere)
         held.go_on()
         handle.wait()
     assert list(elsewhere.iterdir()) == []
-    assert sorted(path.name for path in there.iterdir()) == ["a.safetensors", "ema.safetensors", "run"]
-    assert os.listdir(there / "run") == ["step-000000002"]
+    assert sorted(path.name for path in home.iterdir()) == ["a.safetensors", "ema.safetensors", "run"]
+    assert os.listdir(home / "run") == ["step-000000002"]
     assert checkpoints.latest() == 2
 
 
@@ -193,9 +193,9 @@ class Walk:
                 reports[name] = False
         if self._sharing:
             dist.barrier()
-        for name, said in reports.items():
-            found = values(self._folder / f"{name}.safetensors") if said else set()
-            assert not said or found == {self._saved[name]}, (stop, name, found)
+        for name, written in reports.items():
+            content = values(self._folder / f"{name}.safetensors") if written else set()
+            assert not written or content == {self._saved[name]}, (stop, name, content)
         for path in self._folder.glob("*.safetensors"):
             assert len(values(path)) == 1, (stop, path)
         if self._sharing:
@@ -207,9 +207,9 @@ class Walk:
             victim = not self._sharing or (where // STRIDE) % 2 == dist.get_rank()
             came = [self.stop_at(where, victim)]
             if self._sharing:
-                told: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(told, came[0])
-                came = told
+                of_all: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(of_all, came[0])
+                came = of_all
             if not any(came):
                 return self.points
         raise AssertionError("no end")

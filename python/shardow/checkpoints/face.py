@@ -52,7 +52,7 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        self.directory = Path(paths.to_write(directory)).absolute()  # wherever the program goes
+        self.directory = Path(paths.to_write(directory))
         self.keep = None if keep is None else whole("keep", keep, 1)
         self.keep_every = None if keep_every is None else whole("keep_every", keep_every, 1)
         self._group, self._timeout = group, seconds(timeout)
@@ -191,11 +191,11 @@ class Checkpoints:
             "options": options,
         }
         team.same(restoring.WHAT, facts)
-        found = restoring.newest(self.directory, team) if step is None else step
-        if found is None:
-            raise manifest.missing(self.directory, None)
-        one, files = restoring.opened(self.directory, found, team)
-        where = str(self.directory / manifest.directory_of(found))
+        if step is None:
+            step, one, files = restoring.opened_newest(self.directory, team)
+        else:
+            one, files = restoring.opened(self.directory, step, team)
+        where = str(self.directory / manifest.directory_of(step))
         parts = team.agree(restoring.WHAT, lambda: restoring.check_parts(one, given, skipped, absent or {}, where))
         state: dict[str, Any] = restoring.Restoring(one, files, parts, given, options, team, where).take(random)
         return state

@@ -5,9 +5,11 @@ Every file beside it carries the same number of the save that wrote it, so that 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -81,12 +83,42 @@ def steps_in(directory: Path) -> list[int]:
     """Of directories with such a name, whatever is in them; the newest first."""
     try:
         with os.scandir(directory) as entries:
-            found = [_DIRECTORY.fullmatch(one.name) for one in entries if one.is_dir()]
+            found = [_DIRECTORY.fullmatch(one.name) for one in entries if _is_directory(one)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise errors.make("io", f"{directory} can't be looked into: {error.strerror}", error.errno or 0) from None
     return sorted({int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))}, reverse=True)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or to what may not be looked at
+        return False
+
+
+def text_of(path: str | Path, inside: int | None = None) -> str | None:
+    """The text of a regular file, of the directory ``inside`` where that is given; None where there is none. Opens
+    nothing that waits for others, as a FIFO does.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if inside is None else os.O_NOFOLLOW)
+    try:
+        file = os.open(path, flags, dir_fd=inside)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        code = "corrupt" if error.errno == errno.ELOOP else "io"
+        raise errors.make(code, f"{path} can't be read: {error.strerror}", error.errno or 0) from None
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise errors.make("corrupt", f"{path} is no file; a checkpoint's list of parts is one")
+        with open(file, encoding="utf-8", closefd=False) as opened:
+            return opened.read()
+    except UnicodeDecodeError as error:
+        raise errors.make("corrupt", f"{path} is no list of a checkpoint's parts: {error}") from None
+    finally:
+        os.close(file)
 
 
 def parse(text: str, where: str) -> Manifest:
@@ -110,7 +142,7 @@ def parse(text: str, where: str) -> Manifest:
         return one
     except errors.Error:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise errors.make("corrupt", f"{where}/{NAME} is no list of a checkpoint's parts: {error}") from None
 
 
@@ -147,12 +179,9 @@ def _is_plain(name: object) -> bool:
 
 def read(directory: Path) -> Manifest | None:
     """None where there is none: no checkpoint of ours, or one that is being removed."""
-    try:
-        text = (directory / NAME).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+    text = text_of(directory / NAME)
+    if text is None:
         return None
-    except UnicodeDecodeError as error:
-        raise errors.make("corrupt", f"{directory}/{NAME} is no list of a checkpoint's parts: {error}") from None
     found = parse(text, str(directory))
     if directory.name != directory_of(found.step):
         raise errors.make(

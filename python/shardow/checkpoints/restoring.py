@@ -4,6 +4,7 @@ optimizers are filled.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,43 @@ def newest(root: Path, team: Team) -> int | None:
     """The newest whole step, as rank 0 sees it. Collective."""
 
     def look() -> bytes:
-        if team.rank == 0:
-            clear(root)  # which puts back a step that a dead save left aside
-        for step in manifest.steps_in(root) if team.rank == 0 else ():
-            try:
-                if manifest.whole(root / manifest.directory_of(step)) is not None:
-                    return b"%d" % step
-            except (errors.NotFoundError, errors.CorruptError) as error:
-                warn(f"{root}: step {step} is passed over, since it is not whole: {error}", RuntimeWarning)
-        return b""
+        if team.rank != 0:
+            return b""
+        clear(root)  # which puts back a step that a dead save left aside
+        found = _newest_in(root)
+        return b"" if found is None else b"%d" % found
 
     found = team.first("Checkpoints.latest()", team.agree("Checkpoints.latest()", look))
     return int(found) if found else None
+
+
+def _newest_in(root: Path) -> int | None:
+    """Lists again where steps came or went meanwhile: another process may save, and remove what was listed."""
+    while True:
+        steps = manifest.steps_in(root)
+        for step in steps:
+            at = root / manifest.directory_of(step)
+            try:
+                if manifest.whole(at) is not None:
+                    return step
+            except (errors.NotFoundError, errors.CorruptError) as error:
+                if os.path.lexists(at / manifest.NAME):  # what is removed loses this first, and is no damage
+                    warn(f"{root}: step {step} is passed over, since it is not whole: {error}", RuntimeWarning)
+        if manifest.steps_in(root) == steps:
+            return None
+
+
+def opened_newest(root: Path, team: Team) -> tuple[int, Manifest, Files]:
+    """The newest whole step and its files. Another one where it is removed before its files are open. Collective."""
+    before = None
+    while (step := newest(root, team)) is not None:
+        try:
+            return step, *opened(root, step, team)
+        except errors.NotFoundError:
+            if step == before:
+                raise
+            before = step
+    raise manifest.missing(root, None)
 
 
 def opened(root: Path, step: int, team: Team) -> tuple[Manifest, Files]:

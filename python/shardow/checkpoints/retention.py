@@ -71,12 +71,9 @@ def _remove(at: Path) -> None:
 
 def _is_manifest(inside: int) -> bool:
     try:
-        with open(
-            os.open(manifest.NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside), encoding="utf-8"
-        ) as file:
-            manifest.parse(file.read(), "")
-        return True
-    except (OSError, errors.Error, UnicodeDecodeError):
+        text = manifest.text_of(manifest.NAME, inside)
+        return text is not None and manifest.parse(text, "") is not None
+    except errors.Error:
         return False
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
+from shardow.base.signals import Held
 
 CHANNEL = 1  # of the process group's store: the training thread has its own
 _untold: list[SaveHandle] = []  # failed, and nobody knows
@@ -39,9 +40,10 @@ class SaveHandle:
         self._path = path
         self._report: dict[str, Any] = {}
         self._error: BaseException | None = None
-        # The thread is no daemon, so that the interpreter waits for it.
-        self._thread = threading.Thread(target=self._write, args=(save, committed), name=f"shardow save {path}")
-        self._thread.start()
+        # An interrupted Thread.join() takes a thread that runs for one that has ended (CPython up to 3.12).
+        self._ended = threading.Event()
+        # No daemon: the interpreter waits for it at its end.
+        threading.Thread(target=self._write, args=(save, committed), name=f"shardow save {path}").start()
 
     def _write(self, save: _core.Save, committed: Callable[[], None] | None) -> None:
         try:
@@ -51,21 +53,25 @@ class SaveHandle:
         except BaseException as error:
             self._error = error
             _untold.append(self)
+        finally:
+            self._ended.set()
 
     def done(self) -> bool:
         """True when nothing is left to wait for."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """Until the checkpoint is on disk under its name; returns what save() returns. Raises save()'s errors, the same
         on every rank; TimeoutError after ``timeout`` seconds, while the save goes on."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout):
             raise errors.make("timeout", f"{self._path}: not written after {timeout} s; it goes on")
-        if self in _untold:
-            _untold.remove(self)
-        if self._error is not None:
-            raise self._error
+        try:
+            if self._error is not None:
+                raise self._error
+        except BaseException as raised:
+            if raised is self._error and self in _untold:  # and no signal's handler has raised in its place
+                _untold.remove(self)
+            raise
         return self._report
 
     def __repr__(self) -> str:
@@ -75,6 +81,8 @@ class SaveHandle:
 
 @dataclass
 class _Slot:
+    """``staging`` and the process group's channel are the handle's until it has ended."""
+
     handle: SaveHandle | None = None
     staging: torch.Tensor | None = None
 
@@ -85,11 +93,11 @@ _slots: weakref.WeakKeyDictionary[dist.ProcessGroup, _Slot] = weakref.WeakKeyDic
 
 def settle(process_group: dist.ProcessGroup | None) -> None:
     """Waits for the save before; raises its error, unless wait() has."""
-    handle = _slot(process_group).handle
-    if handle is None:
+    slot = _slot(process_group)
+    if slot.handle is None:
         return
-    _slot(process_group).handle = None
-    handle._thread.join()
+    slot.handle._ended.wait()
+    handle, slot.handle = slot.handle, None
     if handle in _untold:
         handle.wait()
 
@@ -108,7 +116,8 @@ def start(
         slot.staging = None
         slot.staging = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     save.stage(slot.staging.data_ptr(), size)
-    slot.handle = SaveHandle(save, path, committed)
+    with Held():  # a thread that has begun is known to its slot
+        slot.handle = SaveHandle(save, path, committed)
     return slot.handle
 
 

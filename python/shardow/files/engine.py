@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +106,7 @@ def write_in_background(
         group.begin("async_save()", team.timeout)
     on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
     save, _memory = _prepared(group, files, path, team, options)
-    return start(team.process_group, save, os.fspath(path), on_cuda, committed if team.rank == 0 else None)
+    return start(team.process_group, save, paths.to_write(path), on_cuda, committed if team.rank == 0 else None)
 
 
 def _prepared(

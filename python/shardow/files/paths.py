@@ -27,8 +27,10 @@ def to_read(path: StrPath) -> str:
 
 
 def to_write(path: StrPath) -> str:
-    """Also raises for the name of another format's file, unless it is a directory already."""
-    text = to_read(path)
+    """Also raises for the name of another format's file, unless it is a directory already. The path is absolute: what
+    is written in the background goes where the call meant, whatever directory the process stands in by then.
+    """
+    text = os.path.join(os.getcwd(), to_read(path))
     stem, ending = os.path.splitext(text)
     if ending.lower() in _OTHERS and not os.path.isdir(text):
         instead = (

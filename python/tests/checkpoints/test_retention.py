@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +192,75 @@ def test_what_dead_saves_left_is_cleared_away_by_a_save_of_another_step(tmp_path
     save(shardow.Checkpoints(tmp_path), 10)
     os.close(handle)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000000010", living.name, *others}
+
+
+SAVES = """
+import sys, torch, shardow
+checkpoints = shardow.Checkpoints(sys.argv[1], keep=1)
+checkpoints.save(1, state={"values": torch.ones(100)})
+print("begun", flush=True)
+for step in range(2, 60):
+    checkpoints.save(step, state={"values": torch.ones(100)})
+"""
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_who_looks_while_another_process_saves_and_removes_always_finds_a_step(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", SAVES, tmp_path], stdout=subprocess.PIPE, text=True) as saves:
+        assert saves.stdout is not None
+        assert saves.stdout.readline() == "begun\n"
+        seen = [1]
+        while saves.poll() is None:
+            newest = checkpoints.latest()
+            assert newest is not None
+            assert newest >= seen[-1]
+            seen.append(newest)
+            assert (checkpoints.restore()["values"] == 1).all()
+    assert saves.returncode == 0
+    assert len(set(seen)) > 5
+    assert checkpoints.latest() == 59
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a FIFO": fifo,
+    "a directory": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path),
+    "nested": lambda path: path.write_text("[" * 100_000),
+    "bytes": lambda path: path.write_bytes(b"\xff\xfe"),
+    "nothing": Path.touch,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("odd", ODD)
+def test_whatever_stands_at_a_newer_step_s_list_the_older_one_is_found(odd: str, tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    at = tmp_path / "step-000000005"
+    at.mkdir()
+    ODD[odd](at / "checkpoint.json")
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        assert checkpoints.latest() == 1
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        assert step_of(checkpoints) == 1
+    with pytest.raises(shardow.Error, match=r"step-000000005/checkpoint\.json"):
+        checkpoints.restore(step=5)
+    save(checkpoints, 2)
+    assert there(tmp_path) == [2, 5]
+
+
+@pytest.mark.timeout(60)
+def test_links_and_files_with_a_step_s_name_are_no_steps(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    (tmp_path / "step-000000005").symlink_to(tmp_path / "step-000000005")
+    (tmp_path / "step-000000006").touch()
+    fifo(tmp_path / "step-000000007")
+    assert checkpoints.latest() == 1
+    save(checkpoints, 2)
+    assert there(tmp_path) == [2, 5, 6, 7]

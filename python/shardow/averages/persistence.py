@@ -56,7 +56,7 @@ def snapshot(
     progress: Progress | None,
 ) -> Report | SaveHandle | None:  # fmt: skip
     """See EMA.snapshot()."""
-    where = Path(paths.to_write(directory)).absolute()
+    where = Path(paths.to_write(directory))
     whole("every", every, 1)
     stored = stored_as(dtype)
     now = lineage.Counts(*averages.engine.progress)

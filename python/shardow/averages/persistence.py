@@ -116,8 +116,7 @@ class Snapshots:
     def __init__(self, directory: Path, core: Averages, step: int) -> None:
         self._directory, self._core = directory, core
         history = core.lineage or lineage.Lineage()
-        look = core.team.agree(lineage.WHAT, lambda: self._look(history, step) if core.team.rank == 0 else {})
-        told = json.loads(core.team.first(lineage.WHAT, json.dumps({"run": secrets.token_hex(8), **look}).encode()))
+        told = json.loads(core.team.on_first(lineage.WHAT, lambda: self._look(history, step)))
         self.last: int = told["last"]  # what comes next is due after this
         # Snapshots of other runs, which this one replaces as it comes to their steps.
         self._strange = {(at, run) for at, run in told["strange"]}
@@ -140,8 +139,8 @@ class Snapshots:
                     "since this one began: give each a directory of its own"
                 )
 
-    def _look(self, history: lineage.Lineage, step: int) -> dict[str, Any]:
-        """What is there, as JSON; of one rank."""
+    def _look(self, history: lineage.Lineage, step: int) -> bytes:
+        """Returns as JSON what rank 0 sees, and the name of this run."""
         record = history.record()
         there = [found for at in steps_in(self._directory) if (found := _found(self._directory, at))]
         mine = [one.step for one in there if one.step <= step and _core.is_past(one.record, record, one.step)]
@@ -154,7 +153,8 @@ class Snapshots:
                 f"{lineage.WHAT}: {self._directory} has snapshots of averages {names}, this EMA keeps {keys}; give "
                 "another directory"
             )
-        return {"last": max(mine, default=step - 1), "strange": [(one.step, one.run) for one in strange]}
+        last, others_there = max(mine, default=step - 1), [(one.step, one.run) for one in strange]
+        return json.dumps({"run": secrets.token_hex(8), "last": last, "strange": others_there}).encode()
 
 
 def _found(directory: Path, step: int) -> Found | None:

@@ -191,10 +191,7 @@ class Checkpoints:
             "options": options,
         }
         team.same(restoring.WHAT, facts)
-        if step is None:
-            step, one, files = restoring.opened_newest(self.directory, team)
-        else:
-            one, files = restoring.opened(self.directory, step, team)
+        step, one, files = restoring.opened(self.directory, step, team)
         where = str(self.directory / manifest.directory_of(step))
         parts = team.agree(restoring.WHAT, lambda: restoring.check_parts(one, given, skipped, absent or {}, where))
         state: dict[str, Any] = restoring.Restoring(one, files, parts, given, options, team, where).take(random)

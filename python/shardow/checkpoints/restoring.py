@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,70 +38,50 @@ Files = Mapping[str, _core.Checkpoint]
 def newest(root: Path, team: Team) -> int | None:
     """The newest whole step, as rank 0 sees it. Collective."""
 
-    def look() -> bytes:
-        if team.rank != 0:
-            return b""
-        clear(root)  # which puts back a step that a dead save left aside
-        found = _newest_in(root)
-        return b"" if found is None else b"%d" % found
-
-    found = team.first("Checkpoints.latest()", team.agree("Checkpoints.latest()", look))
-    return int(found) if found else None
+    step = team.on_first("Checkpoints.latest()", partial(_newest_in, root))
+    return int(step) if step else None
 
 
-def _newest_in(root: Path) -> int | None:
+def _newest_in(root: Path) -> bytes:
     """Lists again where steps came or went meanwhile: another process may save, and remove what was listed."""
+    clear(root)  # which puts back a step that a dead save left aside
     while True:
         steps = manifest.steps_in(root)
         for step in steps:
             at = root / manifest.directory_of(step)
             try:
                 if manifest.whole(at) is not None:
-                    return step
+                    return b"%d" % step
             except (errors.NotFoundError, errors.CorruptError) as error:
                 if os.path.lexists(at / manifest.NAME):  # what is removed loses this first, and is no damage
                     warn(f"{root}: step {step} is passed over, since it is not whole: {error}", RuntimeWarning)
         if manifest.steps_in(root) == steps:
-            return None
-
-
-def opened_newest(root: Path, team: Team) -> tuple[int, Manifest, Files]:
-    """The newest whole step and its files. Another one where it is removed before its files are open. Collective."""
-    before = None
-    while (step := newest(root, team)) is not None:
-        try:
-            return step, *opened(root, step, team)
-        except errors.NotFoundError:
-            if step == before:
-                raise
-            before = step
-    raise manifest.missing(root, None)
-
-
-def opened(root: Path, step: int, team: Team) -> tuple[Manifest, Files]:
-    """All files of one save. Collective."""
-    at = root / manifest.directory_of(step)
-
-    def look() -> bytes:
-        if team.rank != 0:
             return b""
-        found = manifest.read(at)
-        if found is None:
-            raise manifest.missing(root, step)
-        return found.text().encode()
 
-    for left in reversed(range(_TRIES)):
-        one = manifest.parse(team.first(WHAT, team.agree(WHAT, look)).decode(), str(at))
-        files = dict(
-            zip(one.files, _core.Checkpoint.open_files(team.group, str(at), one.files, team.timeout), strict=True)
-        )
-        try:
-            one.check(files, str(at))
-            return one, files
-        except errors.CorruptError:  # the same on all ranks
-            if not left:
-                raise
-    raise AssertionError("unreachable")
+
+def _text_of(root: Path, step: int) -> bytes:
+    found = manifest.read(root / manifest.directory_of(step))
+    if found is None:
+        raise manifest.missing(root, step)
+    return found.text().encode()
+
+
+def opened(root: Path, step: int | None, team: Team, tries: int = _TRIES) -> tuple[int, Manifest, Files]:
+    """A step, by default the newest whole one, and all its files, of one save. Collective."""
+    chosen = newest(root, team) if step is None else step
+    if chosen is None:
+        raise manifest.missing(root, None)
+    at = root / manifest.directory_of(chosen)
+    try:
+        one = manifest.parse(team.on_first(WHAT, partial(_text_of, root, chosen)).decode(), str(at))
+        files = _core.Checkpoint.open_files(team.group, str(at), one.files, team.timeout)
+        by_name = dict(zip(one.files, files, strict=True))
+        one.check(by_name, str(at))
+        return chosen, one, by_name
+    except (errors.CorruptError, errors.NotFoundError):  # the same on all ranks: saved again meanwhile, or removed
+        if tries == 1:
+            raise
+        return opened(root, step, team, tries - 1)
 
 
 def check_parts(
@@ -109,14 +90,11 @@ def check_parts(
     """The parts that are restored. Raises where one is neither there, nor given, nor said to be left out."""
     asked = {name for name in ("model", "averages", "optimizer", "scheduler") if getattr(given, name)}
     for name in sorted(one.parts - asked - set(skipped)):
-        raise invalid(f"{where} has {name}, and {name}= was not given; {_way_out(name)} to leave it there")
+        instead = f'{name}="skip"' + (' or averages="from_model"' if name == "averages" else "")
+        raise invalid(f"{where} has {name}, and {name}= was not given; {instead} to leave it there")
     for name in sorted(asked - one.parts - set(absent)):
         raise invalid(f"{where} has no {name}; {_BEGINS[name]}")
     return asked & one.parts
-
-
-def _way_out(name: str) -> str:
-    return f'{name}="skip"' + (' or averages="from_model"' if name == "averages" else "")
 
 
 _BEGINS = {

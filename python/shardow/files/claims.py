@@ -69,8 +69,7 @@ def claimed(
         if progress is not None:
             progress(done, total)
 
-    found = team.agree("save()", lambda: refusal().encode() if team.rank == 0 else b"")
-    if found := team.first("save()", found):
+    if found := team.on_first("save()", lambda: refusal().encode()):
         raise invalid(found.decode())
     if job is None:
         return {}, progress

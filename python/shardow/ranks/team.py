@@ -94,6 +94,10 @@ class Team:
             return mine
         return self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0])
 
+    def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
+        """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
+        return self.first(what, self.agree(what, step if self.rank == 0 else bytes))
+
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it
         raises is raised on all. Costs a rank the same however many there are."""

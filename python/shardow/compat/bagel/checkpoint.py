@@ -244,12 +244,10 @@ def _beside(path: Path, team: Team) -> Path:
     """Where rank 0 finds room for what is not whole yet."""
     folder = path.parent
 
-    def choose() -> Path:
-        if team.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            if folder.stat().st_dev == folder.parent.stat().st_dev and os.access(folder.parent, os.W_OK):
-                return folder.parent / f".{folder.name}-{path.name}.partial"
-        return folder / f".{path.name}.partial"
+    def choose() -> bytes:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.stat().st_dev == folder.parent.stat().st_dev and os.access(folder.parent, os.W_OK):
+            return os.fsencode(folder.parent / f".{folder.name}-{path.name}.partial")
+        return os.fsencode(folder / f".{path.name}.partial")
 
-    chosen = team.agree("fsdp_save_ckpt()", choose)
-    return Path(os.fsdecode(team.first("fsdp_save_ckpt()", os.fsencode(chosen))))
+    return Path(os.fsdecode(team.on_first("fsdp_save_ckpt()", choose)))

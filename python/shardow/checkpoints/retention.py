@@ -70,11 +70,10 @@ def _remove(at: Path) -> None:
 
 
 def _is_manifest(inside: int) -> bool:
-    try:
+    with contextlib.suppress(errors.Error):
         text = manifest.text_of(manifest.NAME, inside)
         return text is not None and manifest.parse(text, "") is not None
-    except errors.Error:
-        return False
+    return False
 
 
 def _is_ours(at: Path, name: str, inside: int) -> bool:

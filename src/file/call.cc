@@ -80,14 +80,12 @@ std::string size_text(int64_t bytes) {
 /// What must be equal on all ranks, by name, as it stands in messages.
 std::vector<std::pair<std::string, std::string>> facts_of(std::span<const SaveFile> files, const base::Path& path,
                                                           const SaveOptions& options) {
-  const auto yes = [](bool on) { return on ? "on" : "off"; };
   std::vector<std::string> names;
   for (const SaveFile& file : files) names.push_back(file.name);
   return {{"path", path.string()},
           {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
           {"max_shard_size", size_text(options.max_shard_size)},
-          {"checksums", yes(options.checksums)},
-          {"sequential", yes(options.sequential)},
+          {"checksums", options.checksums ? "on" : "off"},
           {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
 }
 

@@ -24,6 +24,17 @@ constexpr bool kSlow = true;  // fewer rounds of the same
 constexpr bool kSlow = false;
 #endif
 
+/// Storage that takes files only from front to end, as mounts of object stores do.
+class FrontToEnd final : public base::Syscalls {
+ public:
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
+    struct stat file {};
+    if (::fstat(fd, &file) == 0 && file.st_size == offset) return Syscalls::pwrite(fd, data, bytes, offset);
+    return (errno = EINVAL, -1);
+  }
+  int ftruncate(int, off_t) override { return (errno = EOPNOTSUPP, -1); }
+};
+
 /// One tensor as one rank has it.
 struct Held {
   std::vector<std::byte> memory;

@@ -225,8 +225,9 @@ TEST_F(Checkpoints, OfMoreFilesThanMayBeOpenIsSavedAndLoaded) {
   options.max_shard_size = 16;
   const rlimit few{100, before.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
-  for (const bool sequential : {false, true}) {
-    options.sequential = sequential;
+  FrontToEnd storage;
+  for (const bool random_writes : {true, false}) {
+    machine_.syscalls = random_writes ? nullptr : &storage;
     EXPECT_EQ(on_ranks(2,
                        [&](Group& group) {
                          auto held = many(true), found = many(false);

@@ -8,7 +8,6 @@
 #include "file/checkpoint_fixture.h"
 #include "file/disk_model.h"
 #include "file/load.h"
-#include "file/version_fixture.h"
 
 namespace shardow {
 namespace {
@@ -82,7 +81,7 @@ class PowerCut : public Checkpoints {
       return "the reader finds version " + std::to_string(found);
     if (!way.first && way.directory && fs::exists(disk / "model") && bytes_of(disk / "model" / "config.json") != "mine")
       return "config.json has gone";
-    if (way.options.sequential) return "";  // headers come first there, and readers go by the file's size and checksums
+    if (!way.random_writes) return "";  // headers come first there, and readers go by the file's size and checksums
     for (const auto& entry : fs::recursive_directory_iterator(disk)) {
       const std::string name = entry.path().filename().string();
       if (entry.is_regular_file() && name != "config.json" && name.find(".json") == std::string::npos &&
@@ -158,7 +157,7 @@ class Failing : public Recorder {
 /// settled on the disk that it is not the checkpoint.
 TEST_F(PowerCut, LeavesOneAlsoWhereTheSaveBeforeFailedOrItsEndWasNotFlushed) {
   for (const Way& way : ways()) {
-    const bool plain = way.names.empty() && !way.options.sequential;
+    const bool plain = way.names.empty() && way.random_writes;
     if (!way.directory || way.first || (!kAll && !plain)) continue;
     for (const auto how : {Failing::How::kNever, Failing::How::kDies, Failing::How::kFlushFails}) {
       SCOPED_TRACE(fmt::format("{}, {}", way.name, static_cast<int>(how)));
@@ -211,7 +210,7 @@ std::vector<Flush> flushes_of(const Recording& recording, const std::vector<size
 
 TEST_F(PowerCut, IsNoticedToDoHarmWhereASaveLeavesOutAFlush) {
   for (const Way& way : ways()) {
-    if (way.options.sequential || way.first || (!kAll && (!way.exchange || !way.names.empty()))) continue;
+    if (!way.random_writes || way.first || (!kAll && (!way.exchange || !way.names.empty()))) continue;
     const Recording recording = record(way);
     std::vector<size_t> which;
     for (size_t i = 0; i < recording.calls.size(); ++i) {

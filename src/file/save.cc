@@ -153,7 +153,7 @@ SaveReport StagedSave::write() {
         if (plan.group.rank() == 0) prepare_in_place(*plan.draft, names, plan.patience());
       });
     }
-    if (storage.random_writes && storage.rename && !plan.options.sequential) {
+    if (storage.random_writes && storage.rename) {
       plan.write_anywhere();
     } else {
       plan.write_in_sequence();

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "comm/delegate.h"
 #include "file/checkpoint_fixture.h"
 
 namespace shardow {
@@ -120,10 +121,27 @@ TEST_F(Checkpoints, OfADirectoryThatCannotBeRenamedIsTheOldOneUntilItsIndexIsThe
   version = 0;
 }
 
-TEST_F(Checkpoints, IsWrittenInSequenceWhereThatIsAskedFor) {
-  ASSERT_EQ(save_as(folder_ / "reference.safetensors", whole, 1), all(1, kFine));
-  ASSERT_EQ(save_as(folder_ / "other.safetensors", columns, 3, {.sequential = true}), all(3, kFine));
-  EXPECT_TRUE(bytes_of(folder_ / "other.safetensors") == bytes_of(folder_ / "reference.safetensors"));
+class WithoutBlocks : public Delegate {
+ public:
+  using Delegate::Delegate;
+  bool moves_blocks() const noexcept override { return false; }
+};
+
+TEST_F(Checkpoints, OfRanksThatCannotSendBlocksIsRefusedOnAllWhereStorageNeedsThem) {
+  FrontToEnd storage;
+  machine_.syscalls = &storage;
+  const auto codes = on_ranks(2, [&](Group& group) {
+    WithoutBlocks alone(group);
+    auto held = hold(rows, group.rank(), 2, true);
+    try {
+      save(alone, views_of(held), folder_ / "a.safetensors");
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("cpu:gloo,cuda:nccl"), std::string::npos) << error.what();
+      throw;
+    }
+  });
+  EXPECT_EQ(codes, all(2, static_cast<int>(Code::kUnsupported)));
+  EXPECT_TRUE(names().empty());
 }
 
 }  // namespace

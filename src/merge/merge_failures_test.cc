@@ -1,7 +1,4 @@
 // Merges on disks and from sources that fail, and on storage that takes files from front to end alone.
-#include <fcntl.h>
-#include <sys/stat.h>
-
 #include <atomic>
 
 #include "base/files.h"
@@ -9,21 +6,6 @@
 
 namespace shardow {
 namespace {
-
-/// As mounts of object stores are.
-class FrontToEnd final : public base::Syscalls {
- public:
-  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
-    struct stat there {};
-    if (::fstat(fd, &there) == 0 && there.st_size == offset) return Syscalls::pwrite(fd, data, bytes, offset);
-    errno = EINVAL;
-    return -1;
-  }
-  int ftruncate(int, off_t) override {
-    errno = EOPNOTSUPP;
-    return -1;
-  }
-};
 
 /// A disk that is full after so many writes.
 class Full final : public base::Syscalls {

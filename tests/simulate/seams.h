@@ -7,7 +7,6 @@
 #include "file/checkpoint_fixture.h"
 #include "file/disk_model.h"
 #include "file/environment.h"
-#include "file/version_fixture.h"
 
 namespace shardow::simulated {
 

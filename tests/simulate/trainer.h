@@ -30,6 +30,7 @@ struct Program {
   std::vector<Op> ops;
   bool directory = false;    ///< the weights' checkpoint is one
   bool first = true;         ///< nothing is there before; else the state of step 0
+  bool in_order = false;     ///< the storage takes files only from front to end
   SaveOptions options = {};  ///< of all saves
 };
 

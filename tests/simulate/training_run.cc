@@ -124,7 +124,7 @@ Program some_program(Simulation& seed) {
   program.first = seed.chance(2);
   program.options.timeout = kTimeout;
   program.options.checksums = !seed.chance(4);
-  program.options.sequential = seed.chance(4);
+  program.in_order = seed.chance(4);
   if (program.directory) program.options.max_shard_size = 200;
   program.ops = some_ops(seed);
   return program;
@@ -135,6 +135,7 @@ Program some_program(Simulation& seed) {
 std::string wrong_with_program(Simulation& simulation, const Program& program, const Weather& weather,
                                const fs::path& folder, const After& after) {
   forget_earlier_runs();
+  testing_disk::random_writes = !program.in_order;
   const size_t open_before = descriptors();
   const size_t ranks = static_cast<size_t>(program.job.ranks);
   Expected run = expected(program, folder);

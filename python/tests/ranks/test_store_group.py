@@ -181,23 +181,6 @@ def test_a_process_group_without_a_way_for_cpu_tensors_saves_and_loads(tmp_path:
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "reference.safetensors").read_bytes()
 
 
-def test_storage_that_needs_blocks_is_refused_without_them_on_every_rank(tmp_path: Path) -> None:
-    for answer in ranks.run(2, save_in_sequence_without_blocks, str(tmp_path / "a.safetensors")):
-        assert answer.startswith("UnsupportedError: ")
-        assert "cpu:gloo,cuda:nccl" in answer
-    assert not list(tmp_path.iterdir())
-
-
-def save_in_sequence_without_blocks(path: str) -> str:
-    group = store_group.store_group(dist.group.WORLD)
-    group.moves_blocks = False
-    memory = torch.zeros(4)
-    view = _core.TensorView("a", "F32", _core.Region.whole([4]), memory.data_ptr())
-    with pytest.raises(NotImplementedError) as error:
-        _core.Save(group, [_core.SaveFile("", [view])], path, sequential=True).write()
-    return f"{type(error.value).__name__}: {error.value}"
-
-
 def hidden_values() -> bool:
     """What a mapping holds on one rank alone is everybody's error, at once."""
     state = {"a": torch.ones(3), **({"b": object()} if dist.get_rank() == 1 else {})}

@@ -1,4 +1,8 @@
-// Ranks that hold the same views, as threads.
+// Ranks that hold the same views, as threads: they divide the work, and where their swap fails while they send each
+// other their parts, all of them are back where they were, or all that are left can be.
+#include <algorithm>
+#include <atomic>
+#include <functional>
 #include <thread>
 
 #include "average/average_fixture.h"
@@ -45,6 +49,136 @@ TEST(Average, ReplicasDivideTheWorkAndSwapWhole) {
     }
     EXPECT_EQ(total, kRows * kColumns);
   }
+}
+
+constexpr int kRanks = 3;
+
+/// A rank that, from its `first`-th broadcast on, names another length in `failures` of them, which is an error on
+/// every rank; or that dies there, where `failures` is kDies.
+class Failing final : public Group {
+ public:
+  static constexpr int kDies = -1;
+
+  Failing(std::unique_ptr<Group> inner, int first, int failures)
+      : inner_(std::move(inner)), first_(first), failures_(failures) {}
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return kRanks; }
+  void begin(std::string_view call, std::chrono::milliseconds timeout) override { alive().begin(call, timeout); }
+  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
+    return alive().all_gather(mine, deadline);
+  }
+  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
+    alive().all_reduce(values, op, deadline);
+  }
+  void send(std::span<const std::byte> bytes, int to, Deadline deadline) override { alive().send(bytes, to, deadline); }
+  void recv(std::span<std::byte> bytes, int from, Deadline deadline) override { alive().recv(bytes, from, deadline); }
+
+  void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
+    const int now = broadcasts_++;
+    if (now == first_ && failures_ == kDies) inner_.reset();
+    const bool fails = now >= first_ && now < first_ + failures_;
+    alive().broadcast(fails ? bytes.first(bytes.size() - 1) : bytes, root, deadline);
+  }
+
+ private:
+  Group& alive() const { return inner_ ? *inner_ : throw Error(Code::kPeerFailed, "dead"); }
+
+  std::unique_ptr<Group> inner_;
+  const int rank_ = inner_->rank(), first_, failures_;
+  int broadcasts_ = 0;
+};
+
+/// A rank's weights of two dtypes, the one kept aside in a swap, and averages that are others.
+struct Replica {
+  std::vector<float> f32 = std::vector<float>(100), f16 = std::vector<float>(24);
+  Average ema;
+
+  explicit Replica(Group& group)
+      : ema(views(), {.schedules = {Schedule::constant(0.5)}, .replicas = &group, .timeout = std::chrono::minutes(2)}) {
+    for (size_t i = 0; i < f32.size(); ++i) f32[i] = static_cast<float>(i + 1);
+    ema.update();
+  }
+  std::vector<TensorView> views() {
+    return {{"f32", DType::kF32, Region::whole({100}), f32.data()},
+            {"f16", DType::kF16, Region::whole({48}), f16.data()}};
+  }
+  std::vector<std::vector<float>> averages() const { return {copy_of(ema.views()[0]), copy_of(ema.views()[1])}; }
+};
+
+/// body(group, replica, which) on every rank, of which the last one fails.
+void on_ranks(int first, int failures, const std::function<void(Failing&, Replica&)>& body) {
+  auto groups = threads(kRanks);
+  std::vector<std::jthread> ranks;
+  for (auto& group : groups) {
+    ranks.emplace_back([&, inner = std::move(group)]() mutable {
+      const bool last = inner->rank() == kRanks - 1;
+      Failing failing(std::move(inner), first, last ? failures : 0);
+      Replica replica(failing);
+      body(failing, replica);
+    });
+  }
+}
+
+bool throws(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
+TEST(ReplicasThatFail, WhileTheySendEachOtherTheirPartsAllComeBack) {
+  std::atomic<int> failed = 0, through = 0;
+  for (int first = 0; through == 0; ++first) {
+    ASSERT_LT(first, 100);
+    on_ranks(first, 1, [&](Failing&, Replica& replica) {
+      const std::vector<float> before = replica.f32;
+      const auto averages = replica.averages();
+      if (throws([&] { replica.ema.swap_in(); })) {
+        ++failed;
+        EXPECT_FALSE(replica.ema.swapped()) << first;
+        EXPECT_EQ(replica.f32, before) << first;
+        EXPECT_EQ(replica.averages(), averages) << first;
+        replica.ema.swap_in();
+      } else {
+        ++through;
+      }
+      EXPECT_NE(replica.f32, before);
+      if (throws([&] { replica.ema.swap_out(); })) replica.ema.swap_out();  // where it failed there, it goes on
+      EXPECT_EQ(replica.f32, before);
+      EXPECT_EQ(replica.averages(), averages);
+    });
+  }
+  EXPECT_EQ(through, kRanks);          // fails on all ranks or on none
+  EXPECT_GE(failed, kRanks * kRanks);  // a broadcast of each owner
+}
+
+TEST(ReplicasThatFail, AndFailOnTheWayBackTooKeepTheSwapOpenForSwapOut) {
+  on_ranks(1, 2, [&](Failing&, Replica& replica) {
+    const std::vector<float> before = replica.f32;
+    const auto averages = replica.averages();
+    EXPECT_TRUE(throws([&] { replica.ema.swap_in(); }));
+    EXPECT_TRUE(replica.ema.swapped());
+    EXPECT_TRUE(throws([&] { replica.ema.update(); }));
+    replica.ema.swap_out();
+    EXPECT_FALSE(replica.ema.swapped());
+    EXPECT_EQ(replica.f32, before);
+    EXPECT_EQ(replica.averages(), averages);
+  });
+}
+
+TEST(ReplicasThatFail, AndDieLeaveTheOthersTheirOwnParts) {
+  on_ranks(1, Failing::kDies, [&](Failing& group, Replica& replica) {
+    const std::vector<float> before = replica.f32;
+    EXPECT_TRUE(throws([&] { replica.ema.swap_in(); }));
+    EXPECT_TRUE(replica.ema.swapped());
+    EXPECT_TRUE(throws([&] { replica.ema.swap_out(); }));
+    const Box own = Region::whole({100}).part(group.rank(), kRanks).boxes()[0];
+    const auto begin = own.offsets[0], end = begin + own.sizes[0];
+    EXPECT_TRUE(std::equal(replica.f32.begin() + begin, replica.f32.begin() + end, before.begin() + begin));
+  });
 }
 
 }  // namespace

@@ -1,14 +1,62 @@
-// Reading without a group: what is told and what is read. docs/file_format.md shows the example of this file.
+// Reading without a group: what is told, what is read, and what is refused. docs/file_format.md shows the example of
+// this file.
 #include <sys/resource.h>
 
 #include <atomic>
 #include <random>
 
+#include "file/checkpoint_fixture.h"
 #include "file/crc.h"
-#include "file/opening_fixture.h"
+#include "shardow/checkpoint.h"
 
 namespace shardow {
 namespace {
+
+std::vector<std::byte> values_of(const Spec& spec) {
+  std::vector<std::byte> bytes(static_cast<size_t>(Region::whole(spec.shape).size() * dtype_bits(spec.dtype) / 8));
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = value(spec, static_cast<int64_t>(i));
+  return bytes;
+}
+
+std::vector<std::byte> read_whole(const Checkpoint& opened, const std::string& name) {
+  const StoredTensor tensor = opened.tensor(name);
+  std::vector<std::byte> bytes(static_cast<size_t>(tensor.bytes));
+  opened.read(name, 0, Region::whole(tensor.shape).size(), bytes);
+  return bytes;
+}
+
+/// A file of one tensor, as anybody could have written it.
+void write_file(const fs::path& path, const std::string& name, const std::string& dtype, int64_t elements,
+                const std::string& data) {
+  const std::string json = "{\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":[" + std::to_string(elements) +
+                           "],\"data_offsets\":[0," + std::to_string(data.size()) + "]}}";
+  std::string length(8, '\0');
+  for (size_t i = 0; i < 4; ++i) length[i] = static_cast<char>(json.size() >> (8 * i));
+  std::ofstream(path, std::ios::binary) << length << json << data;
+}
+
+class Opening : public Checkpoints {
+ protected:
+  ~Opening() override { version = 0; }
+
+  fs::path saved(const std::string& name, int64_t max_shard_size = 0) {
+    SaveOptions options;
+    options.max_shard_size = max_shard_size;
+    options.metadata = {{"who", "me"}};
+    EXPECT_EQ(save_as(folder_ / name, whole, 1, options), all(1, kFine));
+    return folder_ / name;
+  }
+
+  static void expect(Code code, const std::string& message, const std::function<void()>& fn) {
+    try {
+      fn();
+      ADD_FAILURE() << "nothing was thrown: " << message;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), code) << error.what();
+      EXPECT_NE(std::string(error.what()).find(message), std::string::npos) << error.what();
+    }
+  }
+};
 
 size_t open_files() {
   size_t count = 0;
@@ -199,6 +247,86 @@ TEST_F(Opening, RanksOpenOneVersionAndLoadFromIt) {
     for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
   });
   EXPECT_EQ(codes, all(3, kFine));
+}
+
+TEST_F(Opening, WhatIsNotThereOrDoesNotFitIsNamed) {
+  const Checkpoint opened = Checkpoint::open(saved("a.safetensors"));
+  std::vector<std::byte> bytes(40);
+  const auto read = [&](const char* name, int64_t begin, int64_t end) {
+    return [&, name, begin, end] { opened.read(name, begin, end, bytes); };
+  };
+  expect(Code::kNotFound, "has no tensor 'other'", [&] { opened.tensor("other"); });
+  expect(Code::kNotFound, "has no tensor 'other'", read("other", 0, 1));
+  expect(Code::kInvalidArgument, "'counts' has 13 elements; [9, 14) are not among them", read("counts", 9, 14));
+  expect(Code::kInvalidArgument, "[-1, 4) are not among them", read("counts", -1, 4));
+  expect(Code::kInvalidArgument, "[5, 4) are not among them", read("counts", 5, 4));
+  expect(Code::kInvalidArgument, "elements [0, 4) of 'counts' have 32 bytes, the memory for them 40",
+         read("counts", 0, 4));
+  expect(Code::kInvalidArgument, "'half' has shape [8, 5, 3] in the file and [8] here", [&] {
+    opened.read({"half", DType::kBF16, Region::whole({8}), bytes.data()});
+  });
+  expect(Code::kInvalidArgument, "'flags' is BOOL in the file and F32 here", [&] {
+    opened.read({"flags", DType::kF32, Region::whole({7}), bytes.data()});
+  });
+}
+
+TEST_F(Opening, HalfBytesAreRefused) {
+  write_file(folder_ / "a.safetensors", "x", "F4", 8, "abcd");
+  const Checkpoint opened = Checkpoint::open(folder_ / "a.safetensors");
+  std::vector<std::byte> bytes(2);
+  opened.read("x", 2, 6, bytes);
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()), "bc");
+  expect(Code::kUnsupported, "'x' is cut inside a byte of its F4 elements", [&] { opened.read("x", 1, 5, bytes); });
+}
+
+TEST_F(Opening, WhatIsNoCheckpointIsRefusedAtOnce) {
+  expect(Code::kNotFound, "none.safetensors", [&] { Checkpoint::open(folder_ / "none.safetensors"); });
+  expect(Code::kNotFound, "has neither model.safetensors.index.json nor model.safetensors",
+         [&] { Checkpoint::open(folder_); });
+  expect(Code::kNotFound, "ema-1.safetensors is not there",
+         [&] { Checkpoint::open_files(folder_, {"ema-1.safetensors"}); });
+  std::ofstream(folder_ / "notes.txt") << "abc";
+  expect(Code::kNotFound, "has neither", [&] { Checkpoint::open(folder_); });
+  std::ofstream(folder_ / "short.safetensors") << "abc";
+  expect(Code::kInvalidArgument, "nor model.safetensors; what is there: short.safetensors",
+         [&] { Checkpoint::open(folder_); });
+  expect(Code::kCorrupt, "short.safetensors", [&] { Checkpoint::open(folder_ / "short.safetensors"); });
+  write_file(folder_ / "bad.safetensors", "x", "U8", 5, "abcd");  // a byte is missing
+  expect(Code::kCorrupt, "'x'", [&] { Checkpoint::open(folder_ / "bad.safetensors"); });
+  std::ofstream(folder_ / "model.safetensors.index.json") << R"({"weight_map":{"x":"../bad.safetensors"}})";
+  expect(Code::kCorrupt, "../bad.safetensors", [&] { Checkpoint::open(folder_); });
+  std::ofstream(folder_ / "model.safetensors.index.json") << R"({"weight_map":{"x":"part.safetensors"}})";
+  expect(Code::kCorrupt, "part.safetensors is not there, though the index names it",
+         [&] { Checkpoint::open(folder_); });
+}
+
+TEST_F(Opening, BytesThatAreNotWhatWasSavedAreNoticedWhereAllAreRead) {
+  const fs::path path = saved("a.safetensors");
+  {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-1, std::ios::end);
+    file.put('!');
+  }
+  const Checkpoint opened = Checkpoint::open(path);
+  int bad = 0;
+  for (const Spec& spec : kSpecs) {
+    if (opened.tensor(spec.name).bytes == 0) continue;
+    try {
+      EXPECT_EQ(read_whole(opened, spec.name), values_of(spec)) << spec.name;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kCorrupt) << error.what();
+      ++bad;
+    }
+  }
+  EXPECT_EQ(bad, 1);
+}
+
+TEST_F(Opening, AFileThatWasWrittenOverIsNoticed) {
+  const fs::path path = saved("a.safetensors");
+  const Checkpoint opened = Checkpoint::open(path);
+  fs::last_write_time(path, fs::file_time_type::clock::now() + std::chrono::seconds(1));
+  std::vector<std::byte> bytes(8);
+  expect(Code::kIo, "was written over since it was opened", [&] { opened.read("counts", 0, 1, bytes); });
 }
 
 }  // namespace
